@@ -8,12 +8,17 @@ import pty
 
 import pytest
 
-from wlb.terminal import columns, number_of, tell, wrapped
+from wlb.terminal import beginning_of, columns, number_of, tell, wrapped
 
 
 def test_one_thing_is_no_plural():
     shown = [number_of(1, "document"), number_of(0, "step"), number_of(2000, "document"), number_of(2, "process")]
     assert shown == ["1 document", "0 steps", "2,000 documents", "2 processes"]
+
+
+def test_names_are_cut_and_in_one_line():
+    assert beginning_of(["id", "a text\nof two  lines"]) == "id, a text of two lines"
+    assert len(beginning_of(["name"] * 1000)) == 80
 
 
 def test_lines_break_between_words_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch):

@@ -6,9 +6,10 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _USUAL_COLUMNS = 80
+_LONGEST_LIST = 80  # characters
 
 
 def number_of(number: int, thing: str) -> str:
@@ -20,6 +21,11 @@ def number_of(number: int, thing: str) -> str:
 def listed(settings: Mapping[str, object]) -> str:
     """``settings`` in one line: "model 7b, hardware h100"."""
     return ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
+def beginning_of(names: Iterable[str]) -> str:
+    """``names`` of what was found, in one line that is cut after 80 characters."""
+    return " ".join(", ".join(names).split())[:_LONGEST_LIST]
 
 
 def next_command(*words: object) -> str:

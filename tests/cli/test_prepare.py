@@ -44,8 +44,12 @@ def test_json_result_and_store(wlb, tmp_path, corpus):
 def test_table_names_rejects_and_skipped_files(wlb, tmp_path, corpus):
     status, out, _ = wlb("prepare", corpus, "--out", tmp_path / "s", "--text-field", "body")
     assert status == 0
+    assert out.startswith(
+        f"read {corpus} (one document per file or line): 2 documents, 10 tokens; median 4, longest 6; "
+        "documents up to 6 hold 95% of all tokens\n"
+    )
     assert f"Token store {tmp_path / 's'}" in " ".join(out.split())  # the path is not broken
-    assert "the first line without field 'body' has text; choose one with --text-field" in out
+    assert "the first entry without field 'body' has text; choose one with --text-field" in out
     for words in (
         "rejected: bad json",
         "rejected: missing field",
@@ -53,6 +57,30 @@ def test_table_names_rejects_and_skipped_files(wlb, tmp_path, corpus):
         "vocabulary 257, end token 256",
     ):
         assert words in out
+
+
+def test_csv_has_a_document_in_each_row(wlb, tmp_path):
+    (tmp_path / "d.csv").write_text('id,text,body\n1,one,x\n2,"two\nlines",y\n')
+    for options, expected in (((), [b"one", b"two\nlines"]), (("--text-field", "body"), [b"x", b"y"])):
+        status, out, _ = wlb("prepare", tmp_path / "d.csv", "--out", tmp_path / "s", "--overwrite", *options)
+        assert status == 0
+        assert out.startswith(f"read {tmp_path / 'd.csv'} (one document per row): 2 documents, ")
+        store = TokenStore.open(tmp_path / "s")
+        assert [bytes(store.read(i)[:-1].tolist()) for i in range(len(store))] == expected
+
+
+def test_a_file_of_lines_is_not_taken_for_one_document(wlb, tmp_path):
+    (tmp_path / "d.txt").write_text("one\ntwo\n")
+    status, _, err = wlb("prepare", tmp_path / "d.txt", "--out", tmp_path / "s")
+    assert status == 2
+    assert err == (
+        f"wlb: error: {tmp_path / 'd.txt'} has several lines; give --documents lines if each is a document, or "
+        "--documents files if they are one together\n"
+    )
+    for documents, count in (("lines", 2), ("files", 1)):
+        given = ("--documents", documents, "--overwrite", "--json")
+        status, out, _ = wlb("prepare", tmp_path / "d.txt", "--out", tmp_path / "s", *given)
+        assert (status, json.loads(out)["documents_out"]) == (0, count)
 
 
 def test_a_trained_tokenizer_can_be_used_again(wlb, tmp_path, corpus):
@@ -107,6 +135,8 @@ def test_shards_say_what_is_missing_and_the_last_one_reports(wlb, tmp_path, corp
         (["{tmp}/old.json", "--out", "{tmp}/old", "--overwrite"], "would be overwritten by the store"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--workers", "0"], "--workers"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--unit", "line"], "--unit"),
+        (["{tmp}/corpus/b.jsonl", "--out", "{tmp}/s", "--documents", "lines"], "--documents is for text files, and"),
+        (["--stdlib", "--out", "{tmp}/s", "--documents", "lines"], "--documents has no effect with --stdlib"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--tokenizer", "gpt5"], "'gpt5' is neither"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "100"], "100 is too small"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--tokenizer", "bytes"], "leave out --tokenizer"),

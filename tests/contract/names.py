@@ -65,8 +65,8 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.integrations.lightning.LightningLoss": "sampler, accumulate_grad_batches, dataset=...",
     "wlb.integrations.packed.FlatteningCollator": "",
     "wlb.integrations.packed.packed_batches": (
-        "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., state=..., "
-        "group=..., **settings"
+        "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., "
+        "overlong=..., state=..., group=..., **settings"
     ),
     "wlb.integrations.packed.PackedBatch.hf_kwargs": "",
     "wlb.integrations.packed.steps_of": "loader, sampler",
@@ -149,9 +149,12 @@ MODELS = (
 HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 
 COMMANDS = {
-    "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --chat --unit --workers "
-    "--shard --ray --overwrite --json",
-    "check": "--context-window --micro-batches --gpus --dp --pp --tp --cp --model --hardware --profile --steps --json",
+    "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --documents --chat --unit "
+    "--workers --shard --ray --overwrite --json",
+    "check": (
+        "--context-window --micro-batches --gpus --dp --pp --tp --cp --model --hardware --profile --steps --tokenizer "
+        "--text-field --documents --chat --json"
+    ),
     "serve": "--port --browser --no-browser",
     "compare": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --methods "

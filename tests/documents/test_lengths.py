@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -10,10 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.documents.lengths import read_encoder_tokens, read_lengths
+from wlb.documents.lengths import (
+    assumed_window,
+    described_window,
+    read_encoder_tokens,
+    read_lengths,
+    what_was_read,
+)
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
+from wlb.terminal import number_of
 
 LIMIT = 2**31 - 1
 
@@ -27,6 +35,8 @@ def save(directory, name, lengths):
             path.write_text("".join(f"{n}\n" for n in lengths))
         case ".csv":
             path.write_text("name,length\n" + "".join(f'"a, b",{n}\n' for n in lengths))
+        case ".tsv":
+            path.write_text("name\tlength\n" + "".join(f"a, b\t{n}\n" for n in lengths))
         case ".jsonl":
             path.write_text("".join(f'{{"length": {n}}}\n' for n in lengths))
         case ".npy":
@@ -36,7 +46,7 @@ def save(directory, name, lengths):
     return path
 
 
-@pytest.mark.parametrize("name", ["l.json", "l.txt", "l.npy", "l.parquet", "l.csv", "l.jsonl"])
+@pytest.mark.parametrize("name", ["l.json", "l.txt", "l.npy", "l.parquet", "l.csv", "l.tsv", "l.jsonl"])
 def test_every_kind_of_file_gives_the_same(tmp_path, name):
     @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=50))
     def same(lengths):
@@ -52,6 +62,10 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     assert read_lengths(tmp_path / "one.csv").tolist() == read_lengths(tmp_path / "bare.csv").tolist() == [3, 9]
     assert read_lengths(tmp_path / "l.jsonl").tolist() == [3, 2]
+    (tmp_path / "l.json").write_text('[3, {"input_ids": [1, 2]}]')
+    assert read_lengths(tmp_path / "l.json").tolist() == [3, 2]
+    (tmp_path / "l.csv").write_text(f"length,text\n7,{'x' * 200_000}\n")
+    assert read_lengths(tmp_path / "l.csv").tolist() == [7]
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n9\n"))
     assert read_lengths("-").tolist() == [3, 9]
     monkeypatch.setattr("sys.stdin", io.StringIO("3\nx\n"))
@@ -175,6 +189,7 @@ def test_unsigned_values_do_not_wrap(tmp_path):
         ("l.csv", b"id,length\n1,5\n2,x\n", "line 3 is 'x'"),
         ("l.csv", b"id,length\n1\n", "line 2 is ''"),
         ("l.csv", b"", "holds no document lengths"),
+        ("l.csv", b'length\n"5\n', "not a CSV file: line 2: unexpected end of data"),
         ("l.jsonl", b"5\n{oops\n", "line 2 is not valid JSON"),
         ("l.jsonl", b'{"text": "a"}\n', "line 1 has neither length nor input_ids, but text"),
         ("l.jsonl", b'5\n{"length": 2.5}\n', "line 2 is '2.5'"),
@@ -185,6 +200,83 @@ def test_wrong_content_is_one_clear_line(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message) as caught:
         read_lengths(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found", "options"),
+    [
+        ("d.txt", "Once upon\na time\n", "line 1 is 'Once upon'; a whole number is needed", " --documents lines"),
+        ("d.csv", "id,text\n1,Once\n", "has no column 'length'; it has id, text", ""),
+        ("d.tsv", "id\tbody\n1\tOnce\n", "has no column 'length'; it has id, body", " --text-field NAME"),
+        ("d.csv", "text\nOnce\n", "line 2 is 'Once'; a whole number is needed", ""),
+        ("d.jsonl", '{"text": "Once"}\n', "line 1 has neither length nor input_ids, but text", ""),
+        ("d.jsonl", '{"messages": []}\n', "line 1 has neither length nor input_ids, but messages", " --chat"),
+        ("d.jsonl", '"Once"\n', "line 1 is 'Once'; a whole number is needed", ""),
+        ("d.json", '["Once"]', "entry 0 is 'Once'; a whole number is needed", ""),
+        ("d.json", '[{"body": "Once"}]', "entry 0 has neither length nor input_ids, but body", " --text-field NAME"),
+        (
+            "d.json",
+            '{"text": "Once"}\n{"text": "more"}\n',
+            "is not valid JSON: Extra data: line 2 column 1 (char 17)",
+            "",
+        ),
+        ("d.md", "Once\n", "is of no known kind; lengths come from .json", ""),
+        ("d", None, "is a directory; name a token store in it", ""),
+    ],
+)
+def test_text_is_refused_with_the_option_that_counts_its_tokens(tmp_path, monkeypatch, name, content, found, options):
+    monkeypatch.chdir(tmp_path)
+    if content is None:
+        Path(name).mkdir()
+    else:
+        Path(name).write_text(content)
+    with pytest.raises(UserError) as caught:
+        read_lengths(name)
+    message = str(caught.value)
+    assert found in message
+    assert f"; if it is text, count its tokens with: wlb check {name} --tokenizer bytes{options}, or" in message
+    assert f"wlb prepare {name}{options} --out STORE" in message
+    assert "\n" not in message
+
+
+def test_columns_of_text_in_parquet_are_named(tmp_path):
+    pq.write_table(pa.table({"id": [1], "messages": ["a"]}), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match=r"no column 'length'; it has id, messages; if it is text, .* bytes --chat, or"):
+        read_lengths(tmp_path / "d.parquet")
+
+
+@given(st.lists(st.one_of(st.integers(0, 9), st.integers(1, 300_000)), min_size=1).filter(any))
+def test_what_was_read_and_the_window_are_those_of_the_documents(lengths):
+    """95% by its definition: the least length that is enough."""
+    trained = sorted(length for length in lengths if length)
+    held = next(length for length in trained if sum(n for n in trained if n <= length) >= 0.95 * sum(trained))
+    window = assumed_window(np.array(lengths))
+    said = what_was_read("d.csv", np.array(lengths), window)
+    empty = f" and {len(lengths) - len(trained)} empty" if len(trained) < len(lengths) else ""
+    over = sum(length > window for length in lengths) or "none"
+    assert said == (
+        f"read d.csv: {number_of(len(trained), 'document')}{empty}, {number_of(sum(lengths), 'token')}; "
+        f"median {trained[(len(trained) - 1) // 2]:,}, longest {trained[-1]:,}; "
+        f"documents up to {held:,} hold 95% of all tokens; {over} over the window of {window:,}"
+    )
+    assert window in [4096 << power for power in range(6)]
+    assert held <= window or window == 131_072
+    assert held > window // 2 or window == 4096
+
+
+def test_one_outlier_does_not_choose_the_window():
+    lengths = np.array([3000] * 1000 + [100_000])
+    assert assumed_window(lengths) == 4096
+    why = "assumed: documents up to it hold 96% of all tokens; --context-window"
+    assert described_window(4096, lengths) == f"window 4,096 tokens ({why})"
+    lengths = np.array([200_000, 200_000, 1000])
+    why = "assumed: the longest that is assumed; documents up to it hold 0% of all tokens; --context-window"
+    assert described_window(assumed_window(lengths), lengths) == f"window 131,072 tokens ({why})"
+
+
+def test_what_was_read_may_be_empty():
+    assert what_was_read("d", np.zeros(3, np.int64), 4096) == "read d: 0 documents and 3 empty, 0 tokens"
+    assert assumed_window(np.zeros(3, np.int64)) == 4096
 
 
 @pytest.mark.parametrize(

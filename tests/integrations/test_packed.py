@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.training.distributed import run_ranks
 from wlb.attention import segment_attention
+from wlb.documents.overlong import OverlongReport
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import BalanceMonitor, check_packing
@@ -62,13 +63,39 @@ def test_every_document_comes_once_with_its_own_labels_and_positions():
     assert sorted(seen) == sorted(ids.tolist() for ids in DOCUMENTS)
 
 
-def test_documents_that_are_too_long_may_be_split_without_losing_a_label():
-    steps = [*packed_batches([torch.arange(150) % 97], **SIZES | {"micro_batches": 1}, overlong="split")]
-    batches = [batch for step in steps for batch in step.batches]
-    assert sum(len(batch.tokens) for batch in batches) == 150
-    assert sum(int((batch.labels >= 0).sum()) for batch in batches) == 149 == sum(step.loss_tokens for step in steps)
-    with pytest.raises(UserError, match="document 0 has 150 tokens"):
-        packed_batches([torch.arange(150)], **SIZES)
+@pytest.mark.parametrize("of_stream", [False, True])
+@pytest.mark.parametrize("preset", ["best", "elastic"])
+def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counted(of_stream, preset):
+    documents = [*DOCUMENTS, torch.arange(150) % 97]
+    settings = SIZES | {"preset": preset} | ({"pool": 1, "pool_micro_batches": 2} if preset == "elastic" else {})
+    said = "documents of the stream" if of_stream else "1 of 81 documents"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        steps = packed_batches(iter(documents) if of_stream else documents, **settings)
+        planned = [*steps]
+    (told,) = [str(one.message) for one in warned]
+    assert told.startswith(f"wlb: over context_window = 64: {said}; overlong = 'split', and")
+    assert steps.overlong == OverlongReport(documents=1, pieces=3, tokens_dropped=0)
+    batches = [batch for step in planned for batch in step.batches]
+    assert sum(len(batch.tokens) for batch in batches) == sum(LENGTHS) + 150
+    assert sum(int((batch.labels >= 0).sum()) for batch in batches) == sum(LENGTHS) + 150 - 81
+    assert sum(step.loss_tokens for step in planned) == sum(LENGTHS) + 150 - 81
+
+
+@pytest.mark.parametrize("of_stream", [False, True])
+def test_other_policies_for_documents_that_are_too_long(of_stream):
+    def taken(overlong):
+        documents = [*DOCUMENTS, torch.arange(150) % 97]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            steps = packed_batches(iter(documents) if of_stream else documents, **SIZES, overlong=overlong)
+            tokens = sum(len(batch.tokens) for step in steps for batch in step.batches)
+        return tokens - sum(LENGTHS), steps.overlong
+
+    assert taken("truncate") == (64, OverlongReport(documents=1, pieces=1, tokens_dropped=86))
+    assert taken("drop") == (0, OverlongReport(documents=1, pieces=0, tokens_dropped=150))
+    with pytest.raises(UserError, match="document 80 has 150 tokens, over"):
+        taken("error")
 
 
 def test_a_state_continues_after_any_step():

@@ -107,7 +107,7 @@ def test_every_command_gives_the_same_verdict(
 
 def test_nothing_but_lengths_is_needed():
     found = wlb("check", f"synthetic:400:{WINDOW}:0", "--gpus", 4, "--steps", 2)
-    assert "as the longest document has" in found["assumed"]
+    assert "window 8,192 tokens (assumed: documents up to it hold 100% of" in found["assumed"]
     assert "4 GPUs in the layout in which plain-4d is fastest" in found["assumed"]
     assert found["gpu_hours_a_day"] == pytest.approx(24 * 4 * found["given_back"])
     assert np.isfinite(found["speed_at_equal_work"])

@@ -109,6 +109,9 @@ def given_again(context: typer.Context, names: Collection[str]) -> list[str]:
     for parameter in context.command.params:
         if parameter.name in names and was_given(context, parameter.name):
             value = context.params[parameter.name]
+            if isinstance(value, bool):
+                words.append((parameter.opts if value else parameter.secondary_opts)[0])
+                continue
             for one in value if isinstance(value, list | tuple) else [value]:
                 words += [parameter.opts[0], str(one)]
     return words

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from wlb.documents.prepare.sources import FileCorpus, TextDocuments
     from wlb.schedules.layout import Layout
     from wlb.simulate import SimulatedJob
     from wlb.simulate.estimate import Question
@@ -221,7 +223,7 @@ class JobOptions(GpuOptions):
 
     context_window: Annotated[
         int | None,
-        number_of_tokens("Tokens attention may span, such as 128K; default: of documents that hold 95% of all tokens."),
+        number_of_tokens("Tokens attention may span, such as 128K; default: what holds 95% of all tokens, 4K to 128K."),
     ] = None
     gpus: Annotated[int | None, number("GPUs; default 64, where no sizes are given.")] = None
     batch_tokens: BatchTokens = None
@@ -341,6 +343,44 @@ class PackedOptions(JobOptions):
         """The options of ``job`` that stood on the command line, for a command without --micro-batches."""
         batch = ["--batch-tokens", f"{self.micro_batches * job.context_window}"] if self.micro_batches else []
         return given_again(context, names_of(JobOptions)) + batch
+
+
+class DocumentsOption(StrEnum):
+    """What of a text file is a document."""
+
+    FILES = "files"
+    LINES = "lines"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """How documents are found in files of text."""
+
+    text_field: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Field or column to read; default: text, or messages with --chat."),
+    ] = None
+    documents: Annotated[
+        DocumentsOption | None,
+        typer.Option(
+            metavar="files|lines",
+            help="Whether a text file is one document or each of its lines is. Default: one, in a directory and of "
+            "code or markup; a .txt file that you name needs the option.",
+        ),
+    ] = None
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Read conversations (messages with roles); only what the assistant says becomes labels."
+        ),
+    ] = False
+
+    def corpus(self, sources: list[Path]) -> FileCorpus:
+        from wlb.documents.prepare.sources import FileCorpus
+
+        field = self.text_field or ("messages" if self.chat else "text")
+        documents: TextDocuments | None = self.documents.value if self.documents else None
+        return FileCorpus(sources, field, chat=self.chat, documents=documents)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.console import emit_json, progress_bar, show_columns, show_next, stdout
-from wlb.cli.groups import refuse_unused
+from wlb.cli.groups import names_of, refuse_unused
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
 from wlb.terminal import number_of
@@ -36,7 +36,7 @@ def prepare(
     sources: list[Path] = typer.Argument(
         None,
         metavar="SOURCE",
-        help="Files or directories: text, JSON Lines (.jsonl, .ndjson, .json) and Parquet; .gz and .zst are unpacked.",
+        help="Files or directories: text, JSON (.jsonl, .ndjson, .json), CSV (.csv, .tsv), Parquet; also .gz and .zst.",
         show_default=False,
     ),
     stdlib: bool = typer.Option(
@@ -56,12 +56,6 @@ def prepare(
     ),
     end_token: str | None = typer.Option(
         None, metavar="TOKEN", help="Token that ends a document, where the tokenizer does not say."
-    ),
-    text_field: str | None = typer.Option(
-        None, metavar="NAME", help="Field of JSON Lines, or column of Parquet, to read: text, or messages with --chat."
-    ),
-    chat: bool = typer.Option(
-        False, "--chat", help="Read conversations (messages with roles); only what the assistant says becomes labels."
     ),
     unit: UnitOption = typer.Option(
         UnitOption.DEFINITION,
@@ -86,6 +80,8 @@ def prepare(
         help="Tokenise on a Ray cluster: the running one, a new one on this machine, or that at ADDRESS.",
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing store."),
+    *,
+    text: options.TextOptions,
     json: options.Json = False,
 ) -> None:
     """Turn documents into a token store that training and planning read.
@@ -104,6 +100,7 @@ def prepare(
         return
     if out is None:
         raise UserError("--out is missing; name the store to make, or one to --check")
+    from wlb.documents.lengths import stored_lengths, what_was_read
     from wlb.documents.prepare import prepare_parts, prepare_store
     from wlb.documents.prepare.chat import ChatFormat
     from wlb.documents.prepare.parts import TaskShard
@@ -117,15 +114,15 @@ def prepare(
         refuse_unused(
             context, ["bpe_size"], "learns from all documents; make a tokenizer first and name it in --tokenizer"
         )
-    unused = ["text_field", "chat"] if stdlib else ["unit"]
+    unused = names_of(options.TextOptions) if stdlib else ["unit"]
     refuse_unused(context, unused, f"has no effect {'with' if stdlib else 'without'} --stdlib")
-    if chat:
+    if text.chat:
         refuse_unused(context, ["bpe_size"], "learns from text, not from conversations")
     if ray is not None:  # processes of Ray have working directories of their own
         sources, out = [path.absolute() for path in sources or []], out.absolute()
-    corpus = _corpus(sources or [], stdlib, text_field, unit, chat, out)
+    corpus = _corpus(sources or [], stdlib, text, unit, out)
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
-    chat_format = ChatFormat.of_tokenizer(tokenizer, chosen.special_tokens) if chat else None
+    chat_format = ChatFormat.of_tokenizer(tokenizer, chosen.special_tokens) if text.chat else None
     # Bytes cost less to tokenise than to send to another process.
     cores = workers or (1 if chosen.identity["kind"] == "bytes" else usable_cores())
     what = "tokenising"
@@ -160,6 +157,8 @@ def prepare(
     if json:
         emit_json(report.to_json())
         return
+    _, lengths = stored_lengths(out)
+    stdout.print(what_was_read(corpus.name, lengths), markup=False, highlight=False)
     _show(report)
     if "missing_field" in report.rejects:
         stdout.print(corpus.described_fields(), markup=False, highlight=False)
@@ -182,18 +181,16 @@ def _check(source: str, json: bool) -> None:
         show_next("check", source)
 
 
-def _corpus(
-    sources: list[Path], stdlib: bool, text_field: str | None, unit: UnitOption, chat: bool, out: Path
-) -> Corpus:
+def _corpus(sources: list[Path], stdlib: bool, text: options.TextOptions, unit: UnitOption, out: Path) -> Corpus:
     """What is read; raises ``UserError`` where the store in ``out`` would replace some of it."""
-    from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
+    from wlb.documents.prepare.sources import StdlibCorpus
     from wlb.documents.store.writer import store_files
 
     if stdlib == bool(sources):
         raise UserError("name files or directories to prepare, or else --stdlib" + ", not both" * stdlib)
     if stdlib:
         return StdlibCorpus(unit.value)
-    corpus = FileCorpus(sources, text_field or ("messages" if chat else "text"), chat=chat)
+    corpus = text.corpus(sources)
     targets = {path.resolve() for path in store_files(out)}
     for path in corpus.files():
         if path.resolve() in targets:

@@ -1,12 +1,14 @@
 """Reading document lengths from files, stores or a random distribution: all that planning needs of a corpus.
 
-``read_lengths`` takes a ``.json`` list (of lengths, or of objects with a ``length``), a ``.txt`` with one length per
-line, the same on standard input (``-``), a ``.npy`` array, a ``.csv`` or ``.parquet`` file with a column ``length``, a
-``.jsonl`` file of lengths or of objects with ``length`` or ``input_ids``, a Megatron ``.idx``, the prefix or URL of a
-token store, a directory, glob or list of them, or ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for
-lengths drawn by ``wlb.documents.synthetic``. What it returns is checked: whole, positive, in order. Only a store may
-have empty documents; they are passed over, as in training, and counted in a note on stderr. Of a store of more than 16
-million documents a sample is taken, and a note says so.
+``read_lengths`` takes a ``.json`` list or ``.jsonl`` file (of lengths, or of objects with ``length`` or
+``input_ids``), a ``.txt`` with one length per line, the same on standard input (``-``), a ``.npy`` array, a ``.csv``,
+``.tsv`` or ``.parquet`` file with a column ``length``, a Megatron ``.idx``, the prefix or URL of a token store, a
+directory, glob or list of them, or ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn
+by ``wlb.documents.synthetic``. What it returns is checked: whole, positive, in order. Only a store may have empty
+documents; they are passed over, as in training, and counted in a note on stderr. Of a store of more than 16 million
+documents a sample is taken, and a note says so. Text is refused in a line that says how to count its tokens.
+
+``what_was_read`` says in a line what documents there are, and ``assumed_window`` chooses a context window for them.
 
 ``read_encoder_tokens`` reads what else ``.json`` and ``.parquet`` files may say: what documents put through encoders of
 images or audio.
@@ -14,17 +16,18 @@ images or audio.
 
 from __future__ import annotations
 
-import csv
 import json
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import StoredLengths
+from wlb.documents.length_counts import LengthCounts, Lengths, StoredLengths, counts_of
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
 from wlb.documents.store.lengths import IndexLengths
@@ -33,15 +36,66 @@ from wlb.documents.store.shards import ShardedLengths
 from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
-from wlb.terminal import number_of, tell
+from wlb.terminal import beginning_of, number_of, tell
 from wlb.token_count import parse_count, parse_tokens
 
 _STDIN = Path("standard input")
 _MOST_READ = 1 << 24  # documents of a store; a sample of as many says the same of more
+_LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # that are assumed
 _BLOCK = 1 << 10  # documents that lie together in a sample: reading one costs as much as reading its page
 
 Integers = NDArray[np.integer[Any]]
 _ENCODED = "_tokens"  # how columns of encoders' tokens end
+
+
+class ReadLengths(NamedTuple):
+    """Tokens of every document, shape (documents,), and what they were read from, in words."""
+
+    source: str
+    lengths: NDArray[np.int64]
+
+
+def what_was_read(source: str, lengths: Lengths, context_window: int | None = None) -> str:
+    """What was read from ``source``, in a line: documents and tokens, how long they are, how many over the window."""
+    counts = counts_of(lengths)
+    empty = f" and {counts.empty:,} empty" if counts.empty else ""
+    said = f"read {source}: {number_of(counts.over(0), 'document')}{empty}, {number_of(counts.tokens, 'token')}"
+    if not counts.tokens:
+        return said
+    documents = np.where(counts.lengths > 0, counts.documents, 0)
+    said += f"; median {_reaching(50, counts, documents):,}, longest {counts.lengths[-1]:,}"
+    said += f"; documents up to {_reaching(95, counts, _tokens(counts)):,} hold 95% of all tokens"
+    if context_window is not None:
+        said += f"; {counts.over(context_window) or 'none'} over the window of {context_window:,}"
+    return said
+
+
+def assumed_window(lengths: Lengths) -> int:
+    """The power of two, from 4K to 128K, up to which documents hold 95% of all tokens; 128K where none is enough."""
+    counts = counts_of(lengths)
+    longest = _reaching(95, counts, _tokens(counts))
+    return min(max(_LEAST_WINDOW, 1 << (longest - 1).bit_length()), _MOST_WINDOW)
+
+
+def described_window(window: int, lengths: Lengths) -> str:
+    """How to say that ``window`` is ``assumed_window``."""
+    counts = counts_of(lengths)
+    tokens = _tokens(counts)
+    share = 100 * int(tokens[counts.lengths <= window].sum()) // max(1, int(tokens.sum()))
+    why = f"documents up to it hold {share}% of all tokens"
+    if share < 95:
+        why = f"the longest that is assumed; {why}"
+    return f"window {window:,} tokens (assumed: {why}; --context-window)"
+
+
+def _tokens(counts: LengthCounts) -> NDArray[np.int64]:
+    return counts.lengths * counts.documents
+
+
+def _reaching(percent: int, counts: LengthCounts, weights: NDArray[np.int64]) -> int:
+    """The least length such that it and shorter ones have ``percent`` of all ``weights``."""
+    reached = weights.cumsum()
+    return int(counts.lengths[np.searchsorted(100 * reached, percent * reached[-1])])
 
 
 def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np.int64]:
@@ -112,16 +166,44 @@ def _check_range(path: Path, lengths: Integers, where: str) -> None:
         )
 
 
+def _if_text(path: Path, fields: Collection[str] = ("text",)) -> str:
+    """The end of a message: what to do where ``path`` has text, in one of its ``fields`` if it has any."""
+    if path == _STDIN:
+        return ""
+    option, instead = "", "a tokenizer's directory for bytes"
+    if path.suffix == ".txt":
+        option, instead = " --documents lines", f"{instead}, files for lines"
+    elif "text" not in fields:
+        option = " --chat" if "messages" in fields else " --text-field NAME"
+    name = shlex.quote(str(path))
+    return (
+        f"; if it is text, count its tokens with: wlb check {name} --tokenizer bytes{option}, or store them with: "
+        f"wlb prepare {name}{option} --out STORE (or give {instead})"
+    )
+
+
 def _from_json(path: Path) -> Integers:
-    values = _json_rows(path)
-    return _from_integers(path, [row.get("length") if isinstance(row, dict) else row for row in values], "entry")
+    rows = _json_rows(path)
+    return _from_integers(path, [_length_in(path, row, "entry", number) for number, row in enumerate(rows)], "entry")
+
+
+def _length_in(path: Path, row: Any, where: str, number: int) -> Any:
+    """The length that a value of JSON says, or counts."""
+    if isinstance(row, dict):
+        if not {"length", "input_ids"} & row.keys():
+            raise UserError(
+                f"{path}: {where} {number} has neither length nor input_ids, but {beginning_of(row)}"
+                f"{_if_text(path, row)}"
+            )
+        row = row["length"] if "length" in row else row["input_ids"]
+    return len(row) if isinstance(row, list) else row
 
 
 def _json_rows(path: Path) -> list[Any]:
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
+        raise UserError(f"{path} is not valid JSON: {error}{_if_text(path)}") from None
     if not isinstance(values, list):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; a list of lengths is needed")
     return values
@@ -137,19 +219,19 @@ def _from_txt(path: Path) -> Integers:
 
 def _from_csv(path: Path) -> Integers:
     """The column ``length``; or the only one, with or without a heading."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [(reader.line_num, row) for reader in [csv.reader(file)] for row in reader if row]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is not a CSV file: {error}") from None
-    heading = [name.strip() for name in rows[0][1]] if rows else []
-    if "length" in heading or (len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is None):
-        rows = rows[1:]
-    elif len(heading) > 1:
-        raise UserError(f"{path} has no column 'length'; it has {', '.join(heading)[:80]}")
-    column = heading.index("length") if "length" in heading else 0
-    cells = [(number, row[column] if column < len(row) else "") for number, row in rows]
-    return _from_integers(path, [_whole(path, number, cell) for number, cell in cells], "line")
+    from wlb.documents.prepare.raw_files import csv_rows  # which a file of this folder's that imports this one is in
+
+    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        rows = csv_rows(path, file)
+        first = next(rows, (0, []))
+        heading = [name.strip() for name in first[1]]
+        if "length" not in heading and len(heading) > 1:
+            raise UserError(f"{path} has no column 'length'; it has {beginning_of(heading)}{_if_text(path, heading)}")
+        if len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None:
+            rows = chain([first], rows)
+        column = heading.index("length") if "length" in heading else 0
+        cells = ((number, row[column] if column < len(row) else "") for number, row in rows)
+        return _from_integers(path, [_whole(path, number, cell) for number, cell in cells], "line")
 
 
 def _from_jsonl(path: Path) -> Integers:
@@ -161,14 +243,7 @@ def _from_jsonl(path: Path) -> Integers:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}: line {number} is not valid JSON: {error}") from None
-            if isinstance(value, dict) and not {"length", "input_ids"} & value.keys():
-                raise UserError(
-                    f"{path}: line {number} has neither length nor input_ids, but {', '.join(value)[:80]}; of text, "
-                    "wlb check counts tokens with --tokenizer"
-                )
-            if isinstance(value, dict):
-                value = value["length"] if "length" in value else value["input_ids"]
-            values.append(len(value) if isinstance(value, list) else value)
+            values.append(_length_in(path, value, "line", number))
     return _from_integers(path, values, "line")
 
 
@@ -176,7 +251,8 @@ def _whole(path: Path, number: int, line: str) -> int:
     text = line.strip()
     size = parse_count(text.removeprefix("-"))
     if size is None:
-        raise UserError(f"{path}: line {number} is {text[:40]!r}; a whole number is needed")
+        advice = _if_text(path) if any(map(str.isalpha, text)) else ""
+        raise UserError(f"{path}: line {number} is {text[:40]!r}; a whole number is needed{advice}")
     return -size if text.startswith("-") else size
 
 
@@ -184,7 +260,8 @@ def _from_integers(path: Path, values: Sequence[Any], where: str) -> Integers:
     for position, value in enumerate(values, int(where == "line")):
         # bool is a subclass of int, and is no length.
         if type(value) is not int or abs(value) > np.iinfo(np.int64).max:
-            raise UserError(f"{path}: {where} {position} is {str(value)[:40]!r}; a whole number is needed")
+            advice = _if_text(path) if isinstance(value, str) else ""
+            raise UserError(f"{path}: {where} {position} is {str(value)[:40]!r}; a whole number is needed{advice}")
     return np.array(values, np.int64)
 
 
@@ -210,7 +287,8 @@ def _from_parquet(path: Path, name: str = "length") -> Integers:
     try:
         with parquet.ParquetFile(path) as file:
             if name not in file.schema_arrow.names:
-                raise UserError(f"{path} has no column {name!r}; it has {', '.join(file.schema_arrow.names)[:80]}")
+                names = file.schema_arrow.names
+                raise UserError(f"{path} has no column {name!r}; it has {beginning_of(names)}{_if_text(path, names)}")
             column = file.read([name])[name]
     except arrow.ArrowException as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
@@ -229,7 +307,7 @@ def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
 
 def _from_store(source: StoreSource) -> tuple[Path, Integers]:
     """What to call a store, and all lengths; of a large one those of blocks of documents from all over it, in order."""
-    path, lengths = _stored_lengths(source)
+    path, lengths = stored_lengths(source)
     if len(lengths) <= _MOST_READ:
         return path, lengths[:]
     blocks = np.sort(Permutation(len(lengths) // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
@@ -241,9 +319,13 @@ def _from_store(source: StoreSource) -> tuple[Path, Integers]:
     return path, sample
 
 
-def _stored_lengths(source: StoreSource) -> tuple[Path, StoredLengths]:
-    """Of a store whose token files need not be there."""
-    prefixes = store_prefixes(source)
+def stored_lengths(source: StoreSource) -> tuple[Path, StoredLengths]:
+    """What to call a store, whose token files need not be there, and its lengths on the disk."""
+    try:
+        prefixes = store_prefixes(source)
+    except UserError as error:
+        path = Path(source_name(source))
+        raise UserError(f"{error}{_if_text(path)}") if path.is_dir() else error from None
     if len(prefixes) == 1:
         path = index_path(prefixes[0])
         may_be_file = not (isinstance(path, RemotePath) or str(source).endswith(".idx"))
@@ -262,6 +344,7 @@ def _no_lengths(path: Path) -> UserError:
     if path.is_file():
         return UserError(
             f"{path} is of no known kind; lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
+            f"{_if_text(path)}"
         )
     return UserError(
         f"neither {path} nor a token store {index_path(path)} exists; name a file of lengths, or make a store with: "
@@ -287,6 +370,7 @@ _READERS: dict[str, tuple[Callable[[Path], Integers], str]] = {
     ".txt": (_from_txt, "line"),
     ".npy": (_from_npy, "entry"),
     ".csv": (_from_csv, "line"),
+    ".tsv": (_from_csv, "line"),
     ".jsonl": (_from_jsonl, "line"),
     ".parquet": (_from_parquet, "row"),
 }

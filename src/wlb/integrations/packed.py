@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.documents.arriving import ArrivingDocuments
+from wlb.documents.overlong import OverlongReport
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
@@ -30,6 +31,7 @@ from wlb.integrations.document_fields import Document, chooses_labels, ids_and_l
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate.job import SimulatedJob
+from wlb.terminal import number_of
 from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch
 from wlb.training.data.sharded_batch import shard_batch
 from wlb.training.runtime.collectives import gathered_rows
@@ -99,6 +101,7 @@ def packed_batches(
     rank: int | None = None,
     epochs: int | None = 1,
     sharding: str = "hybrid",
+    overlong: str = "split",
     state: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     **settings: Any,
@@ -107,8 +110,9 @@ def packed_batches(
 
     Every process calls this with the same arguments, and trains what comes out. Arguments are those of
     ``PlannedBatchSampler``; ``sharding`` is the strategy by which cp ranks share a micro-batch (``rank`` counts them as
-    neighbours), ``overlong`` among ``settings`` says what becomes of documents over the context window
-    ("error" unless given; "split", "truncate", "drop"), and ``state`` is what ``PackedSteps.state_dict`` gave.
+    neighbours), ``overlong`` says what becomes of documents over the context window ("split", "truncate", "drop" or
+    "error", as ``data.overlong``; a warning says that there are some, and ``PackedSteps.overlong`` counts them), and
+    ``state`` is what ``PackedSteps.state_dict`` gave.
 
     ``group`` are the processes that train, by default all of ``torch.distributed``. ``rank`` is this process's in it,
     and ``dp`` their number over ``cp``; without a process group both mean one process. With tensor or pipeline
@@ -127,7 +131,8 @@ def packed_batches(
     change the order of an epoch that has begun.
     """
     sizes = {"context_window": context_window, "micro_batches": micro_batches, "cp": cp}
-    steps = PackedSteps(documents, Processes(rank, dp, cp, group), epochs, sharding, **sizes, **settings)
+    processes = Processes(rank, dp, cp, group)
+    steps = PackedSteps(documents, processes, epochs, sharding, overlong=overlong, **sizes, **settings)
     if state is not None:
         steps.load_state_dict(state)
     return steps
@@ -144,11 +149,11 @@ class PackedSteps(Iterator[PackedStep]):
         sharding: str,
         *,
         context_window: int,
+        overlong: str,
         **settings: Any,
     ) -> None:
         self._processes, self._epochs = processes, epochs
         self._rank = processes.own_rank()
-        overlong = settings.get("overlong", "error")
         self._stream: ArrivingDocuments[Document] | None = None
         if not hasattr(documents, "__getitem__") and not isinstance(documents, TokenStore):
             if epochs != 1:
@@ -161,8 +166,11 @@ class PackedSteps(Iterator[PackedStep]):
         lengths = None
         if self._stream is None:
             lengths = checked_lengths(self._source.lengths, context_window if overlong == "error" else None)
-        self.job: SimulatedJob = balanced_job(lengths, context_window, dp=processes.dp, **settings)
+        self.job: SimulatedJob = balanced_job(lengths, context_window, dp=processes.dp, overlong=overlong, **settings)
         self._steps = WholeSteps(self.job, self._stream or self._source.lengths, epochs=epochs)
+        self._told_of_overlong = False
+        if lengths is not None and (longer := int((lengths > context_window).sum())):
+            self._tell_of_overlong(f"{longer:,} of {number_of(len(lengths), 'document')}")
         self._dp_rank, self._cp_rank = divmod(self._rank, self.job.layout.cp)
         self._sharding = "elastic" if self.job.packing.method == "elastic" else sharding
         self._begin: dict[str, Any] | None = self._begins_with(None)
@@ -172,6 +180,8 @@ class PackedSteps(Iterator[PackedStep]):
             self._processes.agree(self._steps.settings | self._begin, self._rank)
             self._begin = None
         plan = next(self._steps, None)
+        if self._stream is not None and not self._told_of_overlong and self.overlong.documents:
+            self._tell_of_overlong("documents of the stream")
         whole = [] if plan is None else [self._read(micro_batch) for micro_batch in plan.ranks[self._dp_rank]]
         loss_tokens = self._loss_tokens(plan, whole)
         if plan is None:
@@ -180,6 +190,18 @@ class PackedSteps(Iterator[PackedStep]):
         if self._stream is not None:
             self._stream.trained(plan.segments)
         return step
+
+    @property
+    def overlong(self) -> OverlongReport:
+        """What became of documents over the context window, of all that were taken in, also for steps to come."""
+        return self._steps.overlong
+
+    def _tell_of_overlong(self, documents: str) -> None:
+        self._told_of_overlong = True
+        window, policy = self.job.context_window, self.job.data.overlong
+        warn(
+            f"over context_window = {window}: {documents}; overlong = {policy!r}, and PackedSteps.overlong counts them"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last step, as JSON-serialisable data; the same on all processes."""

@@ -97,7 +97,6 @@ class BalancedDataLoader(BaseDataLoader):
             model=config.model,
             hardware=config.hardware,
             seed=config.seed,
-            overlong="split",
         )
         self._processes = Processes(dp_rank, dp_world_size, 1)
         steps = WholeSteps(job, self._store.lengths, epochs=None)

@@ -20,7 +20,7 @@ import numpy as np
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.length_counts import DocumentLengths, counts_of
 from wlb.documents.mixture import document_stream
-from wlb.documents.overlong import split_overlong
+from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.job import JobSpec
@@ -107,6 +107,11 @@ class StepPlanner(Iterator[PlannedStep]):
     def pending_documents(self) -> int:
         """Documents taken in of which a part waits in the packer or in steps not returned yet."""
         return len(self._waiting_documents())
+
+    @property
+    def overlong(self) -> OverlongReport:
+        """What became of documents over the context window, of all that were taken in."""
+        return OverlongReport(**self._stream.state_dict()["overlong"])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last plan returned, as JSON-serialisable data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import gzip
 import json
 import os
@@ -12,13 +13,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
 from tests.training.processes import is_running, wait_until
-from wlb.documents.prepare import prepare_store, train_tokenizer
+from wlb.documents.prepare import prepare_store, text_lengths, train_tokenizer
+from wlb.documents.prepare.chat import ChatFormat
 from wlb.documents.prepare.sources import FileCorpus
 from wlb.documents.prepare.tokenization import BytesTokenizer, load_tokenizer
 from wlb.documents.store.reader import TokenStore
@@ -112,10 +116,61 @@ def test_a_corpus_without_documents_makes_no_store(tmp_path):
     (tmp_path / "d.jsonl").write_text('3\n{"content": "a", "id": 1}\n')
     with pytest.raises(
         UserError,
-        match="2 missing field; the first line without field 'text' has content, id; choose one with --text",
+        match="2 missing field; the first entry without field 'text' has content, id; choose one with --text",
     ):
         prepare_store(FileCorpus([tmp_path / "d.jsonl"]), tmp_path / "s", BytesTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["d.jsonl"]
+
+
+def test_lengths_are_counted_as_they_would_be_stored(tmp_path, capsys):
+    texts = ["one", "two\nlines", "drei ü", 'f"our,']
+    entries = [{"text": text} for text in texts]
+    with (tmp_path / "d.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in texts)])
+    (tmp_path / "d.json").write_text(json.dumps(entries))
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    pq.write_table(pa.Table.from_pylist(entries), tmp_path / "d.parquet")
+    (tmp_path / "files").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "files" / f"{number}.txt").write_text(text)
+    for name, unit in (
+        ("d.csv", "row"),
+        ("d.json", "entry"),
+        ("d.jsonl", "line"),
+        ("d.parquet", "row"),
+        ("files", "file"),
+    ):
+        counted = text_lengths(FileCorpus([tmp_path / name]), BytesTokenizer())
+        assert counted.source == f"{tmp_path / name} (one document per {unit})"
+        prepare_store(FileCorpus([tmp_path / name]), tmp_path / "s", BytesTokenizer(), overwrite=True)
+        assert counted.lengths.tolist() == TokenStore.open(tmp_path / "s").lengths.tolist()
+        assert counted.lengths.tolist() == [len(text.encode()) + 1 for text in texts]
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_left_out_of_lengths_is_told(tmp_path, capsys):
+    (tmp_path / "c.png").touch()
+    corpus = write_lines(tmp_path / "d.jsonl", ["kept", ""])
+    assert text_lengths(corpus, BytesTokenizer()).lengths.tolist() == [5]
+    assert capsys.readouterr().err == f"wlb: note: {corpus.name}: left out 1 empty\n"
+    corpus = FileCorpus([tmp_path])
+    assert text_lengths(corpus, BytesTokenizer()).lengths.tolist() == [5]
+    assert capsys.readouterr().err == f"wlb: note: {corpus.name}: left out 1 empty, 1 file of other kinds\n"
+    many = text_lengths(write_lines(tmp_path / "d.jsonl", ["a"] * 50_000), BytesTokenizer())
+    assert 20_000 <= len(many.lengths) < 30_000
+    assert many.source == f"the beginning of {tmp_path / 'd.jsonl'} (one document per line)"
+    assert f"those of the first {len(many.lengths):,} documents of {tmp_path / 'd.jsonl'}" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the sources contain no documents"):
+        text_lengths(write_lines(tmp_path / "d.jsonl", []), BytesTokenizer())
+
+
+def test_conversations_are_counted_as_they_would_be_stored(tmp_path):
+    chats = [[{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}] for n in (1, 20)]
+    (tmp_path / "d.json").write_text(json.dumps([{"messages": chat} for chat in chats]))
+    corpus, chat = FileCorpus([tmp_path / "d.json"], "messages", chat=True), ChatFormat()
+    prepare_store(corpus, tmp_path / "s", BytesTokenizer(), chat=chat)
+    counted = text_lengths(corpus, BytesTokenizer(), chat).lengths
+    assert counted.tolist() == TokenStore.open(tmp_path / "s").lengths.tolist()
 
 
 def test_a_source_damaged_in_the_middle_makes_no_store(tmp_path, words):

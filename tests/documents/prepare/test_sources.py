@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import csv
 import gzip
+import io
 import json
 import os
 from pathlib import Path
@@ -78,11 +80,132 @@ def test_parquet_gives_its_texts(tmp_path):
     same()
 
 
+@pytest.mark.parametrize("name", ["d.csv", "d.tsv", "d.csv.gz"])
+def test_csv_gives_its_texts(tmp_path, name):
+    """Texts have commas, quotes, line ends and any length; the order of columns is free."""
+
+    @given(documents, st.sampled_from(["\n", "\r\n"]), st.booleans())
+    def same(texts, newline, mark):
+        written = io.StringIO(newline="")
+        delimiter = "\t" if "tsv" in name else ","
+        writer = csv.writer(written, delimiter=delimiter, lineterminator=newline, quoting=csv.QUOTE_ALL)
+        writer.writerows([("id", "body "), *((number, text) for number, text in enumerate(texts))])
+        path = compressed(tmp_path / name, written.getvalue().encode("utf-8-sig" if mark else "utf-8"))
+        assert read(path, text_field="body") == texts
+
+    same()
+    long = "x" * 200_000
+    assert read(compressed(tmp_path / name, f"text\n{long}\n".encode())) == [long]
+
+
+def test_bad_cells_and_files_of_csv(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_bytes(b'id,text\n1,good\n2\n\n3,\xff\n4,""\n')
+    assert read(path) == ["good", Reject.NOT_TEXT, Reject.UNDECODABLE, Reject.EMPTY]
+    path.touch()
+    assert read(compressed(path, b"")) == []
+    for content, message in (
+        (b'id,text\n1,"never closed\n2,b\n', "is not a CSV file: line 3: unexpected end of data"),
+        (b"id,body,messages\n1,a,b\n", "no column 'text', only id, body, messages; choose one with --text-field, or"),
+        (b'"a text\nof two lines"\nanother\n', "no column 'text', only a text of two lines; choose"),
+    ):
+        path.write_bytes(content)
+        for source in (path, tmp_path):  # of a directory too: nothing is left out
+            with pytest.raises(UserError, match=message):
+                read(source)
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.json.gz"])
+def test_a_json_list_gives_its_texts(tmp_path, name):
+    @given(documents, st.booleans(), st.sampled_from([None, 1]))
+    def same(texts, objects, indent):
+        entries = [{"id": 1, "text": text} for text in texts] if objects else texts
+        path = compressed(tmp_path / name, json.dumps(entries, indent=indent).encode())
+        assert read(path) == texts
+
+    same()
+    path = compressed(tmp_path / name, b'["a", {"text": 5}, {"body": "b"}, 7, null, ""]')
+    assert read(path) == ["a", Reject.NOT_TEXT, *[Reject.NO_FIELD] * 3, Reject.EMPTY]
+    with pytest.raises(UserError, match="is not a valid JSON list: Expecting"):
+        read(compressed(tmp_path / name, b'["a", '))
+
+
+def test_json_lines_may_be_texts_themselves(tmp_path):
+    @given(documents)
+    def same(texts):
+        path = compressed(tmp_path / "d.jsonl", "".join(f"{json.dumps(text)}\n" for text in texts).encode())
+        assert read(path) == texts
+
+    same()
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_conversations_are_read_from_json_and_parquet(tmp_path, kind):
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 3
+    rows = [{"id": 1, "messages": chat} for chat in chats]
+    path = tmp_path / f"d.{kind}"
+    match kind:
+        case "json":
+            path.write_text(json.dumps(rows))
+        case "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+    batches = FileCorpus([path], "messages", chat=True).batches()
+    assert [chat for batch in batches for item in batch.items for chat in batch.texts(item)] == chats
+
+
+def test_conversations_are_not_read_from_text(tmp_path):
+    for name in ("d.txt", "d.csv"):
+        (tmp_path / name).write_text("messages")
+        with pytest.raises(
+            UserError, match=f"--chat reads conversations from JSON and Parquet, and .*{name} is neither"
+        ):
+            FileCorpus([tmp_path / name], "messages", chat=True)
+
+
 @pytest.mark.parametrize("name", ["d.txt", "d.txt.gz", "d.txt.zst", "README", "d.weird"])
-def test_a_text_file_is_one_document(tmp_path, name):
-    text = "one\r\ntwo\n\fthree\x00\n"
-    assert read(compressed(tmp_path / name, text.encode())) == [text]
-    assert read(compressed(tmp_path / name, text.encode("utf-8-sig"))) == [text]
+def test_a_text_file_is_one_document_or_one_per_line(tmp_path, name):
+    text = "one\r\ntwo\n\fthree\x00\n\n"
+    lines = ["one", "two", "\fthree\x00", Reject.BLANK_LINE]
+    for encoding in ("utf-8", "utf-8-sig"):
+        path = compressed(tmp_path / name, text.encode(encoding))
+        assert read(path, documents="files") == [text]
+        assert read(path, documents="lines") == lines
+        with pytest.raises(
+            UserError, match=f"{name} has several lines; give --documents lines if .* --documents files"
+        ):
+            read(path)
+    assert read(compressed(path, b"one line\n\n")) == ["one line\n\n"]  # which is the same either way
+
+
+def test_lines_are_documents_however_they_are_divided(tmp_path):
+    lines = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"), min_size=1).filter(str.strip)
+
+    @given(st.lists(lines, max_size=20), task_bytes)
+    def same(texts, most):
+        path = compressed(tmp_path / "d.txt", "".join(f"{text}\n" for text in texts).encode())
+        with mock.patch.object(prepare_sources, "_TASK_BYTES", (most, most)):
+            assert read(path, documents="lines") == texts
+
+    same()
+
+
+def test_what_is_one_document_is_said_and_asked_for_only_where_it_is_not_known(tmp_path):
+    for name in ("a.txt", "b.md", "c.py"):
+        (tmp_path / name).write_text("one\ntwo\n")
+    assert FileCorpus([tmp_path]).name == f"{tmp_path} (one document per file)"
+    assert read(tmp_path) == ["one\ntwo\n"] * 3
+    assert read(tmp_path / "b.md", tmp_path / "c.py") == ["one\ntwo\n"] * 2
+    assert read(tmp_path, documents="lines") == ["one", "two"] * 3
+    (tmp_path / "d.jsonl").write_text('{"text": "one"}\n')
+    corpus = FileCorpus([tmp_path / "b.md", tmp_path / "d.jsonl"])
+    assert corpus.name == f"{tmp_path / 'b.md'} and 1 more (one document per file or line)"
+    with pytest.raises(UserError, match=r"--documents is for text files, and .*d\.jsonl has none; leave it out"):
+        FileCorpus([tmp_path / "d.jsonl"], documents="lines")
+    os.mkfifo(tmp_path / "pipe")  # can be read once only, so not to look into it
+    with pytest.raises(UserError, match="pipe has several lines; give --documents"):
+        FileCorpus([tmp_path / "pipe"])
 
 
 def test_bad_lines_are_rejected_by_reason(tmp_path):
@@ -171,7 +294,7 @@ def test_damaged_containers_are_errors_of_the_file(tmp_path, name, damage):
         compressed(path, content.encode())
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match=rf"{name} (is|cannot)") as caught:
-        read(path)
+        read(path, documents="files" if ".txt" in name else None)
     assert "\n" not in str(caught.value)
 
 
@@ -179,7 +302,7 @@ def test_missing_empty_and_unsuitable_sources(tmp_path):
     with pytest.raises(UserError, match=r"source .*nowhere does not exist"):
         FileCorpus([tmp_path / "nowhere"])
     (tmp_path / "picture.png").write_bytes(b"")
-    with pytest.raises(UserError, match="no text, JSON Lines or Parquet files in"):
+    with pytest.raises(UserError, match="no text, JSON Lines, CSV or Parquet files in"):
         FileCorpus([tmp_path])
     pq.write_table(pa.table({"length": [1, 2]}), tmp_path / "n.parquet")
     with pytest.raises(UserError, match=r"no column 'text', only length; choose one with --text-field"):

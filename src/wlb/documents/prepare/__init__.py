@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.lengths import ReadLengths
 from wlb.documents.prepare.batches import (
     Batch,
     Reject,
@@ -38,6 +39,9 @@ from wlb.documents.prepare.sources import Corpus, CorpusTask
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
 from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
 from wlb.errors import UserError
+from wlb.terminal import number_of, tell
+
+_MOST_COUNTED = 20_000  # documents that are tokenised to know their lengths, and those of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,26 +181,35 @@ def _make_part(item: tuple[Path, CorpusTask], tokenize: Callable[[Batch], Tokeni
     return task.bytes
 
 
-def text_lengths(corpus: Corpus, tokenizer: Tokenizer, most: int) -> tuple[NDArray[np.int64], bool]:
-    """Tokens of the first ``most`` documents or so, as they would be in a store; and whether there are no more.
+def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> ReadLengths:
+    """Tokens of the documents of ``corpus``, as they would be in a store; of a large one, of the first documents.
 
-    Raises ``UserError`` where there are none.
+    Notes on stderr say what was left out. Raises ``UserError`` where there are no documents.
     """
     lengths: list[NDArray[np.int64]] = []
     rejects: Counter[str] = Counter()
-    tokenize = _tokenize(tokenizer, None)
-    for batch in corpus.batches():
-        if sum(map(len, lengths)) >= most:
-            return np.concatenate(lengths), False
+    tokenize, batches = _tokenize(tokenizer, chat), iter(corpus.batches())
+    while (count := sum(map(len, lengths))) < _MOST_COUNTED and (batch := next(batches, None)) is not None:
         tokenized = tokenize(batch)
         lengths.append(tokenized.lengths)
         rejects.update(tokenized.rejects)
-    if not sum(map(len, lengths)):
+    if not count:
         raise _nothing_left(corpus, rejects)
-    return np.concatenate(lengths), True
+    left_out = [describe_rejects(rejects)] if rejects else []
+    if corpus.skipped_files:
+        left_out.append(f"{number_of(corpus.skipped_files, 'file')} of other kinds")
+    if left_out:
+        tell(f"wlb: note: {corpus.name}: left out {', '.join(left_out)}")
+    name = corpus.name
+    if next(batches, None) is not None:
+        name = f"the beginning of {name}"
+        tell(f"wlb: note: lengths are those of the first {number_of(count, 'document')} of {corpus.name}")
+    return ReadLengths(name, np.concatenate(lengths))
 
 
 def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:
+    if not rejects:
+        return UserError("the sources contain no documents")
     why = f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}"
     if rejects[Reject.NO_FIELD]:
         why += f"; {corpus.described_fields()}"
@@ -225,8 +238,6 @@ def _write(
         rejects.update(batch.rejects)
         text_bytes += batch.text_bytes
         on_progress(batch.progress)
-    if not writer.documents and not rejects:
-        raise UserError("the sources contain no documents")
     if not writer.documents:
         raise _nothing_left(corpus, rejects)
     return rejects, text_bytes

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wlb.documents.prepare.batches import Encoded, Reject, checked_text
-from wlb.documents.prepare.raw_files import json_field
 from wlb.documents.prepare.tokenization import Tokenizer, named_tokens, tokenizer_config
 from wlb.errors import UserError, require
 
@@ -125,14 +124,9 @@ class ChatFormat:
         return ChatFormat, (self.template, self.special_tokens, self.marks)
 
 
-def json_line_chat(line: bytes, field: str) -> list[list[ChatMessage] | Reject]:
-    """The conversation in ``field`` of one JSON object."""
-    messages = json_field(line, field)
-    return [messages if isinstance(messages, Reject) or _are_messages(messages) else Reject.NOT_MESSAGES]
-
-
-def _are_messages(messages: object) -> bool:
-    return (
+def as_messages(messages: Any) -> list[ChatMessage] | Reject:
+    """``messages`` where they are a conversation."""
+    are_messages = (
         isinstance(messages, list)
         and bool(messages)
         and all(
@@ -142,6 +136,7 @@ def _are_messages(messages: object) -> bool:
             for message in messages
         )
     )
+    return messages if are_messages else Reject.NOT_MESSAGES
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

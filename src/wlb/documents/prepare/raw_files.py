@@ -1,28 +1,33 @@
-"""Reading one file of a corpus: text, JSON Lines or Parquet, plain or compressed.
+"""Reading one file of a corpus: text, JSON, CSV or Parquet, plain or compressed.
 
 Each reader has two halves. The first runs where batches are made and yields raw ``Item``s as a stream (a line, a table
-cell; text files are items by their path). The second, ``..._text``, runs where they are tokenised and gives the
+cell; text files that are one document are items by their path). The second runs where they are tokenised and gives the
 document of an item, or why there is none. A damaged container is an error of the whole file; a bad entry is a reject.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from wlb.documents.prepare.batches import Reject
 from wlb.errors import UserError, require
+from wlb.terminal import beginning_of
 
-FileKind = Literal["text", "jsonl", "parquet"]
+FileKind = Literal["text", "jsonl", "json", "csv", "parquet"]
 _COMPRESSED = (".gz", ".zst")
 # Megatron's and C4's corpora keep JSON Lines under plain .json names.
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_LONGEST_CELL = 2**31 - 1  # characters; a long document has more than the 131,072 of csv's own limit
 _PARQUET_ROWS = 64  # read at a time; rows may be whole books
 
 
@@ -43,11 +48,26 @@ def format_suffix(path: Path) -> str:
 
 
 def file_kind(path: Path) -> FileKind:
-    """How a file is read, by its name: JSON Lines, Parquet, or else text."""
+    """How a file is read: by its name and, of a .json file, by whether it is one list or JSON Lines."""
     suffix = format_suffix(path)
     if suffix in _JSON_LINES:
-        return "jsonl"
+        return "json" if suffix == ".json" and path.is_file() and _begins_list(path) else "jsonl"
+    if suffix in _DELIMITERS:
+        return "csv"
     return "parquet" if suffix == ".parquet" else "text"
+
+
+def _begins_list(path: Path) -> bool:
+    with _open(path) as (file, _):
+        return file.read(1 << 10).decode("utf-8-sig", "replace").lstrip().startswith("[")
+
+
+def has_lines(path: Path) -> bool:
+    """Whether there is text after the first line; also of a pipe, which cannot be looked into."""
+    if not path.is_file():
+        return True
+    with _open(path) as (file, _):
+        return any(line.strip() for line in islice(file, 1, None))
 
 
 def read_text(path: Path) -> list[str | Reject]:
@@ -72,7 +92,7 @@ def is_compressed(path: Path) -> bool:
     return path.suffix.lower() in _COMPRESSED
 
 
-def json_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[Item]:
+def file_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[Item]:
     """The lines of a file that begin at byte ``start`` or later and before byte ``end``, undecoded.
 
     A compressed file is only read whole.
@@ -91,44 +111,107 @@ def json_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[I
             position = now
 
 
-def json_field(line: bytes, field: str) -> Any:
-    """What one JSON object has in ``field``, or a ``Reject``."""
+def line_text(line: bytes) -> list[str | Reject]:
+    """A line of text as a document, without its end."""
+    return utf8_text(line.rstrip(b"\r\n"), "utf-8-sig") if line.strip() else [Reject.BLANK_LINE]
+
+
+def json_line(line: bytes) -> Any:
+    """What a line of JSON says, or a ``Reject``."""
     if not line.strip():
         return Reject.BLANK_LINE
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return Reject.UNDECODABLE
     except (ValueError, RecursionError):
         return Reject.BAD_JSON
-    return record[field] if isinstance(record, dict) and field in record else Reject.NO_FIELD
 
 
-def json_fields(line: bytes) -> list[str]:
-    """The names of the fields of one JSON object; none of what is no object."""
+def json_entries(path: Path) -> Iterator[Item]:
+    """The entries of a JSON list, which is read whole."""
+    with _open(path) as (file, raw):
+        content, size = file.read(), raw.tell()
     try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return []
-    return [*record] if isinstance(record, dict) else []
+        entries = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a valid JSON list: {error}") from None
+    for entry in entries:
+        yield Item(entry, len(content) // len(entries), size // len(entries))
 
 
-def json_line_text(line: bytes, field: str) -> list[str | Reject]:
-    """The text in ``field`` of one JSON object."""
-    text = json_field(line, field)
-    return [text if isinstance(text, str) else Reject.NOT_TEXT]
+def entry_document(entry: Any, field: str, checked: Callable[[Any], Any]) -> list[Any]:
+    """What a JSON object has in ``field``, or a JSON string itself, as far as it is ``checked``."""
+    if isinstance(entry, Reject):
+        return [entry]
+    if isinstance(entry, str):
+        return [checked(entry)]
+    return [checked(entry[field]) if isinstance(entry, dict) and field in entry else Reject.NO_FIELD]
 
 
-def parquet_cells(path: Path, column: str, share: int = 0, shares: int = 1) -> Iterator[Item]:
-    """The cells of a text column, as UTF-8 bytes or None, in one of ``shares`` runs of the file's row groups."""
+def line_document(line: bytes, field: str, checked: Callable[[Any], Any]) -> list[Any]:
+    """The same of a line of JSON."""
+    return entry_document(json_line(line), field, checked)
+
+
+def as_text(value: Any) -> str | Reject:
+    """``value`` where it is a text."""
+    return value if isinstance(value, str) else Reject.NOT_TEXT
+
+
+def fields_of(item: Any) -> list[str]:
+    """The names of the fields of a JSON object, which may be a line; none of what is no object."""
+    entry = json_line(item) if isinstance(item, bytes) else item
+    return [*entry] if isinstance(entry, dict) else []
+
+
+def csv_rows(path: Path, text: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The rows of ``text``, the CSV or TSV file ``path``, each with the number of its last line; no blank ones."""
+    csv.field_size_limit(_LONGEST_CELL)
+    # Strict: a quote that is never closed would make one cell of all that follows it.
+    reader = csv.reader(text, delimiter=_DELIMITERS[format_suffix(path)], strict=True)
+    try:
+        yield from ((reader.line_num, row) for row in reader if row)
+    except csv.Error as error:
+        raise UserError(f"{path} is not a CSV file: line {reader.line_num}: {error}") from None
+
+
+def csv_cells(path: Path, column: str) -> Iterator[Item]:
+    """The cells of a column, as UTF-8 bytes; None where a row ends before it."""
+    with _open(path) as (file, raw):
+        # As surrogates: one bad cell is not the file's end.
+        rows = csv_rows(path, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""))
+        header = next(rows, None)
+        if header is None:
+            return
+        names = [name.strip() for name in header[1]]
+        if column not in names:
+            raise _no_column(path, column, names)
+        index, position = names.index(column), 0
+        for _, row in rows:
+            cell = row[index].encode(errors="surrogateescape") if index < len(row) else None
+            now = raw.tell()
+            yield Item(cell, len(cell or b""), now - position)
+            position = now
+
+
+def parquet_cells(path: Path, column: str, share: int, shares: int, chat: bool) -> Iterator[Item]:
+    """The cells of a column, in one of ``shares`` runs of the file's row groups.
+
+    They are UTF-8 bytes or None; with ``chat`` objects that have the column's value, as entries of JSON have.
+    """
     arrow = require("pyarrow", "data")
     parquet = require("pyarrow.parquet", "data")
     try:
         with parquet.ParquetFile(path) as file:
-            _check_column(arrow, file, path, column)
+            _check_column(arrow, file, path, column, chat)
             progress = path.stat().st_size // max(file.metadata.num_rows, 1)
             groups = range(*(file.num_row_groups * cut // shares for cut in (share, share + 1)))
             for batch in file.iter_batches(_PARQUET_ROWS, groups, columns=[column]):
+                if chat:
+                    for entry in batch.to_pylist():
+                        yield Item(entry, batch.nbytes // len(batch), progress)
+                    continue
                 # As bytes: text of a Parquet file need not be valid UTF-8, and one bad cell is not the file's end.
                 for cell in batch.column(0).cast(arrow.large_binary()).to_pylist():
                     yield Item(cell, len(cell or b""), progress)
@@ -138,11 +221,22 @@ def parquet_cells(path: Path, column: str, share: int = 0, shares: int = 1) -> I
         raise UserError(f"{path} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
 
 
-def _check_column(arrow: Any, file: Any, path: Path, column: str) -> None:
+def _no_column(path: Path, column: str, names: Sequence[str]) -> UserError:
+    return UserError(f"{path} has no column {column!r}, only {beginning_of(names)}; {choose_field(names)}")
+
+
+def choose_field(names: Collection[str]) -> str:
+    """What to do where none of the fields ``names`` was the one to read."""
+    return "choose one with --text-field" + (", or read messages with --chat" if "messages" in names else "")
+
+
+def _check_column(arrow: Any, file: Any, path: Path, column: str, chat: bool) -> None:
     names = file.schema_arrow.names
     if column not in names:
-        raise UserError(f"{path} has no column {column!r}, only {', '.join(names)[:80]}; choose one with --text-field")
+        raise _no_column(path, column, names)
     kind = file.schema_arrow.field(column).type
+    if chat:  # each value is checked
+        return
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_binary(kind)):

@@ -15,7 +15,7 @@ import os
 import platform
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, pairwise
@@ -23,23 +23,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wlb.documents.prepare.batches import Batch
-from wlb.documents.prepare.chat import json_line_chat
+from wlb.documents.prepare.chat import as_messages
 from wlb.documents.prepare.raw_files import (
-    FileKind,
     Item,
+    as_text,
+    choose_field,
+    csv_cells,
+    entry_document,
+    fields_of,
     file_kind,
+    file_lines,
     format_suffix,
+    has_lines,
     is_compressed,
-    json_fields,
-    json_line_text,
-    json_lines,
+    json_entries,
+    line_document,
+    line_text,
     parquet_cells,
     read_text,
     utf8_text,
 )
 from wlb.errors import UserError, require
+from wlb.terminal import beginning_of
 
 DocumentUnit = Literal["definition", "module"]
+TextDocuments = Literal["files", "lines"]
 
 # Enough that sending a batch to another process costs little beside tokenising it; a few are in memory at a time.
 _BATCH_BYTES = 1 << 20
@@ -48,11 +56,13 @@ _BATCH_ITEMS = 4096
 _TASK_BYTES = (_BATCH_BYTES, 256 << 20)
 _TASKS = 8192  # in a corpus between those limits
 # What directories are searched for. A file that is named itself is read as text whatever its name.
-_PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc")
-_CODE = (
+_PLAIN = (".txt", ".text")  # whose lines may be documents
+_WHOLE = (
+    *(".md", ".markdown", ".rst", ".tex", ".org", ".adoc"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".cs", ".java", ".kt", ".scala", ".js", ".ts"),
     *(".go", ".rs", ".rb", ".sh", ".sql", ".jl", ".r", ".swift", ".lua", ".pl", ".php", ".hs", ".ml"),
 )
+_UNITS = {"text": "file", "lines": "line", "jsonl": "line", "json": "entry", "csv": "row", "parquet": "row"}
 # What of the standard library is no part of the corpus.
 _SKIPPED_DIRECTORIES = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 _BUILD_PREFIXES = ("config-", "_sysconfigdata_", "lib-dynload")  # they hold paths of the machine that built this Python
@@ -92,6 +102,7 @@ class CorpusTask:
 class Corpus:
     """Documents that are always read in the same order; ``tasks`` divides them, in the same way every time."""
 
+    name: str  # and what is one document
     total_bytes: int
     skipped_files: int
     description: dict[str, Any]
@@ -101,7 +112,7 @@ class Corpus:
         raise NotImplementedError
 
     def described_fields(self) -> str:
-        """Which field was looked for in JSON Lines, and which ones the first line without it has."""
+        """Which field was looked for in JSON, and which ones the first entry without it has."""
         raise NotImplementedError
 
     def batches(self) -> Iterator[Batch]:
@@ -121,6 +132,7 @@ class StdlibCorpus(Corpus):
     def __init__(self, unit: DocumentUnit = "definition") -> None:
         self._unit = unit
         self._root = stdlib_root()
+        self.name = f"the standard library (one document per {unit})"
         self.total_bytes = sum(path.stat().st_size for path in stdlib_files(self._root))
         self.skipped_files = 0
         self.description = {"kind": "stdlib", "python": platform.python_version(), "unit": unit}
@@ -137,28 +149,62 @@ class StdlibCorpus(Corpus):
 
 
 class FileCorpus(Corpus):
-    """Text files, JSON Lines and Parquet, named one by one or found in directories; with ``chat``, conversations.
+    """Text files, JSON, CSV and Parquet, named one by one or found in directories; with ``chat``, conversations.
 
-    Conversations are read from JSON Lines. Raises ``UserError`` when a source does not exist or cannot be read, and
-    when nothing is found.
+    ``documents`` says whether a text file is a document or each of its lines is. Left out, it is the file where it lies
+    in a directory, is code or has markup. Raises ``UserError`` where that does not tell, when a source does not exist
+    or cannot be read, and when nothing is found. Conversations are read from JSON and Parquet.
     """
 
-    def __init__(self, sources: Sequence[Path], text_field: str = "text", *, chat: bool = False) -> None:
-        self._sources = sources
-        self._field = text_field
-        self._read_line = json_line_chat if chat else json_line_text
+    def __init__(
+        self,
+        sources: Sequence[Path],
+        text_field: str = "text",
+        *,
+        chat: bool = False,
+        documents: TextDocuments | None = None,
+    ) -> None:
+        self._sources, self._documents = sources, documents
+        self._field, self._chat = text_field, chat
         self.total_bytes = self.skipped_files = 0
-        files = 0
+        files, kinds = 0, dict[str, None]()
         for path in self.files(count_skipped=True):
             files += 1
             self.total_bytes += path.stat().st_size
-            if chat and file_kind(path) != "jsonl":
-                raise UserError(f"--chat reads conversations from JSON Lines, and {path} is none; leave it out")
-            if file_kind(path) == "parquet":
+            kind = self._kind(path)
+            kinds[kind] = None
+            if chat and kind in ("text", "lines", "csv"):
+                raise UserError(
+                    f"--chat reads conversations from JSON and Parquet, and {path} is neither; leave it out"
+                )
+            if kind == "parquet":
                 require("pyarrow", "data")
+            if kind == "csv" and path.is_file():
+                next(csv_cells(path, text_field), None)  # has it the column?
+        named = f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else str(sources[0])
         if not files:
-            raise UserError(f"no text, JSON Lines or Parquet files in {', '.join(map(str, sources))}")
-        self.description = {"kind": "files", "files": files, "text_field": text_field}
+            raise UserError(f"no text, JSON Lines, CSV or Parquet files in {named}")
+        self._check_documents(named, kinds)
+        units = " or ".join(dict.fromkeys(_UNITS[kind] for kind in kinds))
+        self.name = f"{named} (one document per {units})"
+        self.description = {"kind": "files", "files": files, "text_field": text_field, "documents": documents}
+
+    def _check_documents(self, named: str, kinds: Collection[str]) -> None:
+        """Raise ``UserError`` where ``documents`` is missing or has no effect."""
+        if self._documents is not None and not {"text", "lines"} & {*kinds}:
+            raise UserError(f"--documents is for text files, and {named} has none; leave it out")
+        for source in [] if self._documents is not None else self._sources:
+            if source.is_dir() or self._kind(source) != "text" or format_suffix(source) in _WHOLE:
+                continue
+            if has_lines(source):
+                raise UserError(
+                    f"{source} has several lines; give --documents lines if each is a document, or --documents files "
+                    "if they are one together"
+                )
+
+    def _kind(self, path: Path) -> str:
+        kind = file_kind(path)
+        return "lines" if kind == "text" and self._documents == "lines" else kind
 
     def files(self, count_skipped: bool = False) -> Iterator[Path]:
         """All files that are read, in order."""
@@ -188,7 +234,7 @@ class FileCorpus(Corpus):
 
     def tasks(self) -> Iterator[CorpusTask]:
         most = _task_bytes(self.total_bytes)
-        for kind, paths in groupby(self.files(), file_kind):
+        for kind, paths in groupby(self.files(), self._kind):
             if kind == "text":
                 yield from _of_whole_files(paths, most, read_text, _file_state)
                 continue
@@ -196,29 +242,44 @@ class FileCorpus(Corpus):
                 yield from self._of_one_file(path, kind, most)
 
     def described_fields(self) -> str:
-        found = (json_fields(item) for batch in self.batches() for item in batch.items if isinstance(item, bytes))
+        found = (fields_of(item) for batch in self.batches() for item in batch.items)
         other = next((fields for fields in found if fields and self._field not in fields), [])
-        names = ", ".join(other)[:80] or "none"
-        return f"the first line without field {self._field!r} has {names}; choose one with --text-field"
+        names = beginning_of(other) or "none"
+        return f"the first entry without field {self._field!r} has {names}; {choose_field(other)}"
 
-    def _of_one_file(self, path: Path, kind: FileKind, most: int) -> Iterator[CorpusTask]:
+    def _of_one_file(self, path: Path, kind: str, most: int) -> Iterator[CorpusTask]:
         size, state = path.stat().st_size, _file_state(path)
-        shares = 1 if is_compressed(path) else -(-size // most) or 1
+        read_whole = is_compressed(path) or kind in ("json", "csv")
+        shares = 1 if read_whole else -(-size // most) or 1
         cuts = [size * share // shares for share in range(shares)]
         for share, (start, end) in enumerate(pairwise([*cuts, size])):
             name = str(path) if shares == 1 else f"{path} ({share + 1} of {shares})"
-            identity = (name, _digest([state, share, shares]), end - start)
-            if kind == "parquet":
-                yield CorpusTask(*identity, partial(parquet_cells, path, self._field, share, shares), utf8_text)
-            else:
-                # The last share has no end: a pipe has no size.
-                lines = partial(json_lines, path, start, None if share + 1 == shares else end)
-                yield CorpusTask(*identity, lines, partial(self._read_line, field=self._field))
+            # The last share has no end: a pipe has no size.
+            lines = partial(file_lines, path, start, None if share + 1 == shares else end)
+            items, texts = self._reader(path, kind, lines, share, shares)
+            yield CorpusTask(name, _digest([state, share, shares]), end - start, items, texts)
+
+    def _reader(
+        self, path: Path, kind: str, lines: Callable[[], Iterator[Item]], share: int, shares: int
+    ) -> tuple[Callable[[], Iterator[Item]], Callable[[Any], Iterable[Any]]]:
+        """What gives the items of a file, and what the document of one."""
+        field, checked = self._field, as_messages if self._chat else as_text
+        entry = partial(entry_document, field=field, checked=checked)
+        match kind:
+            case "lines":
+                return lines, line_text
+            case "jsonl":
+                return lines, partial(line_document, field=field, checked=checked)
+            case "json":
+                return partial(json_entries, path), entry
+            case "csv":
+                return partial(csv_cells, path, field), utf8_text
+        return partial(parquet_cells, path, field, share, shares, self._chat), entry if self._chat else utf8_text
 
 
 def _is_searched_for(path: Path) -> bool:
     # A plain .json among other files is more often a configuration than a corpus; name it to have it read.
-    return path.suffix.lower() != ".json" and (file_kind(path) != "text" or format_suffix(path) in _PROSE + _CODE)
+    return path.suffix.lower() != ".json" and (file_kind(path) != "text" or format_suffix(path) in _PLAIN + _WHOLE)
 
 
 def stdlib_root() -> Path:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.arriving import ArrivingDocuments
+from wlb.documents.overlong import OverlongReport
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import warn
 from wlb.job.job import JobSpec
@@ -54,7 +55,7 @@ def balanced_job(
     workload: DocumentPrices | None = None,
     seed: int = 0,
     shuffle: bool = True,
-    overlong: str = "error",
+    overlong: str = "split",
     pool: int | Literal["auto"] = "auto",
     phases: DocumentPhases | None = None,
     **packing: Any,
@@ -162,6 +163,11 @@ class WholeSteps(Iterator[StepPlan]):
             )
         self._before = step.state
         return whole
+
+    @property
+    def overlong(self) -> OverlongReport:
+        """What became of documents over the context window, of all that were taken in, also for steps to come."""
+        return self._planner.overlong
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last step returned, as JSON-serialisable data of the caller's own."""
