@@ -274,6 +274,11 @@ def test_one_outlier_does_not_choose_the_window():
     assert described_window(assumed_window(lengths), lengths) == f"window 131,072 tokens ({why})"
 
 
+def test_what_was_read_counts_many_documents_over_the_window():
+    said = what_was_read("d", np.array([9] * 2000 + [5000] * 1000), 4096)
+    assert said.endswith("; 1,000 over the window of 4,096")
+
+
 def test_what_was_read_may_be_empty():
     assert what_was_read("d", np.zeros(3, np.int64), 4096) == "read d: 0 documents and 3 empty, 0 tokens"
     assert assumed_window(np.zeros(3, np.int64)) == 4096

@@ -65,8 +65,8 @@ Lengths = Annotated[
     str,
     typer.Argument(
         metavar="LENGTHS",
-        help="Document lengths: .json list, .jsonl, .csv or .parquet (column length), .txt, .npy, - (standard input), "
-        ".idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED. "
+        help="Document lengths: .json list, .jsonl, .csv, .tsv or .parquet (column length), .txt, .npy, - (standard "
+        "input), .idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED. "
         "Of .json objects and .parquet also columns NAME_tokens: patches or frames of an encoder.",
     ),
 ]

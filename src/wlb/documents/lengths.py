@@ -66,7 +66,8 @@ def what_was_read(source: str, lengths: Lengths, context_window: int | None = No
     said += f"; median {_reaching(50, counts, documents):,}, longest {counts.lengths[-1]:,}"
     said += f"; documents up to {_reaching(95, counts, _tokens(counts)):,} hold 95% of all tokens"
     if context_window is not None:
-        said += f"; {counts.over(context_window) or 'none'} over the window of {context_window:,}"
+        over = counts.over(context_window)
+        said += f"; {f'{over:,}' if over else 'none'} over the window of {context_window:,}"
     return said
 
 
@@ -219,7 +220,7 @@ def _from_txt(path: Path) -> Integers:
 
 def _from_csv(path: Path) -> Integers:
     """The column ``length``; or the only one, with or without a heading."""
-    from wlb.documents.prepare.raw_files import csv_rows  # which a file of this folder's that imports this one is in
+    from wlb.documents.prepare.raw_files import csv_rows  # not above, as that package imports this file
 
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         rows = csv_rows(path, file)
@@ -251,17 +252,20 @@ def _whole(path: Path, number: int, line: str) -> int:
     text = line.strip()
     size = parse_count(text.removeprefix("-"))
     if size is None:
-        advice = _if_text(path) if any(map(str.isalpha, text)) else ""
-        raise UserError(f"{path}: line {number} is {text[:40]!r}; a whole number is needed{advice}")
+        raise _no_whole_number(path, "line", number, text)
     return -size if text.startswith("-") else size
+
+
+def _no_whole_number(path: Path, where: str, position: int, value: Any) -> UserError:
+    advice = _if_text(path) if isinstance(value, str) and any(map(str.isalpha, value)) else ""
+    return UserError(f"{path}: {where} {position} is {str(value)[:40]!r}; a whole number is needed{advice}")
 
 
 def _from_integers(path: Path, values: Sequence[Any], where: str) -> Integers:
     for position, value in enumerate(values, int(where == "line")):
         # bool is a subclass of int, and is no length.
         if type(value) is not int or abs(value) > np.iinfo(np.int64).max:
-            advice = _if_text(path) if isinstance(value, str) else ""
-            raise UserError(f"{path}: {where} {position} is {str(value)[:40]!r}; a whole number is needed{advice}")
+            raise _no_whole_number(path, where, position, value)
     return np.array(values, np.int64)
 
 

@@ -15,6 +15,7 @@ import os
 import platform
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -167,12 +168,10 @@ class FileCorpus(Corpus):
         self._sources, self._documents = sources, documents
         self._field, self._chat = text_field, chat
         self.total_bytes = self.skipped_files = 0
-        files, kinds = 0, dict[str, None]()
+        kinds = Counter[str]()
         for path in self.files(count_skipped=True):
-            files += 1
             self.total_bytes += path.stat().st_size
-            kind = self._kind(path)
-            kinds[kind] = None
+            kinds[kind := self._kind(path)] += 1
             if chat and kind in ("text", "lines", "csv"):
                 raise UserError(
                     f"--chat reads conversations from JSON and Parquet, and {path} is neither; leave it out"
@@ -180,23 +179,22 @@ class FileCorpus(Corpus):
             if kind == "parquet":
                 require("pyarrow", "data")
             if kind == "csv" and path.is_file():
-                next(csv_cells(path, text_field), None)  # has it the column?
+                next(csv_cells(path, text_field), None)  # which raises where the column is missing
         named = f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else str(sources[0])
-        if not files:
+        if not kinds:
             raise UserError(f"no text, JSON Lines, CSV or Parquet files in {named}")
         self._check_documents(named, kinds)
         units = " or ".join(dict.fromkeys(_UNITS[kind] for kind in kinds))
         self.name = f"{named} (one document per {units})"
-        self.description = {"kind": "files", "files": files, "text_field": text_field, "documents": documents}
+        self.description = {"kind": "files", "files": kinds.total(), "text_field": text_field, "documents": documents}
 
     def _check_documents(self, named: str, kinds: Collection[str]) -> None:
         """Raise ``UserError`` where ``documents`` is missing or has no effect."""
         if self._documents is not None and not {"text", "lines"} & {*kinds}:
             raise UserError(f"--documents is for text files, and {named} has none; leave it out")
-        for source in [] if self._documents is not None else self._sources:
-            if source.is_dir() or self._kind(source) != "text" or format_suffix(source) in _WHOLE:
-                continue
-            if has_lines(source):
+        for source in self._sources:
+            is_known = self._documents is not None or source.is_dir() or format_suffix(source) in _WHOLE
+            if not is_known and file_kind(source) == "text" and has_lines(source):
                 raise UserError(
                     f"{source} has several lines; give --documents lines if each is a document, or --documents files "
                     "if they are one together"
