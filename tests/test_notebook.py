@@ -102,14 +102,15 @@ def test_the_loop_trains_every_document_once_on_balanced_steps(names: dict[str, 
 
 
 def test_its_job_is_that_of_the_command_it_names(names: dict[str, Any]):
-    """So its verdict is too: ``tests/simulate/test_verdict.py`` proves that commands give the same as ``judge``."""
+    """So its verdict is too: ``tests/simulate/test_estimate.py`` proves that commands give one number."""
     (command,) = re.findall(r"`wlb check (synthetic.+?)`", "".join(line for cell in CELLS for line in cell["source"]))
     check = typer.main.get_command(app).commands["check"]  # type: ignore[attr-defined]
     context = check.make_context("check", shlex.split(command))
     asked = JobOptions(**{name: context.params[name] for name in names_of(JobOptions)})
     lengths = read_lengths(context.params["lengths"])
     assert lengths.tolist() == names["lengths"].tolist()
-    assert asked.job(context, None, lengths).job == names["job"]
+    assert asked.question(context, None, lengths).space == names["question"].space
+    assert context.params["systems"].split(",") == [*names["verdict"].systems]
 
 
 def test_a_verdict_and_its_systems_show_their_figures(names: dict[str, Any]):

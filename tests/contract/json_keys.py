@@ -47,46 +47,28 @@ _TRIAL = {
     "tokens_per_step_cv": float,
 }
 
-_SIMULATED = {
-    "gpus": int,
-    "steps": int,
-    "tokens": int,
-    "tokens_per_second": float,
-    "mean_step_seconds": float,
-    "where": {
-        "compute": float,
-        "recomputation": float,
-        "bubbles": float,
-        "stages": float,
-        "micro-batches": float,
-        "dp ranks": float,
-        "cp ranks": float,
-        "tp collectives": float,
-        "cp exchange": float,
-        "stage transfers": float,
-        "weight gathers": float,
-        "gradient reduction": float,
-        "optimizer": float,
-    },
-    "imbalance": {"gpus": float, "cp": float, "micro_batches": float, "dp": float, "pp": float},
-    "attention_kept": float,
-    "epochs": int,
-    "work_seconds": float,
+_VERDICT = {
+    "verdict": str,
+    "base": str,
+    "lost": {"*": float},
+    "winner": str,
     "speed_at_equal_work": float,
-}
-
-_FOUND = _SIMULATED | {
-    "parallel": {"tp": int, "cp": int, "pp": int, "dp": int, "virtual_pp": int, "schedule": str},
-    "activation_checkpointing": str,
-    "packing": {
-        "method": str,
-        "micro_batches": int,
-        "max_length_factor": float,
-        "max_delay?": int,
-        "assignment": str,
-        "order": str,
-    },
-    "sharding": {"strategy": str},
+    "systems": [
+        {
+            "system": str,
+            "layout": {"tp": int, "cp": int, "pp": int, "dp": int},
+            "steps": int,
+            "tokens": int,
+            "tokens_per_second": float,
+            "mean_step_seconds": float,
+            "where": {"*": float},
+            "token_delay": float,
+            "tokens_cv": float,
+            "speed_at_equal_work": float,
+            "parts": {"*": float},
+            "fits": bool,
+        }
+    ],
 }
 
 _BY_DIMENSION = {name: {"predicted?": float, "measured?": float} for name in ("tp", "cp", "pp", "dp", "micro_batches")}
@@ -155,14 +137,13 @@ OUTPUTS: dict[str, Any] = {
     "prepare --check": {"store": str, "documents": int, "tokens": int},
     "compare": {
         "methods": [_METHOD],
-        "workload": _WORKLOAD,
+        "workload": {"model": str, "hardware": str},
         "context_window": int,
         "micro_batches": int,
         "dp": int,
         "pp": int,
         "overlong": {"policy": str, "documents": int, "pieces": int, "tokens_dropped": int},
     },
-    "compare --prefill": _PREFILL,
     "prefill": _PREFILL,
     "tune": {
         "best": _TRIAL,
@@ -171,7 +152,7 @@ OUTPUTS: dict[str, Any] = {
         "methods": [_METHOD],
         "recommended": {"method": str, "max_length_factor": float},
         "max_token_delay": float,
-        "workload": _WORKLOAD,
+        "workload": {"model": str, "hardware": str},
     },
     "shard": {
         "strategies": [
@@ -206,15 +187,10 @@ OUTPUTS: dict[str, Any] = {
         "lengths": str,
         "hardware": str,
         "profile?": str,
-        "systems": [{"system": str} | _SIMULATED],
-    },
-    "simulate --search": {
-        "layouts": int,
-        "too_large": int,
-        "ranking": [_FOUND],
-        "plain": _FOUND,
-        "saved": {"*": {"bubbles": float, "compute": float}},
-    },
+    }
+    | _VERDICT,
+    "check": {"config": str} | _VERDICT,
+    "simulate --search": {"config": str} | _VERDICT,
     "rivals": {
         "gpus": int,
         "model": str,
@@ -256,21 +232,7 @@ OUTPUTS: dict[str, Any] = {
             }
         ]
     },
-    "report LENGTHS": {
-        "out": str,
-        "config_file": str,
-        "kind": str,
-        "gain": {"fixed-4d": _GAIN, "wlb-llm": _GAIN, "best": _GAIN},
-        "speed_at_equal_work": {"fixed-4d": _GAIN, "wlb-llm": _GAIN, "best": _GAIN},
-        "imbalance": {"plain-4d": float, "best": float},
-        "tokens_per_second": {"plain-4d": float, "best": float},
-        "recommended": {"preset": str, "max_length_factor": float, "activation_checkpointing": str},
-        "verdict": str,
-        "lost": {"*": float},
-        "given_back": float,
-        "fits": bool,
-        "steps": int,
-    },
+    "report LENGTHS": {"out": str, "kind": str, "config": str} | _VERDICT,
     "report RUN_DIR": {
         "out": str,
         "kind": str,

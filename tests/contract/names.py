@@ -152,14 +152,13 @@ COMMANDS = {
     "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --documents --chat --unit "
     "--workers --shard --ray --overwrite --json",
     "check": (
-        "--context-window --micro-batches --gpus --dp --pp --tp --cp --model --hardware --profile --steps --tokenizer "
-        "--text-field --documents --chat --json"
+        "--context-window --batch-tokens --gpus --dp --pp --tp --cp --model --hardware --profile --steps --systems "
+        "--tokenizer --text-field --documents --chat --json"
     ),
     "serve": "--port --browser --no-browser",
     "compare": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --methods "
-        "--max-length-factor --max-delay --steps --overlong --solver-seconds --plot --prefill --token-budget --chunked "
-        "--whole --load --lock-step --independent --seed --json"
+        "--max-length-factor --max-delay --steps --overlong --solver-seconds --plot --json"
     ),
     "prefill": (
         "--token-budget --dp --pp --tp --cp --model --hardware --profile --methods --chunked --whole --load "
@@ -181,7 +180,7 @@ COMMANDS = {
     "diagnose": "--json",
     "report": (
         "--out --model --hardware --dp --pp --cp --tp --virtual-pp --schedule --parallel --context-window "
-        "--micro-batches --steps --rivals --before --json"
+        "--batch-tokens --steps --rivals --before --json"
     ),
     "export": "--out --step --dtype --set --json",
 }

@@ -93,7 +93,7 @@ def test_prepare(tmp_path: Path):
     ("output", "arguments"),
     [
         ("compare", (LENGTHS, *STEP, "--methods", "sequential,fixed_solver,makespan", "--solver-seconds", 0.05)),
-        ("compare --prefill", (LENGTHS, "--token-budget", 1024, "--model", "tiny", "--load", 0.5)),
+        ("check", (LENGTHS, "--gpus", 2, *SEARCHED, "--steps", 1)),
         ("prefill", (LENGTHS, "--token-budget", 1024, "--model", "tiny")),
         ("tune", (LENGTHS, *STEP)),
         ("shard", (LENGTHS, "--context-window", WINDOW, "--cp", 2, "--model", "tiny", "--samples", 2)),

@@ -267,11 +267,12 @@ def test_what_was_read_and_the_window_are_those_of_the_documents(lengths):
 def test_one_outlier_does_not_choose_the_window():
     lengths = np.array([3000] * 1000 + [100_000])
     assert assumed_window(lengths) == 4096
-    why = "assumed: documents up to it hold 96% of all tokens; --context-window"
-    assert described_window(4096, lengths) == f"window 4,096 tokens ({why})"
+    assert (
+        described_window(4096, lengths) == "window 4,096: documents up to it hold 96% of all tokens (--context-window)"
+    )
     lengths = np.array([200_000, 200_000, 1000])
-    why = "assumed: the longest that is assumed; documents up to it hold 0% of all tokens; --context-window"
-    assert described_window(assumed_window(lengths), lengths) == f"window 131,072 tokens ({why})"
+    why = "the longest that is assumed: documents up to it hold 0% of all tokens (--context-window)"
+    assert described_window(assumed_window(lengths), lengths) == f"window 131,072, {why}"
 
 
 def test_what_was_read_counts_many_documents_over_the_window():

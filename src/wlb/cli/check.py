@@ -69,13 +69,12 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     presets = options.names_in("--systems", asked.systems, CHECKED)
     read = asked.lengths(context, lengths)
     question = asked.question(context, None if asked.tokenizer else lengths, read.lengths)
-    if not json:
-        said = what_was_read(read.source, read.lengths, question.space.context_window)
-        stdout.print(f"{said}\n", markup=False, highlight=False)
     found = estimated(question, read.lengths, presets, asked.steps, lengths)
     if json:
         emit_json(found.to_json())
         return
+    said = what_was_read(read.source, read.lengths, question.space.context_window)
+    stdout.print(f"{said}\n", markup=False, highlight=False)
     show_estimate(found)
     if found.config:
         gpus = f"{question.space.gpus:,} GPUs"

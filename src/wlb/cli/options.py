@@ -265,7 +265,7 @@ class JobOptions(GpuOptions):
         else:
             gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
             gpus, fixed = self.gpus or DEFAULT_GPUS, sizes | ({"tp": gpu.tp} if gpu.measured else {})
-        stated = {"model": self.model, "hardware": self.hardware, "gpus": gpus}
+        stated = {"model": self.model, "hardware": self.hardware, "gpus": f"{gpus:,} GPUs"}
         if gpu.measured:
             del stated["model"]
         if pinned:
@@ -281,7 +281,7 @@ class JobOptions(GpuOptions):
             profile=gpu.measured,
             source=source,
             encoders=self.encoder,
-            assumed=[f"{name} {value} (--{name})" for name, value in stated.items() if not was_given(context, name)],
+            assumed=[f"{value} (--{name})" for name, value in stated.items() if not was_given(context, name)],
         )
 
     def _sizes(self, context: typer.Context) -> dict[str, Any]:

@@ -25,8 +25,8 @@ def reproduce(
         str,
         typer.Argument(
             metavar="EXPERIMENT",
-            help="imbalance, table2, speedups, breakdown, context-windows, sharding, kernel, published, rivals, "
-            "level, convergence, or all (but the last four).",
+            help="imbalance, table2, speedups, breakdown, context-windows, sharding, kernel, published, gains, "
+            "rivals, level, convergence, or all (but the last five).",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of NAME.json and NAME.png.")] = Path("results"),
@@ -71,6 +71,8 @@ def reproduce(
     if name == "published":
         unused = ("lengths", "steps", "seed", "seeds", "profile")
         refuse_unused(context, unused, "is not for published, whose documents and GPUs are those measured")
+    if name == "gains":
+        refuse_unused(context, ["lengths"], "is not for gains, whose documents fill windows of many lengths")
     if name != "convergence":
         refuse_unused(context, ["seeds"], f"is for convergence, and {name} has one seed, --seed")
     if profile is not None and name not in ("kernel", "all"):

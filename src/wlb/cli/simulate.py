@@ -255,14 +255,13 @@ def _search(asked: SearchOptions, lengths: str, steps: int | None, json: bool) -
         batch_tokens=asked.batch_tokens,
         source=lengths,
     )
-    if not json:
-        stdout.print(f"{what_was_read(lengths, documents, asked.context_window)}\n", markup=False, highlight=False)
     found = estimated(question, documents, options.names_in("--systems", asked.systems, PRESETS), steps, lengths)
     rankings = {name: result.ranking for name, result in found.searched.items()}
     if json:
         nearest = {name: [_described(*rated) for rated in ranking] for name, ranking in rankings.items()}
         emit_json(found.to_json() | {"layouts": nearest})
         return
+    stdout.print(f"{what_was_read(lengths, documents, asked.context_window)}\n", markup=False, highlight=False)
     show_estimate(found)
     _show_layouts(rankings)
     job = found.searched[found.verdict.winner].job

@@ -83,10 +83,8 @@ def described_window(window: int, lengths: Lengths) -> str:
     counts = counts_of(lengths)
     tokens = _tokens(counts)
     share = 100 * int(tokens[counts.lengths <= window].sum()) // max(1, int(tokens.sum()))
-    why = f"documents up to it hold {share}% of all tokens"
-    if share < 95:
-        why = f"the longest that is assumed; {why}"
-    return f"window {window:,} tokens (assumed: {why}; --context-window)"
+    longest = ", the longest that is assumed" if share < 95 else ""
+    return f"window {window:,}{longest}: documents up to it hold {share}% of all tokens (--context-window)"
 
 
 def _tokens(counts: LengthCounts) -> NDArray[np.int64]:

@@ -162,8 +162,8 @@ def _check_pinned(space: SearchSpace) -> None:
         raise UserError(f"--gpus {space.gpus} is not dp x pp x cp x tp = {layout.world_size}; leave one of them out")
     if windows % layout.dp:
         raise UserError(
-            f"a global batch of {windows} windows cannot be dealt evenly to --dp {layout.dp} ranks; give "
-            f"--batch-tokens {layout.dp * max(1, windows // layout.dp) * space.context_window}"
+            f"a global batch of {windows} windows cannot be dealt evenly to --dp {layout.dp} ranks; give a "
+            f"multiple, such as --batch-tokens {layout.dp * max(1, windows // layout.dp) * space.context_window}"
         )
     if windows < least:
         raise UserError(
@@ -227,7 +227,9 @@ def estimate(
         lambda job: simulate_draws(job, lengths, steps, prices),
         lambda winner: question.fixed_to(searched[base].job).fastest(winner, lengths).job,
     )
-    config = "" if verdict.winner == base else recommended_config(verdict, question.model, source)
+    winner, config = verdict.winner, ""
+    if winner != base:
+        config = config_of(winner, searched[winner].job, searched[base].job, question.model, source)
     return Estimate(question, verdict, searched, config)
 
 
@@ -317,10 +319,11 @@ def _each(function: Callable[[str], T], names: Sequence[str]) -> list[tuple[str,
     return [(name, results[name]) for name in names]
 
 
-def recommended_config(verdict: Verdict, model: str, source: str) -> str:
-    """The winner's job as TOML, nothing in it left "auto"; without a token store a placeholder stands for it."""
-    winner = verdict.winner
-    job, base = verdict.systems[winner].job, verdict.systems[verdict.base].job
+def config_of(preset: str, job: SimulatedJob, base: SimulatedJob, model: str, source: str) -> str:
+    """The job of ``preset`` as TOML, nothing in it left "auto", and the layout of the ``base`` to compare it with.
+
+    ``source`` is the token store to train on; where it is none, a placeholder stands for it.
+    """
     store = source if names_store(source) else None
     packing: dict[str, Any] = {"micro_batches": job.packing.micro_batches}
     parallel = _written(job)
@@ -344,7 +347,7 @@ def recommended_config(verdict: Verdict, model: str, source: str) -> str:
     if layout_of(job) != layout_of(base) or job.activation_checkpointing != base.activation_checkpointing:
         sections["baseline"] = _written(base) | {"activation_checkpointing": base.activation_checkpointing}
     remark = "" if store else "; name your token store in data.store (wlb prepare)"
-    return to_toml({"preset": winner}, sections, f"For documents as in {source}{remark}.")
+    return to_toml({"preset": preset}, sections, f"For documents as in {source}{remark}.")
 
 
 def _written(job: SimulatedJob) -> dict[str, Any]:

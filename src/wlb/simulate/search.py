@@ -264,7 +264,10 @@ def _jobs(space: SearchSpace, preset: str) -> Iterator[SimulatedJob]:
 def job_on(
     space: SearchSpace, system: str, layout: Layout, micro_batches: int, packing: Mapping[str, Any] | None = None
 ) -> SimulatedJob | None:
-    """The job of ``system`` on one of ``meshes``, with so many micro-batches a rank; None where it cannot be so."""
+    """The job of ``system`` on one of ``meshes``, with so many micro-batches a rank; None where it cannot be so.
+
+    Of a layout that was given the ``UserError`` says why.
+    """
     try:
         return simulated_job(
             space.shape,
@@ -275,6 +278,8 @@ def job_on(
             **vars(layout),
         )
     except UserError:
+        if PINNED <= dict(space.fixed).keys():
+            raise
         return None
 
 

@@ -1,17 +1,17 @@
 """What a job loses to imbalance, and how much faster each preset runs it: one answer for every command that is asked.
 
-``wlb check``, ``simulate``, ``report`` and ``serve`` all call ``judge``, so the same jobs and documents have the same
-figures everywhere. Every system trains the same documents, in several draws: orders of the corpus, by which a figure
-is a median with its spread. Steps that warm up do not count: at first, more documents begin to wait than come back,
-under a preset that delays some. From then on as many wait at the end as at the beginning, so none looks fast because
-its long ones still wait.
+``wlb check``, ``simulate``, ``report`` and ``serve`` all judge by a ``Verdict`` that ``wlb.simulate.estimate`` makes, so
+the same jobs and documents have the same figures everywhere. Every system trains the same documents, in several draws:
+orders of the corpus. A figure is the median of the draws, with its spread. Steps that warm up do not count: at first,
+more documents begin to wait than come back, under a preset that delays some. From then on as many wait at the end as at
+the beginning, so none looks fast because its long ones still wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from statistics import median_low
 from typing import Any
 
@@ -23,7 +23,7 @@ from wlb.job.memory.fit import fits
 from wlb.markup import COLOURS, bar_table
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.run import SimulationResult, check_documents, simulate
+from wlb.simulate.run import SimulationResult, simulate
 from wlb.simulate.search import DRAWS, drawn
 from wlb.workload.base import DocumentPrices
 
@@ -251,30 +251,6 @@ def rounded(shares: Sequence[float]) -> list[int]:
     missing = round(percents.sum()) - int(whole.sum())
     whole[np.argsort(whole - percents, kind="stable")[:missing]] += 1
     return [int(percent) for percent in whole]
-
-
-def judge(
-    jobs: Mapping[str, SimulatedJob],
-    lengths: Lengths,
-    steps: int | None = None,
-    *,
-    moved: SimulatedJob | None = None,
-    on_progress: Progress = lambda system, steps: None,
-) -> Verdict:
-    """Simulate ``steps`` steps, by default ``usual_steps``, of each of ``jobs`` in each draw of the documents.
-
-    ``moved`` is the job that wins, in the layout of the base. Documents are repeated where they do not fill the steps;
-    raises ``UserError`` where they do not fill one step. ``on_progress`` gets the system and its steps just done.
-    """
-    first = jobs.get(BASELINE) or next(iter(jobs.values()))
-    steps = steps or usual_steps(first.global_batch)
-    check_documents(first, lengths, steps)
-    of_draws = {
-        name: simulate_draws(job, lengths, steps, first.work_prices, partial(on_progress, name))
-        for name, job in jobs.items()
-    }
-    of_moved = () if moved is None else simulate_draws(moved, lengths, steps, first.work_prices)
-    return verdict_of(of_draws, of_moved)
 
 
 def verdict_of(of_draws: Mapping[str, Sequence[SimulationResult]], moved: Sequence[SimulationResult] = ()) -> Verdict:

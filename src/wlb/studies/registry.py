@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from wlb.studies import gains
 from wlb.studies.experiment import Report, Settings
 from wlb.studies.paper import breakdown, context_windows, convergence, imbalance, kernel, sharding, speedups, table2
 from wlb.studies.policies import grid as rivals
@@ -23,9 +24,10 @@ EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "sharding": sharding.run,  # Figure 15: strategies on one layer
     "kernel": kernel.run,  # Figures 7 and 10: attention by length
     "published": published.run,  # what others measured on GPUs, beside the simulator
+    "gains": gains.run,  # who gains, by model, window and GPUs
     "rivals": rivals.run,  # published policies since, beside ours
     "level": ingredients.run,  # level steps without one of their ingredients
     "convergence": convergence.run,  # Figure 16: what a small model learns
 }
 # What ``wlb reproduce all`` runs: the paper's, in minutes, no training.
-SIMULATED = tuple(name for name in EXPERIMENTS if name not in ("published", "rivals", "level", "convergence"))
+SIMULATED = tuple(name for name in EXPERIMENTS if name not in ("published", "gains", "rivals", "level", "convergence"))

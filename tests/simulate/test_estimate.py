@@ -1,0 +1,107 @@
+"""One number: every command says of a job what ``wlb check`` says, and what it assumes of it is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from wlb.cli.app import app
+from wlb.documents.store.writer import TokenStoreWriter
+from wlb.documents.synthetic import sample_lengths
+from wlb.errors import UserError
+from wlb.job.config_file import load_config
+from wlb.simulate.estimate import CONFIGURED, config_of, estimate, judge_config, question_of
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.verdict import BASELINE, BEST, ELASTIC
+
+
+def wlb(*arguments: object) -> Any:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.exception or result.output
+    return json.loads(result.stdout)
+
+
+def random_question(seed: int) -> tuple[np.ndarray, dict[str, Any]]:
+    random = np.random.default_rng(seed)
+    window = int(random.choice([4096, 16_384, 65_536]))
+    gpus = int(random.choice([4, 8, 16]))
+    fixed = {} if random.random() < 0.5 else {"dp": 1, "pp": 2, "cp": gpus // 4, "tp": 2}
+    lengths = sample_lengths(3000, window, seed, median_fraction=float(random.choice([1 / 64, 1 / 16])))
+    model = str(random.choice(["550m", "qwen2.5-7b", "llama3-8b"]))
+    settings = {"model": model, "hardware": str(random.choice(["h100", "h200", "a100"])), "gpus": gpus}
+    batch = int(random.choice([8, 16])) * window
+    return lengths, settings | {"context_window": window, "batch_tokens": batch, "fixed": fixed}
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 40))]
+)
+def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path: Path, seed: int):
+    """Of random jobs, in the layouts that are found and in one that is given, with much to gain and with little."""
+    lengths, settings = random_question(seed)
+    try:
+        found = estimate(question_of(lengths=lengths, **settings), lengths, (BASELINE, BEST, ELASTIC), 2, source="x")
+    except UserError:  # no layout fits
+        return
+    base = found.searched[BASELINE].job
+    for preset in found.searched.keys() - {BASELINE}:
+        path = tmp_path / f"{preset}.toml"
+        path.write_text(config_of(preset, found.searched[preset].job, base, settings["model"], "x"))
+        config = load_config(path)
+        judged = judge_config(config, SimulatedJob.from_config(config, settings["hardware"]), lengths, steps=2)
+        assert judged.speeds(CONFIGURED) == found.verdict.speeds(preset)
+
+
+def test_check_simulate_report_and_a_dry_run_give_one_number(tmp_path: Path):
+    lengths = sample_lengths(1500, 8192, seed=1)
+    store = tmp_path / "store"
+    with TokenStoreWriter(store, vocab_size=300) as writer:
+        writer.add_documents(np.zeros(lengths.sum(), np.uint16), lengths)
+    asked = (store, "--gpus", 4, "--context-window", 8192, "--batch-tokens", "128K", "--model", "tiny")
+    checked = wlb("check", *asked, "--steps", 3)
+    assert checked["winner"] != "plain-4d"
+    reported = wlb("report", *asked, "--steps", 3, "--out", tmp_path / "report.html")
+    assert reported["systems"] == checked["systems"]
+    config = tmp_path / "job.toml"
+    config.write_text(checked["config"])
+    assert (tmp_path / "report.job.toml").read_text() == checked["config"]
+    simulated = wlb("simulate", config, "--steps", 3)
+    assert simulated["speed_at_equal_work"] == checked["speed_at_equal_work"]
+    assert simulated["factors"] == checked["factors"]
+    assert simulated["lost"] == checked["lost"]
+    usual = wlb("simulate", config)["speed_at_equal_work"]
+    assert wlb("train", config, "--dry-run")["speed_at_equal_work"] == usual
+
+
+def test_a_layout_that_is_given_is_kept_by_all_systems():
+    found = wlb("check", "synthetic:2000:8K:0", "--context-window", "8K", *("--dp", 2, "--pp", 2, "--cp", 2, "--tp", 8))
+    for system in found["systems"]:
+        layout = system["layout"]
+        assert (layout["dp"] * layout["cp"], layout["pp"], layout["tp"]) == (4, 2, 8)
+    searched = wlb("check", "synthetic:2000:8K:0", "--context-window", "8K", "--gpus", 16, "--tp", 4)
+    assert {system["layout"]["tp"] for system in searched["systems"]} == {4}
+
+
+def test_what_is_assumed_is_said_with_the_option_that_sets_it():
+    found = wlb("check", "synthetic:400:8192:0", "--gpus", 4, "--steps", 2)
+    said = ", ".join(found["assumed"])
+    for option in ("--model", "--hardware", "--context-window", "--batch-tokens"):
+        assert f"({option})" in said
+    assert "--gpus" not in said
+    assert "as the documents have" in said  # fewer than the usual global batch
+    given = ("--model", "7b", "--hardware", "h100", "--context-window", "8K", "--batch-tokens", "32K")
+    assert wlb("check", "synthetic:400:8192:0", "--gpus", 4, "--steps", 2, *given)["assumed"] == []
+
+
+def test_a_search_ranks_the_layouts_of_every_preset_that_check_names():
+    asked = ("--gpus", 4, "--model", "550m", "--context-window", "8K", "--batch-tokens", "128K", "--steps", 2)
+    lengths = "synthetic:2000:8K:0"
+    searched = wlb("simulate", "--search", *asked, "--lengths", lengths, "--systems", "plain-4d,best")
+    checked = wlb("check", lengths, *asked, "--systems", "plain-4d,best")
+    assert searched["systems"] == checked["systems"]
+    assert {*searched["layouts"]} == {"plain-4d", "best"}
