@@ -21,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -260,9 +259,9 @@ def show_measured(base: Measured, ours: Measured, window: int) -> None:
 
 
 def show_simulated(checked: dict[str, Any]) -> None:
-    model, base = tomllib.loads(checked["config"])["model"]["name"], checked["systems"][0]
-    layout = ", ".join(f"{name} {base['layout'][name]}" for name in ("tp", "cp", "pp", "dp"))
-    console.print(f"\nsimulated: {model} on {base['gpus']} GPUs ({layout})\n{checked['verdict']}\n", markup=False)
+    gpus, assumed = checked["systems"][0]["gpus"], ", ".join(checked["assumed"])
+    console.print(f"\nsimulated: {gpus} GPUs, each system in its own fastest layout; assumed: {assumed}", markup=False)
+    console.print(f"{checked['verdict']}\n", markup=False)
 
 
 class Bar(NamedTuple):

@@ -1,7 +1,7 @@
 """What a job loses to imbalance, and how much faster each preset runs it: one answer for every command that is asked.
 
-``wlb check``, ``simulate``, ``report`` and ``serve`` all judge by a ``Verdict`` that ``wlb.simulate.estimate`` makes, so
-the same jobs and documents have the same figures everywhere. Every system trains the same documents, in several draws:
+``wlb check``, ``simulate``, ``report`` and ``serve`` all judge by a ``Verdict``, made by ``wlb.simulate.estimate``: the
+same jobs and documents have the same figures everywhere. Every system trains the same documents, in several draws:
 orders of the corpus. A figure is the median of the draws, with its spread. Steps that warm up do not count: at first,
 more documents begin to wait than come back, under a preset that delays some. From then on as many wait at the end as at
 the beginning, so none looks fast because its long ones still wait.
