@@ -54,16 +54,16 @@ def best_fit(tokens: Sequence[int], capacity: int) -> list[list[int]]:
     Returns the documents of every bin. A document must not be over ``capacity``.
     """
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # of every bin, ascending, with its number
+    rooms: list[int] = []  # of every bin, ascending: times as many as documents, and its number
     for document, length in enumerate(tokens):
-        place = bisect_left(rooms, (length, 0))
+        place = bisect_left(rooms, length * len(tokens))
         if place == len(rooms):
             room, index = capacity, len(bins)
             bins.append([])
         else:
-            room, index = rooms.pop(place)
+            room, index = divmod(rooms.pop(place), len(tokens))
         bins[index].append(document)
-        insort(rooms, (room - length, index))
+        insort(rooms, (room - length) * len(tokens) + index)
     return bins
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class StepPlan:
     @property
     def table(self) -> NDArray[np.int64]:
         """The segments as an array of shape (segments, 3): document, start, length."""
-        return np.array([*self.segments], dtype=np.int64).reshape(-1, 3)
+        return np.fromiter(chain.from_iterable(self.segments), np.int64).reshape(-1, 3)
 
     @property
     def tokens(self) -> int:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -105,12 +106,18 @@ class _DocumentRow:
     """Cells of documents in a row, with the tokens and the seconds of attention before each and, last, of all."""
 
     cells: Integers  # (cells, 3): document, start, stop
-    tokens: Integers  # (cells + 1,)
+    tokens: Seconds  # (cells + 1,), whole numbers
     attention: Seconds  # (cells + 1,)
 
     @property
     def size(self) -> int:
         return len(self.cells)
+
+    @cached_property
+    def middles(self) -> Seconds:
+        """The tokens before the middle of each cell, (cells,)."""
+        middles: Seconds = (self.tokens[1:] + self.tokens[:-1]) / 2
+        return middles
 
 
 class _Slicing:
@@ -171,9 +178,10 @@ class _Slicing:
         per_token = 1 / np.maximum(room_tokens, 1e-3)
         per_second = 1 / np.maximum(room_attention, 1e-3 * self._even_attention)
         full_tokens, full_attention = np.zeros(self._ranks), np.zeros(self._ranks)  # shares of the room
-        for index, document in enumerate(descending.tolist()):
-            length, seconds = self._lengths[document], self._attention[document]
-            fullness = np.maximum(full_tokens + length * per_token, full_attention + seconds * per_second)
+        lengths, all_seconds = self._lengths[descending].tolist(), self._attention[descending].tolist()
+        for index, (length, seconds) in enumerate(zip(lengths, all_seconds, strict=True)):
+            fullness = full_tokens + length * per_token
+            np.maximum(fullness, full_attention + seconds * per_second, out=fullness)
             rank = int(fullness.argmin())
             if fullness[rank] <= 1.0:
                 owners[index] = rank
@@ -192,41 +200,45 @@ class _Slicing:
         ranks = np.arange(self._ranks)
         if not in_order:  # the rank short of the most expensive tokens takes the deepest
             ranks = np.argsort(-lacks_attention / np.maximum(lacks_tokens, 1.0), kind="stable")
+            lacks_tokens, lacks_attention = lacks_tokens[ranks], lacks_attention[ranks]
         owner = np.empty(row.size, np.int64)
         first, last = 0, row.size
         for place, rank in enumerate(ranks[:-1].tolist()):
             # What rounding has left over so far is shared by all that follow.
-            following = ranks[place:]
-            over_tokens = (row.tokens[last] - row.tokens[first] - lacks_tokens[following].sum()) / len(following)
-            over_attention = row.attention[last] - row.attention[first] - lacks_attention[following].sum()
+            following = self._ranks - place
+            over_tokens = (row.tokens[last] - row.tokens[first] - lacks_tokens[place:].sum()) / following
+            over_attention = row.attention[last] - row.attention[first] - lacks_attention[place:].sum()
             front, back = self._take(
-                row,
-                first,
-                last,
-                lacks_tokens[rank] + over_tokens,
-                lacks_attention[rank] + over_attention / len(following),
+                row, first, last, lacks_tokens[place] + over_tokens, lacks_attention[place] + over_attention / following
             )
             owner[first:front] = owner[back:last] = rank
             first, last = front, back
         owner[first:last] = ranks[-1]
-        return owner, row.cells
+        return _runs(owner, row.cells)
 
     def _take(self, row: _DocumentRow, first: int, last: int, tokens: float, attention: float) -> tuple[int, int]:
         """Where a rank stops that takes cells from ``first`` on and cells before ``last``, to get closest to both."""
-        earliest = int(np.searchsorted(row.tokens, row.tokens[last] - tokens))
-        back = np.arange(max(first, min(earliest, last)), last + 1)  # a rank may hold more than its share already
-        wanted = row.tokens[first] + tokens - (row.tokens[last] - row.tokens[back])  # tokens before the front's end
-        front = np.searchsorted(row.tokens, wanted).clip(first, row.size)
-        nearer = (front > first) & (wanted - row.tokens[front - 1] <= row.tokens[front] - wanted)
-        front = np.minimum(front - nearer, back)
-        off_tokens = np.abs(row.tokens[front] - wanted)
-        off_attention = (
-            row.attention[front] - row.attention[first] + row.attention[last] - row.attention[back] - attention
-        )
-        off = np.abs(off_attention) / self._even_attention
-        off += np.maximum(0.0, off_tokens - self._cell) / self._even_tokens
+        earliest = int(row.tokens.searchsorted(row.tokens[last] - tokens))
+        back = max(first, min(earliest, last))  # and all later ones; a rank may hold more than its share already
+        wanted = row.tokens[last] - row.tokens[back : last + 1]
+        np.subtract(row.tokens[first] + tokens, wanted, out=wanted)  # tokens before the front's end
+        front = first + row.middles[first:].searchsorted(wanted)
+        np.minimum(front, np.arange(back, last + 1), out=front)
+        off = row.attention[front] - row.attention[first]
+        off += row.attention[last]
+        off -= row.attention[back : last + 1]
+        off -= attention
+        np.abs(off, out=off)
+        off /= self._even_attention
+        off_tokens = row.tokens[front]
+        off_tokens -= wanted
+        np.abs(off_tokens, out=off_tokens)
+        off_tokens -= self._cell
+        np.maximum(0.0, off_tokens, out=off_tokens)
+        off_tokens /= self._even_tokens
+        off += off_tokens
         best = int(off.argmin())
-        return int(front[best]), int(back[best])
+        return int(front[best]), back + best
 
     def _row(self, *parts: tuple[Integers, int, int | None]) -> _DocumentRow:
         """Cells of parts (documents, start, stop), in order; to the documents' ends where stop is None."""
@@ -242,10 +254,21 @@ class _Slicing:
         ends = np.minimum(begins + self._cell, stop[of_cell])
         seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(begins)
         cells = np.stack([documents[of_cell], begins, ends], axis=1)
-        return _DocumentRow(cells, np.append(0, np.cumsum(ends - begins)), np.append(0.0, np.cumsum(seconds)))
+        return _DocumentRow(cells, np.append(0.0, np.cumsum(ends - begins)), np.append(0.0, np.cumsum(seconds)))
 
     def _mean_depth(self) -> int:
         """How deep in a document a token costs what the mean token does; a multiple of the cell."""
         places = np.arange(0, int(self._lengths.max()) + 2 * self._cell, self._cell)
         price = np.diff(self._workload.attention_seconds(places)) / self._cell
         return int(places[np.searchsorted(price, self._even_attention / self._even_tokens)])
+
+
+def _runs(owner: Integers, cells: Integers) -> tuple[Integers, Integers]:
+    """Owners and cells (document, start, stop), of which those that continue each other are one."""
+    if not len(cells):
+        return owner, cells
+    document, start, stop = cells.T
+    continues = (owner[1:] == owner[:-1]) & (document[1:] == document[:-1]) & (start[1:] == stop[:-1])
+    first = np.flatnonzero(np.append(True, ~continues))
+    last = np.append(first[1:], len(owner)) - 1
+    return owner[first], np.stack([document[first], start[first], stop[last]], axis=1)

@@ -132,10 +132,14 @@ def _deal(
     load_tokens = [0] * cp_size
     next_level = float("inf")
     heap = [(0.0, rank) for rank in range(cp_size)]
+    full: list[tuple[int, float, int]] = []  # tokens, seconds and rank: without room for the segments of late
     for segment in np.argsort(-seconds, kind="stable").tolist():
-        full: list[tuple[float, int]] = []
-        while heap and load_tokens[heap[0][1]] + sizes[segment] > room:
-            full.append(heappop(heap))
+        most = room - sizes[segment]
+        while full and full[0][0] <= most:
+            heappush(heap, heappop(full)[1:])
+        while heap and load_tokens[heap[0][1]] > most:
+            load, rank = heappop(heap)
+            heappush(full, (load_tokens[rank], load, rank))
         if heap and heap[0][0] + prices[segment] <= level:
             load, rank = heap[0]
             owners[segment] = rank
@@ -143,10 +147,8 @@ def _deal(
             heapreplace(heap, (load + prices[segment], rank))
         elif heap:
             next_level = min(next_level, heap[0][0] + prices[segment])
-        for entry in full:
-            heappush(heap, entry)
     load_seconds = np.empty(cp_size)
-    for load, rank in heap:
+    for load, rank in [*heap, *(entry[1:] for entry in full)]:
         load_seconds[rank] = load
     return np.array(owners), load_seconds, np.array(load_tokens), next_level
 
