@@ -11,7 +11,7 @@ the stores before it, and the id ``epoch * documents of all stores + first + i``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -23,6 +23,8 @@ from wlb.documents.length_counts import DocumentLengths, Lengths
 from wlb.documents.order import DataConfig, DocumentStream, EpochSummary, StorePlace, ids_used
 from wlb.documents.overlong import OverlongReport
 from wlb.documents.segments import Segment
+
+_DOCUMENTS_AT_ONCE = 64
 
 
 def document_stream(
@@ -37,6 +39,21 @@ def document_stream(
 def stored_documents(lengths: DocumentLengths, config: DataConfig) -> DocumentStream | MixtureStream:
     """The documents of one store, or of the stores of ``config.mixture``, in their order."""
     return MixtureStream(lengths, config) if isinstance(lengths, Sequence) else DocumentStream(lengths, config)
+
+
+def global_batches(lengths: DocumentLengths, config: DataConfig, tokens: int) -> Iterator[NDArray[np.int64]]:
+    """The lengths of the documents that begin in each ``tokens`` tokens of their stream, epoch after epoch."""
+    stream, left = stored_documents(lengths, config), tokens
+    batch: list[int] = []
+    while True:
+        if stream.epoch_is_over:
+            stream.next_epoch()
+        for segment in stream.take(_DOCUMENTS_AT_ONCE):
+            if left <= 0:
+                yield np.array(batch)
+                batch, left = [], left + tokens
+            batch.append(segment.length)
+            left -= segment.length
 
 
 def joined_lengths(lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -174,21 +174,19 @@ class _Slicing:
     ) -> tuple[Integers, Seconds, Seconds]:
         """The rank of every whole document, -1 for one that fits nowhere; what each rank then holds."""
         owners = np.full(len(descending), -1)
-        tokens, attention = np.zeros(self._ranks), np.zeros(self._ranks)
-        per_token = 1 / np.maximum(room_tokens, 1e-3)
-        per_second = 1 / np.maximum(room_attention, 1e-3 * self._even_attention)
-        full_tokens, full_attention = np.zeros(self._ranks), np.zeros(self._ranks)  # shares of the room
-        lengths, all_seconds = self._lengths[descending].tolist(), self._attention[descending].tolist()
-        for index, (length, seconds) in enumerate(zip(lengths, all_seconds, strict=True)):
-            fullness = full_tokens + length * per_token
-            np.maximum(fullness, full_attention + seconds * per_second, out=fullness)
+        sizes = np.array([self._lengths[descending], self._attention[descending]])
+        rooms = np.array([np.maximum(room_tokens, 1e-3), np.maximum(room_attention, 1e-3 * self._even_attention)])
+        shares, full = 1 / rooms, np.zeros(rooms.shape)  # of the room
+        for index, size in enumerate(sizes.T[..., None]):
+            filled = size * shares
+            filled += full
+            fullness = np.maximum(filled[0], filled[1])
             rank = int(fullness.argmin())
             if fullness[rank] <= 1.0:
                 owners[index] = rank
-                tokens[rank] += length
-                attention[rank] += seconds
-                full_tokens[rank] += length * per_token[rank]
-                full_attention[rank] += seconds * per_second[rank]
+                full[:, rank] = filled[:, rank]
+        held = owners >= 0
+        tokens, attention = (np.bincount(owners[held], amount[held], self._ranks) for amount in sizes)
         return owners, tokens, attention
 
     def _share_out(

@@ -3,55 +3,69 @@
 Trainer, dry run, simulator, batches, report and rivals all call ``decide``, so that the same job runs everywhere.
 
 Of pools, their size, micro-batches and the grouping of documents are chosen; or, without a pipeline, that ranks run
-micro-batches of their own, level over a step. More micro-batches fill a pipeline better,
-and larger pools hold more of a document; but small micro-batches leave a long document alone in one, and in large pools
-its keys and values travel further. Documents of like lengths exchange least, and leave micro-batches that cost
-unequally. What is fastest depends on all of the job and on its documents, so a few steps are planned and simulated for
-every choice.
+micro-batches of their own, level over a step. More micro-batches fill a pipeline better, and larger pools hold more of
+a document; but small micro-batches leave a long document alone in one, and in large pools its keys and values travel
+further. Documents of like lengths exchange least, and leave micro-batches that cost unequally. What is fastest depends
+on all of the job and on its documents. So every choice is ranked by what its steps take at least, and the most
+promising one is simulated, until the best is one that was. What the memory does not hold comes last.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heapify, heapreplace
+from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wlb.documents.length_counts import DocumentLengths
+from wlb.documents.mixture import global_batches
 from wlb.errors import UserError
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import fits, largest_factor, too_large
 from wlb.job.planner import documents_together
 from wlb.job.pricing import Pricing
 from wlb.packing.options import Grouping, Pools
-from wlb.schedules.operations import round_size
 from wlb.settings import MOST_MICRO_BATCHES
-from wlb.simulate.level import LevelPrices
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.level import SHARDING, LevelPrices, group_costs
 from wlb.simulate.rate import rate
-from wlb.workload.base import DocumentPrices
+from wlb.simulate.shards import Shards, price_shards
+from wlb.simulate.step import Steps
 
-_STEPS = 4  # that are simulated for a choice, fewer where they are of many micro-batches
-_MICRO_BATCHES = 48
+_STEPS = 4  # that are simulated, the same for every choice; fewer where they are large
+_SIMULATED = 128  # context windows of all these steps
 _DOCUMENTS = 65_536
-_WINDOWS = 512  # of all these steps; a larger global batch is decided on by a part of it
+_WINDOWS = 512  # of a step; a larger global batch is decided on by a part of it
 _FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
-_SMALLER = (1.15, 1.3)  # times as many, where so few are too large for the memory
+_FEWEST = (1, 1.15, 1.5, 2)  # where so few are too large for the memory: times as many as the fewest that are not
+_ONE_STEP = 0.08  # of the seconds: choices that are slower by more on one step are not simulated on others
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
-_CLEARLY = 0.01  # of the seconds, that grouping documents alike must save: how it does depends on a step's documents
+_FEWER_BUBBLES = 0.1  # of a pipeline whose lightest micro-batches are at its ends; measured on random jobs
+# Grouping documents alike must save over 1%, as how it does depends on a step's documents.
+_HANDICAP: dict[Grouping, float] = {"even": 1.0, "alike": 1.01, "level": 1.0}
 
 
-def decide(job: JobSpec, lengths: DocumentLengths, *, lock_step: bool = False) -> JobSpec:
+def decide(job: JobSpec, lengths: DocumentLengths, *, lock_step: bool = False, least_rate: float = 0.0) -> JobSpec:
     """``job`` with nothing left "auto"; the same job and documents always give the same.
 
     Context-parallel groups become its pools: those given, or the fastest on documents of ``lengths``. L_max becomes the
     most that ``job.memory_limit`` allows. With ``lock_step`` the ranks of a pool cannot run micro-batches of their own,
-    as in loops that know fixed context-parallel groups only. Raises ``UserError`` for pools that are given and cannot
-    run, where none can, and for an L_max that is "auto" where memory does not hold one context window. Pools and an
+    as in loops that know fixed context-parallel groups only. Pools that do less than ``least_rate`` seconds of
+    ``job.work_prices`` in a second are of no use. Raises ``UserError`` for pools that are given and cannot run, where
+    none of use can, and for an L_max that is "auto" where memory does not hold one context window. Pools and an
     L_max that do not fit are not refused here.
     """
     pools = job.pools
     if pools is not None and not job.pools_decided:
-        job = job.with_pools(_fastest(job, pools, lengths, lock_step=lock_step))
+        job = job.with_pools(_fastest(job, pools, lengths, lock_step=lock_step, least_rate=least_rate))
     decided = _with_length(job)
     if pools is None and job.packing.length_factor == "auto" and (problem := too_large(decided)):
         raise UserError(problem)
@@ -71,7 +85,7 @@ def _with_length(job: JobSpec) -> JobSpec:
     return job
 
 
-def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths, *, lock_step: bool) -> Pools:
+def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths, *, lock_step: bool, least_rate: float) -> Pools:
     if pools.grouping == "level":
         if lock_step:
             raise UserError(
@@ -85,16 +99,11 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths, *, lock_step:
     if parts > 1 and pools.micro_batches != "auto":
         part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.layout.pp)) * job.layout.pp)
     own = replace(job, pricing=Pricing(job.hardware))  # the trainer's prices, whatever a simulation prices steps by
-    search = _PoolChoices(own, part, parts, lock_step)
-    fastest: _PricedPools | None = None
-    for size in search.sizes():
-        best = min((_priced(choice, lengths, job.workload) for choice in search.choices(size)), default=None)
-        if fastest is not None and (best is None or best >= fastest):
-            break  # nor would smaller ones be faster
-        fastest = best or fastest
+    fastest = _PoolSearch(own, part, parts, lock_step, lengths).fastest(1 / least_rate if least_rate else math.inf)
     if fastest is None:
         if pools.micro_batches != "auto":
-            job.with_pools(replace(pools, size=next(search.sizes())))  # says why, where it is refused for its size
+            size = job.layout.replicas if pools.size == "auto" else pools.size
+            job.with_pools(replace(pools, size=size))  # says why, where it is refused for its size
         raise UserError(
             f"no pool of dp x cp = {job.layout.replicas} ranks can run a global batch of {pools.global_batch} "
             "context windows in this pipeline; give pool and pool_micro_batches to learn why"
@@ -102,89 +111,135 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths, *, lock_step:
     micro_batches = pools.micro_batches
     if micro_batches == "auto" and fastest.grouping != "level":
         micro_batches = fastest.micro_batches * parts
-        if micro_batches % round_size(job.layout.pp, micro_batches):  # a pipeline that runs in rounds
+        if parts > 1:  # a pipeline may run in rounds
             micro_batches = -(-micro_batches // job.layout.pp) * job.layout.pp
     return replace(pools, size=fastest.size, micro_batches=micro_batches, grouping=fastest.grouping)
 
 
+class _Choice(NamedTuple):
+    """Pools, and their seconds for a second of work: as simulated, or at least. The first in order is the best."""
+
+    too_large: bool  # for the memory
+    no_room: bool  # for some document, which has to wait though none should
+    seconds: float
+    steps: int  # that were simulated
+    size: int
+    micro_batches: int  # of a pool; 0 where ranks run their own
+    grouping: Grouping
+    job: JobSpec  # no two choices are alike in all that comes before it
+
+
 @dataclass(frozen=True)
-class _PoolChoices:
-    """``job`` with all ``pools`` that it could have, for one of ``parts`` equal parts of its global batch."""
+class _PoolSearch:
+    """The fastest of all ``pools`` that ``job`` could have, for one of ``parts`` equal parts of its global batch."""
 
     job: JobSpec
     pools: Pools
     parts: int
     lock_step: bool
+    lengths: DocumentLengths
+    with_length: dict[tuple[int, int], JobSpec] = field(default_factory=dict)  # of choices that were simulated
 
-    def sizes(self) -> Iterator[int]:
-        """The size that is given; or all that hold whole context-parallel groups, the largest first."""
-        if self.pools.size != "auto":
-            yield self.pools.size
-            return
-        layout = self.job.layout
-        for number in range(1, layout.dp + 1):
-            if layout.dp % number == 0:
-                yield layout.dp // number * layout.cp
+    def fastest(self, most_seconds: float) -> _Choice | None:
+        """None where no pools can run in ``most_seconds`` for a second of work."""
+        choices = [*self._choices()]
+        heapify(choices)
+        while choices and choices[0].steps < self._steps and choices[0].seconds <= most_seconds:
+            heapreplace(choices, self._simulated(choices[0]))
+        return choices[0] if choices and choices[0].seconds <= most_seconds else None
 
-    def choices(self, size: int) -> Iterator[JobSpec]:
-        """The job with pools of this size, every number of micro-batches that they could run, and every grouping."""
+    def _choices(self) -> Iterator[_Choice]:
+        """Every size, number of micro-batches and grouping, none of them simulated."""
         wanted, layout = self.pools.grouping, self.job.layout
         groupings: tuple[Grouping, ...] = ("even", "alike") if wanted == "auto" else (wanted,)
-        for job in self._with_counts(size):
-            for grouping in groupings:
-                yield replace(job, packing=job.packing.changed(grouping=grouping))
+        sizes = [layout.cp * groups for groups in range(1, layout.dp + 1) if layout.dp % groups == 0]
+        if self.pools.size != "auto":
+            sizes = [self.pools.size]
+        bounds: dict[int, float] = {}
+        for size in sizes:
+            for large, job in self._with_counts(size):
+                filled = self._least_filled(job)
+                if filled not in bounds:
+                    bounds[filled] = self._least_seconds(filled)
+                for grouping in groupings:
+                    seconds = _HANDICAP[grouping] * bounds[filled]
+                    yield _Choice(large, False, seconds, 0, size, job.micro_batches_per_rank, grouping, job)
         free = (wanted, self.pools.micro_batches) == ("auto", "auto") and not self.lock_step
-        if free and layout.pp == 1 and size == layout.replicas:
-            yield _with_length(self.job.with_pools(replace(self.pools, size=size, grouping="level")))
+        if free and layout.pp == 1 and layout.replicas in sizes:
+            job = self.job.with_pools(replace(self.pools, grouping="level"))
+            yield _Choice(not _holds(job), False, 0.0, 0, layout.replicas, 0, "level", job)
 
-    def _with_counts(self, size: int) -> list[JobSpec]:
-        """With pools of this size and numbers of micro-batches; more where the GPUs hold none of the usual ones."""
+    def _with_counts(self, size: int) -> list[tuple[bool, JobSpec]]:
+        """With pools of this size and numbers of micro-batches; more where the memory holds none of the usual ones."""
         if self.pools.micro_batches != "auto":
             return self._that_run(size, [self.pools.micro_batches])
-        pp, share = self.job.layout.pp, size / (self.job.layout.replicas)
-        most = int(share * min(self.pools.global_batch / _LEAST_WINDOWS, MOST_MICRO_BATCHES / self.parts))
+        pp, replicas = self.job.layout.pp, self.job.layout.replicas
+        most = int(min(self.pools.global_batch / _LEAST_WINDOWS, MOST_MICRO_BATCHES / self.parts) * size / replicas)
         counts = [round(filling * pp) for filling in _FILLINGS]
         counts = [count for count in counts if count <= most] or counts[:1]
-        while True:
-            runnable = self._that_run(size, counts)
-            fitting = [choice for choice in runnable if fits(choice)]
-            smaller = [math.ceil(counts[-1] * times / pp) * pp for times in _SMALLER]
-            if fitting or smaller[0] > most:
-                return fitting or runnable
-            counts = smaller
+        usual = self._that_run(size, counts)
+        more = range(-(-counts[-1] // pp) * pp, most + 1, pp)
+        if not more or not all(large for large, _ in usual):
+            return usual
 
-    def _that_run(self, size: int, counts: Iterable[int]) -> list[JobSpec]:
+        def holds(count: int) -> bool:
+            return any(not large for large, _ in self._that_run(size, [count]))
+
+        fewest = more[bisect_left(more[:-1], True, key=holds)]
+        return self._that_run(size, [min(more[-1], math.ceil(times * fewest / pp) * pp) for times in _FEWEST])
+
+    def _that_run(self, size: int, counts: Iterable[int]) -> list[tuple[bool, JobSpec]]:
+        """Jobs with so many micro-batches, and before each whether it is too large for the memory."""
         jobs = []
         for count in sorted(set(counts)):
-            try:
+            with suppress(UserError):  # a pipeline that runs in rounds, or an L_max without room for so much
                 job = self.job.with_pools(replace(self.pools, size=size, micro_batches=count))
-            except UserError:
-                continue  # a pipeline that runs in rounds
-            jobs.append(_with_length(job))
+                jobs.append((not _holds(job), job))
         return jobs
 
+    @cached_property
+    def _steps(self) -> int:
+        documents = documents_together(self.job, self.lengths)
+        return max(1, min(_STEPS, _SIMULATED // self.pools.global_batch, _DOCUMENTS // max(1, documents)))
 
-class _PricedPools(NamedTuple):
-    """The least is the best."""
+    @cached_property
+    def _documents(self) -> NDArray[np.int64]:
+        """Tokens of the documents of all steps."""
+        batches = global_batches(self.lengths, self.job.data, self.pools.global_batch * self.job.context_window)
+        return np.concatenate([*islice(batches, self._steps)])
 
-    too_large: bool  # for the memory
-    no_room: bool  # for some document, which has to wait though none should
-    seconds: float  # for a second of work
-    size: int
-    micro_batches: int
-    grouping: Grouping
+    def _least_filled(self, job: JobSpec) -> int:
+        """Micro-batches of a pool that are not empty, if each holds as many tokens as the longest document."""
+        tokens, longest = float(self._documents.sum()), float(self._documents.max())
+        rounds = math.ceil(tokens / longest / (self._steps * job.layout.dp * job.layout.pp))
+        return min(job.micro_batches_per_rank, rounds * job.layout.pp)
+
+    def _least_seconds(self, micro_batches: int) -> float:
+        """For a second of work, if ranks share it evenly in so many ``micro_batches`` and exchange nothing."""
+        layout, documents = self.job.layout, self._documents
+        alone = price_shards([documents.tolist()], group_costs(self.job, 1, SHARDING))
+        shares = self._steps * layout.replicas * micro_batches
+        forward, backward = alone.attention_forward / shares, alone.attention_backward / shares
+        share = alone._replace(tokens=alone.tokens // shares, attention_forward=forward, attention_backward=backward)
+        of_one = Shards(*(np.repeat(column, micro_batches, axis=0) for column in share))
+        seconds = float(Steps.of_shards(of_one.reshaped(1, 1, -1), JobCosts(self.job)).seconds[0])
+        bubbles = (layout.pp - 1) / (layout.virtual_pp * micro_batches + layout.pp - 1)
+        work = float(self.job.work_prices.document_seconds(documents).sum())
+        return (1 - _FEWER_BUBBLES * bubbles) * seconds * self._steps / work
+
+    def _simulated(self, choice: _Choice) -> _Choice:
+        """With the seconds of one step, as much less as others may show; or of all, if it has those of one."""
+        key, steps = (choice.size, choice.micro_batches), self._steps if choice.steps else 1
+        if key not in self.with_length:
+            self.with_length[key] = _with_length(choice.job)
+        job = self.with_length[key]
+        job = replace(job, packing=job.packing.changed(grouping=choice.grouping))
+        rated = rate(job, self.lengths, steps, self.job.work_prices)
+        no_room = not self.pools.delays and sum(rated.step_tokens) < steps * job.global_batch * job.context_window
+        seconds = _HANDICAP[choice.grouping] / rated.work_rate * (1.0 if steps == self._steps else 1 - _ONE_STEP)
+        return choice._replace(no_room=no_room and steps == self._steps, seconds=seconds, steps=steps)
 
 
-def _priced(job: JobSpec, lengths: DocumentLengths, prices: DocumentPrices) -> _PricedPools:
-    most = (
-        _MICRO_BATCHES // job.packing.micro_batches,
-        _WINDOWS // job.global_batch,
-        _DOCUMENTS // max(1, documents_together(job, lengths)),
-    )
-    steps = max(1, min(_STEPS, *most))
-    rated = rate(job, lengths, steps, prices)
-    waits = job.pools is not None and job.pools.delays
-    no_room = not waits and sum(rated.step_tokens) < steps * job.global_batch * job.context_window
-    grouping = job.pools.grouping if job.pools is not None and job.pools.grouping != "auto" else "even"
-    seconds = 1 / rated.work_rate * (1 + _CLEARLY if grouping == "alike" else 1.0)
-    return _PricedPools(not fits(job), no_room, seconds, job.layout.cp, job.micro_batches_per_rank, grouping)
+def _holds(job: JobSpec) -> bool:
+    """Whether the memory holds micro-batches of its L_max or, where that is "auto", of the least that it could be."""
+    return fits(job if job.packing.length_factor != "auto" else job.with_length_factor(job.least_length_factor))

@@ -161,7 +161,7 @@ def fastest_layout(
             break
         if untried_job.layout in settled:
             continue
-        job = _fitting(untried_job, lengths)
+        job = _fitting(untried_job, lengths, (1 - _NEARER) * found[0].work_rate if found else 0.0)
         if job is None:
             continue
         if job.pools is None and (job.packing.length_factor == untried_job.packing.length_factor):
@@ -289,13 +289,16 @@ def packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
     return replace(job, packing=packing, sharding=sharding)
 
 
-def _fitting(job: SimulatedJob, lengths: DocumentLengths) -> SimulatedJob | None:
-    """``job`` decided, with its L_max or the largest below it that fits the memory; None where it does not fit."""
+def _fitting(job: SimulatedJob, lengths: DocumentLengths, least_rate: float) -> SimulatedJob | None:
+    """``job`` decided, with its L_max or the largest below it that fits the memory; None where it does not fit.
+
+    Pools that work at less than ``least_rate`` are not looked at.
+    """
     if job.pools is None and job.packing.has_length_factor:
         room = largest_factor(job)
         return None if room is None else job.with_length_factor(min(float(job.packing.length_factor), room))
     with suppress(UserError):  # no pool can run the global batch in this pipeline
-        decided = decide(job, lengths)
+        decided = decide(job, lengths, least_rate=least_rate)
         return decided if fits(decided) else None
     return None
 

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.order import DocumentStream
+from wlb.documents.mixture import global_batches
 from wlb.errors import UserError
 from wlb.job.config import DataConfig
 from wlb.job.memory.step import limit_of_gpu
@@ -26,8 +27,6 @@ from wlb.studies.policies.layouts import TRIED, candidate_ranks, layout_text, no
 from wlb.studies.policies.plan import Integers, Plan, Ranks
 from wlb.studies.policies.pricing import StepPrice, price
 from wlb.workload import Workload, make_workload
-
-_DOCUMENTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -212,18 +211,6 @@ def first_batches(lengths: NDArray[np.int64], space: SearchSpace) -> list[Intege
     A step has those that begin in its global batch of the stream: in the trainer's order, epoch after epoch; longer
     ones than the window are cut as the trainer cuts them.
     """
-    stream = DocumentStream(lengths, DataConfig(store="documents", context_window=space.context_window))
-    due = size = space.micro_batches * space.context_window
-    taken = 0
-    batches: list[list[int]] = [[]]
-    while True:
-        if stream.epoch_is_over:
-            stream.next_epoch()
-        for segment in stream.take(_DOCUMENTS_AT_ONCE):
-            if taken >= due:
-                if len(batches) == space.warm_up + space.steps:
-                    return [np.array(batch, np.int64) for batch in batches[space.warm_up :]]
-                batches.append([])
-                due += size
-            batches[-1].append(segment.length)
-            taken += segment.length
+    data = DataConfig(store="documents", context_window=space.context_window)
+    batches = global_batches(lengths, data, space.micro_batches * space.context_window)
+    return [*islice(batches, space.warm_up, space.warm_up + space.steps)]
