@@ -14,7 +14,6 @@ PUBLISHED: dict[str, str | None] = {
     ),
     "wlb.workload.phases.DocumentPhases": "seconds, memory_tokens=..., synchronised=...",
     "wlb.workload.phases.PhasedPrices": "language_model, phases",
-    "wlb.integrations.huggingface.ImageCollator": "model",
     "wlb.Segment": "document, start, length",
     "wlb.MicroBatch": "segments, workload",
     "wlb.MicroBatch.tokens": None,

@@ -63,10 +63,7 @@ def test_text_numbers_and_absent_fields_are_passed_over():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"pixel_values": torch.zeros(3, 8, 8)},
-            "has pixel_values, which packed micro-batches would lose; .*ImageCollator",
-        ),
+        ({"pixel_values": torch.zeros(3, 8, 8)}, "has pixel_values, which packed micro-batches would lose"),
         ({"image_grid_thw": [[1, 2, 2]]}, "has image_grid_thw"),
         ({"token_type_ids": [0, 0, 0, 0]}, "has token_type_ids"),
         ({"image": {"bytes": b"png", "path": None}}, "has image,"),

@@ -29,15 +29,9 @@ from wlb.training.data.batch import IGNORE_LABEL
 Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 
 LOSS_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
-IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "length", *LOSS_MASKS)
 
 _REMEDY = "remove the column where the model does not need it, else train such data without wlb"
-_REMEDIES = dict.fromkeys(
-    IMAGE_FIELDS,
-    "pack images with wlb.integrations.huggingface.ImageCollator, as data collator of balanced(Trainer) or of a "
-    "DataLoader with PlannedBatchSampler (packed_batches takes text alone)",
-)
 
 
 def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -91,9 +85,7 @@ def _check_fields(fields: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name} has no input_ids, only {others or 'empty fields'}; tokenise it first")
     for field in fields:
         if field not in FIELDS and _may_be_input(fields[field]):
-            raise UserError(
-                f"{name} has {field}, which packed micro-batches would lose; {_REMEDIES.get(field, _REMEDY)}"
-            )
+            raise UserError(f"{name} has {field}, which packed micro-batches would lose; {_REMEDY}")
 
 
 def _may_be_input(value: Any) -> bool:

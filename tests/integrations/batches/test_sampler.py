@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
+from wlb.workload.phases import DocumentPhases
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1.2, 300).astype(int).clip(8, 1024)
 
@@ -217,3 +218,17 @@ def test_elastic_chooses_its_pools_and_says_where_none_share():
     with pytest.warns(UserWarning, match="preset 'elastic' lets none share a micro-batch") as warned:
         assert sampler([50] * 300, preset="elastic").job.layout.cp == 1
     assert warned[0].filename == __file__
+
+
+def test_processes_and_states_with_other_phases_are_told_apart():
+    lengths = [30, 20, 10, 40] * 4
+    settings: Any = {"context_window": 64, "dp": 1}
+    ones = DocumentPhases({"encoder": np.ones(16)})
+    assert sorted(chain(*sampler(lengths, **settings, phases=ones))) == [*range(16)]
+    batches = iter(sampler(lengths, **settings, phases=ones))
+    next(batches)
+    other = sampler(lengths, **settings, phases=DocumentPhases({"encoder": 2 * np.ones(16)}))
+    with pytest.raises(UserError, match="inside a step with phases = "):
+        other.load_state_dict(batches.state_dict())
+    with pytest.raises(UserError, match="phases are of 3 documents, and there are 16"):
+        list(sampler(lengths, **settings, phases=DocumentPhases({"encoder": [1, 2, 3]})))

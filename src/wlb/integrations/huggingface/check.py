@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
 from wlb.integrations.huggingface.attention import attend_with, is_packed_attention
@@ -34,11 +33,6 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
 
     Dropout is off meanwhile. Raises ``UserError`` where packing the micro-batch changes loss or gradients.
     """
-
-    if "pixel_values" in batch:
-        raise UserError(
-            "check_batch cannot take images out of a batch; give check_packing each document collated alone"
-        )
 
     def loss_of(inputs: Mapping[str, Any]) -> Tensor:
         loss: Tensor = model(**inputs, num_items_in_batch=1).loss  # the sum over labelled tokens
@@ -105,8 +99,7 @@ def _checked_documents(sampler: PlannedBatchSampler) -> list[int]:
 def _learning_all(batch: Mapping[str, Any]) -> dict[str, Any]:
     """``batch`` with every token for a label but the first of each document."""
     positions = batch["position_ids"]
-    first = positions if positions.ndim == 2 else positions[0]  # those of models with images have further rows
-    return {**batch, "labels": batch["input_ids"].masked_fill(first == 0, IGNORE_LABEL)}
+    return {**batch, "labels": batch["input_ids"].masked_fill(positions == 0, IGNORE_LABEL)}
 
 
 def _steps_in_backward(model: nn.Module) -> bool:
