@@ -83,9 +83,6 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.documents.store.reader.TokenStoreWriter": "prefix, *, vocab_size",
     "wlb.documents.store.reader.TokenStoreWriter.add": "tokens",
     "wlb.documents.synthetic.sample_lengths": "documents, context_window, seed=...",
-    "wlb.integrations.megatron.packed_parquet.write_packed_parquet": (
-        "path, documents, plans, *, trained=..., multiple_of=..., end_token=..."
-    ),
     "wlb.integrations.megatron.packed_sequences.packed_seq_params": "shard_plan, device=...",
     "wlb.integrations.megatron.packed_sequences.padded_lengths": "lengths, cp_size",
     "wlb.integrations.megatron.scheduler.balanced_steps": (
