@@ -89,8 +89,6 @@ PUBLISHED: dict[str, str | None] = {
         "get_forward_backward_func, max_seqlen_per_dp_cp_rank, model=..., hardware=..."
     ),
     "wlb.integrations.megatron.scheduler.register": "model=..., hardware=...",
-    "wlb.integrations.torch_context_parallel.MaskBlockBalancer": "block_mask, world_size",
-    "wlb.integrations.torch_context_parallel.torch_load_balancer": "shard_plan, device=...",
     "wlb.integrations.verl.reroute_balancing": "",
     "wlb.serving.batching.Chunk": "prompt, start, stop",
     "wlb.serving.batching.Prompt": "number, tokens, done=..., rank=..., rounds=...",
