@@ -61,7 +61,6 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.integrations.huggingface.register_attention": "model=..., *, name=..., group=...",
     "wlb.integrations.document_fields.ids_and_labels": "document, name=...",
     "wlb.integrations.document_fields.token_count": "document, name=...",
-    "wlb.integrations.lightning.LightningLoss": "sampler, accumulate_grad_batches, dataset=...",
     "wlb.integrations.packed.FlatteningCollator": "",
     "wlb.integrations.packed.packed_batches": (
         "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., state=..., "

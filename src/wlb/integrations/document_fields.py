@@ -1,7 +1,7 @@
 """What is trained of a document: its token ids, and which of them are to be learnt.
 
 Documents are arrays of token ids, or dictionaries with ``input_ids`` as data sets have them. Every adapter reads them
-here, so the collator, ``packed_batches`` and ``LightningLoss`` learn the same tokens. Of a dictionary's other fields
+here, so the collator and ``packed_batches`` learn the same tokens. Of a dictionary's other fields
 
 - ``labels`` are as long as ``input_ids``, and -100 where a token is not to be learnt;
 - ``completion_mask``, ``loss_mask`` and ``assistant_masks`` have a 1 for each token to be learnt and a 0 for others;

@@ -88,6 +88,9 @@ class PackedStep:
     loss_tokens: int
     plan: StepPlan
 
+    def to(self, device: torch.device | str) -> PackedStep:
+        return replace(self, batches=tuple(batch.to(device) for batch in self.batches))
+
 
 def packed_batches(
     documents: TokenStore | Sequence[Document] | Iterable[Document],
