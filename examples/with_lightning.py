@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from comparison import SHAPE, Run, TinyTransformer, run_example, usual_batch
 from torch_loop import check
-from wlb.integrations.packed import packed_batches, packed_loss
+from wlb.integrations.packed import packed_batches
 
 
 class Original(lightning.LightningModule):
@@ -59,8 +59,7 @@ class Balanced(Original):
             self.run.batches.append([segment.document for segment in planned.segments])
             with self.run.computing():
                 logits = self.model(batch.tokens, batch.position_ids, batch.segment_lengths)
-                loss = packed_loss(logits, batch.labels, step.loss_tokens, averaged_over=self.trainer.world_size)
-                self.manual_backward(loss)
+                self.manual_backward(batch.loss(logits))
         optimizer.step()
         optimizer.zero_grad()
 

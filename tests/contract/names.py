@@ -67,8 +67,8 @@ PUBLISHED: dict[str, str | None] = {
         "group=..., **settings"
     ),
     "wlb.integrations.packed.PackedBatch.hf_kwargs": "",
+    "wlb.integrations.packed.PackedBatch.loss": "logits, *, summed=...",
     "wlb.integrations.packed.steps_of": "loader, sampler",
-    "wlb.integrations.packed.packed_loss": "logits, labels, loss_tokens, averaged_over=...",
     "wlb.attention.segment_attention": "query, key, value, segment_lengths",
     "wlb.job.config.ParallelConfig": "*, dp=..., pp=..., cp=..., tp=..., virtual_pp=..., schedule=...",
     "wlb.documents.lengths.read_lengths": "source",

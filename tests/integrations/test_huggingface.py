@@ -29,7 +29,7 @@ from wlb.integrations.huggingface import (
     register_attention,
 )
 from wlb.integrations.huggingface.resuming import TrainedBatches
-from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss
+from wlb.integrations.packed import FlatteningCollator, packed_batches
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -99,8 +99,7 @@ def _loop_gradient(documents: list[Any], window: int = 64, group: Any = None, **
     register_attention(packed, group=group)
     for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
         for batch in step.batches:
-            logits = packed(**batch.hf_kwargs()).logits[0]
-            packed_loss(logits, batch.labels, step.loss_tokens).backward()
+            batch.loss(packed(**batch.hf_kwargs()).logits[0], summed=True).backward()
     return gradient(packed)
 
 

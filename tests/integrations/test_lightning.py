@@ -39,7 +39,9 @@ def planned() -> Any:
     names: dict[str, Any] = {"documents": DOCUMENTS, "SETTINGS": SETTINGS}
     exec(code.partition("lightning.Trainer(")[0], names)
 
-    class Descending(names["Planned"]):  # type: ignore[misc, name-defined]
+    base: Any = names["Planned"]
+
+    class Descending(base):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.5)
 
@@ -60,7 +62,7 @@ def one_at_a_time(steps: int) -> torch.Tensor:
             (loss / step.loss_tokens).backward()
         assert model.scores.grad is not None
         with torch.no_grad():
-            model.scores -= 0.5 * model.scores.grad
+            model.scores.sub_(0.5 * model.scores.grad)
         model.scores.grad = None
     return model.scores.detach()
 
@@ -74,7 +76,7 @@ def test_a_limit_of_batches_ends_after_whole_steps_and_a_checkpoint_continues_wi
     limited.fit(module)
     torch.testing.assert_close(module.model.scores.detach(), one_at_a_time(3), rtol=1e-12, atol=1e-12)
 
-    class Stops(lightning.Callback):  # type: ignore[misc, name-defined]
+    class Stops(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             if trainer.global_step == 3:
                 trainer.save_checkpoint(tmp_path / "after3.ckpt")

@@ -35,7 +35,7 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
     """
 
     def loss_of(inputs: Mapping[str, Any]) -> Tensor:
-        loss: Tensor = model(**inputs, num_items_in_batch=1).loss  # the sum over labelled tokens
+        loss: Tensor = model(**{**inputs, "num_items_in_batch": 1}).loss  # the sum over labelled tokens
         return loss
 
     with _undisturbed(model):
