@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import warnings
 from itertools import islice, pairwise
 from types import SimpleNamespace
@@ -378,13 +380,19 @@ def test_the_loss_of_a_micro_batch_is_right_however_processes_share_the_work():
         assert max(errors.values()) < 1e-12, errors
 
 
-def _loader_errors() -> list[float]:
+def _loader_errors(prepared: bool) -> list[float]:
     """Of a loop that gives a model what ``steps_of`` yields, and knows nothing of the number of processes."""
-    planned = PlannedBatchSampler(LENGTHS, **SIZES, rank=dist.get_rank())
-    plans, model = planned.steps(), Bigrams()
-    trained = DistributedDataParallel(model)
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    planned = PlannedBatchSampler(LENGTHS, **SIZES, rank=None if prepared else dist.get_rank())
+    plans, model, loader = planned.steps(), Bigrams(), _loader(planned, mixed())
+    if prepared:
+        accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+        trained, loader = accelerator.prepare(model, loader)
+    else:
+        trained = DistributedDataParallel(model)
     errors = []
-    for (step, _), plan in zip(steps_of(_loader(planned, mixed()), planned), plans, strict=True):
+    for (step, _), plan in zip(steps_of(loader, planned), plans, strict=True):
         for batch in step:
             labels = torch.cat([batch["labels"][0, 1:], torch.tensor([-100])])
             total = F.cross_entropy(trained(batch["input_ids"][0]), labels, reduction="sum")
@@ -393,8 +401,12 @@ def _loader_errors() -> list[float]:
     return errors
 
 
-def test_the_batches_of_a_loader_say_what_their_loss_is_divided_by():
-    for errors in run_ranks(2, _loader_errors):
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_batches_of_a_loader_say_what_their_loss_is_divided_by(prepared: bool):
+    if prepared:
+        pytest.importorskip("accelerate")
+    for errors in run_ranks(2, _loader_errors, prepared):
+        assert len(errors) > 5
         assert max(errors) < 1e-12
 
 
