@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -242,6 +243,33 @@ def test_a_model_that_cannot_be_trained_exactly_is_refused(family: str, settings
 
     with pytest.raises(UserError, match=message):
         train_packed()
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+BY_LENGTH: dict[str, dict[str, Any]] = {
+    "Phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, "pad_token_id": 0},
+    "Llama": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        "max_position_embeddings": 128,
+    },
+}
+
+
+@pytest.mark.parametrize("family", BY_LENGTH)
+def test_documents_that_change_the_rotary_scaling_of_others_are_refused(tmp_path: Path, family: str):
+    scaled = model(family, **BY_LENGTH[family])
+    register_attention(scaled)
+    message = "a document has 300 tokens, and past 128 the model's rotary scaling, (longrope|dynamic), changes"
+    packed = FlatteningCollator()(DOCUMENTS)
+    with pytest.raises(UserError, match=message):
+        scaled(**packed)
+    with pytest.raises(UserError, match=message):
+        check_batch(scaled, packed)
+    assert check_batch(scaled, FlatteningCollator()(DOCUMENTS[1:])).gradient_error < 1e-7
+    if importlib.util.find_spec("accelerate"):
+        by_sdpa = model(family, **BY_LENGTH[family])
+        with pytest.raises(UserError, match=message):
+            balanced(transformers.Trainer, context_window=300)(by_sdpa, arguments(str(tmp_path)), None, DOCUMENTS)
 
 
 def test_documents_are_priced_for_the_model():

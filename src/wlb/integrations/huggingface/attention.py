@@ -41,8 +41,9 @@ def register_attention(
     Raises ``UserError`` for a model whose ``config.use_cache`` is on, that does not attend through ``transformers``'
     AttentionInterface, or that has layers other than attention. The attention raises it for what would silently train
     something else: an attention mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout, a
-    document longer than the chunks of chunked attention, attention that is not causal, and any number or tensor that
-    the model gives to its attention and that is not known here (softcap, sinks, a position bias).
+    document longer than the chunks of chunked attention or than rotary scaling by length allows (``check_rotary``),
+    attention that is not causal, and any number or tensor that the model gives to its attention and that is not known
+    here (softcap, sinks, a position bias).
     """
     transformers = require("transformers", "hf")
     transformers.AttentionInterface.register(name, PackedAttention(group))
@@ -91,6 +92,31 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def check_rotary(config: Any, lengths: Sequence[int]) -> None:
+    """Raise ``UserError`` where a document of ``lengths`` changes the rotary frequencies of others in its micro-batch.
+
+    transformers scales by the highest position of a row: longrope takes other factors past the length of pretraining,
+    and dynamic scaling grows with it. A row without such documents is exact.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for of_layers in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):
+        kind = str(of_layers.get("rope_type", of_layers.get("type")))
+        if kind == "longrope":
+            usual = getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+            limit = of_layers.get("original_max_position_embeddings") or usual
+        elif "dynamic" in kind:
+            limit = text.max_position_embeddings
+        else:
+            continue
+        if max(lengths) > limit:
+            raise UserError(
+                f"a document has {max(lengths)} tokens, and past {limit} the model's rotary scaling, {kind}, changes "
+                "that of all documents in its micro-batch; give shorter documents, or a model whose scaling does not "
+                "depend on their length (llama3, yarn, linear)"
+            )
+
+
 def is_packed_attention(model: nn.Module) -> bool:
     """Whether ``model`` attends with what ``register_attention`` registered, under whichever name."""
     interface = require("transformers", "hf").AttentionInterface()
@@ -127,6 +153,7 @@ class PackedAttention:
         _refuse(module, query, key, attention_mask, dropout, arguments)
         plan = arguments.get("shard_plan")
         lengths = self._segment_lengths(arguments) if plan is None else plan.segment_lengths
+        check_rotary(getattr(module, "config", None), lengths)
         window = _window(attention_mask, arguments.get("sliding_window"), lengths)
         wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
         if not math.isclose(wanted, query.shape[-1] ** -0.5, rel_tol=1e-6):

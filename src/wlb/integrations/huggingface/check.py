@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
-from wlb.integrations.huggingface.attention import attend_with, is_packed_attention
+from wlb.integrations.huggingface.attention import attend_with, check_rotary, is_packed_attention
 from wlb.integrations.packed import extents_of
 from wlb.training.data.batch import IGNORE_LABEL
 
@@ -38,6 +38,7 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
         loss: Tensor = model(**{**inputs, "num_items_in_batch": 1}).loss  # the sum over labelled tokens
         return loss
 
+    check_rotary(getattr(model, "config", None), batch["cu_seq_lens_q"].diff().tolist())
     with _undisturbed(model):
         singles = _by_own_attention(model, (partial(loss_of, one) for one in _singles(batch)))
         return check_packing(model, partial(loss_of, batch), singles)

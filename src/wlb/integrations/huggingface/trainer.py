@@ -21,7 +21,7 @@ from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.integrations.checks import BalanceMonitor
 from wlb.integrations.document_fields import FIELDS, token_count
-from wlb.integrations.huggingface.attention import check_model, register_attention
+from wlb.integrations.huggingface.attention import check_model, check_rotary, register_attention
 from wlb.integrations.huggingface.check import check_trainer
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
 from wlb.integrations.huggingface.resuming import STATE, TrainedBatches, trained_state
@@ -70,7 +70,8 @@ def balanced(
 
     The constructor raises ``UserError`` for what would silently train something else:
 
-    - ``use_cache``, and layers that carry a state from one document into the next;
+    - ``use_cache``, layers that carry a state from one document into the next, and documents by which rotary scaling
+      changes for others (longrope, dynamic);
     - a model whose loss takes no ``num_items_in_batch``, and ``average_tokens_across_devices = False``. The check finds
       other losses that are means: a router's auxiliary loss (``output_router_logits``; ``router_aux_loss_coef`` of
       ``SFTTrainer``), and ``label_smoothing_factor`` before transformers 5.15;
@@ -191,10 +192,12 @@ class _BalancedTrainer:
     def _wlb_sampler(self, trainer: Any) -> PlannedBatchSampler:
         dp = data_parallel_ranks(trainer.args.world_size, self._wlb_planning["cp"])
         device = trainer.args.device.type
+        lengths = _lengths_of(trainer.train_dataset, trainer.data_collator)
+        check_rotary(trainer.model.config, lengths)
         usual = {"model": model_shape_of(trainer.model.config), "seed": trainer.args.seed}
         usual["hardware"] = "cpu" if device == "cpu" else "h100"
         return PlannedBatchSampler(
-            _lengths_of(trainer.train_dataset, trainer.data_collator),
+            lengths,
             micro_batches=trainer.args.gradient_accumulation_steps,
             dp=dp,
             epochs=self._wlb_epochs,
