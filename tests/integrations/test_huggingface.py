@@ -222,6 +222,26 @@ def test_caches_and_dropout_are_refused():
         cached(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=before.past_key_values, use_cache=True)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Llama4"])
+def test_a_model_that_trains_packed_generates_and_takes_padded_batches_without_gradients(family: str):
+    packed, usual = model(family), model(family)
+    register_attention(packed)
+    ids = torch.tensor([DOCUMENTS[2]["input_ids"][:40], [0] * 10 + DOCUMENTS[3]["input_ids"][:30]])
+    padded = {"input_ids": ids, "attention_mask": (torch.arange(40) >= torch.tensor([[0], [10]])).long()}
+    together = FlatteningCollator()(DOCUMENTS)
+    by_positions = {name: together[name] for name in ("input_ids", "position_ids")}
+    for of_model in (packed.eval(), usual.eval()):
+        of_model.generation_config.update(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for use_cache in (True, False):
+        assert torch.equal(*(one.generate(**padded, use_cache=use_cache) for one in (packed, usual)))
+    with torch.no_grad():
+        for batch in (padded, by_positions, together):
+            found, expected = (one(**{"use_cache": False} | batch).logits for one in (packed, usual))
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        with pytest.raises(UserError, match="attention_mask of shape"):
+            packed(**together, attention_mask=torch.ones(1, 545))
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
