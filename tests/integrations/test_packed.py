@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import warnings
+from collections import UserDict
 from itertools import islice, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.training.distributed import run_ranks
 from wlb.attention import segment_attention
@@ -109,6 +110,34 @@ def test_a_stream_gives_the_steps_of_the_same_documents_in_order(documents):
         head = contents(islice(begun, taken))
         state = json.loads(json.dumps(begun.state_dict()))
         assert head + contents(steps(iter(documents), state=state)) == expected
+
+
+class Arriving(IterableDataset[Any]):
+    """As ``datasets.IterableDataset`` is one, which inherits a ``__getitem__`` that raises."""
+
+    def __iter__(self) -> Any:
+        return iter(DOCUMENTS)
+
+
+def test_an_iterable_data_set_is_a_stream():
+    assert contents(packed_batches(Arriving(), **SIZES)) == contents(packed_batches(iter(DOCUMENTS), **SIZES))
+    datasets = pytest.importorskip("datasets")
+    arriving = datasets.Dataset.from_list(masked()).to_iterable_dataset()
+    expected = packed_batches(masked(), **SIZES, shuffle=False)
+    assert contents(packed_batches(arriving, **SIZES)) == contents(expected)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ({"train": masked(), "test": masked()}, "documents is a dict of train, test, and not a sequence"),
+        (UserDict({"input_ids": [[1, 2], [3]]}), r"a UserDict of input_ids.*datasets.Dataset.from_dict\(...\)"),
+        (masked, "documents is the function masked; give what it returns"),
+    ],
+)
+def test_what_holds_no_documents_is_refused(documents: Any, message: str):
+    with pytest.raises(UserError, match=message):
+        packed_batches(documents, **SIZES)
 
 
 def test_what_a_stream_cannot_do_is_refused():

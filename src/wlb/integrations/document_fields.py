@@ -34,6 +34,17 @@ FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "length", *LO
 _REMEDY = "remove the column where the model does not need it, else train such data without wlb"
 
 
+def check_documents(documents: Any, name: str) -> None:
+    """Raise ``UserError`` for a dictionary or a function in place of a sequence or stream of documents."""
+    if isinstance(documents, Mapping):
+        raise UserError(
+            f"{name} is a {type(documents).__name__} of {', '.join(map(str, documents))}, and not a sequence of "
+            "documents; give one of its splits, or of its columns datasets.Dataset.from_dict(...)"
+        )
+    if callable(documents) and not hasattr(documents, "__iter__") and not hasattr(documents, "__getitem__"):
+        raise UserError(f"{name} is the function {getattr(documents, '__name__', documents)}; give what it returns")
+
+
 def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Token ids of ``document`` without padding, and their labels: the tokens themselves, or -100. Both (tokens,).
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.store.reader import TokenStore
@@ -26,7 +27,7 @@ from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.batches.processes import Processes, digest, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
-from wlb.integrations.document_fields import Document, chooses_labels, ids_and_labels, token_count
+from wlb.integrations.document_fields import Document, check_documents, chooses_labels, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate.job import SimulatedJob
@@ -158,6 +159,12 @@ def packed_batches(
     return steps
 
 
+def _is_stream(documents: Any) -> TypeGuard[Iterable[Document]]:
+    """Whether ``documents`` are read once, in order. Iterable data sets inherit a ``__getitem__`` that only raises."""
+    is_sequence = hasattr(documents, "__len__") and hasattr(documents, "__getitem__")
+    return isinstance(documents, IterableDataset) or not (is_sequence or isinstance(documents, TokenStore))
+
+
 class PackedSteps(Iterator[PackedStep]):
     """What ``packed_batches`` returns: the steps of one process, and the state to go on after the last of them."""
 
@@ -175,7 +182,8 @@ class PackedSteps(Iterator[PackedStep]):
         self._rank = processes.own_rank()
         overlong = settings.get("overlong", "error")
         self._stream: ArrivingDocuments[Document] | None = None
-        if not hasattr(documents, "__getitem__") and not isinstance(documents, TokenStore):
+        check_documents(documents, "documents")
+        if _is_stream(documents):
             if epochs != 1:
                 raise UserError(
                     f"a stream is one epoch, and epochs = {epochs}; leave epochs out, or repeat documents in it"
