@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -577,6 +578,57 @@ def test_masks_that_another_collator_would_pass_over_are_refused(
             train_dataset=[{"input_ids": [1, 2], **field}],
             data_collator=transformers.DataCollatorWithFlattening(),
         )
+
+
+class Table(list[dict[str, Any]]):
+    """The part of ``datasets.Dataset`` that a Trainer uses which removes no columns."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(super().__getitem__(0))
+
+    def __getitem__(self, key: Any) -> Any:
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("length", ["tokens", "characters", "padded tokens"])
+def test_a_column_of_lengths_is_held_to_the_documents(tmp_path: Path, length: str, check: bool):
+    pytest.importorskip("accelerate")
+    factor, added = {"tokens": (1, 0), "characters": (4, 0), "padded tokens": (1, 1)}[length]
+    rows: Any = Table(
+        {"input_ids": [5] * tokens + [0] * added, "attention_mask": [1] * tokens + [0] * added}
+        | {"length": factor * tokens + added, "text": "as long as it is"}
+        for tokens in (20, 9, 31, 14)
+    )
+    installed = importlib.util.find_spec("datasets") is not None
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 1, "remove_unused_columns": installed}
+    rows = importlib.import_module("datasets").Dataset.from_list(rows) if installed else rows
+    trainer = balanced(transformers.Trainer, context_window=128, check=check)(
+        model(), arguments(str(tmp_path), **settings), None, rows
+    )
+    if length == "tokens":
+        trainer.train()
+    else:
+        with pytest.raises(UserError, match=r"a document has \d+ tokens, and \d+ by the data set's column length"):
+            trainer.train()
+    assert trainer.state.global_step == (length == "tokens")
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_collator_that_pads_documents_to_rows_is_refused(tmp_path: Path, check: bool):
+    pytest.importorskip("accelerate")
+
+    def padding(documents: Any) -> dict[str, Any]:
+        rows = [torch.tensor(document["input_ids"]) for document in documents]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
+
+    trainer = balanced(transformers.Trainer, context_window=128, check=check)(
+        model(), arguments(str(tmp_path)), padding, DATA
+    )
+    with pytest.raises(UserError, match=r"the data collator padding makes \d+ padded rows of documents"):
+        trainer.train()
 
 
 def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):

@@ -62,11 +62,6 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
     kept = _without_padding(_flags(fields, "attention_mask", ids, name), name)
     if len(ids[kept]) == 0:
         raise UserError(f"{name} has no tokens; leave empty documents out")
-    if len(ids[kept]) < len(ids) and fields.get("length") == len(ids):
-        raise UserError(
-            f"{name} has length = {len(ids)}, which counts padding, and {len(ids[kept])} tokens without; leave the "
-            "column out, or pad nothing"
-        )
     positions = _as_long(fields, "position_ids", ids, name)
     if positions is not None and not np.array_equal(positions[kept], np.arange(len(ids[kept]))):
         raise UserError(

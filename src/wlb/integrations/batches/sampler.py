@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import Processes, digest
-from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job, checked_lengths
+from wlb.integrations.batches.steps import ItemsOfSteps, Lengths, WholeSteps, balanced_job, checked_lengths
 from wlb.packing.plan import StepPlan
 from wlb.simulate.job import SimulatedJob
 from wlb.workload.base import DocumentPrices
@@ -144,6 +144,11 @@ class PlannedBatchSampler:
         """The plans whose micro-batches the last iterator yields, appended as it comes to them; to be taken out."""
         self._followed = deque()
         return self._followed
+
+    @property
+    def lengths(self) -> Lengths:
+        """Tokens of every document."""
+        return self._lengths
 
     @property
     def processes(self) -> Processes:

@@ -7,7 +7,7 @@ check also finds what our attention would leave out.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, pairwise
@@ -45,7 +45,10 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
 
 
 def check_trainer(
-    trainer: Any, sampler: PlannedBatchSampler, dataset: Any, share: Callable[[dict[str, Any]], dict[str, Any]] | None
+    trainer: Any,
+    sampler: PlannedBatchSampler,
+    collated: Callable[[Sequence[int]], Mapping[str, Any]],
+    share: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None,
 ) -> PackingCheck | None:
     """``check_packing`` of a few documents of the first planned micro-batch that has several, in a Trainer's own terms.
 
@@ -63,7 +66,7 @@ def check_trainer(
             stacklevel=2,
         )
         return None
-    documents = [dataset[id_ % len(dataset)] for id_ in _checked_documents(sampler)]
+    documents = _checked_documents(sampler)
 
     def loss_of(inputs: Mapping[str, Any], weight: float = 1.0) -> Tensor:
         with trainer.compute_loss_context_manager():
@@ -72,9 +75,9 @@ def check_trainer(
 
     scale = _SCALE if trainer.accelerator.mixed_precision == "fp16" else 1.0
     whole = 1 / sampler.job.layout.cp  # each document alone is trained by all ranks that share the packed ones
-    alone = (partial(loss_of, _learning_all(trainer.data_collator([document])), whole) for document in documents)
+    alone = (partial(loss_of, _learning_all(collated([document])), whole) for document in documents)
     with _undisturbed(model):
-        packed = _learning_all(trainer.data_collator(documents))
+        packed: Mapping[str, Any] = _learning_all(collated(documents))
         packed = packed if share is None else share(packed)
         _, count = trainer.get_batch_samples(iter([packed]), 1, trainer.args.device)
         trainer.current_gradient_accumulation_steps = 1  # some losses look; the Trainer sets it in every step
@@ -94,13 +97,14 @@ def _checked_documents(sampler: PlannedBatchSampler) -> list[int]:
     short = [segment for segment in by_length if segment.length <= _TOKENS]
     candidates = short if len(short) > 1 else by_length
     taken = [candidates[-1], *candidates[: min(_DOCUMENTS, len(candidates)) - 1]]
-    return [segment.document for segment in taken]
+    return [segment.document % len(sampler.lengths) for segment in taken]
 
 
-def _learning_all(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _learning_all(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """``batch`` with every token for a label but the first of each document."""
-    positions = batch["position_ids"]
-    return {**batch, "labels": batch["input_ids"].masked_fill(positions == 0, IGNORE_LABEL)}
+    if "position_ids" not in batch:
+        return batch
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, IGNORE_LABEL)}
 
 
 def _steps_in_backward(model: nn.Module) -> bool:

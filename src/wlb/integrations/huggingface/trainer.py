@@ -62,7 +62,8 @@ def balanced(
 
     All epochs are one stream, so for Trainer they are one epoch: ``state.epoch`` goes from 0 to 1. Gradient
     accumulation is the number of micro-batches. Epochs are repeated up to ``max_steps`` where that is given. Lengths
-    come from the column ``length`` (tokens without padding), else from ``attention_mask`` or ``input_ids``.
+    come from the column ``length`` (tokens without padding; compared as documents are read), else from
+    ``attention_mask`` or ``input_ids``.
 
     The state of the sampler is in a checkpoint's ``trainer_state.json``. Resuming goes on with the documents that come
     next, also with another gradient accumulation, number of processes, ``cp``, window or preset; ``train`` raises
@@ -78,7 +79,8 @@ def balanced(
     - tensor, context or sequence parallelism of the Trainer, and several devices in one process (``DataParallel``);
     - ``split_batches``, ``dispatch_batches``, ``ignore_data_skip``, and a ``train_sampling_strategy``, as the sampler
       is ours;
-    - a data set without lengths, and masks or padding that the data collator would pass over;
+    - a data set without lengths, masks or padding that the data collator would pass over, and one that pads documents
+      to rows;
     - ``packing=True`` or ``padding_free=False`` of ``SFTTrainer``;
     - a fraction of an epoch without ``max_steps``, and, with several epochs, the strategy "epoch" of saving, evaluating
       or logging.
@@ -155,13 +157,18 @@ class _BalancedTrainer:
         loader = DataLoader(
             self._wlb_dataset(),
             batch_sampler=self._wlb_batches,
-            collate_fn=_Collation(trainer.data_collator, self._wlb_share),
+            collate_fn=_Collation(trainer, self._wlb_share),
             num_workers=workers,
             pin_memory=trainer.args.dataloader_pin_memory,
             persistent_workers=trainer.args.dataloader_persistent_workers,
             prefetch_factor=trainer.args.dataloader_prefetch_factor if workers else None,
         )
         return trainer.accelerator.prepare(loader)
+
+    def _wlb_collated(self, indices: Sequence[int]) -> Any:
+        """The documents at ``indices`` as one micro-batch."""
+        dataset, collation = self._wlb_dataset(), _Collation(self, None)
+        return collation([dataset[index] for index in indices])
 
     def _wlb_dataset(self) -> Any:
         trainer: Any = self
@@ -206,13 +213,27 @@ class _BalancedTrainer:
 
 
 class _Collation:
-    """A collator, and then this rank's share of what it made."""
+    """The collator of a Trainer, held to what was planned, and then this rank's share of what it made."""
 
-    def __init__(self, collate: Callable[[Any], Any], share: Callable[[Any], Any] | None) -> None:
-        self._collate, self._share = collate, share
+    def __init__(self, trainer: Any, share: Callable[[Any], Any] | None) -> None:
+        self._collate, self._share = trainer.data_collator, share
+        self._by_column = _lengths_in_column(trainer.train_dataset, trainer.data_collator)
 
     def __call__(self, documents: Any) -> Any:
+        for document in documents if self._by_column else ():
+            tokens = self._collate.token_count(document, "a document")
+            if tokens != document.get("length", tokens):
+                raise UserError(
+                    f"a document has {tokens} tokens, and {document['length']} by the data set's column length, by "
+                    "which micro-batches are planned; give it tokens without padding, or remove the column"
+                )
         batch = self._collate(documents)
+        rows = len(batch["input_ids"])
+        if rows > 1:
+            raise UserError(
+                f"{_named(self._collate)} makes {rows} padded rows of documents that were planned as one; give "
+                "data_collator=FlatteningCollator(), or another that packs them into one row"
+            )
         return batch if self._share is None else self._share(batch)
 
 
@@ -263,7 +284,7 @@ def _masks_not_read(collator: Any, dataset: Any) -> Iterator[str]:
     """Padding and masks in the data set that a collator other than ours would pass over."""
     if isinstance(collator, FlatteningCollator) or not hasattr(dataset, "__len__") or not len(dataset):
         return
-    named = f"the data collator {getattr(collator, '__name__', type(collator).__name__)}"
+    named = _named(collator)
     remedy = "give data_collator=FlatteningCollator() or a subclass of it"
     columns = getattr(dataset, "column_names", None) or dataset[0]
     if "loss_mask" in columns:
@@ -273,6 +294,10 @@ def _masks_not_read(collator: Any, dataset: Any) -> Iterator[str]:
         masks = dataset["attention_mask"] if whole else (document["attention_mask"] for document in dataset)
         if not all(map(all, masks)):
             yield f"{named} is not known to cut off padding, which would be learnt as text; {remedy}"
+
+
+def _named(collator: Any) -> str:
+    return f"the data collator {getattr(collator, '__name__', type(collator).__name__)}"
 
 
 def _cut_epochs(args: Any) -> Iterator[str]:
@@ -285,14 +310,17 @@ def _cut_epochs(args: Any) -> Iterator[str]:
 
 
 def _lengths_of(dataset: Any, collator: Any) -> Sequence[int]:
-    """Tokens of every document, without padding: the column ``length``, or what ``attention_mask`` and ids say."""
+    """Tokens of every document, without padding: the column ``length``, or what ``attention_mask`` and ids say.
+
+    The column spares reading all documents. It is taken where our collator reads them, which then compares it.
+    """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
             "a stream of documents has no lengths to plan by; load it as a data set with a length, or train on a token "
             "store with packed_batches"
         )
     columns = getattr(dataset, "column_names", None) or ()
-    if "length" in columns:
+    if _lengths_in_column(dataset, collator):
         return [int(length) for length in dataset["length"]]
     if "attention_mask" in columns:
         return [int(np.count_nonzero(mask)) for mask in dataset["attention_mask"]]
@@ -300,6 +328,10 @@ def _lengths_of(dataset: Any, collator: Any) -> Sequence[int]:
         return [len(ids) for ids in dataset["input_ids"]]
     count = collator.token_count if isinstance(collator, FlatteningCollator) else token_count
     return [count(dataset[index], f"document {index}") for index in range(len(dataset))]
+
+
+def _lengths_in_column(dataset: Any, collator: Any) -> bool:
+    return isinstance(collator, FlatteningCollator) and "length" in (getattr(dataset, "column_names", None) or ())
 
 
 def _callback(trainer: Any) -> Any:
@@ -318,7 +350,7 @@ def _callback(trainer: Any) -> Any:
             state.stateful_callbacks.setdefault(STATE, {})
             self._step, self._plans = state.global_step, trainer._wlb_batches.plans()
             if trainer._wlb_checks:
-                check_trainer(trainer, trainer.train_sampler, trainer._wlb_dataset(), trainer._wlb_share)
+                check_trainer(trainer, trainer.train_sampler, trainer._wlb_collated, trainer._wlb_share)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
             self._step = state.global_step
