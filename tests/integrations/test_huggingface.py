@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from tests.training.distributed import run_ranks
+from wlb.attention import segment_attention
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import check_packing
@@ -641,6 +643,103 @@ def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):
     trainer.args.gradient_accumulation_steps = 4
     with pytest.raises(UserError, match="gradient_accumulation_steps was 2 when the steps were planned, and is 4"):
         trainer.train()
+
+
+class OwnModel(torch.nn.Module):
+    """A model without a configuration, which keeps documents apart by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(97, 16, dtype=torch.float64)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **batch: Any
+    ) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids[0])
+        heads = hidden[:, None]
+        hidden = hidden + segment_attention(heads, heads, heads, batch["cu_seq_lens_q"].diff().tolist())[:, 0]
+        scores = hidden @ self.embedding.weight.T
+        total = torch.nn.functional.cross_entropy(scores[:-1], labels[0, 1:], reduction="sum")
+        return {"loss": total / num_items_in_batch}
+
+
+def test_a_model_without_a_configuration_is_trained_with_a_shape_to_price_it_by(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    trainer_class = balanced(transformers.Trainer, context_window=128, model="tiny")
+    trainer = trainer_class(OwnModel(), arguments(str(tmp_path), max_steps=2), None, DATA)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    with pytest.raises(UserError, match=r"OwnModel has no config to price documents by; give balanced\(\.\.\., model="):
+        balanced(transformers.Trainer, context_window=128)(OwnModel(), arguments(str(tmp_path)), None, DATA)
+    with pytest.raises(UserError, match="OwnModel is no model of transformers"):
+        register_attention(OwnModel())
+
+
+def test_a_trainer_without_training_documents_evaluates(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    packed = model()
+    register_attention(packed)
+    trainer = balanced(transformers.Trainer, context_window=128)(
+        packed, arguments(str(tmp_path), per_device_eval_batch_size=90), eval_dataset=DATA
+    )
+    oracle, total = model(), 0.0
+    for document in DATA:
+        ids = torch.tensor([document["input_ids"]])
+        total += oracle(input_ids=ids, labels=ids, num_items_in_batch=1).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(total / sum(LENGTHS - 1), rel=1e-6)
+    with pytest.raises(UserError, match="there are no documents to train; give train_dataset"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer", "RewardTrainer"])
+def test_trainers_of_other_than_documents_are_refused(name: str):
+    if importlib.util.find_spec("trl"):
+        trainer_class = getattr(importlib.import_module("trl"), name)
+    else:
+        trainer_class = type(name, (transformers.Trainer,), {"__module__": f"trl.trainer.{name}"})
+    with pytest.raises(UserError, match=f"{name} learns from pairs, rewards or what it generates"):
+        balanced(trainer_class, context_window=128)
+
+
+def _documents() -> Any:
+    yield from DATA
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"train": DATA, "test": DATA}, "train_dataset is a dict of train, test, and not a sequence"),
+        ({"input_ids": [[1, 2, 3], [4, 5]]}, r"a dict of input_ids.* datasets\.Dataset\.from_dict"),
+        (_documents, "train_dataset is the function _documents; give what it returns"),
+        (_documents(), "a stream of documents has no lengths to plan by"),
+    ],
+)
+def test_a_trainer_refuses_what_holds_no_documents(tmp_path: Path, dataset: Any, message: str):
+    pytest.importorskip("accelerate")
+    with pytest.raises(UserError, match=message):
+        balanced(transformers.Trainer, context_window=128)(model(), arguments(str(tmp_path)), None, dataset)
+
+
+def test_a_trainer_refuses_classification_prompt_tuning_and_packing_by_others(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    trainer_class, args = balanced(transformers.Trainer, context_window=128), arguments(str(tmp_path))
+    torch.manual_seed(0)
+    classifier = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, pad_token_id=0))
+    labelled = [document | {"label": 1} for document in DATA]
+    with pytest.raises(UserError, match="LlamaForSequenceClassification does not learn the next token"):
+        trainer_class(classifier, args, None, labelled)
+    if importlib.util.find_spec("peft"):
+        peft = importlib.import_module("peft")
+        prompted = peft.get_peft_model(model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    else:
+        prompted = model()
+        prompted.peft_config = {"default": SimpleNamespace(is_prompt_learning=True)}
+    with pytest.raises(UserError, match="prompt and prefix tuning put their tokens before a row"):
+        trainer_class(prompted, args, None, DATA)
+    args.packing = True
+    with pytest.raises(UserError, match="SFTTrainer must leave packing to the sampler; set packing=False"):
+        trainer_class(model(), args, None, DATA)
 
 
 class Leaking(transformers.LlamaForCausalLM):

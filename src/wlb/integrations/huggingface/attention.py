@@ -51,6 +51,11 @@ def register_attention(
     transformers.AttentionMaskInterface.register(name, _mask)
     if model is None:
         return
+    if not hasattr(model, "set_attn_implementation"):
+        raise UserError(
+            f"{type(model).__name__} is no model of transformers, whose attention could be chosen; let it attend by "
+            "wlb.attention.segment_attention"
+        )
     check_model(model)
     attend_with(model, name)
 
@@ -71,6 +76,12 @@ def check_model(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         return
+    adapters = (getattr(model, "peft_config", None) or {}).values()
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
+        raise UserError(
+            "prompt and prefix tuning put their tokens before a row, and all documents of a micro-batch but the first "
+            "would miss them; train LoRA, or this adapter without packing"
+        )
     if getattr(config, "use_cache", False):
         raise UserError(
             "model.config.use_cache = True makes transformers leave out the mask between packed documents, so they "

@@ -20,7 +20,7 @@ from wlb.errors import UserError, require
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.integrations.checks import BalanceMonitor
-from wlb.integrations.document_fields import FIELDS, token_count
+from wlb.integrations.document_fields import FIELDS, check_documents, token_count
 from wlb.integrations.huggingface.attention import check_model, check_rotary, register_attention
 from wlb.integrations.huggingface.check import check_trainer
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
@@ -30,6 +30,7 @@ from wlb.training.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
 from wlb.workload.model_json import FAMILIES, dense, language_model
 
+_PACKS = "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
 _PLANNED = ("gradient_accumulation_steps", "max_steps", "num_train_epochs")  # arguments that the steps depend on
 
 
@@ -60,6 +61,8 @@ def balanced(
             processes anew, so leave ``cp`` out), pool, workload, seed, options of the packer. ``model`` is the
             trained one.
 
+    Without ``train_dataset`` it only evaluates. A model without a ``config`` needs ``model`` among the settings.
+
     All epochs are one stream, so for Trainer they are one epoch: ``state.epoch`` goes from 0 to 1. Gradient
     accumulation is the number of micro-batches. Epochs are repeated up to ``max_steps`` where that is given. Lengths
     come from the column ``length`` (tokens without padding; compared as documents are read), else from
@@ -81,10 +84,19 @@ def balanced(
       is ours;
     - a data set without lengths, masks or padding that the data collator would pass over, and one that pads documents
       to rows;
-    - ``packing=True`` or ``padding_free=False`` of ``SFTTrainer``;
+    - ``packing=True`` or ``padding_free=False`` of ``SFTTrainer``, and TRL's other trainers;
+    - a model that does not learn the next token of its documents (classification), and prompt or prefix tuning;
     - a fraction of an epoch without ``max_steps``, and, with several epochs, the strategy "epoch" of saving, evaluating
       or logging.
     """
+
+    of_trl = [base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl"]
+    if of_trl and "SFTTrainer" not in of_trl:
+        raise UserError(
+            f"{trainer_class.__name__} learns from pairs, rewards or what it generates, and balanced() plans documents "
+            "that are learnt token by token; give it Trainer or SFTTrainer, or divide the documents of each step of "
+            "yours with wlb.balance"
+        )
 
     class Balanced(_BalancedTrainer, trainer_class):
         _wlb_planning = {"context_window": context_window, "cp": cp, **settings}  # noqa: RUF012  # never changed
@@ -106,12 +118,24 @@ class _BalancedTrainer:
 
     def __init__(self, *positional: Any, **arguments: Any) -> None:
         arguments = inspect.signature(super().__init__).bind_partial(*positional).arguments | arguments
+        if getattr(arguments.get("args"), "packing", False):
+            raise UserError(_PACKS)  # before SFTTrainer does
+        dataset = arguments.get("train_dataset")
+        check_documents(dataset, "train_dataset")
+        if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UserError(
+                "a stream of documents has no lengths to plan by; load it as a data set with a length, or train on a "
+                "token store with packed_batches"
+            )
         if arguments.get("data_collator") is None and not hasattr(arguments.get("args"), "padding_free"):
             arguments["data_collator"] = FlatteningCollator()
         super().__init__(**arguments)
         trainer: Any = self
         trainer.args = copy.copy(trainer.args)  # it is changed below, and may be used for another Trainer
         check_model(trainer.model)
+        self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
+        if trainer.train_dataset is None:
+            return  # it evaluates
         for reason in _refusals(trainer):
             raise UserError(reason)
         whole = max(1, math.ceil(trainer.args.num_train_epochs))
@@ -132,11 +156,12 @@ class _BalancedTrainer:
             self._wlb_share = partial(
                 context_parallel_share, cp=job.layout.cp, rank=rank, sharding=strategy, workload=prices
             )
-        self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As Trainer's, on the documents that come next in the checkpoint. Raises ``UserError`` where none can."""
         args = cast(Any, self).args
+        if cast(Any, self).train_dataset is None:
+            raise UserError("there are no documents to train; give train_dataset")
         for name, planned in self._wlb_planned.items():
             if (now := getattr(args, name)) != planned:
                 raise UserError(f"{name} was {planned} when the steps were planned, and is {now}; make another Trainer")
@@ -200,9 +225,16 @@ class _BalancedTrainer:
         dp = data_parallel_ranks(trainer.args.world_size, self._wlb_planning["cp"])
         device = trainer.args.device.type
         lengths = _lengths_of(trainer.train_dataset, trainer.data_collator)
-        check_rotary(trainer.model.config, lengths)
-        usual = {"model": model_shape_of(trainer.model.config), "seed": trainer.args.seed}
-        usual["hardware"] = "cpu" if device == "cpu" else "h100"
+        config = getattr(trainer.model, "config", None)
+        check_rotary(config, lengths)
+        usual = {"seed": trainer.args.seed, "hardware": "cpu" if device == "cpu" else "h100"}
+        if "model" not in self._wlb_planning:
+            if config is None:
+                raise UserError(
+                    f"{type(trainer.model).__name__} has no config to price documents by; give balanced(..., "
+                    "model=wlb.workload.ModelShape(...)), or the name of a model near it in size"
+                )
+            usual["model"] = model_shape_of(config)
         return PlannedBatchSampler(
             lengths,
             micro_batches=trainer.args.gradient_accumulation_steps,
@@ -240,6 +272,12 @@ class _Collation:
 def _refusals(trainer: Any) -> Iterator[str]:
     """Why micro-batches as planned would not be trained exactly: losses that are averaged, cuts, masks not read."""
     args = trainer.args
+    loss = getattr(trainer.model, "loss_type", None)
+    if loss and not loss.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        yield (
+            f"{type(trainer.model).__name__} does not learn the next token of its documents, for which packed "
+            "micro-batches are labelled; train it without balanced(), or give a causal language model"
+        )
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         yield (
             f"the loss of {type(trainer.model).__name__} takes no num_items_in_batch, so each micro-batch would be "
@@ -268,7 +306,7 @@ def _refusals(trainer: Any) -> Iterator[str]:
             "micro-batches would count less; set it to True"
         )
     if getattr(args, "packing", False) or not getattr(args, "padding_free", True):
-        yield "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
+        yield _PACKS
     if args.ignore_data_skip:
         yield (
             "ignore_data_skip = True would count steps of documents that were not trained; set it to False: resuming "
@@ -282,7 +320,7 @@ def _refusals(trainer: Any) -> Iterator[str]:
 
 def _masks_not_read(collator: Any, dataset: Any) -> Iterator[str]:
     """Padding and masks in the data set that a collator other than ours would pass over."""
-    if isinstance(collator, FlatteningCollator) or not hasattr(dataset, "__len__") or not len(dataset):
+    if isinstance(collator, FlatteningCollator) or not len(dataset):
         return
     named = _named(collator)
     remedy = "give data_collator=FlatteningCollator() or a subclass of it"
@@ -314,11 +352,6 @@ def _lengths_of(dataset: Any, collator: Any) -> Sequence[int]:
 
     The column spares reading all documents. It is taken where our collator reads them, which then compares it.
     """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(
-            "a stream of documents has no lengths to plan by; load it as a data set with a length, or train on a token "
-            "store with packed_batches"
-        )
     columns = getattr(dataset, "column_names", None) or ()
     if _lengths_in_column(dataset, collator):
         return [int(length) for length in dataset["length"]]
