@@ -410,6 +410,32 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     assert len(rest) < len(seen)
 
 
+def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):
+    pytest.importorskip("accelerate")
+
+    def samples(**settings: Any) -> float:
+        trainer = balanced(transformers.Trainer, context_window=128)(
+            model(), arguments(str(tmp_path), **settings), None, DATA
+        )
+        values: Any = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+        return float(values[3])
+
+    assert samples() == 2 * len(DATA)
+    assert samples(num_train_epochs=3) == 3 * len(DATA)
+    sampler = PlannedBatchSampler(
+        LENGTHS,
+        context_window=128,
+        micro_batches=2,
+        epochs=None,
+        model=model_shape_of(model().config),
+        hardware="cpu",
+        seed=42,
+    )
+    assert samples(max_steps=7) == sum(
+        len([*plan.segments]) for plan, _ in zip(sampler.steps(), range(7), strict=False)
+    )
+
+
 def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
     pytest.importorskip("accelerate")
     few, none = [], []

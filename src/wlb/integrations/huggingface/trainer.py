@@ -31,6 +31,7 @@ from wlb.workload import ModelShape
 from wlb.workload.model_json import FAMILIES, dense, language_model
 
 _PACKS = "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
+_TRAINED_SAMPLES, _ALL_STEPS = 3, 6  # in what Trainer.set_initial_training_values returns
 _PLANNED = ("gradient_accumulation_steps", "max_steps", "num_train_epochs")  # arguments that the steps depend on
 
 
@@ -201,6 +202,12 @@ class _BalancedTrainer:
         if hasattr(dataset, "column_names"):
             dataset = trainer._remove_unused_columns(dataset, description="training")
         return dataset
+
+    def set_initial_training_values(self, *positional: Any, **arguments: Any) -> Any:
+        """As Trainer's, with the documents of all epochs for its metric of samples in a second."""
+        values = [*super().set_initial_training_values(*positional, **arguments)]  # type: ignore[misc]
+        values[_TRAINED_SAMPLES] = self._wlb_batches.documents(values[_ALL_STEPS])
+        return tuple(values)
 
     def training_step(self, *positional: Any, **arguments: Any) -> Any:
         with self.balance_monitor.computing() if self.balance_monitor else nullcontext():
