@@ -572,6 +572,11 @@ def test_two_processes_train_as_one(two_processes: list[FoundByRank]):
         ({"use_cache": True}, {"use_cache": True}, "use_cache = True"),
         ({"train_sampling_strategy": "group_by_length"}, {}, 'train_sampling_strategy = "group_by_length"'),
         ({"ignore_data_skip": True}, {}, "ignore_data_skip = True"),
+        (
+            {"neftune_noise_alpha": 5.0},
+            {},
+            "neftune_noise_alpha = 5.0: NEFTune divides its noise by the root of a row's",
+        ),
         ({}, {"family": "Bloom", "attention": None}, "BloomForCausalLM does not say that it attends"),
         ({}, {"accepts_loss_kwargs": False}, "takes no num_items_in_batch"),
     ],

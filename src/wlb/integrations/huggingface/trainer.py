@@ -80,6 +80,7 @@ def balanced(
     - a model whose loss takes no ``num_items_in_batch``, and ``average_tokens_across_devices = False``. The check finds
       other losses that are means: a router's auxiliary loss (``output_router_logits``; ``router_aux_loss_coef`` of
       ``SFTTrainer``), and ``label_smoothing_factor`` before transformers 5.15;
+    - NEFTune, whose noise would shrink with the micro-batch;
     - tensor, context or sequence parallelism of the Trainer, and several devices in one process (``DataParallel``);
     - ``split_batches``, ``dispatch_batches``, ``ignore_data_skip``, and a ``train_sampling_strategy``, as the sampler
       is ours;
@@ -290,6 +291,12 @@ def _refusals(trainer: Any) -> Iterator[str]:
             f"the loss of {type(trainer.model).__name__} takes no num_items_in_batch, so each micro-batch would be "
             "averaged and documents of long ones would count less; give its forward **kwargs that reach its loss, or "
             "the Trainer a compute_loss_func that divides by num_items_in_batch"
+        )
+    noise = [getattr(module, "neftune_noise_alpha", None) for module in trainer.model.modules()]
+    if alpha := next(filter(None, (getattr(args, "neftune_noise_alpha", None), *noise)), None):
+        yield (
+            f"neftune_noise_alpha = {alpha}: NEFTune divides its noise by the root of a row's tokens, so packed "
+            "documents would get less than alone; leave it out"
         )
     if args.n_gpu > 1:
         yield (
