@@ -548,6 +548,17 @@ def _train_on_a_rank(folder: str) -> list[tuple[torch.Tensor, list[int], int]]:
         balanced(transformers.Trainer, context_window=128)(
             model=model(), args=arguments(folder), train_dataset=DATA[dist.get_rank() :][:80]
         ).train()
+    for trainer_class in (ForgetsProcesses, RemembersProcesses):
+        trainer = balanced(trainer_class, context_window=128)(
+            model=model(), args=arguments(folder, max_steps=1), train_dataset=DATA
+        )
+        with (
+            pytest.raises(UserError, match=r"compute_loss divides by num_items_in_batch.* be 2 times too small")
+            if trainer_class is ForgetsProcesses
+            else nullcontext()
+        ):
+            trainer.train()
+        assert trainer.state.global_step == (trainer_class is RemembersProcesses)
     return [
         train(folder, planning=planning, label_smoothing_factor=smoothing, num_train_epochs=1)
         for planning, _, smoothing in PLANNINGS
@@ -695,10 +706,16 @@ class OwnModel(torch.nn.Module):
         return {"loss": total / num_items_in_batch}
 
 
-def test_a_model_without_a_configuration_is_trained_with_a_shape_to_price_it_by(tmp_path: Path):
+def without_positions(documents: Any) -> dict[str, Any]:
+    batch = FlatteningCollator()(documents)
+    return {name: value for name, value in batch.items() if name != "position_ids"}
+
+
+@pytest.mark.parametrize("collator", [None, without_positions])
+def test_a_model_without_a_configuration_is_trained_with_a_shape_to_price_it_by(tmp_path: Path, collator: Any):
     pytest.importorskip("accelerate")
     trainer_class = balanced(transformers.Trainer, context_window=128, model="tiny")
-    trainer = trainer_class(OwnModel(), arguments(str(tmp_path), max_steps=2), None, DATA)
+    trainer = trainer_class(OwnModel(), arguments(str(tmp_path), max_steps=2), collator, DATA)
     trainer.train()
     assert trainer.state.global_step == 2
     with pytest.raises(UserError, match=r"OwnModel has no config to price documents by; give balanced\(\.\.\., model="):
@@ -776,6 +793,76 @@ def test_a_trainer_refuses_classification_prompt_tuning_and_packing_by_others(tm
 class Leaking(transformers.LlamaForCausalLM):
     def forward(self, *positional: Any, position_ids: Any = None, **arguments: Any) -> Any:
         return super().forward(*positional, **arguments)  # so that documents attend each other
+
+
+class Here(NamedTuple):
+    """Where a model lets documents attend each other: of the kind given, everywhere else it does not."""
+
+    long: bool = False
+    many: bool = False
+    training: bool = False
+
+
+class LeakingAtTimes(transformers.LlamaForCausalLM):
+    here = Here()
+
+    def forward(self, *positional: Any, position_ids: Any = None, **arguments: Any) -> Any:
+        lengths = arguments["cu_seq_lens_q"].diff().tolist()
+        leaks = Here(max(lengths) == max(LENGTHS), len(lengths) > 6, self.training)
+        if any(leaking and here for leaking, here in zip(leaks, self.here, strict=True)):
+            position_ids = None
+        return super().forward(*positional, position_ids=position_ids, **arguments)
+
+
+class LearnsFirst(FlatteningCollator):
+    def __call__(self, documents: Any) -> dict[str, Any]:
+        batch = super().__call__(documents)
+        return {**batch, "labels": batch["input_ids"].clone()}
+
+
+class ForgetsProcesses(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+        return model(**inputs, num_items_in_batch=num_items_in_batch).loss
+
+
+class RemembersProcesses(ForgetsProcesses):
+    def compute_loss(self, *positional: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+        loss = super().compute_loss(*positional, num_items_in_batch=num_items_in_batch, **more)
+        return loss if num_items_in_batch is None else loss * self.accelerator.num_processes
+
+
+@pytest.mark.parametrize("here", [Here(long=True), Here(many=True), Here(training=True), Here()], ids=str)
+def test_the_check_sees_long_documents_many_short_ones_and_training_mode(tmp_path: Path, here: Here):
+    pytest.importorskip("accelerate")
+    leaking = LeakingAtTimes(model().config).double()
+    leaking.here = here
+    trainer = balanced(transformers.Trainer, context_window=128)(
+        leaking, arguments(str(tmp_path), max_steps=1), None, DATA
+    )
+    if any(here):
+        with pytest.raises(UserError, match="packed documents train something else"):
+            trainer.train()
+    else:
+        trainer.train()
+    assert trainer.state.global_step == (not any(here))
+
+
+def test_the_check_sees_labels_as_the_collator_makes_them(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    trainer = balanced(transformers.Trainer, context_window=128)(model(), arguments(str(tmp_path)), LearnsFirst(), DATA)
+    with pytest.raises(UserError, match="packed documents train something else"):
+        trainer.train()
+
+
+def test_the_check_sees_dropout_that_our_attention_has_not(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    dropping = model(attention_dropout=0.1)
+    register_attention(dropping)
+    trainer = balanced(transformers.Trainer, context_window=128)(dropping, arguments(str(tmp_path)), None, DATA)
+    with pytest.raises(UserError, match=r"attention_dropout = 0.1 is not supported"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert dropping.config.attention_dropout == 0.1
 
 
 class AveragedLoss(transformers.Trainer):

@@ -53,11 +53,13 @@ def balanced(
         cp: Neighbouring processes that share every micro-batch, with the attention of ``register_attention``.
         sharding: The strategy by which they do.
         monitor: Measure every step: ``trainer.balance_monitor`` is a ``BalanceMonitor`` then.
-        check: Train a few documents packed and one at a time before the first step, also after resuming, and refuse
-            where losses or gradients differ. It costs up to two micro-batches and no memory; what is trained afterwards
-            is the same to the bit. All processes check the same documents on the wrapped model (DDP, FSDP), with
-            dropout off and without masks, by the Trainer's own loss and the data collator, which is called for them.
-            Under DeepSpeed, and with an optimizer that steps in the backward pass, it is left out, with a warning.
+        check: Train the longest document with a few short ones, and more short ones, packed and one at a time before
+            the first step, also after resuming, and refuse where losses or gradients differ, or where a loss forgets
+            the number of processes. It takes the time of a few micro-batches and no memory; what is trained afterwards
+            is the same to the bit. All processes check the same documents on the wrapped model (DDP, FSDP) in training
+            mode without dropout, by the Trainer's own loss and the labels of the data collator, which is called for
+            them. Under DeepSpeed, and with an optimizer that steps in the backward pass, it is left out, with a
+            warning.
         settings: Further keywords of ``wlb.integrations.batches.balanced_job``: hardware, preset ("elastic" pools all
             processes anew, so leave ``cp`` out), pool, workload, seed, options of the packer. ``model`` is the
             trained one.
@@ -78,8 +80,9 @@ def balanced(
     - ``use_cache``, layers that carry a state from one document into the next, and documents by which rotary scaling
       changes for others (longrope, dynamic);
     - a model whose loss takes no ``num_items_in_batch``, and ``average_tokens_across_devices = False``. The check finds
-      other losses that are means: a router's auxiliary loss (``output_router_logits``; ``router_aux_loss_coef`` of
-      ``SFTTrainer``), and ``label_smoothing_factor`` before transformers 5.15;
+      a ``compute_loss`` that forgets the number of processes, and other losses that are means: a router's auxiliary
+      loss (``output_router_logits``; ``router_aux_loss_coef`` of ``SFTTrainer``), and ``label_smoothing_factor`` before
+      transformers 5.15;
     - NEFTune, whose noise would shrink with the micro-batch;
     - tensor, context or sequence parallelism of the Trainer, and several devices in one process (``DataParallel``);
     - ``split_batches``, ``dispatch_batches``, ``ignore_data_skip``, and a ``train_sampling_strategy``, as the sampler
