@@ -25,7 +25,7 @@ from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.batches.processes import Processes, digest, warn
+from wlb.integrations.batches.processes import Processes, check_accumulation, digest, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, check_documents, chooses_labels, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -88,7 +88,8 @@ class PackedBatch:
         ``input_ids`` and ``position_ids`` have shape (1, tokens); ``cu_seq_lens_q`` and the like say where documents
         end, and ``shard_plan`` which tokens these are. There is no mask. There are no labels either, from which a model
         would take the mean of its micro-batch: give the logits to ``loss``. The model needs
-        ``wlb.integrations.huggingface.register_attention``, or flash_attention_2 where there is no ``shard_plan``.
+        ``wlb.integrations.huggingface.register_attention``; where there is no ``shard_plan`` flash_attention_2 does as
+        well, but refuses nothing: ``check_batch`` says whether the model is exact.
         """
         rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
         shared = {} if self.shard_plan is None else {"shard_plan": self.shard_plan}
@@ -202,6 +203,7 @@ class PackedSteps(Iterator[PackedStep]):
 
     def __next__(self) -> PackedStep:
         if self._begin is not None:
+            check_accumulation()
             self._processes.agree(self._steps.settings | self._begin, self._rank)
             self._begin = None
         plan = next(self._steps, None)

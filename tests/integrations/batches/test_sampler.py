@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
+from wlb.integrations.packed import packed_batches
 from wlb.workload.phases import DocumentPhases
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1.2, 300).astype(int).clip(8, 1024)
@@ -131,6 +132,10 @@ def test_gradients_that_accelerate_accumulates_are_refused():
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
         try:
             loader: Any = DataLoader(documents, batch_sampler=sampler(dp=1), collate_fn=len)  # type: ignore[arg-type]
+            steps = packed_batches(documents, context_window=1024, micro_batches=2, model="tiny")
+            if accumulated > 1:
+                with pytest.raises(UserError, match=r"once for each step of .* packed_batches\(\.\.\.\)"):
+                    next(steps)
             return len(list(accelerator.prepare(loader)))
         finally:
             accelerator.gradient_accumulation_steps = 1

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.integrations.batches.processes import Processes, digest
+from wlb.integrations.batches.processes import Processes, check_accumulation, digest
 from wlb.integrations.batches.steps import ItemsOfSteps, Lengths, WholeSteps, balanced_job, checked_lengths
 from wlb.packing.plan import StepPlan
 from wlb.simulate.job import SimulatedJob
@@ -180,7 +180,7 @@ class PlannedBatchSampler:
             )
         dataset = getattr(reader, "_dataset", None)  # of the iterator of a DataLoader
         if dealt or dataset is not None:
-            _check_accumulation()
+            check_accumulation()
         if dealt and self._followed is None:
             raise UserError(
                 "nothing compares the documents that Accelerate's loader reads with those planned; read it by "
@@ -219,17 +219,6 @@ class PlannedBatchSampler:
         """The data-parallel rank of each process whose micro-batches are yielded in turn."""
         ranks = [process // self.job.layout.cp for process in range(self.job.layout.dp * self.job.layout.cp)]
         return ranks if self._rank is None else [ranks[self._rank]]
-
-
-def _check_accumulation() -> None:
-    """Raise ``UserError`` where Accelerate divides losses and counts batches to the next optimizer step by itself."""
-    accelerate = sys.modules.get("accelerate.state")
-    if accelerate is not None and (steps := accelerate.GradientState().num_steps) > 1:
-        raise UserError(
-            f"Accelerator(gradient_accumulation_steps={steps}) steps after every {steps} batches and at each end of "
-            "the loader, and planned steps may have others; leave it out, and step the optimizer once for each step of "
-            "steps_of(loader, sampler)"
-        )
 
 
 def _tokens(document: Any) -> int | None:

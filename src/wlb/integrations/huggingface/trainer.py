@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -20,17 +20,17 @@ from wlb.errors import UserError, require
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.integrations.checks import BalanceMonitor
-from wlb.integrations.document_fields import FIELDS, check_documents, token_count
+from wlb.integrations.document_fields import FIELDS, token_count
 from wlb.integrations.huggingface.attention import check_model, check_rotary, register_attention
 from wlb.integrations.huggingface.check import check_trainer
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
+from wlb.integrations.huggingface.refusals import check_arguments, check_settings, check_trainer_class, name_of
 from wlb.integrations.huggingface.resuming import STATE, TrainedBatches, trained_state
 from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
 from wlb.training.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
 from wlb.workload.model_json import FAMILIES, dense, language_model
 
-_PACKS = "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
 _TRAINED_SAMPLES, _ALL_STEPS = 3, 6  # in what Trainer.set_initial_training_values returns
 _PLANNED = ("gradient_accumulation_steps", "max_steps", "num_train_epochs")  # arguments that the steps depend on
 
@@ -95,13 +95,7 @@ def balanced(
       or logging.
     """
 
-    of_trl = [base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl"]
-    if of_trl and "SFTTrainer" not in of_trl:
-        raise UserError(
-            f"{trainer_class.__name__} learns from pairs, rewards or what it generates, and balanced() plans documents "
-            "that are learnt token by token; give it Trainer or SFTTrainer, or divide the documents of each step of "
-            "yours with wlb.balance"
-        )
+    check_trainer_class(trainer_class)
 
     class Balanced(_BalancedTrainer, trainer_class):
         _wlb_planning = {"context_window": context_window, "cp": cp, **settings}  # noqa: RUF012  # never changed
@@ -123,15 +117,7 @@ class _BalancedTrainer:
 
     def __init__(self, *positional: Any, **arguments: Any) -> None:
         arguments = inspect.signature(super().__init__).bind_partial(*positional).arguments | arguments
-        if getattr(arguments.get("args"), "packing", False):
-            raise UserError(_PACKS)  # before SFTTrainer does
-        dataset = arguments.get("train_dataset")
-        check_documents(dataset, "train_dataset")
-        if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise UserError(
-                "a stream of documents has no lengths to plan by; load it as a data set with a length, or train on a "
-                "token store with packed_batches"
-            )
+        check_arguments(arguments)
         if arguments.get("data_collator") is None and not hasattr(arguments.get("args"), "padding_free"):
             arguments["data_collator"] = FlatteningCollator()
         super().__init__(**arguments)
@@ -141,8 +127,7 @@ class _BalancedTrainer:
         self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
         if trainer.train_dataset is None:
             return  # it evaluates
-        for reason in _refusals(trainer):
-            raise UserError(reason)
+        check_settings(trainer)
         whole = max(1, math.ceil(trainer.args.num_train_epochs))
         self._wlb_epochs = None if trainer.args.max_steps > 0 else whole  # those of the stream; max_steps ends it
         trainer.args.num_train_epochs = 1
@@ -271,97 +256,13 @@ class _Collation:
                     "which micro-batches are planned; give it tokens without padding, or remove the column"
                 )
         batch = self._collate(documents)
-        rows = len(batch["input_ids"])
+        rows = len(batch["input_ids"]) if "input_ids" in batch else 1
         if rows > 1:
             raise UserError(
-                f"{_named(self._collate)} makes {rows} padded rows of documents that were planned as one; give "
+                f"{name_of(self._collate)} makes {rows} padded rows of documents that were planned as one; give "
                 "data_collator=FlatteningCollator(), or another that packs them into one row"
             )
         return batch if self._share is None else self._share(batch)
-
-
-def _refusals(trainer: Any) -> Iterator[str]:
-    """Why micro-batches as planned would not be trained exactly: losses that are averaged, cuts, masks not read."""
-    args = trainer.args
-    loss = getattr(trainer.model, "loss_type", None)
-    if loss and not loss.endswith(("ForCausalLM", "ForConditionalGeneration")):
-        yield (
-            f"{type(trainer.model).__name__} does not learn the next token of its documents, for which packed "
-            "micro-batches are labelled; train it without balanced(), or give a causal language model"
-        )
-    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-        yield (
-            f"the loss of {type(trainer.model).__name__} takes no num_items_in_batch, so each micro-batch would be "
-            "averaged and documents of long ones would count less; give its forward **kwargs that reach its loss, or "
-            "the Trainer a compute_loss_func that divides by num_items_in_batch"
-        )
-    noise = [getattr(module, "neftune_noise_alpha", None) for module in trainer.model.modules()]
-    if alpha := next(filter(None, (getattr(args, "neftune_noise_alpha", None), *noise)), None):
-        yield (
-            f"neftune_noise_alpha = {alpha}: NEFTune divides its noise by the root of a row's tokens, so packed "
-            "documents would get less than alone; leave it out"
-        )
-    if args.n_gpu > 1:
-        yield (
-            f"one process has {args.n_gpu} devices, among which torch.nn.DataParallel would cut packed micro-batches; "
-            "start a process for each: torchrun --nproc-per-node ..."
-        )
-    for kind in ("tp", "cp", "sp"):
-        if (size := getattr(trainer, f"get_{kind}_size", lambda: 1)()) > 1:
-            yield (
-                f"{kind} = {size} processes of the Trainer would share documents, and the sampler gives each its own; "
-                "use data parallelism alone, or balanced(..., cp=...) for context parallelism"
-            )
-    strategy = "group_by_length" if getattr(args, "group_by_length", False) else None
-    strategy = str(getattr(args, "train_sampling_strategy", None) or strategy or "random")
-    if not strategy.endswith("random"):
-        yield f'train_sampling_strategy = "{strategy}" has no effect, as documents are planned; leave it out'
-    yield from _masks_not_read(trainer.data_collator, trainer.train_dataset)
-    if not getattr(args, "average_tokens_across_devices", True) and args.world_size > 1:
-        yield (
-            "average_tokens_across_devices = False divides each rank's loss by its own tokens, so documents of long "
-            "micro-batches would count less; set it to True"
-        )
-    if getattr(args, "packing", False) or not getattr(args, "padding_free", True):
-        yield _PACKS
-    if args.ignore_data_skip:
-        yield (
-            "ignore_data_skip = True would count steps of documents that were not trained; set it to False: resuming "
-            "reads no batch again"
-        )
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(getattr(args, "accelerator_config", None), name, None):
-            yield f"accelerator_config.{name} = True cuts planned micro-batches; set it to False"
-    yield from _cut_epochs(args)
-
-
-def _masks_not_read(collator: Any, dataset: Any) -> Iterator[str]:
-    """Padding and masks in the data set that a collator other than ours would pass over."""
-    if isinstance(collator, FlatteningCollator) or not len(dataset):
-        return
-    named = _named(collator)
-    remedy = "give data_collator=FlatteningCollator() or a subclass of it"
-    columns = getattr(dataset, "column_names", None) or dataset[0]
-    if "loss_mask" in columns:
-        yield f"{named} is not known to read loss_mask, so masked tokens might be learnt; {remedy}"
-    if "attention_mask" in columns:
-        whole = hasattr(dataset, "column_names")
-        masks = dataset["attention_mask"] if whole else (document["attention_mask"] for document in dataset)
-        if not all(map(all, masks)):
-            yield f"{named} is not known to cut off padding, which would be learnt as text; {remedy}"
-
-
-def _named(collator: Any) -> str:
-    return f"the data collator {getattr(collator, '__name__', type(collator).__name__)}"
-
-
-def _cut_epochs(args: Any) -> Iterator[str]:
-    epochs = args.num_train_epochs
-    if epochs != int(epochs) and args.max_steps <= 0:
-        yield f"num_train_epochs = {epochs} ends inside an epoch; give a whole number, or max_steps"
-    for name in ("save_strategy", "eval_strategy", "logging_strategy"):
-        if getattr(args, name, None) == "epoch" and epochs > 1:
-            yield f'{name} = "epoch" has no meaning where {math.ceil(epochs)} epochs are one stream; use "steps"'
 
 
 def _lengths_of(dataset: Any, collator: Any) -> Sequence[int]:
