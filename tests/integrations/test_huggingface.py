@@ -685,6 +685,9 @@ def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):
     trainer.args.gradient_accumulation_steps = 4
     with pytest.raises(UserError, match="gradient_accumulation_steps was 2 when the steps were planned, and is 4"):
         trainer.train()
+    trainer.train_dataset = [*alone, alone[0]]
+    with pytest.raises(UserError, match="train_dataset is another one than the steps were planned by"):
+        trainer.train()
 
 
 class OwnModel(torch.nn.Module):

@@ -365,10 +365,6 @@ class FlatteningCollator:
     - no attention mask.
     """
 
-    def token_count(self, document: Document, name: str) -> int:
-        """Tokens of ``document`` without padding. Raises ``UserError`` for fields that would be lost."""
-        return token_count(document, name)
-
     def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
         if not documents:
             raise UserError("a batch without documents cannot be packed; a planned batch sampler makes none")

@@ -141,7 +141,7 @@ def test_gradients_that_accelerate_accumulates_are_refused():
             accelerator.gradient_accumulation_steps = 1
 
     assert steps(1) == len(sampler(dp=1))
-    with pytest.raises(UserError, match=r"gradient_accumulation_steps=2\) steps after every 2 batches"):
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps=2\) divides every loss by 2"):
         steps(2)
 
 

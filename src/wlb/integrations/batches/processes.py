@@ -103,9 +103,9 @@ def check_accumulation() -> None:
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None and (steps := accelerate.GradientState().num_steps) > 1:
         raise UserError(
-            f"Accelerator(gradient_accumulation_steps={steps}) steps after every {steps} batches and at each end of "
-            "the loader, and planned steps may have others; leave it out, and step the optimizer once for each step of "
-            "steps_of(loader, sampler) or packed_batches(...)"
+            f"Accelerator(gradient_accumulation_steps={steps}) divides every loss by {steps} and steps after every "
+            f"{steps} batches, and planned steps differ in how many they have; leave it out, and step the optimizer "
+            "once for each step of steps_of(loader, sampler) or packed_batches(...)"
         )
 
 

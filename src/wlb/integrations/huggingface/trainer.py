@@ -125,6 +125,7 @@ class _BalancedTrainer:
         trainer.args = copy.copy(trainer.args)  # it is changed below, and may be used for another Trainer
         check_model(trainer.model)
         self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
+        self._wlb_documents = trainer.train_dataset
         if trainer.train_dataset is None:
             return  # it evaluates
         check_settings(trainer)
@@ -149,9 +150,11 @@ class _BalancedTrainer:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As Trainer's, on the documents that come next in the checkpoint. Raises ``UserError`` where none can."""
-        args = cast(Any, self).args
-        if cast(Any, self).train_dataset is None:
+        args, documents = cast(Any, self).args, cast(Any, self).train_dataset
+        if documents is None:
             raise UserError("there are no documents to train; give train_dataset")
+        if documents is not self._wlb_documents:
+            raise UserError("train_dataset is another one than the steps were planned by; make another Trainer")
         for name, planned in self._wlb_planned.items():
             if (now := getattr(args, name)) != planned:
                 raise UserError(f"{name} was {planned} when the steps were planned, and is {now}; make another Trainer")
@@ -249,7 +252,7 @@ class _Collation:
 
     def __call__(self, documents: Any) -> Any:
         for document in documents if self._by_column else ():
-            tokens = self._collate.token_count(document, "a document")
+            tokens = token_count(document)
             if tokens != document.get("length", tokens):
                 raise UserError(
                     f"a document has {tokens} tokens, and {document['length']} by the data set's column length, by "
@@ -277,8 +280,7 @@ def _lengths_of(dataset: Any, collator: Any) -> Sequence[int]:
         return [int(np.count_nonzero(mask)) for mask in dataset["attention_mask"]]
     if "input_ids" in columns:
         return [len(ids) for ids in dataset["input_ids"]]
-    count = collator.token_count if isinstance(collator, FlatteningCollator) else token_count
-    return [count(dataset[index], f"document {index}") for index in range(len(dataset))]
+    return [token_count(dataset[index], f"document {index}") for index in range(len(dataset))]
 
 
 def _lengths_in_column(dataset: Any, collator: Any) -> bool:
