@@ -63,6 +63,8 @@ LATENT: Row = {
 MAMBA: Row = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
 LLAMA4: Row = {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 64}
 UNDROPPED: Row = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+LONGROPE: Row = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+DYNAMIC: Row = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 MODELS: dict[str, Row] = {
     "Llama": {},
     "Qwen2": {},
@@ -94,6 +96,8 @@ MODELS: dict[str, Row] = {
     "GptOss": {**EXPERTS, "sliding_window": 16, "head_dim": 8},
     "Llama4": {**LLAMA4, "attention_chunk_size": 16},
     "Llama4 chunks of 64": {**LLAMA4, "attention_chunk_size": 64},
+    "Phi3 longrope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    "Llama dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 32},
     "Phimoe": {**EXPERTS, "sliding_window": 16},
     "StableLm": {},
     "Nemotron": {},

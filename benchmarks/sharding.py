@@ -1,17 +1,12 @@
 """Benchmark of sharding: the project's strategies beside torch's context-parallel load balancers, in one run.
 
-    .venv/bin/python benchmarks/sharding.py [--lengths FILE] [--attend N] [--out FILE]
+    .venv/bin/python benchmarks/sharding.py [--lengths FILE] [--out FILE]
 
 Lengths are drawn by ``wlb.documents.synthetic`` unless a file is given. Every method shards the same micro-batches,
 windows of the documents in a row. Attended area is counted by one function from nothing but the positions that a rank
 gets, whoever chose them. torch's per-document balancer refuses documents that are no multiple of 2 x CP: for it alone
 each document is padded to the next multiple, and the padding counts, as it would be computed. Times are CPU time of the
-process with one thread, the median over ``--turns`` turns, without making the block mask that _PTRRLoadBalancer and
-MaskBlockBalancer read.
-
-Flex attention's work is the blocks of its mask that are not empty: those of the slowest rank, over an even share of
-what one process attends. ``--attend N`` measures it: the forward of each rank of the first N micro-batches, compiled,
-float32, on keys gathered in the ranks' order as torch does, methods in turns. It has no backward on CPUs.
+process with one thread, the median over ``--turns`` turns, without making the block mask that _PTRRLoadBalancer reads.
 """
 
 from __future__ import annotations
@@ -33,18 +28,16 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
     _PerDocumentHeadTailLoadBalancer,
     _PTRRLoadBalancer,
 )
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from parts.documents import Lengths, add_length_options, chosen_lengths, described
 from parts.measurement import CpuTimer, command, console, facts, freeze_imports, in_turns, make_parser, show, write
-from wlb.integrations.torch_context_parallel import MaskBlockBalancer
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
 from wlb.sharding.compare import sample_micro_batches
 from wlb.workload import Workload, make_workload
 
 Row = dict[str, Any]
 MODEL, HARDWARE, TP = "7b", "h100", 8
-HEADS, HEAD_DIM = 2, 64  # of --attend
 MASK_BLOCK = 128  # tokens of a block of flex attention's mask, its default
 COLUMNS = {
     "method": "{method}",
@@ -53,9 +46,6 @@ COLUMNS = {
     "latency imbalance": "{latency_imbalance:.4f}",
     "slowest rank, s": "{slowest_seconds:.4f}",
     "tokens": "{token_imbalance:.4f}",
-    "mask blocks": "{mask_blocks:.3f}",
-    "flex, slowest rank, s": "{flex_slowest_seconds:.3f}",
-    "imbalance": "{flex_imbalance:.3f}",
     "K/V gathered": "{kv_gather_fraction:.1%}",
     "padding": "{padding:.2%}",
     "planning ms": "{planning_ms:.2f}",
@@ -78,7 +68,7 @@ def attended_area(lengths: Lengths, positions: NDArray[np.int64]) -> int:
 
 
 def balancers(cp_size: int) -> dict[str, Callable[[Lengths], Callable[[], Tensor | None]]]:
-    """What makes the order of a micro-batch of documents that torch's load balancers accept; the last is ours."""
+    """What makes the order of a micro-batch of documents that torch's load balancers accept."""
 
     def prepared(balancer: Callable[..., _LoadBalancer], *arguments: Any) -> Callable[[], Tensor | None]:
         return lambda: balancer(*arguments)._generate_indices()
@@ -89,7 +79,6 @@ def balancers(cp_size: int) -> dict[str, Callable[[Lengths], Callable[[], Tensor
             _PerDocumentHeadTailLoadBalancer, [lengths.tolist()], cp_size, "cpu"
         ),
         "torch _PTRR": lambda lengths: prepared(_PTRRLoadBalancer, block_mask(lengths), cp_size),
-        "MaskBlockBalancer": lambda lengths: prepared(MaskBlockBalancer, block_mask(lengths), cp_size),
     }
 
 
@@ -107,85 +96,6 @@ def block_mask(lengths: Lengths) -> BlockMask:
     )
 
 
-def visited_blocks(sharded: Sharded) -> list[NDArray[np.bool_]]:
-    """Of every rank: which blocks of its queries attend which blocks of all keys, laid out rank after rank."""
-    order = np.concatenate(sharded.ranks)
-    document = np.repeat(np.arange(len(sharded.lengths)), sharded.lengths)
-    keys = _extents(order, document[order], np.arange(len(order)) // MASK_BLOCK)
-    visited = []
-    for positions in sharded.ranks:
-        blocks = np.arange(len(positions)) // MASK_BLOCK
-        queries = _extents(positions, document[positions], blocks)
-        mask = np.zeros((blocks[-1] + 1, -(-len(order) // MASK_BLOCK)), bool)
-        for name, (block, _, last) in queries.items():
-            key_block, first, _ = keys[name]
-            query, key = np.nonzero(first[None] <= last[:, None])
-            mask[block[query], key_block[key]] = True
-        visited.append(mask)
-    return visited
-
-
-def _extents(
-    positions: NDArray[np.int64], document: NDArray[np.int64], block: NDArray[np.int64]
-) -> dict[int, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """For every document the blocks that hold tokens of it, and the first and last position of these in each."""
-    order = np.lexsort((positions, block, document))
-    positions, document, block = positions[order], document[order], block[order]
-    first = np.flatnonzero(np.concatenate([[True], (np.diff(document) != 0) | (np.diff(block) != 0)]))
-    last = np.append(first[1:], len(order)) - 1
-    extents = np.stack([block[first], positions[first], positions[last]])
-    cuts = np.flatnonzero(np.diff(document[first])) + 1
-    return dict(zip(np.unique(document).tolist(), map(tuple, np.split(extents, cuts, axis=1)), strict=True))
-
-
-class FlexAttention:
-    """CPU seconds of every rank's attention, of random queries and keys; compiled once for each size of micro-batch."""
-
-    def __init__(self) -> None:
-        self._attend = torch.compile(flex_attention, dynamic=False)
-
-    def seconds(self, sharded: Sharded) -> list[float]:
-        order = torch.from_numpy(np.concatenate(sharded.ranks))
-        document = torch.repeat_interleave(torch.arange(len(sharded.lengths)), torch.from_numpy(sharded.lengths))[order]
-        key, value = torch.randn(2, 1, HEADS, len(order), HEAD_DIM)
-        masks, size = visited_blocks(sharded), len(order) // len(sharded.ranks)
-        return [
-            self._of_rank(
-                mask, order[r * size :][:size].clone(), document[r * size :][:size].clone(), order, document, key, value
-            )
-            for r, mask in enumerate(masks)
-        ]
-
-    def _of_rank(
-        self,
-        visited: NDArray[np.bool_],
-        query_position: Tensor,
-        query_document: Tensor,
-        key_position: Tensor,
-        key_document: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> float:
-        def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query_position[query] >= key_position[key]) & (query_document[query] == key_document[key])
-
-        columns = torch.from_numpy(np.argsort(~visited, axis=1, kind="stable")).int()
-        count = torch.from_numpy(visited.sum(axis=1)).int()
-        mask = BlockMask.from_kv_blocks(
-            count[None, None],
-            columns[None, None],
-            BLOCK_SIZE=MASK_BLOCK,
-            mask_mod=visible,
-            seq_lengths=(len(query_position), len(key_position)),
-            compute_q_blocks=False,
-        )
-        queries = torch.randn(1, HEADS, len(query_position), HEAD_DIM)
-        timer = CpuTimer()
-        with torch.no_grad():
-            timer(partial(self._attend, block_mask=mask), queries, keys, values)
-        return timer.seconds
-
-
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run every method, print the table of each CP size and write the results as JSON."""
@@ -193,7 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_length_options(parser, documents=20_000)
     parser.add_argument("--samples", type=int, default=200, help="micro-batches")
     parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--attend", type=int, default=0, metavar="N", help="of the micro-batches, by flex attention")
     parser.add_argument("--turns", type=int, default=3, help="repetitions of every timing")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -211,31 +120,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     console.print(results)
     for cp_size in options.cp:
-        results["cp"][cp_size] = rows = measure(micro_batches, cp_size, workload, options.turns, options.attend)
+        results["cp"][cp_size] = rows = measure(micro_batches, cp_size, workload, options.turns)
         show(f"CP {cp_size}: means over micro-batches; latency and slowest rank are predicted", rows, COLUMNS)
     write(results, options.out)
 
 
-def measure(
-    micro_batches: Sequence[Lengths], cp_size: int, workload: Workload, turns: int, attend: int = 0
-) -> list[Row]:
-    """One row a method: balance on all micro-batches, planning time, and attention of the first ``attend``."""
+def measure(micro_batches: Sequence[Lengths], cp_size: int, workload: Workload, turns: int) -> list[Row]:
+    """One row a method: balance on all micro-batches, and planning time."""
     theirs = balancers(cp_size)
 
     def accepted(name: str, lengths: Lengths) -> Lengths:
         multiple = 2 * cp_size if "PerDocument" in name else 1
         return -(-lengths // multiple) * multiple
 
-    def shard_all(name: str, timer: CpuTimer, tokens: int | None = None) -> Iterator[Sharded]:
-        """All micro-batches, or those to attend, which are padded to so many ``tokens``."""
-        for lengths in micro_batches[: None if tokens is None else attend]:
+    def shard_all(name: str, timer: CpuTimer) -> Iterator[Sharded]:
+        for lengths in micro_batches:
             if name in STRATEGIES:
                 plan = timer(partial(make_shard_plan, workload=workload), lengths, cp_size, name)
                 yield Sharded(lengths, [plan.positions(rank) for rank in range(cp_size)], plan)
                 continue
             padded = accepted(name, lengths)
-            if tokens is not None:
-                padded[-1] += tokens - padded.sum()
             order = timer(theirs[name](padded))
             assert order is not None
             yield Sharded(padded, list(order[0].long().numpy().reshape(cp_size, -1)))
@@ -245,45 +149,19 @@ def measure(
         deque(shard_all(name, timer), maxlen=0)
         return timer.seconds
 
-    flex = FlexAttention()
-
-    def attention_seconds(name: str) -> NDArray[np.float64]:
-        longest = max(int(accepted(name, lengths).sum()) for lengths in micro_batches[:attend])
-        tokens = -(-longest // (MASK_BLOCK * cp_size)) * MASK_BLOCK * cp_size
-        return np.array([flex.seconds(sharded) for sharded in shard_all(name, CpuTimer(), tokens)])
-
     methods = [*STRATEGIES, *theirs]
-    attending = {name: partial(attention_seconds, name) for name in theirs} if attend else {}
-    for attend_once in attending.values():  # compiles
-        attend_once()
-    attended = in_turns(attending, turns)
     seconds = in_turns({name: partial(planning_seconds, name) for name in methods}, turns)
     return [
         _balance(name, shard_all(name, CpuTimer()), micro_batches, workload)
         | {"planning_ms": 1e3 * float(np.median(seconds[name])) / len(micro_batches)}
-        | _flex_balance(attended.get(name))
         for name in methods
     ]
 
 
-def _flex_balance(turns: list[NDArray[np.float64]] | None) -> Row:
-    """Medians of ``turns`` of shape (micro-batches, ranks): lock step's seconds, and these over the mean rank's."""
-    if turns is None:
-        return {"flex_slowest_seconds": None, "flex_imbalance": None}
-    seconds = np.median(turns, axis=0)
-    slowest = seconds.max(axis=1)
-    return {
-        "flex_slowest_seconds": float(slowest.mean()),
-        "flex_imbalance": float(slowest.sum() / seconds.mean(axis=1).sum()),
-    }
-
-
 def _balance(name: str, sharded: Iterable[Sharded], micro_batches: Sequence[Lengths], workload: Workload) -> Row:
-    imbalances, token_imbalances, gathered, latencies, blocks = [], [], [], [], []
+    imbalances, token_imbalances, gathered, latencies = [], [], [], []
     tokens = 0
-    for one, whole in zip(sharded, micro_batches, strict=True):
-        alone = visited_blocks(Sharded(whole, [np.arange(whole.sum())]))[0].sum()
-        blocks.append(max(mask.sum() for mask in visited_blocks(one)) * len(one.ranks) / alone)
+    for one in sharded:
         area = [attended_area(one.lengths, rank) for rank in one.ranks]
         sizes = [len(rank) for rank in one.ranks]
         imbalances.append(max(area) / np.mean(area))
@@ -298,7 +176,6 @@ def _balance(name: str, sharded: Iterable[Sharded], micro_batches: Sequence[Leng
         "attention_imbalance": float(np.mean(imbalances)),
         "worst_attention_imbalance": float(np.max(imbalances)),
         "token_imbalance": float(np.mean(token_imbalances)),
-        "mask_blocks": float(np.mean(blocks)),
         "padding": tokens / sum(int(lengths.sum()) for lengths in micro_batches) - 1,
         "kv_gather_fraction": float(np.mean(gathered)),
         "latency_imbalance": float(np.mean([latency.imbalance for latency in latencies])) if latencies else None,

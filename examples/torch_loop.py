@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from comparison import SHAPE, Run, TinyTransformer, run_example, usual_batch
 from wlb.integrations.checks import check_packing
-from wlb.integrations.packed import packed_batches, packed_loss
+from wlb.integrations.packed import packed_batches
 
 
 def train_original(documents: Any, arguments: Any, run: Run, model: Any, optimizer: Any) -> None:
@@ -32,7 +33,8 @@ def train_original(documents: Any, arguments: Any, run: Run, model: Any, optimiz
             lengths = batch["cu_seq_lens_q"].diff().tolist()
             with run.computing():
                 logits = model(batch["input_ids"][0], batch["position_ids"][0], lengths)
-                packed_loss(logits, labels, loss_tokens, averaged_over=dist.get_world_size()).backward()
+                loss = F.cross_entropy(logits, labels, reduction="sum") * dist.get_world_size() / loss_tokens
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -51,7 +53,7 @@ def train_balanced(documents: Any, arguments: Any, run: Run, model: Any, optimiz
             run.batches.append([segment.document for segment in planned.segments])
             with run.computing():
                 logits = model(batch.tokens, batch.position_ids, batch.segment_lengths)
-                packed_loss(logits, batch.labels, step.loss_tokens, averaged_over=dist.get_world_size()).backward()
+                batch.loss(logits).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -63,7 +65,8 @@ def check(documents: Any, model: TinyTransformer, arguments: Any) -> float:
 
     def loss(start: int, stop: int, lengths: Any) -> torch.Tensor:
         run = slice(start, stop)
-        return packed_loss(model(batch.tokens[run], batch.position_ids[run], lengths), batch.labels[run], 1)
+        logits = model(batch.tokens[run], batch.position_ids[run], lengths)
+        return F.cross_entropy(logits, batch.labels[run], reduction="sum")
 
     singles = [partial(loss, start, stop, (stop - start,)) for start, stop in pairwise(batch.cu_seqlens.tolist())]
     packed = partial(loss, 0, len(batch.tokens), batch.segment_lengths)

@@ -41,19 +41,3 @@ def test_an_example_trains_the_same_documents_once_in_both_ways(name: str):
         original, *_, balanced = map(float, rows["imbalance, predicted"])
         assert balanced <= original
     assert re.search(r"speed at equal work, balanced: \d+\.\d\dx \(.* same documents\)", out)
-
-
-# tests/integrations/test_images.py proves the gradients in one process.
-@pytest.mark.exhaustive
-def test_documents_with_images_are_trained_once_in_both_ways():
-    pytest.importorskip("transformers")
-    small = ["--documents", "24", "--context-window", "1024", "--turns", "1"]
-    with ranks(2, EXAMPLES / "with_images.py", *small, TORCHELASTIC_RUN_ID="as under torchrun") as (first, second):
-        out, err = first.communicate()
-        _, of_second = second.communicate()
-    assert (first.returncode, second.returncode) == (0, 0), (err + of_second)[-3000:]
-    rows = {line[:28].strip(): line[28:].split() for line in out.splitlines()}
-    lengths_alone, once, phases, again = rows["documents"]
-    assert (lengths_alone, once) == (phases, again)
-    assert once == "once"
-    assert all(float(error) < 1e-5 for error in rows["gradient, one at a time"])

@@ -29,10 +29,6 @@ def test_block_mask_is_what_flex_attention_makes(benchmark):
     expected = made.kv_num_blocks + made.full_kv_num_blocks
     ours = benchmark.block_mask(lengths)
     assert ours.kv_num_blocks.tolist() == expected.tolist()
-    (visited,) = benchmark.visited_blocks(benchmark.Sharded(lengths, [np.arange(1024)]))
-    assert visited.sum(axis=1).tolist() == expected[0, 0].tolist()
-    halves = benchmark.visited_blocks(benchmark.Sharded(lengths, [np.arange(512, 1024), np.arange(512)]))
-    assert np.roll(np.concatenate(halves[::-1]), 4, axis=1).tolist() == visited.tolist()
 
 
 def test_area_is_counted_query_by_query(benchmark):
@@ -52,7 +48,5 @@ def test_small_run_writes_what_it_prints(tmp_path):
         )
         assert rows["torch _PerDocumentHeadTail"]["padding"] > 0
         assert rows["hybrid"]["kv_gather_fraction"] < 1 == rows["torch _PTRR"]["kv_gather_fraction"]
-        assert rows["MaskBlockBalancer"]["mask_blocks"] <= rows["torch _PTRR"]["mask_blocks"]
-        assert rows["MaskBlockBalancer"]["mask_blocks"] < rows["hybrid"]["mask_blocks"]
         assert all(row["planning_ms"] > 0 for row in cp_rows)
     assert str(tmp_path) not in out.read_text(), "results name no paths"

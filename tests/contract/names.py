@@ -14,7 +14,6 @@ PUBLISHED: dict[str, str | None] = {
     ),
     "wlb.workload.phases.DocumentPhases": "seconds, memory_tokens=..., synchronised=...",
     "wlb.workload.phases.PhasedPrices": "language_model, phases",
-    "wlb.integrations.huggingface.ImageCollator": "model",
     "wlb.Segment": "document, start, length",
     "wlb.MicroBatch": "segments, workload",
     "wlb.MicroBatch.tokens": None,
@@ -62,15 +61,14 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.integrations.huggingface.register_attention": "model=..., *, name=..., group=...",
     "wlb.integrations.document_fields.ids_and_labels": "document, name=...",
     "wlb.integrations.document_fields.token_count": "document, name=...",
-    "wlb.integrations.lightning.LightningLoss": "sampler, accumulate_grad_batches, dataset=...",
     "wlb.integrations.packed.FlatteningCollator": "",
     "wlb.integrations.packed.packed_batches": (
         "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., "
         "overlong=..., state=..., group=..., **settings"
     ),
     "wlb.integrations.packed.PackedBatch.hf_kwargs": "",
+    "wlb.integrations.packed.PackedBatch.loss": "logits, *, summed=...",
     "wlb.integrations.packed.steps_of": "loader, sampler",
-    "wlb.integrations.packed.packed_loss": "logits, labels, loss_tokens, averaged_over=...",
     "wlb.attention.segment_attention": "query, key, value, segment_lengths",
     "wlb.job.config.ParallelConfig": "*, dp=..., pp=..., cp=..., tp=..., virtual_pp=..., schedule=...",
     "wlb.documents.lengths.read_lengths": "source",
@@ -84,17 +82,12 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.documents.store.reader.TokenStoreWriter": "prefix, *, vocab_size",
     "wlb.documents.store.reader.TokenStoreWriter.add": "tokens",
     "wlb.documents.synthetic.sample_lengths": "documents, context_window, seed=...",
-    "wlb.integrations.megatron.packed_parquet.write_packed_parquet": (
-        "path, documents, plans, *, trained=..., multiple_of=..., end_token=..."
-    ),
     "wlb.integrations.megatron.packed_sequences.packed_seq_params": "shard_plan, device=...",
     "wlb.integrations.megatron.packed_sequences.padded_lengths": "lengths, cp_size",
     "wlb.integrations.megatron.scheduler.balanced_steps": (
         "get_forward_backward_func, max_seqlen_per_dp_cp_rank, model=..., hardware=..."
     ),
     "wlb.integrations.megatron.scheduler.register": "model=..., hardware=...",
-    "wlb.integrations.torch_context_parallel.MaskBlockBalancer": "block_mask, world_size",
-    "wlb.integrations.torch_context_parallel.torch_load_balancer": "shard_plan, device=...",
     "wlb.integrations.verl.reroute_balancing": "",
     "wlb.serving.batching.Chunk": "prompt, start, stop",
     "wlb.serving.batching.Prompt": "number, tokens, done=..., rank=..., rounds=...",

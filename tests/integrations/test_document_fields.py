@@ -63,10 +63,7 @@ def test_text_numbers_and_absent_fields_are_passed_over():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"pixel_values": torch.zeros(3, 8, 8)},
-            "has pixel_values, which packed micro-batches would lose; .*ImageCollator",
-        ),
+        ({"pixel_values": torch.zeros(3, 8, 8)}, "has pixel_values, which packed micro-batches would lose"),
         ({"image_grid_thw": [[1, 2, 2]]}, "has image_grid_thw"),
         ({"token_type_ids": [0, 0, 0, 0]}, "has token_type_ids"),
         ({"image": {"bytes": b"png", "path": None}}, "has image,"),
@@ -77,7 +74,6 @@ def test_text_numbers_and_absent_fields_are_passed_over():
         ({"attention_mask": [1, 1, 2, 2]}, "attention_mask with the value 2"),
         ({"attention_mask": [1, 0, 1, 1]}, "zeros between its tokens"),
         ({"attention_mask": [0, 0, 0, 0]}, "has no tokens"),
-        ({"attention_mask": [1, 1, 1, 0], "length": 4}, "length = 4, which counts padding, and 3 tokens"),
         ({"position_ids": [0, 1, 0, 1]}, "position_ids that do not count from 0"),
         ({"labels": [0.5, 1.0, 2.0, 3.0]}, "labels of type float64"),
         ({"input_ids": [IDS]}, r"input_ids of shape \(1, 4\)"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import shutil
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from tests.training.distributed import run_ranks
+from wlb.attention import segment_attention
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import check_packing
@@ -29,7 +33,7 @@ from wlb.integrations.huggingface import (
     register_attention,
 )
 from wlb.integrations.huggingface.resuming import TrainedBatches
-from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss
+from wlb.integrations.packed import FlatteningCollator, packed_batches
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -99,8 +103,7 @@ def _loop_gradient(documents: list[Any], window: int = 64, group: Any = None, **
     register_attention(packed, group=group)
     for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
         for batch in step.batches:
-            logits = packed(**batch.hf_kwargs()).logits[0]
-            packed_loss(logits, batch.labels, step.loss_tokens).backward()
+            batch.loss(packed(**batch.hf_kwargs()).logits[0], summed=True).backward()
     return gradient(packed)
 
 
@@ -222,6 +225,26 @@ def test_caches_and_dropout_are_refused():
         cached(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=before.past_key_values, use_cache=True)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Llama4"])
+def test_a_model_that_trains_packed_generates_and_takes_padded_batches_without_gradients(family: str):
+    packed, usual = model(family), model(family)
+    register_attention(packed)
+    ids = torch.tensor([DOCUMENTS[2]["input_ids"][:40], [0] * 10 + DOCUMENTS[3]["input_ids"][:30]])
+    padded = {"input_ids": ids, "attention_mask": (torch.arange(40) >= torch.tensor([[0], [10]])).long()}
+    together = FlatteningCollator()(DOCUMENTS)
+    by_positions = {name: together[name] for name in ("input_ids", "position_ids")}
+    for of_model in (packed.eval(), usual.eval()):
+        of_model.generation_config.update(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for use_cache in (True, False):
+        assert torch.equal(*(one.generate(**padded, use_cache=use_cache) for one in (packed, usual)))
+    with torch.no_grad():
+        for batch in (padded, by_positions, together):
+            found, expected = (one(**{"use_cache": False} | batch).logits for one in (packed, usual))
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        with pytest.raises(UserError, match="attention_mask of shape"):
+            packed(**together, attention_mask=torch.ones(1, 545))
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
@@ -243,6 +266,33 @@ def test_a_model_that_cannot_be_trained_exactly_is_refused(family: str, settings
 
     with pytest.raises(UserError, match=message):
         train_packed()
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+BY_LENGTH: dict[str, dict[str, Any]] = {
+    "Phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, "pad_token_id": 0},
+    "Llama": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        "max_position_embeddings": 128,
+    },
+}
+
+
+@pytest.mark.parametrize("family", BY_LENGTH)
+def test_documents_that_change_the_rotary_scaling_of_others_are_refused(tmp_path: Path, family: str):
+    scaled = model(family, **BY_LENGTH[family])
+    register_attention(scaled)
+    message = "a document has 300 tokens, and past 128 the model's rotary scaling, (longrope|dynamic), changes"
+    packed = FlatteningCollator()(DOCUMENTS)
+    with pytest.raises(UserError, match=message):
+        scaled(**packed)
+    with pytest.raises(UserError, match=message):
+        check_batch(scaled, packed)
+    assert check_batch(scaled, FlatteningCollator()(DOCUMENTS[1:])).gradient_error < 1e-7
+    if importlib.util.find_spec("accelerate"):
+        by_sdpa = model(family, **BY_LENGTH[family])
+        with pytest.raises(UserError, match=message):
+            balanced(transformers.Trainer, context_window=300)(by_sdpa, arguments(str(tmp_path)), None, DOCUMENTS)
 
 
 def test_documents_are_priced_for_the_model():
@@ -360,6 +410,32 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     assert len(rest) < len(seen)
 
 
+def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):
+    pytest.importorskip("accelerate")
+
+    def samples(**settings: Any) -> float:
+        trainer = balanced(transformers.Trainer, context_window=128)(
+            model(), arguments(str(tmp_path), **settings), None, DATA
+        )
+        values: Any = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+        return float(values[3])
+
+    assert samples() == 2 * len(DATA)
+    assert samples(num_train_epochs=3) == 3 * len(DATA)
+    sampler = PlannedBatchSampler(
+        LENGTHS,
+        context_window=128,
+        micro_batches=2,
+        epochs=None,
+        model=model_shape_of(model().config),
+        hardware="cpu",
+        seed=42,
+    )
+    assert samples(max_steps=7) == sum(
+        len([*plan.segments]) for plan, _ in zip(sampler.steps(), range(7), strict=False)
+    )
+
+
 def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
     pytest.importorskip("accelerate")
     few, none = [], []
@@ -472,6 +548,17 @@ def _train_on_a_rank(folder: str) -> list[tuple[torch.Tensor, list[int], int]]:
         balanced(transformers.Trainer, context_window=128)(
             model=model(), args=arguments(folder), train_dataset=DATA[dist.get_rank() :][:80]
         ).train()
+    for trainer_class in (ForgetsProcesses, RemembersProcesses):
+        trainer = balanced(trainer_class, context_window=128)(
+            model=model(), args=arguments(folder, max_steps=1), train_dataset=DATA
+        )
+        with (
+            pytest.raises(UserError, match=r"compute_loss divides by num_items_in_batch.* be 2 times too small")
+            if trainer_class is ForgetsProcesses
+            else nullcontext()
+        ):
+            trainer.train()
+        assert trainer.state.global_step == (trainer_class is RemembersProcesses)
     return [
         train(folder, planning=planning, label_smoothing_factor=smoothing, num_train_epochs=1)
         for planning, _, smoothing in PLANNINGS
@@ -496,6 +583,11 @@ def test_two_processes_train_as_one(two_processes: list[FoundByRank]):
         ({"use_cache": True}, {"use_cache": True}, "use_cache = True"),
         ({"train_sampling_strategy": "group_by_length"}, {}, 'train_sampling_strategy = "group_by_length"'),
         ({"ignore_data_skip": True}, {}, "ignore_data_skip = True"),
+        (
+            {"neftune_noise_alpha": 5.0},
+            {},
+            "neftune_noise_alpha = 5.0: NEFTune divides its noise by the root of a row's",
+        ),
         ({}, {"family": "Bloom", "attention": None}, "BloomForCausalLM does not say that it attends"),
         ({}, {"accepts_loss_kwargs": False}, "takes no num_items_in_batch"),
     ],
@@ -532,6 +624,57 @@ def test_masks_that_another_collator_would_pass_over_are_refused(
         )
 
 
+class Table(list[dict[str, Any]]):
+    """The part of ``datasets.Dataset`` that a Trainer uses which removes no columns."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(super().__getitem__(0))
+
+    def __getitem__(self, key: Any) -> Any:
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("length", ["tokens", "characters", "padded tokens"])
+def test_a_column_of_lengths_is_held_to_the_documents(tmp_path: Path, length: str, check: bool):
+    pytest.importorskip("accelerate")
+    factor, added = {"tokens": (1, 0), "characters": (4, 0), "padded tokens": (1, 1)}[length]
+    rows: Any = Table(
+        {"input_ids": [5] * tokens + [0] * added, "attention_mask": [1] * tokens + [0] * added}
+        | {"length": factor * tokens + added, "text": "as long as it is"}
+        for tokens in (20, 9, 31, 14)
+    )
+    installed = importlib.util.find_spec("datasets") is not None
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 1, "remove_unused_columns": installed}
+    rows = importlib.import_module("datasets").Dataset.from_list(rows) if installed else rows
+    trainer = balanced(transformers.Trainer, context_window=128, check=check)(
+        model(), arguments(str(tmp_path), **settings), None, rows
+    )
+    if length == "tokens":
+        trainer.train()
+    else:
+        with pytest.raises(UserError, match=r"a document has \d+ tokens, and \d+ by the data set's column length"):
+            trainer.train()
+    assert trainer.state.global_step == (length == "tokens")
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_collator_that_pads_documents_to_rows_is_refused(tmp_path: Path, check: bool):
+    pytest.importorskip("accelerate")
+
+    def padding(documents: Any) -> dict[str, Any]:
+        rows = [torch.tensor(document["input_ids"]) for document in documents]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
+
+    trainer = balanced(transformers.Trainer, context_window=128, check=check)(
+        model(), arguments(str(tmp_path)), padding, DATA
+    )
+    with pytest.raises(UserError, match=r"the data collator padding makes \d+ padded rows of documents"):
+        trainer.train()
+
+
 def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):
     pytest.importorskip("accelerate")
     given = arguments(str(tmp_path), num_train_epochs=3, max_steps=2)
@@ -542,11 +685,187 @@ def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):
     trainer.args.gradient_accumulation_steps = 4
     with pytest.raises(UserError, match="gradient_accumulation_steps was 2 when the steps were planned, and is 4"):
         trainer.train()
+    trainer.train_dataset = [*alone, alone[0]]
+    with pytest.raises(UserError, match="train_dataset is another one than the steps were planned by"):
+        trainer.train()
+
+
+class OwnModel(torch.nn.Module):
+    """A model without a configuration, which keeps documents apart by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(97, 16, dtype=torch.float64)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **batch: Any
+    ) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids[0])
+        heads = hidden[:, None]
+        hidden = hidden + segment_attention(heads, heads, heads, batch["cu_seq_lens_q"].diff().tolist())[:, 0]
+        scores = hidden @ self.embedding.weight.T
+        total = torch.nn.functional.cross_entropy(scores[:-1], labels[0, 1:], reduction="sum")
+        return {"loss": total / num_items_in_batch}
+
+
+def without_positions(documents: Any) -> dict[str, Any]:
+    batch = FlatteningCollator()(documents)
+    return {name: value for name, value in batch.items() if name != "position_ids"}
+
+
+@pytest.mark.parametrize("collator", [None, without_positions])
+def test_a_model_without_a_configuration_is_trained_with_a_shape_to_price_it_by(tmp_path: Path, collator: Any):
+    pytest.importorskip("accelerate")
+    trainer_class = balanced(transformers.Trainer, context_window=128, model="tiny")
+    trainer = trainer_class(OwnModel(), arguments(str(tmp_path), max_steps=2), collator, DATA)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    with pytest.raises(UserError, match=r"OwnModel has no config to price documents by; give balanced\(\.\.\., model="):
+        balanced(transformers.Trainer, context_window=128)(OwnModel(), arguments(str(tmp_path)), None, DATA)
+    with pytest.raises(UserError, match="OwnModel is no model of transformers"):
+        register_attention(OwnModel())
+
+
+def test_a_trainer_without_training_documents_evaluates(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    packed = model()
+    register_attention(packed)
+    trainer = balanced(transformers.Trainer, context_window=128)(
+        packed, arguments(str(tmp_path), per_device_eval_batch_size=90), eval_dataset=DATA
+    )
+    oracle, total = model(), 0.0
+    for document in DATA:
+        ids = torch.tensor([document["input_ids"]])
+        total += oracle(input_ids=ids, labels=ids, num_items_in_batch=1).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(total / sum(LENGTHS - 1), rel=1e-6)
+    with pytest.raises(UserError, match="there are no documents to train; give train_dataset"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer", "RewardTrainer"])
+def test_trainers_of_other_than_documents_are_refused(name: str):
+    if importlib.util.find_spec("trl"):
+        trainer_class = getattr(importlib.import_module("trl"), name)
+    else:
+        trainer_class = type(name, (transformers.Trainer,), {"__module__": f"trl.trainer.{name}"})
+    with pytest.raises(UserError, match=f"{name} learns from pairs, rewards or what it generates"):
+        balanced(trainer_class, context_window=128)
+
+
+def _documents() -> Any:
+    yield from DATA
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"train": DATA, "test": DATA}, "train_dataset is a dict of train, test, and not a sequence"),
+        ({"input_ids": [[1, 2, 3], [4, 5]]}, r"a dict of input_ids.* datasets\.Dataset\.from_dict"),
+        (_documents, "train_dataset is the function _documents; give what it returns"),
+        (_documents(), "a stream of documents has no lengths to plan by"),
+    ],
+)
+def test_a_trainer_refuses_what_holds_no_documents(tmp_path: Path, dataset: Any, message: str):
+    pytest.importorskip("accelerate")
+    with pytest.raises(UserError, match=message):
+        balanced(transformers.Trainer, context_window=128)(model(), arguments(str(tmp_path)), None, dataset)
+
+
+def test_a_trainer_refuses_classification_prompt_tuning_and_packing_by_others(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    trainer_class, args = balanced(transformers.Trainer, context_window=128), arguments(str(tmp_path))
+    torch.manual_seed(0)
+    classifier = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, pad_token_id=0))
+    labelled = [document | {"label": 1} for document in DATA]
+    with pytest.raises(UserError, match="LlamaForSequenceClassification does not learn the next token"):
+        trainer_class(classifier, args, None, labelled)
+    if importlib.util.find_spec("peft"):
+        peft = importlib.import_module("peft")
+        prompted = peft.get_peft_model(model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    else:
+        prompted = model()
+        prompted.peft_config = {"default": SimpleNamespace(is_prompt_learning=True)}
+    with pytest.raises(UserError, match="prompt and prefix tuning put their tokens before a row"):
+        trainer_class(prompted, args, None, DATA)
+    args.packing = True
+    with pytest.raises(UserError, match="SFTTrainer must leave packing to the sampler; set packing=False"):
+        trainer_class(model(), args, None, DATA)
 
 
 class Leaking(transformers.LlamaForCausalLM):
     def forward(self, *positional: Any, position_ids: Any = None, **arguments: Any) -> Any:
         return super().forward(*positional, **arguments)  # so that documents attend each other
+
+
+class Here(NamedTuple):
+    """Where a model lets documents attend each other: of the kind given, everywhere else it does not."""
+
+    long: bool = False
+    many: bool = False
+    training: bool = False
+
+
+class LeakingAtTimes(transformers.LlamaForCausalLM):
+    here = Here()
+
+    def forward(self, *positional: Any, position_ids: Any = None, **arguments: Any) -> Any:
+        lengths = arguments["cu_seq_lens_q"].diff().tolist()
+        leaks = Here(max(lengths) == max(LENGTHS), len(lengths) > 6, self.training)
+        if any(leaking and here for leaking, here in zip(leaks, self.here, strict=True)):
+            position_ids = None
+        return super().forward(*positional, position_ids=position_ids, **arguments)
+
+
+class LearnsFirst(FlatteningCollator):
+    def __call__(self, documents: Any) -> dict[str, Any]:
+        batch = super().__call__(documents)
+        return {**batch, "labels": batch["input_ids"].clone()}
+
+
+class ForgetsProcesses(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+        return model(**inputs, num_items_in_batch=num_items_in_batch).loss
+
+
+class RemembersProcesses(ForgetsProcesses):
+    def compute_loss(self, *positional: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+        loss = super().compute_loss(*positional, num_items_in_batch=num_items_in_batch, **more)
+        return loss if num_items_in_batch is None else loss * self.accelerator.num_processes
+
+
+@pytest.mark.parametrize("here", [Here(long=True), Here(many=True), Here(training=True), Here()], ids=str)
+def test_the_check_sees_long_documents_many_short_ones_and_training_mode(tmp_path: Path, here: Here):
+    pytest.importorskip("accelerate")
+    leaking = LeakingAtTimes(model().config).double()
+    leaking.here = here
+    trainer = balanced(transformers.Trainer, context_window=128)(
+        leaking, arguments(str(tmp_path), max_steps=1), None, DATA
+    )
+    if any(here):
+        with pytest.raises(UserError, match="packed documents train something else"):
+            trainer.train()
+    else:
+        trainer.train()
+    assert trainer.state.global_step == (not any(here))
+
+
+def test_the_check_sees_labels_as_the_collator_makes_them(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    trainer = balanced(transformers.Trainer, context_window=128)(model(), arguments(str(tmp_path)), LearnsFirst(), DATA)
+    with pytest.raises(UserError, match="packed documents train something else"):
+        trainer.train()
+
+
+def test_the_check_sees_dropout_that_our_attention_has_not(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    dropping = model(attention_dropout=0.1)
+    register_attention(dropping)
+    trainer = balanced(transformers.Trainer, context_window=128)(dropping, arguments(str(tmp_path)), None, DATA)
+    with pytest.raises(UserError, match=r"attention_dropout = 0.1 is not supported"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert dropping.config.attention_dropout == 0.1
 
 
 class AveragedLoss(transformers.Trainer):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import warnings
+from collections import UserDict
 from itertools import islice, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.training.distributed import run_ranks
 from wlb.attention import segment_attention
@@ -19,7 +25,8 @@ from wlb.documents.overlong import OverlongReport
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import BalanceMonitor, check_packing
-from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss, steps_of
+from wlb.integrations.document_fields import ids_and_labels
+from wlb.integrations.packed import FlatteningCollator, packed_batches, steps_of
 
 RANDOM = np.random.default_rng(0)
 DOCUMENTS = [RANDOM.integers(0, 97, length) for length in RANDOM.integers(2, 60, 80)]
@@ -130,6 +137,34 @@ def test_a_stream_gives_the_steps_of_the_same_documents_in_order(documents):
         head = contents(islice(begun, taken))
         state = json.loads(json.dumps(begun.state_dict()))
         assert head + contents(steps(iter(documents), state=state)) == expected
+
+
+class Arriving(IterableDataset[Any]):
+    """As ``datasets.IterableDataset`` is one, which inherits a ``__getitem__`` that raises."""
+
+    def __iter__(self) -> Any:
+        return iter(DOCUMENTS)
+
+
+def test_an_iterable_data_set_is_a_stream():
+    assert contents(packed_batches(Arriving(), **SIZES)) == contents(packed_batches(iter(DOCUMENTS), **SIZES))
+    datasets = pytest.importorskip("datasets")
+    arriving = datasets.Dataset.from_list(masked()).to_iterable_dataset()
+    expected = packed_batches(masked(), **SIZES, shuffle=False)
+    assert contents(packed_batches(arriving, **SIZES)) == contents(expected)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ({"train": masked(), "test": masked()}, "documents is a dict of train, test, and not a sequence"),
+        (UserDict({"input_ids": [[1, 2], [3]]}), r"a UserDict of input_ids.*datasets.Dataset.from_dict\(...\)"),
+        (masked, "documents is the function masked; give what it returns"),
+    ],
+)
+def test_what_holds_no_documents_is_refused(documents: Any, message: str):
+    with pytest.raises(UserError, match=message):
+        packed_batches(documents, **SIZES)
 
 
 def test_what_a_stream_cannot_do_is_refused():
@@ -339,6 +374,98 @@ def test_masked_labels_are_counted_over_all_ranks():
     )
 
 
+class Bigrams(torch.nn.Module):
+    """Scores of the next token by the one before, so that gradients need no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores = torch.nn.Parameter(torch.randn(97, 97, dtype=torch.float64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.scores[tokens]
+
+
+def _one_at_a_time(step: Any) -> torch.Tensor:
+    """The gradient of a step's documents: the sum over their labelled tokens, divided by their number."""
+    model, labelled = Bigrams(), 0
+    total = torch.zeros((), dtype=torch.float64)
+    for segment in step.plan.segments:
+        ids, labels = map(torch.from_numpy, ids_and_labels(mixed()[segment.document]))
+        total = total + F.cross_entropy(model(ids[:-1]), labels[1:], reduction="sum")
+        labelled += int((labels[1:] != -100).sum())
+    (gradient,) = torch.autograd.grad(total / labelled, model.scores)
+    return gradient
+
+
+def _gradient_errors() -> dict[str, float]:
+    """The largest of any step, by how processes share the work and what becomes of their gradients."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    layouts: dict[str, tuple[dict[str, Any], Any]] = {
+        "averaged": ({}, world),
+        "neighbours alike, averaged over all": ({"dp": 2, "rank": rank // 2}, world),
+        "strides alike, averaged over neighbours": ({"dp": 2, "rank": rank % 2}, halves[rank // 2]),
+        "a group, averaged over it": ({"group": halves[rank // 2]}, halves[rank // 2]),
+        "context parallelism": ({"cp": 2}, world),
+        "summed": ({}, None),
+    }
+    errors = {}
+    for name, (layout, averaged) in layouts.items():
+        model = Bigrams()
+        trained = DistributedDataParallel(model, process_group=averaged) if averaged else model
+        errors[name] = 0.0
+        for step in packed_batches(mixed(), **SIZES, **layout):
+            for batch in step.batches:
+                batch.loss(trained(batch.tokens), summed=not averaged).backward()
+            errors[name] = max(errors[name], _error(model, step, averaged))
+    return errors
+
+
+def _error(model: Bigrams, step: Any, averaged: Any) -> float:
+    gradient = model.scores.grad
+    assert gradient is not None
+    if not averaged:
+        dist.all_reduce(gradient)
+    model.scores.grad = None
+    return float((gradient - _one_at_a_time(step)).abs().max())
+
+
+def test_the_loss_of_a_micro_batch_is_right_however_processes_share_the_work():
+    for errors in run_ranks(4, _gradient_errors):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def _loader_errors(prepared: bool) -> list[float]:
+    """Of a loop that gives a model what ``steps_of`` yields, and knows nothing of the number of processes."""
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    planned = PlannedBatchSampler(LENGTHS, **SIZES, rank=None if prepared else dist.get_rank())
+    plans, model, loader = planned.steps(), Bigrams(), _loader(planned, mixed())
+    if prepared:
+        accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+        trained, loader = accelerator.prepare(model, loader)
+    else:
+        trained = DistributedDataParallel(model)
+    errors = []
+    for (step, _), plan in zip(steps_of(loader, planned), plans, strict=True):
+        for batch in step:
+            labels = torch.cat([batch["labels"][0, 1:], torch.tensor([-100])])
+            total = F.cross_entropy(trained(batch["input_ids"][0]), labels, reduction="sum")
+            (total / batch["num_items_in_batch"]).backward()
+        errors.append(_error(model, SimpleNamespace(plan=plan), averaged=True))
+    return errors
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_batches_of_a_loader_say_what_their_loss_is_divided_by(prepared: bool):
+    if prepared:
+        pytest.importorskip("accelerate")
+    for errors in run_ranks(2, _loader_errors, prepared):
+        assert len(errors) > 5
+        assert max(errors) < 1e-12
+
+
 def _loss_without_labels(cp: int) -> list[tuple[int, float, float, list[str]]]:
     """Of every step: labelled tokens, loss, largest gradient, and what was said."""
     nothing = [{"input_ids": ids, "loss_mask": [0] * len(ids)} for ids in DOCUMENTS[:8]]
@@ -349,7 +476,7 @@ def _loss_without_labels(cp: int) -> list[tuple[int, float, float, list[str]]]:
         for batch in step.batches:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                loss = packed_loss(weight[batch.tokens], batch.labels, step.loss_tokens, averaged_over=ranks)
+                loss = batch.loss(weight[batch.tokens])
                 loss.backward()
             assert weight.grad is not None
             largest = float(weight.grad.abs().max())
@@ -367,17 +494,6 @@ def test_a_step_without_labels_is_zero_and_reported_by_the_first_rank():
         for rank, steps in enumerate(of_ranks):
             assert steps
             assert all(step == (0, 0.0, 0.0, [] if rank else said) for step in steps)
-
-
-@pytest.mark.parametrize("kind", [int, torch.tensor])
-def test_the_loss_of_no_labels_is_zero_and_that_of_uncounted_ones_is_refused(kind: Any):
-    logits = torch.randn(3, 5, requires_grad=True)
-    with pytest.warns(UserWarning, match="no labelled token"):
-        packed_loss(logits, torch.full((3,), -100), kind(0)).backward()
-    assert logits.grad is not None
-    assert not logits.grad.any()
-    with pytest.raises(UserError, match="loss_tokens = 0 for a micro-batch with 2 labelled tokens"):
-        packed_loss(logits, torch.tensor([1, 2, -100]), kind(0))
 
 
 def test_documents_that_change_after_they_are_planned_are_refused():
@@ -443,7 +559,7 @@ def test_the_check_finds_documents_that_see_each_other(leaks: bool):
     model.embedding.weight.grad = before = torch.ones_like(model.embedding.weight)
 
     def loss(tokens: torch.Tensor, labels: torch.Tensor, lengths: Any) -> torch.Tensor:
-        return packed_loss(model(tokens, lengths), labels, 1)
+        return F.cross_entropy(model(tokens, lengths), labels, reduction="sum")
 
     def packed() -> torch.Tensor:
         return loss(batch.tokens, batch.labels, batch.segment_lengths)

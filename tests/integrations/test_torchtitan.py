@@ -18,17 +18,10 @@ import pytest
 pytest.importorskip("torchtitan.config.override", reason="needs torchtitan", exc_type=ImportError)
 
 import torch  # torchtitan decides whether this file runs
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torchtitan.distributed import context_parallel
 
-from tests.training.distributed import run_ranks
 from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
-from wlb.integrations.torch_context_parallel import MaskBlockBalancer
-from wlb.integrations.torchtitan import BalancedDataLoader, BaseDataLoader, balance, mask_blocks
+from wlb.integrations.torchtitan import BalancedDataLoader, BaseDataLoader, balance
 from wlb.training.data.batch import IGNORE_LABEL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,42 +136,6 @@ def test_what_cannot_be_trained_is_refused(store: str):
     state["planner"]["settings"]["documents"] = 7
     with pytest.raises(UserError, match="saved with documents = 7, this run has 300"):
         _loader(store).load_state_dict({"wlb": json.dumps(state)})
-
-
-def _shared_out(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's positions, and the blocks of keys that each block of them attends, by torchtitan's own sharding."""
-    mask_blocks(None)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with torch.compiler.set_stance("force_eager"):
-        (mine,), mask = context_parallel.cp_shard(mesh, (inputs,), _document_mask(), "ptrr")
-    return mine, mask.kv_num_blocks + mask.full_kv_num_blocks
-
-
-def _document_mask() -> BlockMask:
-    document = torch.repeat_interleave(torch.arange(3), torch.tensor([600, 296, 128]))
-
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (document[query] == document[key])
-
-    return create_block_mask(visible, 1, 1, 1024, 1024, device="cpu")
-
-
-def test_its_context_parallelism_divides_mask_blocks_by_our_balancer():
-    positions = torch.arange(1024)[None] if IN_ROWS else torch.arange(1024)
-    trained, blocks = zip(*run_ranks(2, _shared_out, positions), strict=True)
-    order = MaskBlockBalancer(_document_mask(), 2)._generate_indices()
-    assert torch.equal(torch.cat([mine.flatten() for mine in trained]), order[0])
-    assert sorted(int(of_rank.sum()) for of_rank in blocks) == [10, 11]  # 1, 2, 3, 4, 5, 2, 3 and 1
-
-
-@pytest.mark.skipif(not IN_ROWS, reason="main shards parameters for context parallelism as torch 2.13 cannot")
-def test_the_real_trainer_is_exact_with_context_parallelism_over_mask_blocks(store: str):
-    """Three steps of one process, and of two that share every micro-batch."""
-    alone, shared = (
-        _run(processes, "tests/integrations/torchtitan_context_parallel.py", store) for processes in (1, 2)
-    )
-    assert np.allclose(shared["losses"], alone["losses"], rtol=1e-5)  # float32
-    assert np.allclose(shared["gradient_norms"], alone["gradient_norms"], rtol=1e-4)
 
 
 def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store: str):

@@ -89,8 +89,8 @@ def check_packing(
         raise UserError(
             f"packed documents train something else than single ones: loss {packed_loss:.6g} and {single_loss:.6g}, "
             f"gradients {error:.1e} apart, over {tolerance:g}; look at the attention implementation "
-            "(register_attention), position_ids that restart, use_cache = False, dropout, and losses that are means "
-            "(a router's auxiliary loss is one)"
+            "(register_attention), position_ids that restart, labels of -100 for first tokens, use_cache = False, "
+            "dropout, and losses that are means (a router's auxiliary loss is one)"
         )
     return check
 

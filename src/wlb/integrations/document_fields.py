@@ -1,7 +1,7 @@
 """What is trained of a document: its token ids, and which of them are to be learnt.
 
 Documents are arrays of token ids, or dictionaries with ``input_ids`` as data sets have them. Every adapter reads them
-here, so the collator, ``packed_batches`` and ``LightningLoss`` learn the same tokens. Of a dictionary's other fields
+here, so the collator and ``packed_batches`` learn the same tokens. Of a dictionary's other fields
 
 - ``labels`` are as long as ``input_ids``, and -100 where a token is not to be learnt;
 - ``completion_mask``, ``loss_mask`` and ``assistant_masks`` have a 1 for each token to be learnt and a 0 for others;
@@ -29,15 +29,20 @@ from wlb.training.data.batch import IGNORE_LABEL
 Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 
 LOSS_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
-IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "length", *LOSS_MASKS)
 
 _REMEDY = "remove the column where the model does not need it, else train such data without wlb"
-_REMEDIES = dict.fromkeys(
-    IMAGE_FIELDS,
-    "pack images with wlb.integrations.huggingface.ImageCollator, as data collator of balanced(Trainer) or of a "
-    "DataLoader with PlannedBatchSampler (packed_batches takes text alone)",
-)
+
+
+def check_documents(documents: Any, name: str) -> None:
+    """Raise ``UserError`` for a dictionary or a function in place of a sequence or stream of documents."""
+    if isinstance(documents, Mapping):
+        raise UserError(
+            f"{name} is a {type(documents).__name__} of {', '.join(map(str, documents))}, and not a sequence of "
+            "documents; give one of its splits, or of its columns datasets.Dataset.from_dict(...)"
+        )
+    if callable(documents) and not hasattr(documents, "__iter__") and not hasattr(documents, "__getitem__"):
+        raise UserError(f"{name} is the function {getattr(documents, '__name__', documents)}; give what it returns")
 
 
 def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -57,11 +62,6 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
     kept = _without_padding(_flags(fields, "attention_mask", ids, name), name)
     if len(ids[kept]) == 0:
         raise UserError(f"{name} has no tokens; leave empty documents out")
-    if len(ids[kept]) < len(ids) and fields.get("length") == len(ids):
-        raise UserError(
-            f"{name} has length = {len(ids)}, which counts padding, and {len(ids[kept])} tokens without; leave the "
-            "column out, or pad nothing"
-        )
     positions = _as_long(fields, "position_ids", ids, name)
     if positions is not None and not np.array_equal(positions[kept], np.arange(len(ids[kept]))):
         raise UserError(
@@ -91,9 +91,7 @@ def _check_fields(fields: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name} has no input_ids, only {others or 'empty fields'}; tokenise it first")
     for field in fields:
         if field not in FIELDS and _may_be_input(fields[field]):
-            raise UserError(
-                f"{name} has {field}, which packed micro-batches would lose; {_REMEDIES.get(field, _REMEDY)}"
-            )
+            raise UserError(f"{name} has {field}, which packed micro-batches would lose; {_REMEDY}")
 
 
 def _may_be_input(value: Any) -> bool:

@@ -3,7 +3,7 @@
 Documents come from a token store, a sequence or a stream: arrays of token ids, or dictionaries whose fields
 ``wlb.integrations.document_fields`` reads. Whole documents lie one after another without padding; positions restart
 with each, and no document sees another. The loss of a step is the sum over its labelled tokens, divided by their number
-over all ranks (``packed_loss``): which micro-batch a document is in cannot change it.
+over all ranks (``PackedBatch.loss``): which micro-batch a document is in cannot change it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -19,15 +19,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.overlong import OverlongReport
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.batches.processes import Processes, digest, warn
+from wlb.integrations.batches.processes import Processes, check_accumulation, digest, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
-from wlb.integrations.document_fields import Document, chooses_labels, ids_and_labels, token_count
+from wlb.integrations.document_fields import Document, check_documents, chooses_labels, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate.job import SimulatedJob
@@ -43,14 +44,17 @@ class PackedBatch:
 
     ``tokens``, ``labels`` and ``position_ids`` are int64 of shape (tokens,). A label is the token to predict there,
     that is the next one of the document, or -100. ``segment_lengths`` and ``cu_seqlens`` (int32, of shape
-    (documents + 1,)) are of the whole micro-batch, in packed order. Under context parallelism ``shard_plan`` says which
-    of its tokens these are, and is what ``wlb.attention.context_parallel_attention`` wants; otherwise it is None.
+    (documents + 1,)) are of the whole micro-batch, in packed order. ``loss_tokens`` are the labelled tokens of the step
+    over all ``ranks`` (dp x cp). Under context parallelism ``shard_plan`` says which of the micro-batch's tokens these
+    are, and is what ``wlb.attention.context_parallel_attention`` wants; otherwise it is None.
     """
 
     tokens: Tensor
     labels: Tensor
     position_ids: Tensor
     segment_lengths: tuple[int, ...]
+    loss_tokens: int
+    ranks: int
     shard_plan: ShardPlan | None = None
 
     @property
@@ -61,13 +65,33 @@ class PackedBatch:
     def max_seqlen(self) -> int:
         return max(self.segment_lengths)
 
+    def loss(self, logits: Tensor, *, summed: bool = False) -> Tensor:
+        """This micro-batch's share of the step's loss, whose gradients are to be accumulated over the step.
+
+        Args:
+            logits: (tokens, vocabulary).
+            summed: Whether the loop sums gradients over ranks. By default they are averaged, as DDP and FSDP do, and
+                the loss is multiplied by ``ranks``. That is right as well where several processes train the same
+                micro-batches and are averaged with the others, as those of a tensor-parallel group may be.
+
+        Returns:
+            A scalar in float32, or float64 where logits are. In a step without labelled tokens it is zero, as are its
+            gradients, and a warning says so.
+        """
+        if self.loss_tokens == 0:
+            warn_of_no_labels()
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = F.cross_entropy(exact, self.labels, ignore_index=IGNORE_LABEL, reduction="sum")
+        return total * (1 if summed else self.ranks) / max(self.loss_tokens, 1)
+
     def hf_kwargs(self) -> dict[str, Any]:
         """Keywords of a Hugging Face causal LM: ``model(**batch.hf_kwargs()).logits[0]`` is (tokens, vocabulary).
 
         ``input_ids`` and ``position_ids`` have shape (1, tokens); ``cu_seq_lens_q`` and the like say where documents
         end, and ``shard_plan`` which tokens these are. There is no mask. There are no labels either, from which a model
-        would take the mean of its micro-batch: give logits and ``labels`` to ``packed_loss``. The model needs
-        ``wlb.integrations.huggingface.register_attention``, or flash_attention_2 where there is no ``shard_plan``.
+        would take the mean of its micro-batch: give the logits to ``loss``. The model needs
+        ``wlb.integrations.huggingface.register_attention``; where there is no ``shard_plan`` flash_attention_2 does as
+        well, but refuses nothing: ``check_batch`` says whether the model is exact.
         """
         rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
         shared = {} if self.shard_plan is None else {"shard_plan": self.shard_plan}
@@ -89,6 +113,9 @@ class PackedStep:
     batches: tuple[PackedBatch, ...]
     loss_tokens: int
     plan: StepPlan
+
+    def to(self, device: torch.device | str) -> PackedStep:
+        return replace(self, batches=tuple(batch.to(device) for batch in self.batches))
 
 
 def packed_batches(
@@ -138,6 +165,12 @@ def packed_batches(
     return steps
 
 
+def _is_stream(documents: Any) -> TypeGuard[Iterable[Document]]:
+    """Whether ``documents`` are read once, in order. Iterable data sets inherit a ``__getitem__`` that only raises."""
+    is_sequence = hasattr(documents, "__len__") and hasattr(documents, "__getitem__")
+    return isinstance(documents, IterableDataset) or not (is_sequence or isinstance(documents, TokenStore))
+
+
 class PackedSteps(Iterator[PackedStep]):
     """What ``packed_batches`` returns: the steps of one process, and the state to go on after the last of them."""
 
@@ -155,7 +188,8 @@ class PackedSteps(Iterator[PackedStep]):
         self._processes, self._epochs = processes, epochs
         self._rank = processes.own_rank()
         self._stream: ArrivingDocuments[Document] | None = None
-        if not hasattr(documents, "__getitem__") and not isinstance(documents, TokenStore):
+        check_documents(documents, "documents")
+        if _is_stream(documents):
             if epochs != 1:
                 raise UserError(
                     f"a stream is one epoch, and epochs = {epochs}; leave epochs out, or repeat documents in it"
@@ -177,6 +211,7 @@ class PackedSteps(Iterator[PackedStep]):
 
     def __next__(self) -> PackedStep:
         if self._begin is not None:
+            check_accumulation()
             self._processes.agree(self._steps.settings | self._begin, self._rank)
             self._begin = None
         plan = next(self._steps, None)
@@ -186,7 +221,7 @@ class PackedSteps(Iterator[PackedStep]):
         loss_tokens = self._loss_tokens(plan, whole)
         if plan is None:
             raise StopIteration
-        step = PackedStep(tuple(map(self._share, whole)), loss_tokens, plan)
+        step = PackedStep(tuple(self._share(batch, loss_tokens) for batch in whole), loss_tokens, plan)
         if self._stream is not None:
             self._stream.trained(plan.segments)
         return step
@@ -224,14 +259,15 @@ class PackedSteps(Iterator[PackedStep]):
         source = self._source
         return make_batch(micro_batch, source) if isinstance(source, TokenStore) else source.batch(micro_batch)
 
-    def _share(self, batch: TokenBatch) -> PackedBatch:
+    def _share(self, batch: TokenBatch, loss_tokens: int) -> PackedBatch:
+        of_step = (loss_tokens, self._processes.ranks)
         if self.job.layout.cp == 1:
-            return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths)
+            return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths, *of_step)
         plan = make_shard_plan(
             batch.segment_lengths, self.job.layout.cp, self._sharding, workload=self.job.sharding_workload
         )
         mine = shard_batch(batch, plan, self._cp_rank)
-        return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, plan)
+        return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, *of_step, plan)
 
     def _loss_tokens(self, plan: StepPlan | None, batches: Sequence[TokenBatch]) -> int:
         """Labelled tokens of the step on all processes. Those of a stream compare on the way what came of it."""
@@ -332,43 +368,9 @@ class _Arrays:
         """None: what is not to be learnt says so by its label."""
 
 
-def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int | Tensor, averaged_over: int = 1) -> Tensor:
-    """This micro-batch's share of the step's loss, whose gradients are to be accumulated over the step.
-
-    Args:
-        logits: (tokens, vocabulary).
-        labels: (tokens,), the token to predict at each position or -100, as ``PackedBatch.labels``.
-        loss_tokens: Labelled tokens of the whole step, over all ranks and micro-batches.
-        averaged_over: Ranks over which gradients are averaged afterwards, as DDP and FSDP average them over all
-            processes (dp x cp): the loss is multiplied by it, so that they are summed instead. 1 where they are summed.
-
-    Returns:
-        A scalar in float32, or float64 where logits are. Of a step without labelled tokens it is zero, as are its
-        gradients, and a warning says so.
-
-    Raises:
-        UserError: There are labels here, and none in the whole step.
-    """
-    if _known_to_be_zero(loss_tokens):
-        if labelled := int((labels != IGNORE_LABEL).sum()):
-            raise UserError(
-                f"loss_tokens = 0 for a micro-batch with {labelled} labelled tokens; count those of the whole step"
-            )
-        warn_of_no_labels()
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(exact, labels, ignore_index=IGNORE_LABEL, reduction="sum")
-    divisor = loss_tokens.clamp(min=1) if isinstance(loss_tokens, Tensor) else max(loss_tokens, 1)
-    return total * averaged_over / divisor
-
-
 def warn_of_no_labels() -> None:
     """Warn of a step that teaches nothing."""
     warn("a step has no labelled token, so its loss and gradients are zero; look at its labels and masks")
-
-
-def _known_to_be_zero(count: int | Tensor) -> bool:
-    """Whether ``count`` is zero, without waiting for a device."""
-    return not (isinstance(count, Tensor) and count.device.type != "cpu") and int(count) == 0
 
 
 class FlatteningCollator:
@@ -384,10 +386,6 @@ class FlatteningCollator:
     - ``use_cache`` = False, as a cache makes other attention functions than ours forget where documents end;
     - no attention mask.
     """
-
-    def token_count(self, document: Document, name: str) -> int:
-        """Tokens of ``document`` without padding. Raises ``UserError`` for fields that would be lost."""
-        return token_count(document, name)
 
     def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
         if not documents:
@@ -424,6 +422,11 @@ def steps_of(
 ) -> Iterator[tuple[list[Mapping[str, Any]], int]]:
     """One pass over ``loader`` by optimizer steps: this process's micro-batches, and the labelled tokens of all ranks.
 
+    A micro-batch has ``num_items_in_batch``, too, by which Hugging Face models divide the sum over its tokens: the
+    step's labelled tokens over the number of ranks, as DDP and FSDP average gradients over them. Where a loop sums
+    gradients instead, the labelled tokens themselves are right. A step without any counts as one of a single token, so
+    that loss and gradients are zero, and a warning says so.
+
     Args:
         loader: Reads the micro-batches of ``sampler``, collated by ``FlatteningCollator``; any ``DataLoader``, with
             workers, prepared by Accelerate, or a ``StatefulDataLoader`` that goes on after whole steps.
@@ -448,4 +451,7 @@ def steps_of(
         if processes.ranks > 1:  # of which cp train the same micro-batches
             labelled = summed_over_ranks(labelled, processes.group) * layout.dp
             labelled //= dist.get_world_size(processes.group)
-        yield step, labelled
+        if not labelled:
+            warn_of_no_labels()
+        items = max(labelled, 1) / processes.ranks
+        yield [{**batch, "num_items_in_batch": items} for batch in step], labelled

@@ -32,7 +32,6 @@ from wlb.documents.store.shards import open_store
 from wlb.errors import UserError
 from wlb.integrations.batches import ItemsOfSteps, WholeSteps, balanced_job
 from wlb.integrations.batches.processes import Processes, digest
-from wlb.integrations.torch_context_parallel import MaskBlockBalancer
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import IGNORE_LABEL, make_batch
 
@@ -40,8 +39,6 @@ _VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"
 
 try:
     from torchtitan.config.override import derive, override
-    from torchtitan.distributed.context_parallel import api as context_parallel
-    from torchtitan.models.common.attention import FlexAttention
 
     try:
         from torchtitan.components.dataloader import BaseDataLoader  # 0.3.0
@@ -160,19 +157,8 @@ def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoade
     return balanced
 
 
-def mask_blocks(config: FlexAttention.Config) -> FlexAttention.Config:
-    """``--parallelism.context_parallel_load_balancer ptrr`` divides masks by ``MaskBlockBalancer``; for any loader."""
-    if not hasattr(context_parallel, "_PTRRLoadBalancer"):
-        raise UserError("this torchtitan has no load balancer ptrr to improve on; leave the override mask_blocks out")
-    context_parallel._PTRRLoadBalancer = MaskBlockBalancer
-    return config
-
-
 override(
     target=BaseDataLoader.Config,
     fqns=["dataloader"],  # not the validator's
     description="micro-batches that take all ranks equally long (wlb)",
 )(balance)
-override(target=FlexAttention.Config, description="mask blocks divided evenly among context-parallel ranks (wlb)")(
-    mask_blocks
-)

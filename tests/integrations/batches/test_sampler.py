@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
+from wlb.integrations.packed import packed_batches
+from wlb.workload.phases import DocumentPhases
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1.2, 300).astype(int).clip(8, 1024)
 
@@ -55,7 +58,14 @@ def test_ranks_together_are_all_processes_in_turn():
 
 def test_accelerate_deals_them_back_unchanged():
     data_loader = pytest.importorskip("accelerate.data_loader")
-    shards = [list(data_loader.BatchSamplerShard(sampler(dp=3), 3, rank)) for rank in range(3)]
+    planned = sampler(dp=3)
+    with pytest.raises(UserError, match=r"read it by steps_of\(loader, sampler\)"):
+        list(data_loader.BatchSamplerShard(planned, 3, 0))
+    planned.follow()  # as steps_of does
+    shards = []
+    for rank in range(3):
+        planned.set_epoch(0)
+        shards.append(list(data_loader.BatchSamplerShard(planned, 3, rank)))
     assert shards == [list(sampler(dp=3, rank=rank)) for rank in range(3)]
     with pytest.raises(UserError, match="rank = 1 among its processes once more, so most would not be trained"):
         list(data_loader.BatchSamplerShard(sampler(dp=3, rank=1), 3, 1))
@@ -92,6 +102,47 @@ def test_states_at_the_end_begin_no_new_epoch():
     fresh = sampler()
     fresh.load_state_dict(planned.state_dict())
     assert list(fresh) == []
+
+
+def test_another_data_set_than_the_lengths_are_of_is_refused():
+    documents = [{"input_ids": [7] * length, "attention_mask": [1] * length} for length in LENGTHS]
+
+    def read(dataset: list[Any]) -> int:
+        return sum(DataLoader(dataset, batch_sampler=sampler(rank=0, dp=1), collate_fn=len))  # type: ignore[arg-type]
+
+    assert read(documents) == read([{"text": "as yet without token ids"}] * 300) == 300
+    others: list[tuple[list[Any], str]] = [
+        ([*documents, documents[0]], "data set has 301 documents and the sampler lengths of 300"),
+        (
+            documents[1:] + documents[:1],
+            r"document 0 of the loader's data set has \d+ tokens, and \d+ by the sampler's",
+        ),
+        ([document["input_ids"] for document in documents[::-1]], "in the order of this data set"),
+    ]
+    for dataset, message in others:
+        with pytest.raises(UserError, match=message):
+            read(dataset)
+
+
+def test_gradients_that_accelerate_accumulates_are_refused():
+    accelerate = pytest.importorskip("accelerate")
+    documents = [[7] * length for length in LENGTHS]
+
+    def steps(accumulated: int) -> int:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+        try:
+            loader: Any = DataLoader(documents, batch_sampler=sampler(dp=1), collate_fn=len)  # type: ignore[arg-type]
+            steps = packed_batches(documents, context_window=1024, micro_batches=2, model="tiny")
+            if accumulated > 1:
+                with pytest.raises(UserError, match=r"once for each step of .* packed_batches\(\.\.\.\)"):
+                    next(steps)
+            return len(list(accelerator.prepare(loader)))
+        finally:
+            accelerator.gradient_accumulation_steps = 1
+
+    assert steps(1) == len(sampler(dp=1))
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps=2\) divides every loss by 2"):
+        steps(2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -217,3 +268,17 @@ def test_elastic_chooses_its_pools_and_says_where_none_share():
     with pytest.warns(UserWarning, match="preset 'elastic' lets none share a micro-batch") as warned:
         assert sampler([50] * 300, preset="elastic").job.layout.cp == 1
     assert warned[0].filename == __file__
+
+
+def test_processes_and_states_with_other_phases_are_told_apart():
+    lengths = [30, 20, 10, 40] * 4
+    settings: Any = {"context_window": 64, "dp": 1}
+    ones = DocumentPhases({"encoder": np.ones(16)})
+    assert sorted(chain(*sampler(lengths, **settings, phases=ones))) == [*range(16)]
+    batches = iter(sampler(lengths, **settings, phases=ones))
+    next(batches)
+    other = sampler(lengths, **settings, phases=DocumentPhases({"encoder": 2 * np.ones(16)}))
+    with pytest.raises(UserError, match="inside a step with phases = "):
+        other.load_state_dict(batches.state_dict())
+    with pytest.raises(UserError, match="phases are of 3 documents, and there are 16"):
+        list(sampler(lengths, **settings, phases=DocumentPhases({"encoder": [1, 2, 3]})))

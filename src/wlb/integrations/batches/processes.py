@@ -98,6 +98,17 @@ def data_parallel_ranks(processes: int, cp: int) -> int:
     return processes // cp
 
 
+def check_accumulation() -> None:
+    """Raise ``UserError`` where Accelerate divides losses and counts batches to the next optimizer step by itself."""
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None and (steps := accelerate.GradientState().num_steps) > 1:
+        raise UserError(
+            f"Accelerator(gradient_accumulation_steps={steps}) divides every loss by {steps} and steps after every "
+            f"{steps} batches, and planned steps differ in how many they have; leave it out, and step the optimizer "
+            "once for each step of steps_of(loader, sampler) or packed_batches(...)"
+        )
+
+
 def _check_same(plans: list[dict[str, Any]]) -> None:
     differences = []
     for name in {name: None for plan in plans for name in plan}:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.integrations.batches.processes import Processes, digest
-from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job, checked_lengths
+from wlb.integrations.batches.processes import Processes, check_accumulation, digest
+from wlb.integrations.batches.steps import ItemsOfSteps, Lengths, WholeSteps, balanced_job, checked_lengths
 from wlb.packing.plan import StepPlan
 from wlb.simulate.job import SimulatedJob
 from wlb.workload.base import DocumentPrices
+
+_COMPARED = 16  # documents of a loader's data set whose lengths are compared with those planned by
 
 
 class PlannedBatchSampler:
@@ -48,7 +49,8 @@ class PlannedBatchSampler:
     Raises:
         UserError: A document is empty or over the context window, or settings that no job could have; from ``iter``, on
             every process, where they would train different plans, or some rank's micro-batches not at all, as where
-            Accelerate prepares the loader of one ``rank``.
+            Accelerate prepares the loader of one ``rank``; and where a loader reads another data set than ``lengths``
+            are of, or Accelerate accumulates gradients.
     """
 
     # What PyTorch, Accelerate and Lightning ask of a batch sampler whose batches differ in size.
@@ -85,11 +87,7 @@ class PlannedBatchSampler:
 
     def __iter__(self) -> PlannedBatches:
         """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs."""
-        if self._rank is not None and _dealt_again(sys._getframe(1)):
-            raise UserError(
-                f"Accelerate deals the micro-batches of rank = {self._rank} among its processes once more, so most "
-                "would not be trained; leave rank out, or do not prepare the loader"
-            )
+        self._check_reader(sys._getframe(1).f_locals.get("self"))
         if self._state is None and self._batches is not None and self._batches.finished:
             self._pass = self._batches.number + 1
         self._batches = self._begun(self._state)
@@ -148,6 +146,11 @@ class PlannedBatchSampler:
         return self._followed
 
     @property
+    def lengths(self) -> Lengths:
+        """Tokens of every document."""
+        return self._lengths
+
+    @property
     def processes(self) -> Processes:
         """Those that train together."""
         return self._group
@@ -163,6 +166,44 @@ class PlannedBatchSampler:
         With ``state``, those that begin after it.
         """
         return self._begun(state).steps
+
+    def _check_reader(self, reader: Any) -> None:
+        """Raise ``UserError`` where ``reader``, whose method calls ``iter``, would train something else than planned.
+
+        Nothing but the caller tells of the loader, and of what ``accelerator.prepare`` puts around a batch sampler.
+        """
+        dealt = type(reader).__name__ == "BatchSamplerShard"
+        if dealt and self._rank is not None and reader.num_processes > 1:
+            raise UserError(
+                f"Accelerate deals the micro-batches of rank = {self._rank} among its processes once more, so most "
+                "would not be trained; leave rank out, or do not prepare the loader"
+            )
+        dataset = getattr(reader, "_dataset", None)  # of the iterator of a DataLoader
+        if dealt or dataset is not None:
+            check_accumulation()
+        if dealt and self._followed is None:
+            raise UserError(
+                "nothing compares the documents that Accelerate's loader reads with those planned; read it by "
+                "steps_of(loader, sampler), which also says where steps end"
+            )
+        if dataset is not None and hasattr(dataset, "__len__"):
+            self._check_dataset(dataset)
+
+    def _check_dataset(self, dataset: Any) -> None:
+        """Compare the number of documents and the lengths of some with those planned by."""
+        documents = len(self._lengths)
+        if len(dataset) != documents:
+            raise UserError(
+                f"the loader's data set has {len(dataset)} documents and the sampler lengths of {documents}; give the "
+                "sampler the lengths of this data set"
+            )
+        for index in np.unique(np.linspace(0, documents - 1, _COMPARED).astype(int)).tolist():
+            tokens = _tokens(dataset[index])
+            if tokens not in (None, self._lengths[index]):
+                raise UserError(
+                    f"document {index} of the loader's data set has {tokens} tokens, and {self._lengths[index]} by the "
+                    "sampler's lengths; give it lengths in tokens, without padding, in the order of this data set"
+                )
 
     def _begun(self, state: Mapping[str, Any] | None) -> PlannedBatches:
         batches = PlannedBatches(self._steps, self._pass, self._processes(), self._epochs)
@@ -180,10 +221,14 @@ class PlannedBatchSampler:
         return ranks if self._rank is None else [ranks[self._rank]]
 
 
-def _dealt_again(caller: FrameType) -> bool:
-    """Whether ``iter`` is called by what ``accelerator.prepare`` puts around a batch sampler: nothing else tells."""
-    shard = caller.f_locals.get("self")
-    return type(shard).__name__ == "BatchSamplerShard" and getattr(shard, "num_processes", 1) > 1
+def _tokens(document: Any) -> int | None:
+    """Tokens without padding where ``document`` has token ids; None for what a collator is yet to make them of."""
+    fields = document if isinstance(document, Mapping) else {"input_ids": document}
+    if fields.get("attention_mask") is not None:
+        return int(np.count_nonzero(fields["attention_mask"]))
+    ids: Any = fields.get("input_ids")
+    is_list = isinstance(ids, list) and all(isinstance(token, int) for token in ids[:1])
+    return len(ids) if is_list or getattr(ids, "ndim", None) == 1 else None
 
 
 class PlannedBatches(ItemsOfSteps[list[int]]):

@@ -12,11 +12,9 @@ context-parallel group share every micro-batch by a ``ShardPlan``. Trainer's own
 from wlb.integrations.huggingface.attention import register_attention
 from wlb.integrations.huggingface.check import check_batch
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
-from wlb.integrations.huggingface.images import ImageCollator
 from wlb.integrations.huggingface.trainer import balanced, model_shape_of
 
 __all__ = [
-    "ImageCollator",
     "balanced",
     "check_batch",
     "context_parallel_group",

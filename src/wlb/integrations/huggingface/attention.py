@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -37,18 +37,25 @@ def register_attention(
     ``shard_plan`` one rank's share of them (``context_parallel_share``), which the ranks of ``group`` attend together;
     None is the default group. It is exact, as fast as what it runs on (``wlb.attention``), and its memory does not grow
     with the square of the tokens. Sliding windows are attended as such. Encoders of images or audio keep their own.
+    Without gradients the model also takes batches that are not packed, as in generation, and attends them by ``sdpa``.
 
     Raises ``UserError`` for a model whose ``config.use_cache`` is on, that does not attend through ``transformers``'
     AttentionInterface, or that has layers other than attention. The attention raises it for what would silently train
     something else: an attention mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout, a
-    document longer than the chunks of chunked attention, attention that is not causal, and any number or tensor that
-    the model gives to its attention and that is not known here (softcap, sinks, a position bias).
+    document longer than the chunks of chunked attention or than rotary scaling by length allows (``check_rotary``),
+    attention that is not causal, and any number or tensor that the model gives to its attention and that is not known
+    here (softcap, sinks, a position bias).
     """
     transformers = require("transformers", "hf")
     transformers.AttentionInterface.register(name, PackedAttention(group))
     transformers.AttentionMaskInterface.register(name, _mask)
     if model is None:
         return
+    if not hasattr(model, "set_attn_implementation"):
+        raise UserError(
+            f"{type(model).__name__} is no model of transformers, whose attention could be chosen; let it attend by "
+            "wlb.attention.segment_attention"
+        )
     check_model(model)
     attend_with(model, name)
 
@@ -69,6 +76,12 @@ def check_model(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         return
+    adapters = (getattr(model, "peft_config", None) or {}).values()
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
+        raise UserError(
+            "prompt and prefix tuning put their tokens before a row, and all documents of a micro-batch but the first "
+            "would miss them; train LoRA, or this adapter without packing"
+        )
     if getattr(config, "use_cache", False):
         raise UserError(
             "model.config.use_cache = True makes transformers leave out the mask between packed documents, so they "
@@ -91,6 +104,31 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def check_rotary(config: Any, lengths: Sequence[int]) -> None:
+    """Raise ``UserError`` where a document of ``lengths`` changes the rotary frequencies of others in its micro-batch.
+
+    transformers scales by the highest position of a row: longrope takes other factors past the length of pretraining,
+    and dynamic scaling grows with it. A row without such documents is exact.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for of_layers in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):
+        kind = str(of_layers.get("rope_type", of_layers.get("type")))
+        if kind == "longrope":
+            usual = getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+            limit = of_layers.get("original_max_position_embeddings") or usual
+        elif "dynamic" in kind:
+            limit = text.max_position_embeddings
+        else:
+            continue
+        if max(lengths) > limit:
+            raise UserError(
+                f"a document has {max(lengths)} tokens, and past {limit} the model's rotary scaling, {kind}, changes "
+                "that of all documents in its micro-batch; give shorter documents, or a model whose scaling does not "
+                "depend on their length (llama3, yarn, linear)"
+            )
+
+
 def is_packed_attention(model: nn.Module) -> bool:
     """Whether ``model`` attends with what ``register_attention`` registered, under whichever name."""
     interface = require("transformers", "hf").AttentionInterface()
@@ -98,11 +136,19 @@ def is_packed_attention(model: nn.Module) -> bool:
     return name in interface and isinstance(interface[name], PackedAttention)
 
 
-@dataclass(frozen=True)
-class _Local:
-    """In place of the mask of layers whose tokens attend the ``size`` tokens up to their own, or in their chunk."""
+class _Mask:
+    """In place of the mask of a kind of layers, which packed micro-batches do not need.
 
-    size: int
+    In layers of sliding or chunked attention tokens attend the ``size`` tokens up to their own, or in their chunk; in
+    others it is None. ``refusal`` is why a packed micro-batch with such a mask is not supported.
+    """
+
+    def __init__(self, size: int | None, refusal: str | None, make: Callable[[], Tensor | None]) -> None:
+        self.size, self.refusal, self._make = size, refusal, make
+
+    @cached_property
+    def of_sdpa(self) -> Tensor | None:
+        return self._make()
 
 
 class PackedAttention:
@@ -119,14 +165,23 @@ class PackedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | _Local | None,
+        attention_mask: Tensor | _Mask | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
-        _refuse(module, query, key, attention_mask, dropout, arguments)
         plan = arguments.get("shard_plan")
+        if plan is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
+            _refuse_unknown(arguments)
+            mask = attention_mask.of_sdpa if isinstance(attention_mask, _Mask) else attention_mask
+            by_sdpa = require("transformers", "hf").AttentionInterface()["sdpa"]
+            attended: tuple[Tensor, None] = by_sdpa(
+                module, query, key, value, mask, scaling=scaling, dropout=dropout, **arguments
+            )
+            return attended
+        _refuse(module, query, key, attention_mask, dropout, arguments)
         lengths = self._segment_lengths(arguments) if plan is None else plan.segment_lengths
+        check_rotary(getattr(module, "config", None), lengths)
         window = _window(attention_mask, arguments.get("sliding_window"), lengths)
         wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
         if not math.isclose(wanted, query.shape[-1] ** -0.5, rel_tol=1e-6):
@@ -151,21 +206,36 @@ class PackedAttention:
 
 def _mask(
     *positional: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **arguments: Any
-) -> _Local | None:
-    """In place of the mask that ``transformers`` would make: none is needed, and none may be given."""
+) -> _Mask | None:
+    """In place of the mask that ``transformers`` would make; raises ``UserError`` where training would need one."""
+    refusal = None
     if attention_mask is not None:
-        raise UserError(
-            f"an attention_mask of shape {tuple(attention_mask.shape)} was given; packed micro-batches have none: use "
-            "FlatteningCollator, which leaves it out"
-        )
-    if "allow_is_bidirectional_skip" in arguments or arguments.get("use_vmap"):  # what transformers gives for these
-        raise UserError("attention that is not causal, or has a mask of the model's own, is not supported")
-    return None if local_size is None else _Local(local_size)
+        refusal = _refused_mask(attention_mask)
+    elif "allow_is_bidirectional_skip" in arguments or arguments.get("use_vmap"):  # what transformers gives for these
+        refusal = "attention that is not causal, or has a mask of the model's own, is not supported"
+    if torch.is_grad_enabled():
+        if refusal:
+            raise UserError(refusal)
+        if local_size is None:
+            return None
+    make = require("transformers", "hf").AttentionMaskInterface()["sdpa"]
+    return _Mask(
+        local_size,
+        refusal,
+        partial(make, *positional, attention_mask=attention_mask, local_size=local_size, **arguments),
+    )
 
 
-def _window(mask: Tensor | _Local | None, window: int | None, lengths: Sequence[int]) -> int | None:
+def _refused_mask(mask: Tensor) -> str:
+    return (
+        f"an attention_mask of shape {tuple(mask.shape)} was given; packed micro-batches have none: use "
+        "FlatteningCollator, which leaves it out"
+    )
+
+
+def _window(mask: Tensor | _Mask | None, window: int | None, lengths: Sequence[int]) -> int | None:
     """The sliding window to attend with, None where every document fits into it."""
-    local = mask.size if isinstance(mask, _Local) else None
+    local = mask.size if isinstance(mask, _Mask) else None
     sizes = [size for size in (local, window) if size is not None]
     if max(lengths) <= min(sizes, default=max(lengths)):
         return None
@@ -181,13 +251,15 @@ def _refuse(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    mask: Tensor | _Local | None,
+    mask: Tensor | _Mask | None,
     dropout: float,
     arguments: Mapping[str, Any],
 ) -> None:
     """Raise ``UserError`` for what this attention would not compute."""
     if isinstance(mask, Tensor):
-        _mask(attention_mask=mask)
+        raise UserError(_refused_mask(mask))
+    if mask is not None and mask.refusal:
+        raise UserError(mask.refusal)
     if query.shape[0] != 1:
         raise UserError(
             f"a batch of {query.shape[0]} rows, query (b, heads, s, head_dim) = {tuple(query.shape)}, is not packed; "
@@ -205,9 +277,14 @@ def _refuse(
         )
     if dropout:
         raise UserError(f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0")
+    _refuse_unknown(arguments)
+    if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UserError("attention that is not causal is not supported; use another attention implementation")
+
+
+def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for what the model gives to its attention and neither this one nor sdpa would look at."""
     for name, value in arguments.items():
         if name not in _HARMLESS and isinstance(value, Tensor | int | float) and not isinstance(value, bool):
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"= {value}"
             raise UserError(f"{name} {shown} is not supported; use flash_attention_2 for this model")
-    if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UserError("attention that is not causal is not supported; use another attention implementation")

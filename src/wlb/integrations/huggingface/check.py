@@ -1,4 +1,4 @@
-"""Whether packing changes what a model trains: one micro-batch against its documents one at a time.
+"""Whether packing changes what a model trains: micro-batches against their documents one at a time.
 
 The documents alone go through the model's own attention (``sdpa``) where it otherwise attends with ours, so that the
 check also finds what our attention would leave out.
@@ -6,58 +6,67 @@ check also finds what our attention would leave out.
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
-from wlb.integrations.huggingface.attention import attend_with, is_packed_attention
+from wlb.integrations.huggingface.attention import attend_with, check_rotary, is_packed_attention
 from wlb.integrations.packed import extents_of
 from wlb.training.data.batch import IGNORE_LABEL
 
-_DOCUMENTS = 4  # of the micro-batch that a Trainer checks
-_STEPS = 8  # among whose micro-batches one of several documents is looked for
-_TOKENS = 8192  # over which a document is not among them, if there are others: sdpa masks windows with a square matrix
+Inputs = Mapping[str, Any]
+
+_BESIDE = 3  # short documents in a micro-batch with the longest one
+_SHORT = 8  # documents of a micro-batch of short ones
+_TOKENS = 8192  # of a document at most where its own attention makes a mask of its tokens squared
+_CHANCE = ("drop", "jitter", "noise")  # in the names of what makes training mode random
 _SCALE = 1024.0  # of the loss under float16, so that its gradients do not underflow
 
 
-def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
+def check_batch(model: nn.Module, batch: Inputs) -> PackingCheck:
     """``check_packing`` of one collated micro-batch of a model that is not wrapped yet (by DDP, FSDP, ...).
 
-    Dropout is off meanwhile. Raises ``UserError`` where packing the micro-batch changes loss or gradients.
+    The model is in training mode, without dropout. Raises ``UserError`` where packing the micro-batch changes loss or
+    gradients.
     """
 
-    if "pixel_values" in batch:
-        raise UserError(
-            "check_batch cannot take images out of a batch; give check_packing each document collated alone"
-        )
-
-    def loss_of(inputs: Mapping[str, Any]) -> Tensor:
-        loss: Tensor = model(**inputs, num_items_in_batch=1).loss  # the sum over labelled tokens
+    def loss_of(inputs: Inputs) -> Tensor:
+        loss: Tensor = model(**{**inputs, "num_items_in_batch": 1}).loss  # the sum over labelled tokens
         return loss
 
-    with _undisturbed(model):
+    check_rotary(getattr(model, "config", None), batch["cu_seq_lens_q"].diff().tolist())
+    with _undisturbed(model), _without_chance(model):
         singles = _by_own_attention(model, (partial(loss_of, one) for one in _singles(batch)))
         return check_packing(model, partial(loss_of, batch), singles)
 
 
 def check_trainer(
-    trainer: Any, sampler: PlannedBatchSampler, dataset: Any, share: Callable[[dict[str, Any]], dict[str, Any]] | None
-) -> PackingCheck | None:
-    """``check_packing`` of a few documents of the first planned micro-batch that has several, in a Trainer's own terms.
+    trainer: Any,
+    sampler: PlannedBatchSampler,
+    collated: Callable[[Sequence[int]], Inputs],
+    share: Callable[[Inputs], Inputs] | None,
+) -> None:
+    """``check_packing`` of micro-batches in a Trainer's own terms: its collator, loss, training mode and wrapped model.
 
-    The model is the wrapped one, the loss the Trainer's. All processes train the same documents, so that they call the
-    same collectives and refuse together; with ``share`` each its share of them, and then all of each document alone.
-    All tokens are learnt, as a mask could hide what documents see. None, with a warning, where a backward pass is more
-    than that: under DeepSpeed, and with an optimizer that steps in it.
+    One has the longest document and a few short ones, one many short ones. Labels are those that the collator makes;
+    where it masks some, the short documents are compared once more with all tokens learnt, as a mask could hide what
+    documents see. Dropout is off, but for one pass forward in which the model may refuse it.
+
+    All processes train the same documents, so that they call the same collectives and refuse together; with ``share``
+    each its share of them, and then all of each document alone. Nothing is compared, with a warning, where a backward
+    pass is more than that: under DeepSpeed, and with an optimizer that steps in it.
     """
     wrapped = trainer.model_wrapped
     model = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
@@ -67,46 +76,103 @@ def check_trainer(
             "backward pass; run check_batch",
             stacklevel=2,
         )
-        return None
-    documents = [dataset[id_ % len(dataset)] for id_ in _checked_documents(sampler)]
-
-    def loss_of(inputs: Mapping[str, Any], weight: float = 1.0) -> Tensor:
-        with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(wrapped, trainer._prepare_inputs(inputs), num_items_in_batch=count)
-        return loss * (weight * scale)
-
+        return
     scale = _SCALE if trainer.accelerator.mixed_precision == "fp16" else 1.0
     whole = 1 / sampler.job.layout.cp  # each document alone is trained by all ranks that share the packed ones
-    alone = (partial(loss_of, _learning_all(trainer.data_collator([document])), whole) for document in documents)
-    with _undisturbed(model):
-        packed = _learning_all(trainer.data_collator(documents))
-        packed = packed if share is None else share(packed)
-        _, count = trainer.get_batch_samples(iter([packed]), 1, trainer.args.device)
-        trainer.current_gradient_accumulation_steps = 1  # some losses look; the Trainer sets it in every step
-        singles = _by_own_attention(model, alone)
-        tolerance = _tolerance(trainer, model)
-        check = check_packing(wrapped, partial(loss_of, packed), singles, tolerance=tolerance, sharded=True)
-    if hasattr(trainer, "_metrics"):
-        trainer._metrics["eval"].clear()  # TRL's, of a model that is not in training mode
-    return check
+    trainer.current_gradient_accumulation_steps = 1  # some losses look; the Trainer sets it in every step
+
+    def loss_of(inputs: Inputs, items: Any, weight: float = 1.0) -> Tensor:
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(wrapped, trainer._prepare_inputs(inputs), num_items_in_batch=items)
+        return loss * (weight * scale)
+
+    def items_of(inputs: Inputs) -> Any:
+        return trainer.get_batch_samples(iter([inputs]), 1, trainer.args.device)[1]
+
+    def shared(batch: Inputs) -> Inputs:
+        return batch if share is None else share(batch)
+
+    def compare(documents: Sequence[int], labelled: Callable[[Inputs], Inputs]) -> None:
+        packed = shared(labelled(collated(documents)))
+        items = items_of(packed)
+        alone = (partial(loss_of, labelled(collated([document])), items, whole) for document in documents)
+        with _without_chance(model):
+            singles = _by_own_attention(model, alone)
+            tolerance = _tolerance(trainer, model)
+            check_packing(wrapped, partial(loss_of, packed, items), singles, tolerance=tolerance, sharded=True)
+
+    longest, short = _checked_documents(sampler, model)
+    with _undisturbed(model), _without_metrics(trainer):
+        as_made = collated(short)
+        learning = _learning_all(as_made)
+        with torch.no_grad():  # with dropout, which the attention may refuse
+            packed = shared(learning)
+            loss_of(packed, items_of(packed))
+        for documents in (longest, short):
+            if _has_labels(collated(documents)):
+                compare(documents, lambda batch: batch)
+        if learning is not as_made and not torch.equal(learning["labels"], as_made["labels"]):
+            compare(short, _learning_all)
+        if trainer.args.world_size > 1:
+            alone = _learning_all(collated(short[-1:]))
+            with torch.no_grad(), _without_chance(model):
+                _check_processes(trainer, lambda items: float(loss_of(alone, items)), items_of(alone))
 
 
-def _checked_documents(sampler: PlannedBatchSampler) -> list[int]:
-    """Of the first micro-batch that has several, if one of a few steps has: its longest document and shortest ones."""
-    micro_batches = [batch for plan in islice(sampler.steps(), _STEPS) for rank in plan.ranks for batch in rank]
-    chosen = next((batch for batch in micro_batches if len(batch.segments) > 1), micro_batches[0])
-    by_length = sorted(chosen.segments, key=lambda segment: segment.length)
-    short = [segment for segment in by_length if segment.length <= _TOKENS]
-    candidates = short if len(short) > 1 else by_length
-    taken = [candidates[-1], *candidates[: min(_DOCUMENTS, len(candidates)) - 1]]
-    return [segment.document for segment in taken]
+def _check_processes(trainer: Any, loss: Callable[[Any], float], items: Any) -> None:
+    """Raise ``UserError`` where ``loss`` of one document on all processes is a mean over them only without ``items``.
+
+    Gradients are averaged over processes, so a loss over the step's tokens is to be multiplied by their number.
+    """
+    try:
+        mean = loss(None)
+    except TypeError:
+        return  # it divides by the items, and has no other loss
+    processes, tolerance = trainer.args.world_size, _tolerance(trainer, trainer.model)
+    if mean and math.isclose(loss(items) * processes, mean, rel_tol=max(1e-4, tolerance)):
+        raise UserError(
+            f"compute_loss divides by num_items_in_batch, which counts the tokens of {processes} processes, and "
+            f"gradients are averaged over them: they would be {processes} times too small; multiply the loss by "
+            "self.accelerator.num_processes"
+        )
 
 
-def _learning_all(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """``batch`` with every token for a label but the first of each document."""
-    positions = batch["position_ids"]
-    first = positions if positions.ndim == 2 else positions[0]  # those of models with images have further rows
-    return {**batch, "labels": batch["input_ids"].masked_fill(first == 0, IGNORE_LABEL)}
+def _checked_documents(sampler: PlannedBatchSampler, model: nn.Module) -> tuple[list[int], list[int]]:
+    """The longest document with a few of the shortest, and more of these; of those that teach a token, if some do.
+
+    The longest is one that fits into the memory of a single rank.
+    """
+    order = np.argsort(sampler.lengths, kind="stable")
+    tokens = sampler.lengths[order]
+    most = sampler.job.longest_micro_batch // sampler.job.layout.cp
+    most = min(most, _TOKENS) if _masks_are_squares(model) else most
+    for enough in ((tokens > 1) & (tokens <= most), tokens <= most):
+        if enough.any():
+            order = order[enough]
+            break
+    chosen = order.tolist()
+    return [chosen[-1], *chosen[: min(_BESIDE, len(chosen) - 1)]], chosen[:_SHORT]
+
+
+def _masks_are_squares(model: Any) -> bool:
+    """Whether transformers' own attention makes a mask of tokens x tokens for a document alone."""
+    if not is_packed_attention(model):
+        return False  # it attends packed documents in the same way
+    text = model.config.get_text_config()
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return any(windows) or not model._supports_sdpa
+
+
+def _has_labels(batch: Inputs) -> bool:
+    return "labels" not in batch or bool((batch["labels"][:, 1:] != IGNORE_LABEL).any())
+
+
+def _learning_all(batch: Inputs) -> Inputs:
+    """``batch`` with every token learnt, but for first ones of documents, which are as the collator has them."""
+    if "labels" not in batch or "position_ids" not in batch:
+        return batch
+    kept = (batch["labels"] != IGNORE_LABEL) | (batch["position_ids"] == 0)
+    return {**batch, "labels": batch["labels"].where(kept, batch["input_ids"])}
 
 
 def _steps_in_backward(model: nn.Module) -> bool:
@@ -123,36 +189,55 @@ def _tolerance(trainer: Any, model: nn.Module) -> float:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and with modes, buffers, attention and random numbers as before afterwards.
-
-    Checkpointing stays on: it works in training mode only, so such modules keep that mode, and have no dropout.
-    """
+    """In training mode, and with modes, buffers, attention and random numbers as before afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    model.eval()
-    checkpointing = [module for module, _ in modes if getattr(module, "gradient_checkpointing", False)]
-    dropouts: list[tuple[nn.Module, str, float]] = []
-    for module in checkpointing:
-        module.training = True
-        named = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
-        dropouts += [(module, name, getattr(module, name)) for name in named]
-    for module, name, _ in dropouts:
-        setattr(module, name, 0.0)
+    model.train()
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         for module, mode in modes:
             module.training = mode
-        for module, name, probability in dropouts:
-            setattr(module, name, probability)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         if attention is not None and attention != model.config._attn_implementation:  # type: ignore[union-attr]
             attend_with(model, attention)
+
+
+@contextmanager
+def _without_chance(model: nn.Module) -> Iterator[None]:
+    """With probabilities of dropout and the like at zero: those of layers, modules and configurations."""
+    holders = {id(part): part for module in model.modules() for part in (module, getattr(module, "config", None))}
+    found = [
+        (holder, name, value)
+        for holder in holders.values()
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if isinstance(value, float) and (any(word in name for word in _CHANCE) or _is_dropout(holder, name))
+    ]
+    for holder, name, _ in found:
+        setattr(holder, name, 0.0)
+    try:
+        yield
+    finally:
+        for holder, name, value in found:
+            setattr(holder, name, value)
+
+
+def _is_dropout(holder: Any, name: str) -> bool:
+    return name == "p" and "Drop" in type(holder).__name__
+
+
+@contextmanager
+def _without_metrics(trainer: Any) -> Iterator[None]:
+    """With TRL's metrics of training as before afterwards."""
+    kept = {name: vars(trainer)[name] for name in ("_metrics", "_total_train_tokens") if name in vars(trainer)}
+    before = copy.deepcopy(kept)
+    yield
+    vars(trainer).update(before)
 
 
 def _by_own_attention(model: Any, losses: Iterable[Callable[[], Tensor]]) -> Iterator[Callable[[], Tensor]]:
@@ -166,7 +251,7 @@ def _by_own_attention(model: Any, losses: Iterable[Callable[[], Tensor]]) -> Ite
         attend_with(model, name)
 
 
-def _singles(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _singles(batch: Inputs) -> Iterator[dict[str, Any]]:
     """The documents of ``batch``, each as a micro-batch of its own."""
     for start, stop in pairwise(batch["cu_seq_lens_q"].tolist()):
         own = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids", "labels")}

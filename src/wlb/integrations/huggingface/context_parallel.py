@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from wlb.errors import UserError
 from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import IGNORE_LABEL
@@ -40,8 +39,6 @@ def context_parallel_share(
     itself (label smoothing, ``compute_loss_func``) is right, too. ``cu_seq_lens_q`` stays that of the whole
     micro-batch; other tensors of shape (1, tokens) are shared like the tokens.
     """
-    if "pixel_values" in batch:
-        raise UserError("images are not shared among context-parallel ranks; train documents with images with cp = 1")
     lengths = batch["cu_seq_lens_q"].diff().tolist()
     plan = make_shard_plan(lengths, cp, sharding, workload=workload)
     positions = torch.from_numpy(plan.positions(rank))

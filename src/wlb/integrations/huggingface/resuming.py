@@ -41,8 +41,11 @@ class TrainedBatches:
         self._state = sampler.state_dict() if state is None else dict(state)
         self._states = {steps: self._state}  # after as many steps
         wanted = sampler.job.micro_batches_per_rank
-        planned = islice(self.plans(), None if self._stop is None else _PLANNED)
-        self._counts = [len(plan.ranks[0]) for plan in planned]
+        self._counts, self._documents = [], 0
+        for plan in islice(self.plans(), None if self._stop is None else _PLANNED):
+            self._counts.append(len(plan.ranks[0]))
+            self._documents += sum(len(micro_batch.segments) for micro_batch in plan.micro_batches)
+        self._steps = -(-sum(self._counts) // wanted)  # of the Trainer
         for count in self._counts if self._stop is not None else self._counts[:-1]:
             self._check_step(count)
         if self._stop is not None:
@@ -67,6 +70,10 @@ class TrainedBatches:
                 if number == of_step:
                     self._states[step] = batches.state_dict()
                 yield batch
+
+    def documents(self, steps: int) -> float:
+        """How many are trained in ``steps`` of the Trainer, those planned here being like all; once for each epoch."""
+        return self._documents * steps / max(1, self._steps)
 
     def agree(self) -> None:
         """Compare on all processes what they are about to train; a collective call. Raises ``UserError`` on all."""

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -21,15 +21,17 @@ from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.integrations.checks import BalanceMonitor
 from wlb.integrations.document_fields import FIELDS, token_count
-from wlb.integrations.huggingface.attention import check_model, register_attention
+from wlb.integrations.huggingface.attention import check_model, check_rotary, register_attention
 from wlb.integrations.huggingface.check import check_trainer
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
+from wlb.integrations.huggingface.refusals import check_arguments, check_settings, check_trainer_class, name_of
 from wlb.integrations.huggingface.resuming import STATE, TrainedBatches, trained_state
 from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
 from wlb.training.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
 from wlb.workload.model_json import FAMILIES, dense, language_model
 
+_TRAINED_SAMPLES, _ALL_STEPS = 3, 6  # in what Trainer.set_initial_training_values returns
 _PLANNED = ("gradient_accumulation_steps", "max_steps", "num_train_epochs")  # arguments that the steps depend on
 
 
@@ -51,18 +53,23 @@ def balanced(
         cp: Neighbouring processes that share every micro-batch, with the attention of ``register_attention``.
         sharding: The strategy by which they do.
         monitor: Measure every step: ``trainer.balance_monitor`` is a ``BalanceMonitor`` then.
-        check: Train a few documents packed and one at a time before the first step, also after resuming, and refuse
-            where losses or gradients differ. It costs up to two micro-batches and no memory; what is trained afterwards
-            is the same to the bit. All processes check the same documents on the wrapped model (DDP, FSDP), with
-            dropout off and without masks, by the Trainer's own loss and the data collator, which is called for them.
-            Under DeepSpeed, and with an optimizer that steps in the backward pass, it is left out, with a warning.
+        check: Train the longest document with a few short ones, and more short ones, packed and one at a time before
+            the first step, also after resuming, and refuse where losses or gradients differ, or where a loss forgets
+            the number of processes. It takes the time of a few micro-batches and no memory; what is trained afterwards
+            is the same to the bit. All processes check the same documents on the wrapped model (DDP, FSDP) in training
+            mode without dropout, by the Trainer's own loss and the labels of the data collator, which is called for
+            them. Under DeepSpeed, and with an optimizer that steps in the backward pass, it is left out, with a
+            warning.
         settings: Further keywords of ``wlb.integrations.batches.balanced_job``: hardware, preset ("elastic" pools all
             processes anew, so leave ``cp`` out), pool, workload, seed, options of the packer. ``model`` is the
             trained one.
 
+    Without ``train_dataset`` it only evaluates. A model without a ``config`` needs ``model`` among the settings.
+
     All epochs are one stream, so for Trainer they are one epoch: ``state.epoch`` goes from 0 to 1. Gradient
     accumulation is the number of micro-batches. Epochs are repeated up to ``max_steps`` where that is given. Lengths
-    come from the column ``length`` (tokens without padding), else from ``attention_mask`` or ``input_ids``.
+    come from the column ``length`` (tokens without padding; compared as documents are read), else from
+    ``attention_mask`` or ``input_ids``.
 
     The state of the sampler is in a checkpoint's ``trainer_state.json``. Resuming goes on with the documents that come
     next, also with another gradient accumulation, number of processes, ``cp``, window or preset; ``train`` raises
@@ -70,18 +77,25 @@ def balanced(
 
     The constructor raises ``UserError`` for what would silently train something else:
 
-    - ``use_cache``, and layers that carry a state from one document into the next;
+    - ``use_cache``, layers that carry a state from one document into the next, and documents by which rotary scaling
+      changes for others (longrope, dynamic);
     - a model whose loss takes no ``num_items_in_batch``, and ``average_tokens_across_devices = False``. The check finds
-      other losses that are means: a router's auxiliary loss (``output_router_logits``; ``router_aux_loss_coef`` of
-      ``SFTTrainer``), and ``label_smoothing_factor`` before transformers 5.15;
+      a ``compute_loss`` that forgets the number of processes, and other losses that are means: a router's auxiliary
+      loss (``output_router_logits``; ``router_aux_loss_coef`` of ``SFTTrainer``), and ``label_smoothing_factor`` before
+      transformers 5.15;
+    - NEFTune, whose noise would shrink with the micro-batch;
     - tensor, context or sequence parallelism of the Trainer, and several devices in one process (``DataParallel``);
     - ``split_batches``, ``dispatch_batches``, ``ignore_data_skip``, and a ``train_sampling_strategy``, as the sampler
       is ours;
-    - a data set without lengths, and masks or padding that the data collator would pass over;
-    - ``packing=True`` or ``padding_free=False`` of ``SFTTrainer``;
+    - a data set without lengths, masks or padding that the data collator would pass over, and one that pads documents
+      to rows;
+    - ``packing=True`` or ``padding_free=False`` of ``SFTTrainer``, and TRL's other trainers;
+    - a model that does not learn the next token of its documents (classification), and prompt or prefix tuning;
     - a fraction of an epoch without ``max_steps``, and, with several epochs, the strategy "epoch" of saving, evaluating
       or logging.
     """
+
+    check_trainer_class(trainer_class)
 
     class Balanced(_BalancedTrainer, trainer_class):
         _wlb_planning = {"context_window": context_window, "cp": cp, **settings}  # noqa: RUF012  # never changed
@@ -103,14 +117,18 @@ class _BalancedTrainer:
 
     def __init__(self, *positional: Any, **arguments: Any) -> None:
         arguments = inspect.signature(super().__init__).bind_partial(*positional).arguments | arguments
+        check_arguments(arguments)
         if arguments.get("data_collator") is None and not hasattr(arguments.get("args"), "padding_free"):
             arguments["data_collator"] = FlatteningCollator()
         super().__init__(**arguments)
         trainer: Any = self
         trainer.args = copy.copy(trainer.args)  # it is changed below, and may be used for another Trainer
         check_model(trainer.model)
-        for reason in _refusals(trainer):
-            raise UserError(reason)
+        self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
+        self._wlb_documents = trainer.train_dataset
+        if trainer.train_dataset is None:
+            return  # it evaluates
+        check_settings(trainer)
         whole = max(1, math.ceil(trainer.args.num_train_epochs))
         self._wlb_epochs = None if trainer.args.max_steps > 0 else whole  # those of the stream; max_steps ends it
         trainer.args.num_train_epochs = 1
@@ -129,11 +147,14 @@ class _BalancedTrainer:
             self._wlb_share = partial(
                 context_parallel_share, cp=job.layout.cp, rank=rank, sharding=strategy, workload=prices
             )
-        self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As Trainer's, on the documents that come next in the checkpoint. Raises ``UserError`` where none can."""
-        args = cast(Any, self).args
+        args, documents = cast(Any, self).args, cast(Any, self).train_dataset
+        if documents is None:
+            raise UserError("there are no documents to train; give train_dataset")
+        if documents is not self._wlb_documents:
+            raise UserError("train_dataset is another one than the steps were planned by; make another Trainer")
         for name, planned in self._wlb_planned.items():
             if (now := getattr(args, name)) != planned:
                 raise UserError(f"{name} was {planned} when the steps were planned, and is {now}; make another Trainer")
@@ -154,7 +175,7 @@ class _BalancedTrainer:
         loader = DataLoader(
             self._wlb_dataset(),
             batch_sampler=self._wlb_batches,
-            collate_fn=_Collation(trainer.data_collator, self._wlb_share),
+            collate_fn=_Collation(trainer, self._wlb_share),
             num_workers=workers,
             pin_memory=trainer.args.dataloader_pin_memory,
             persistent_workers=trainer.args.dataloader_persistent_workers,
@@ -162,12 +183,23 @@ class _BalancedTrainer:
         )
         return trainer.accelerator.prepare(loader)
 
+    def _wlb_collated(self, indices: Sequence[int]) -> Any:
+        """The documents at ``indices`` as one micro-batch."""
+        dataset, collation = self._wlb_dataset(), _Collation(self, None)
+        return collation([dataset[index] for index in indices])
+
     def _wlb_dataset(self) -> Any:
         trainer: Any = self
         dataset = trainer.train_dataset
         if hasattr(dataset, "column_names"):
             dataset = trainer._remove_unused_columns(dataset, description="training")
         return dataset
+
+    def set_initial_training_values(self, *positional: Any, **arguments: Any) -> Any:
+        """As Trainer's, with the documents of all epochs for its metric of samples in a second."""
+        values = [*super().set_initial_training_values(*positional, **arguments)]  # type: ignore[misc]
+        values[_TRAINED_SAMPLES] = self._wlb_batches.documents(values[_ALL_STEPS])
+        return tuple(values)
 
     def training_step(self, *positional: Any, **arguments: Any) -> Any:
         with self.balance_monitor.computing() if self.balance_monitor else nullcontext():
@@ -191,10 +223,19 @@ class _BalancedTrainer:
     def _wlb_sampler(self, trainer: Any) -> PlannedBatchSampler:
         dp = data_parallel_ranks(trainer.args.world_size, self._wlb_planning["cp"])
         device = trainer.args.device.type
-        usual = {"model": model_shape_of(trainer.model.config), "seed": trainer.args.seed}
-        usual["hardware"] = "cpu" if device == "cpu" else "h100"
+        lengths = _lengths_of(trainer.train_dataset, trainer.data_collator)
+        config = getattr(trainer.model, "config", None)
+        check_rotary(config, lengths)
+        usual = {"seed": trainer.args.seed, "hardware": "cpu" if device == "cpu" else "h100"}
+        if "model" not in self._wlb_planning:
+            if config is None:
+                raise UserError(
+                    f"{type(trainer.model).__name__} has no config to price documents by; give balanced(..., "
+                    "model=wlb.workload.ModelShape(...)), or the name of a model near it in size"
+                )
+            usual["model"] = model_shape_of(config)
         return PlannedBatchSampler(
-            _lengths_of(trainer.train_dataset, trainer.data_collator),
+            lengths,
             micro_batches=trainer.args.gradient_accumulation_steps,
             dp=dp,
             epochs=self._wlb_epochs,
@@ -203,100 +244,47 @@ class _BalancedTrainer:
 
 
 class _Collation:
-    """A collator, and then this rank's share of what it made."""
+    """The collator of a Trainer, held to what was planned, and then this rank's share of what it made."""
 
-    def __init__(self, collate: Callable[[Any], Any], share: Callable[[Any], Any] | None) -> None:
-        self._collate, self._share = collate, share
+    def __init__(self, trainer: Any, share: Callable[[Any], Any] | None) -> None:
+        self._collate, self._share = trainer.data_collator, share
+        self._by_column = _lengths_in_column(trainer.train_dataset, trainer.data_collator)
 
     def __call__(self, documents: Any) -> Any:
+        for document in documents if self._by_column else ():
+            tokens = token_count(document)
+            if tokens != document.get("length", tokens):
+                raise UserError(
+                    f"a document has {tokens} tokens, and {document['length']} by the data set's column length, by "
+                    "which micro-batches are planned; give it tokens without padding, or remove the column"
+                )
         batch = self._collate(documents)
+        rows = len(batch["input_ids"]) if "input_ids" in batch else 1
+        if rows > 1:
+            raise UserError(
+                f"{name_of(self._collate)} makes {rows} padded rows of documents that were planned as one; give "
+                "data_collator=FlatteningCollator(), or another that packs them into one row"
+            )
         return batch if self._share is None else self._share(batch)
 
 
-def _refusals(trainer: Any) -> Iterator[str]:
-    """Why micro-batches as planned would not be trained exactly: losses that are averaged, cuts, masks not read."""
-    args = trainer.args
-    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-        yield (
-            f"the loss of {type(trainer.model).__name__} takes no num_items_in_batch, so each micro-batch would be "
-            "averaged and documents of long ones would count less; give its forward **kwargs that reach its loss, or "
-            "the Trainer a compute_loss_func that divides by num_items_in_batch"
-        )
-    if args.n_gpu > 1:
-        yield (
-            f"one process has {args.n_gpu} devices, among which torch.nn.DataParallel would cut packed micro-batches; "
-            "start a process for each: torchrun --nproc-per-node ..."
-        )
-    for kind in ("tp", "cp", "sp"):
-        if (size := getattr(trainer, f"get_{kind}_size", lambda: 1)()) > 1:
-            yield (
-                f"{kind} = {size} processes of the Trainer would share documents, and the sampler gives each its own; "
-                "use data parallelism alone, or balanced(..., cp=...) for context parallelism"
-            )
-    strategy = "group_by_length" if getattr(args, "group_by_length", False) else None
-    strategy = str(getattr(args, "train_sampling_strategy", None) or strategy or "random")
-    if not strategy.endswith("random"):
-        yield f'train_sampling_strategy = "{strategy}" has no effect, as documents are planned; leave it out'
-    yield from _masks_not_read(trainer.data_collator, trainer.train_dataset)
-    if not getattr(args, "average_tokens_across_devices", True) and args.world_size > 1:
-        yield (
-            "average_tokens_across_devices = False divides each rank's loss by its own tokens, so documents of long "
-            "micro-batches would count less; set it to True"
-        )
-    if getattr(args, "packing", False) or not getattr(args, "padding_free", True):
-        yield "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
-    if args.ignore_data_skip:
-        yield (
-            "ignore_data_skip = True would count steps of documents that were not trained; set it to False: resuming "
-            "reads no batch again"
-        )
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(getattr(args, "accelerator_config", None), name, None):
-            yield f"accelerator_config.{name} = True cuts planned micro-batches; set it to False"
-    yield from _cut_epochs(args)
-
-
-def _masks_not_read(collator: Any, dataset: Any) -> Iterator[str]:
-    """Padding and masks in the data set that a collator other than ours would pass over."""
-    if isinstance(collator, FlatteningCollator) or not hasattr(dataset, "__len__") or not len(dataset):
-        return
-    named = f"the data collator {getattr(collator, '__name__', type(collator).__name__)}"
-    remedy = "give data_collator=FlatteningCollator() or a subclass of it"
-    columns = getattr(dataset, "column_names", None) or dataset[0]
-    if "loss_mask" in columns:
-        yield f"{named} is not known to read loss_mask, so masked tokens might be learnt; {remedy}"
-    if "attention_mask" in columns:
-        whole = hasattr(dataset, "column_names")
-        masks = dataset["attention_mask"] if whole else (document["attention_mask"] for document in dataset)
-        if not all(map(all, masks)):
-            yield f"{named} is not known to cut off padding, which would be learnt as text; {remedy}"
-
-
-def _cut_epochs(args: Any) -> Iterator[str]:
-    epochs = args.num_train_epochs
-    if epochs != int(epochs) and args.max_steps <= 0:
-        yield f"num_train_epochs = {epochs} ends inside an epoch; give a whole number, or max_steps"
-    for name in ("save_strategy", "eval_strategy", "logging_strategy"):
-        if getattr(args, name, None) == "epoch" and epochs > 1:
-            yield f'{name} = "epoch" has no meaning where {math.ceil(epochs)} epochs are one stream; use "steps"'
-
-
 def _lengths_of(dataset: Any, collator: Any) -> Sequence[int]:
-    """Tokens of every document, without padding: the column ``length``, or what ``attention_mask`` and ids say."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(
-            "a stream of documents has no lengths to plan by; load it as a data set with a length, or train on a token "
-            "store with packed_batches"
-        )
+    """Tokens of every document, without padding: the column ``length``, or what ``attention_mask`` and ids say.
+
+    The column spares reading all documents. It is taken where our collator reads them, which then compares it.
+    """
     columns = getattr(dataset, "column_names", None) or ()
-    if "length" in columns:
+    if _lengths_in_column(dataset, collator):
         return [int(length) for length in dataset["length"]]
     if "attention_mask" in columns:
         return [int(np.count_nonzero(mask)) for mask in dataset["attention_mask"]]
     if "input_ids" in columns:
         return [len(ids) for ids in dataset["input_ids"]]
-    count = collator.token_count if isinstance(collator, FlatteningCollator) else token_count
-    return [count(dataset[index], f"document {index}") for index in range(len(dataset))]
+    return [token_count(dataset[index], f"document {index}") for index in range(len(dataset))]
+
+
+def _lengths_in_column(dataset: Any, collator: Any) -> bool:
+    return isinstance(collator, FlatteningCollator) and "length" in (getattr(dataset, "column_names", None) or ())
 
 
 def _callback(trainer: Any) -> Any:
@@ -315,7 +303,7 @@ def _callback(trainer: Any) -> Any:
             state.stateful_callbacks.setdefault(STATE, {})
             self._step, self._plans = state.global_step, trainer._wlb_batches.plans()
             if trainer._wlb_checks:
-                check_trainer(trainer, trainer.train_sampler, trainer._wlb_dataset(), trainer._wlb_share)
+                check_trainer(trainer, trainer.train_sampler, trainer._wlb_collated, trainer._wlb_share)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
             self._step = state.global_step

@@ -1,1 +1,1 @@
-"""Megatron-Core and Megatron Bridge; each file imports what it needs of them."""
+"""Megatron-Core; each file imports what it needs of it."""
