@@ -19,7 +19,6 @@ from typing import Any
 
 from wlb.documents.mixture import stored_documents
 from wlb.documents.store.mixture import TrainedStore, document_lengths
-from wlb.documents.store.reader import SAMPLED
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
 from wlb.job.job import JobSpec
@@ -225,8 +224,6 @@ def check_identity(
     Raises ``UserError``, naming the first of them, unless there is none or ``allow_changes`` is set.
     """
     saved, current = state["identity"], data_identity(store, job)
-    if current[_STORE].startswith(SAMPLED) and not str(saved.get(_STORE)).startswith(SAMPLED):
-        current[_STORE] = store.whole_identity  # of an older version, which read the whole index
     changed = [name for name, value in current.items() if saved.get(name) != value]
     if changed and not allow_changes:
         name, *others = changed
