@@ -89,6 +89,31 @@ def test_without_restarts_a_killed_rank_ends_the_job_and_resuming_loses_nothing(
     assert len(trained) == len(set(trained))
 
 
+def test_a_store_that_is_overwritten_ends_the_job_and_is_in_no_checkpoint(folder):
+    """When the store is put back, the job goes on as if nothing had happened."""
+    config, tokens = endless(folder), (folder / "store.bin").read_bytes()
+    settings = ["--set", "training.lr_schedule=constant"]  # others depend on the number of steps
+    with started(config, *settings) as job:
+        wait_until(lambda: steps_written(folder) >= 7)
+        with (folder / "store.bin").open("r+b") as file:
+            file.write(bytes(len(tokens)))
+        _, err = job.communicate()
+    assert job.returncode == 2
+    (line,) = said(err)
+    assert line.startswith(f"wlb: error: {folder / 'store.bin'} changed while it was in use: it had ")
+    before = read_steps(folder)
+    (folder / "store.bin").write_bytes(tokens)
+    settings += ["--set", f"training.steps={len(before) + 3}"]
+    assert finished("-m", "wlb", "train", config, *settings).returncode == 0
+    for name in ("metrics", "checkpoint"):
+        settings += ["--set", f"{name}.dir={folder / 'uninterrupted' / name}"]
+    assert finished("-m", "wlb", "train", config, *settings).returncode == 0
+    continued, uninterrupted = read_steps(folder), read_steps(folder / "uninterrupted")
+    assert len(continued) == len(uninterrupted)
+    for rows in (before, continued):
+        assert [row["loss"] for row in rows] == [row["loss"] for row in uninterrupted[: len(rows)]]
+
+
 def test_ctrl_c_ends_the_job_at_once(folder):
     with started(endless(folder)) as process:
         wait_until(lambda: steps_written(folder) >= 7)

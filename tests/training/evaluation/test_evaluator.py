@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,22 @@ def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path
     stores = {"data": {"store": str(tmp_path / "ours")}, "evaluation": {"store": str(tmp_path / "theirs")}}
     with pytest.raises(UserError, match=r"another tokenizer than .*ours of \[data\]"):
         check_job(_job(folder, **stores), 1)
+
+
+def _train_on_held_out_documents_that_change(config: JobConfig, tokens: Path) -> None:
+    trainer = trainer_of(config)
+    written = tokens.stat()
+    os.utime(tokens, ns=(written.st_atime_ns, written.st_mtime_ns + 1))
+    with pytest.raises(UserError, match=r"held_out\.bin changed while it was in use: it had .*, now it has .*"):
+        trainer.run()
+
+
+def test_held_out_documents_that_change_are_not_scored(folder: Path, tmp_path: Path) -> None:
+    write_held_out(tmp_path / "held_out")
+    metrics = {"dir": str(tmp_path / "metrics")}
+    config = _job(folder, evaluation={"store": str(tmp_path / "held_out"), "every": 1}, metrics=metrics)
+    run_ranks(1, _train_on_held_out_documents_that_change, config, tmp_path / "held_out.bin")
+    assert not (tmp_path / "metrics" / "evaluation.jsonl").exists()
 
 
 def test_settings_that_mean_nothing_are_refused(folder: Path) -> None:

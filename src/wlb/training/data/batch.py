@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.documents.segments import Segment
+from wlb.documents.store.mixture import TrainedStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 
@@ -96,6 +97,20 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
         torch.from_numpy(positions),
         tuple(micro_batch.lengths),
     )
+
+
+def read_batch(micro_batch: MicroBatch, store: TrainedStore, vocab_size: int) -> TokenBatch:
+    """``make_batch`` from a store that must not change while it is in use.
+
+    Raises ``UserError`` where a file of one of the documents has changed since the store was opened, and for a token
+    that is not below ``vocab_size``.
+    """
+    documents = np.array([segment.document for segment in micro_batch.segments], np.int64) % len(store)
+    store.check_unchanged(documents)
+    batch = make_batch(micro_batch, store)
+    store.check_unchanged(documents)
+    check_vocabulary(batch, micro_batch, vocab_size)
+    return batch
 
 
 def check_vocabulary(batch: TokenBatch, micro_batch: MicroBatch, vocab_size: int) -> None:
