@@ -73,6 +73,11 @@ class TokenIndex:
     def tokens(self) -> int:
         return self._pointer(len(self.sequence_lengths)) // self.dtype.itemsize
 
+    @property
+    def is_checked_whole(self) -> bool:
+        """Whether ``check_sample`` reads all of it."""
+        return self.documents <= _CHECKED_WHOLE
+
     def run(self, document: int) -> tuple[int, int]:
         """The first token of a document in the token file, and its tokens."""
         first, last = int(self.firsts[document]), int(self.firsts[document + 1])
@@ -120,9 +125,9 @@ class TokenIndex:
     def check_sample(self) -> None:
         """Read its ends and blocks at random places; all of it where it has no more than that."""
         self.check_ends()
-        size = _CHUNK if self.documents <= _CHECKED_WHOLE else _BLOCK
+        size = _CHUNK if self.is_checked_whole else _BLOCK
         blocks: Sequence[int] = range(-(-self.documents // size))
-        if self.documents > _CHECKED_WHOLE and len(blocks) > _SAMPLED_BLOCKS:
+        if not self.is_checked_whole and len(blocks) > _SAMPLED_BLOCKS:
             drawn = Permutation(len(blocks), 0).between(0, _SAMPLED_BLOCKS - 2)
             blocks = sorted({0, *drawn.tolist(), blocks[-1]})
         for block in blocks:
