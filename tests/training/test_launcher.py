@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from shlex import quote
 
+import numpy as np
 import pytest
 
 from tests.limits import HUNG_SECONDS
 from tests.programs import Program, finished, forked
-from tests.training.jobs import read_steps, write_config, write_store
+from tests.training.jobs import VOCABULARY, read_steps, write_config, write_store
 from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
+from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.training import launcher as launch_module
@@ -287,9 +289,13 @@ def test_ctrl_c_while_ranks_start_leaves_none_of_them(monkeypatch):
             process.kill()
 
 
-def test_a_mistake_found_by_the_ranks_is_told_once(folder):
-    (folder / "store.json").unlink()  # without it nothing says that tokens go up to 66, until they are read
-    config = write_config(folder, parallel=PARALLEL, model={"vocab_size": 66})
+def test_a_mistake_found_by_the_ranks_is_told_once(tmp_path):
+    with TokenStoreWriter(tmp_path / "store", vocab_size=VOCABULARY) as writer:
+        writer.add(np.zeros(1 << 20, np.int64))  # as many tokens as are looked at before the start
+        for _ in range(20):
+            writer.add([1, VOCABULARY - 1])
+    (tmp_path / "store.json").unlink()  # so nothing says that tokens go up to 66, until they are read
+    config = write_config(tmp_path, parallel=PARALLEL, model={"vocab_size": VOCABULARY - 1})
     with started(config) as process:
         out, err = process.communicate()
     assert process.returncode == 2
@@ -297,6 +303,14 @@ def test_a_mistake_found_by_the_ranks_is_told_once(folder):
     assert err.count("wlb: error: token 66 is outside the vocabulary of model.vocab_size = 66") == 1
     assert err.count("error:") == 1
     assert "Traceback" not in err
+
+
+def test_a_vocabulary_that_is_too_small_is_found_before_the_start(folder):
+    (folder / "store.json").unlink()
+    done = finished("-m", "wlb", "train", write_config(folder, parallel=PARALLEL, model={"vocab_size": 10}))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "outside the vocabulary of model.vocab_size = 10; raise it" in line
 
 
 def test_a_job_of_one_process_needs_no_launcher(folder):

@@ -289,11 +289,10 @@ def test_settings_that_mean_nothing_are_refused(folder: Path) -> None:
         _job(folder, evaluation={"length_buckets": [64, 16]})
 
 
-def test_a_store_without_a_vocabulary_is_checked_token_by_token(folder: Path, tmp_path: Path) -> None:
+def test_a_store_without_a_vocabulary_is_looked_at_before_the_start(folder: Path, tmp_path: Path) -> None:
     write_held_out(tmp_path / "held_out", tokens=100)
     (tmp_path / "held_out.json").unlink()
     config = _job(folder, evaluation={"store": str(tmp_path / "held_out")}, metrics={"dir": str(tmp_path / "metrics")})
-    check_job(config, 1)
     assert trained_model(config, open_store(config.data.stores[0])).shape.vocab_size == VOCABULARY
-    with pytest.raises(AssertionError, match=r"is outside the vocabulary of model\.vocab_size = 67"):
-        run_ranks(1, _train, config)
+    with pytest.raises(UserError, match=r"held_out has token \d+, outside the vocabulary of model\.vocab_size = 67"):
+        check_job(config, 1)

@@ -87,8 +87,8 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
                 f"checkpoint {checkpoint} is damaged: {error}; choose another --step, of {others}"
             ) from error
     raise UserError(
-        f"the job deletes its checkpoints in {config.checkpoint.dir} faster than they are read ({_TRIES} tries); export "
-        "when it has ended, or raise its checkpoint.keep or checkpoint.every"
+        f"the job deletes its checkpoints in {config.checkpoint.dir} faster than they are read ({_TRIES} tries); "
+        "export when it has ended, or raise its checkpoint.keep or checkpoint.every"
     )
 
 
