@@ -19,7 +19,7 @@ import pytest
 from tests.limits import HUNG_SECONDS
 from tests.programs import Program, finished, forked
 from tests.training.jobs import VOCABULARY, read_steps, write_config, write_store
-from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
+from tests.training.processes import children_of, is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
@@ -166,6 +166,33 @@ def test_a_job_that_is_terminated_while_it_starts_says_so(folder, ranks):
         process.terminate()
         _, err = process.communicate()
     assert (process.returncode, err) == (143, "wlb: terminated before the first step\n")
+
+
+def test_a_check_that_is_killed_is_no_mistake_of_the_user(folder):
+    (folder / "store.json").unlink()
+    os.mkfifo(folder / "store.json")  # what reads it waits for a writer, who does not come
+    with started(endless(folder)) as process:
+        wait_until(lambda: len(children_of(process.pid)) == 1)
+        os.kill(children_of(process.pid)[0], signal.SIGKILL)
+        _, err = process.communicate()
+    (line,) = err.splitlines()
+    assert process.returncode == 1
+    assert line.startswith("wlb: error: the process that checks the job was killed by SIGKILL; free memory")
+
+
+def test_a_killed_job_that_cannot_start_again_says_why_at_once(folder):
+    """A rank that reads what is no longer in a file is killed, and only the next start would say what is wrong."""
+    with started(endless(folder)) as process:
+        wait_until(lambda: steps_written(folder) >= 7)
+        rank = ranks_of(process.pid)[1]
+        os.kill(rank, signal.SIGSTOP)  # or it might notice, and say so itself
+        os.truncate(folder / "store.bin", 100)
+        os.kill(rank, signal.SIGKILL)
+        _, err = process.communicate()
+    (line,) = said(err)
+    assert process.returncode == 2
+    assert line.startswith(f"wlb: error: rank 1 (process {rank}) was killed by SIGKILL, and the job cannot be started ")
+    assert "store.bin has 100 bytes where its index asks for" in line
 
 
 class Script:
