@@ -12,11 +12,11 @@ These are CPU times.
 
 Up to ``--on-disk`` documents the index is really written, 20 bytes for each, to ``--directory``, and dropped from the
 page cache before it is opened; the token file is sparse. Above that, index and counts are virtual: a million lengths
-that repeat, computed where the reader asks for them, so that nothing is read from a disk. Needs Linux.
+that repeat, computed where the reader asks for them, so that nothing is read from a disk or counted. Needs Linux.
 
-Last come ``--shards`` stores of ``SHARD_DOCUMENTS`` documents that are opened as one: without a manifest, and
-with the one that the first opening wrote. Their token files are sparse. The documents of a block of 64 lie in as many
-shards, whose indexes are mapped for it; a read maps the token file as well, for one token.
+Last come ``--shards`` stores of ``SHARD_DOCUMENTS`` documents that are opened as one. Their token files are sparse. The
+documents of a block of 64 lie in as many shards, whose indexes are mapped for it; a read maps the token file as well,
+for one token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from wlb.documents.length_counts import LengthCounts, counted
 from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import IndexWriter, TokenIndex, bin_path, index_path
-from wlb.documents.store.lengths import IndexLengths, keep_counts
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.store.shards import open_store
 from wlb.documents.synthetic import sample_lengths
@@ -89,11 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shards = _apart(options.directory, _write_shards, _measured_shards, options.shards)
     columns = {
         "shards": "{shards}",
-        "cold (s)": "{cold[seconds]:.2f}",
-        "CPU s": "{cold[cpu_seconds]:.2f}",
-        "with manifest (s)": "{kept[seconds]:.2f}",
-        "manifest, CPU s": "{kept[cpu_seconds]:.2f}",
-        "manifest (MB)": "{manifest_mb:.1f}",
+        "opening (s)": "{opening[seconds]:.2f}",
+        "CPU s": "{opening[cpu_seconds]:.2f}",
         "handles": "{handles}",
         "turn (us)": "{turn_microseconds:.1f}",
         "read (us)": "{read_microseconds:.1f}",
@@ -140,23 +136,17 @@ def _measured_shards(folder: Path, shards: int) -> dict[str, Any]:
     freeze_imports()
     handles = len(os.listdir("/proc/self/fd"))
     since = _Clock()
-    identity = open_store(folder).identity
-    cold, since = since(), _Clock()
     store = open_store(folder)
-    kept = since()
-    assert store.identity == identity
+    opening = since()
     order = Permutation(len(store), 0, 0, 0)
     blocks = [order.between(start, start + BLOCK) for start in range(0, BLOCK * SHARD_BLOCKS, BLOCK)]
     lengths = store.stored_lengths
     turn_seconds = _cpu_seconds(lambda: [lengths[block] for block in blocks])
     read_seconds = _cpu_seconds(lambda: [store.read(document, 0, 1) for document in np.concatenate(blocks).tolist()])
-    (manifest,) = folder.glob("shards-*.lengths")
     return {
         "shards": shards,
         "documents": len(store),
-        "cold": cold,
-        "kept": kept,
-        "manifest_mb": manifest.stat().st_size / 1e6,
+        "opening": opening,
         "handles": len(os.listdir("/proc/self/fd")) - handles,
         "turn_microseconds": 1e6 * turn_seconds / (BLOCK * SHARD_BLOCKS),
         "read_microseconds": 1e6 * read_seconds / (BLOCK * SHARD_BLOCKS),
@@ -168,7 +158,7 @@ def _lengths() -> NDArray[np.int64]:
 
 
 def _write(prefix: Path, documents: int) -> None:
-    """An index of ``documents`` documents, the counts of their lengths, and a token file of nothing but its size."""
+    """An index of ``documents`` documents, and a token file of nothing but its size."""
     lengths, left = _lengths(), documents
     with index_path(prefix).open("w+b", buffering=1 << 20) as file:
         writer, tokens = IndexWriter(file, TOKENS), 0
@@ -181,7 +171,6 @@ def _write(prefix: Path, documents: int) -> None:
         os.fsync(file.fileno())
     with bin_path(prefix).open("wb") as file:
         file.truncate(tokens * TOKENS.itemsize)
-    keep_counts(prefix)
     with index_path(prefix).open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -225,9 +214,7 @@ class _VirtualStore(TokenStore):
         of_period, of_rest = counted([lengths]), counted([lengths[:rest]])
         counts = times * of_period.documents
         counts[np.searchsorted(of_period.lengths, of_rest.lengths)] += of_rest.documents
-        vars(self.stored_lengths)["counts"] = LengthCounts(of_period.lengths, counts)  # as kept beside a store
-        assert isinstance(self.stored_lengths, IndexLengths)
-        self.stored_lengths.one_sequence_each = True
+        vars(self.stored_lengths)["counts"] = LengthCounts(of_period.lengths, counts)
 
 
 def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:

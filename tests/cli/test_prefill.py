@@ -86,6 +86,15 @@ def test_load_counts_every_stage_of_a_pipeline(wlb):
             "only the watts of a100, h100, h200 are known; leave it out of --methods",
         ),
         ([*PREFILL, "--token-budget", "2K", "--micro-batches", 2], "No such option: --micro-batches"),
+        ([*PREFILL, "--token-budget", "2K", "--dp", 600], "--dp 600 is over the 512 data-parallel ranks"),
+        (
+            ["prefill", "synthetic:100000:128K:0", "--model", "550m", "--token-budget", "2K", "--independent"],
+            "passes of --token-budget 2048 with --dp 1, over the 20000 that are simulated; raise the budget, or give",
+        ),
+        (
+            ["prefill", "synthetic:900000:8K:0", "--model", "550m", "--token-budget", "1K", "--dp", 256],
+            "chunks of --token-budget 1024 with --dp 256, over the 1000000 that are simulated; raise the budget",
+        ),
     ],
 )
 def test_mistakes_are_one_line(wlb, arguments, message):

@@ -64,6 +64,9 @@ class Documents:
     def loss_mask(self, document: int, start: int, length: int) -> None:
         """Every token is a label."""
 
+    def check_unchanged(self, documents: NDArray[np.int64]) -> None:
+        """There is no file."""
+
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[np.uint16]:
         return np.zeros(int(self.lengths[document]) - start if length is None else length, np.uint16)
 

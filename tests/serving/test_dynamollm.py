@@ -12,6 +12,7 @@ from hypothesis import given
 
 from tests.serving.jobs import FEWER, job_of, jobs
 from wlb.errors import UserError
+from wlb.serving import dynamollm as dynamollm_module
 from wlb.serving.dynamollm import BIN_TOKENS, CLOCKS, SLACK, choose_pools, degrees, dynamollm, waiting_seconds
 
 
@@ -27,6 +28,20 @@ def test_pools_are_by_length_and_share_the_gpus(job):
     for pool, _ in pools:
         assert pool.instance.tp in degrees(job)
         assert pool.instance.clock in CLOCKS
+
+
+def test_prompts_are_priced_no_more_often_for_more_gpus(monkeypatch):
+    price, times = dynamollm_module._Choice._seconds, [0]
+
+    def counted(*of):
+        times[-1] += 1
+        return price(*of)
+
+    monkeypatch.setattr(dynamollm_module._Choice, "_seconds", counted)
+    for gpus in (8, 64):
+        times.append(0)
+        choose_pools(job_of([100, 2000, 9000], dp=gpus))
+    assert times[-1] == times[-2]
 
 
 @FEWER

@@ -182,3 +182,21 @@ def test_mistakes_name_value_and_remedy():
     with pytest.raises(UserError, match="arrival rate must be positive, got 0"):
         poisson_arrivals(3, 0.0)
     assert PrefillPlanner(WORKLOAD, BUDGET).plan([], 2) == [[], []]
+
+
+def test_the_work_of_planning_does_not_grow_with_ranks_times_prompts() -> None:
+    """A prompt is priced for the rank that takes it, not for every one that could."""
+
+    class Counted:
+        asked = 0
+
+        def __getattr__(self, name: str) -> Any:
+            self.asked += 1
+            return getattr(WORKLOAD, name)
+
+    waiting = [Prompt(number, 100) for number in range(200)]
+    for method in METHODS:
+        workload: Any = Counted()
+        batches = PrefillPlanner(workload, BUDGET, method).plan(waiting, 200)
+        assert [len(batch) for batch in batches] == [1] * 200
+        assert workload.asked < 5 * 200

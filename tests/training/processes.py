@@ -98,9 +98,16 @@ def steps_written(folder: Path) -> int:
 def ranks_of(launcher: int) -> list[int]:
     """Ranks whose parent is ``launcher``, in order: forked, or programs of their own."""
     try:
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [int(child) for child in children if _is_rank(Path("/proc", child))]
+        return [child for child in children_of(launcher) if _is_rank(Path("/proc", str(child)))]
     except (FileNotFoundError, ProcessLookupError):  # one of them has just ended, its file perhaps open already
+        return []
+
+
+def children_of(parent: int) -> list[int]:
+    """Processes that the main thread of ``parent`` has started, in order."""
+    try:
+        return [*map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())]
+    except (FileNotFoundError, ProcessLookupError):
         return []
 
 

@@ -102,6 +102,7 @@ CALLS = """
 import os, signal, sys, types
 from wlb.errors import UserError
 from wlb.training import forks
+from wlb.training.runtime.failures import TrainingError
 sys.modules |= dict.fromkeys(("wlb.training.trainer", "wlb.training.worker"), types.ModuleType("imported"))
 forks.require = lambda *_: None
 
@@ -127,8 +128,10 @@ assert os.path.samefile("/proc/self/fd/0", os.devnull)  # the closed one
 assert own.call(os.getpid) != os.getpid()
 assert repr(raised(mistaken)) == "UserError('no such store')"
 assert "Odd: 1 and 2" in str(raised(odd))
-assert "ended with status -9" in str(raised(lambda: os.kill(os.getpid(), signal.SIGKILL)))
-assert "ended with status 1" in str(raised(lambda: lambda: None))  # which cannot be handed over
+killed = raised(lambda: os.kill(os.getpid(), signal.SIGKILL))
+assert type(killed) is TrainingError  # and no mistake of the user
+assert "the process that checks the job was killed by SIGKILL; free memory" in str(killed)
+assert "exited with status 1 and no error message" in str(raised(lambda: lambda: None))  # which cannot be handed over
 """
 
 

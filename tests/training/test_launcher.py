@@ -8,20 +8,23 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from shlex import quote
 
+import numpy as np
 import pytest
 
 from tests.limits import HUNG_SECONDS
 from tests.programs import Program, finished, forked
-from tests.training.jobs import read_steps, write_config, write_store
-from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
+from tests.training.jobs import VOCABULARY, read_steps, write_config, write_store
+from tests.training.processes import children_of, is_running, process, ranks_of, said, steps_written, wait_until
+from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.training import launcher as launch_module
+from wlb.training.checkpoint.files import complete_checkpoints, step_of
 from wlb.training.forks import Forks
 from wlb.training.runtime.failures import Ending
 
@@ -77,16 +80,42 @@ def test_without_restarts_a_killed_rank_ends_the_job_and_resuming_loses_nothing(
     assert "rank 1" in line
     assert "was killed by SIGKILL; all ranks were stopped. Run the same command to continue" in line
     before = {row["step"]: row["document_ids"] for row in read_steps(folder)}
+    newest = step_of(complete_checkpoints(folder / "checkpoints")[-1])
     with started(config, "--set", "training.steps=12", "--json") as process:
         for stream in (process.stdout, process.stderr):
             stream.close()  # nobody reads what the job says any more
         assert process.wait() == 0
     rows = read_steps(folder)
-    assert [row["step"] for row in rows] == list(range(1, max(len(before) // 5 * 5, 12) + 1))
+    assert [row["step"] for row in rows] == list(range(1, max(newest, 12) + 1))
     for row in rows:
         assert row["document_ids"] == before.get(row["step"], row["document_ids"])
     trained = [document for row in rows for document in row["document_ids"]]
     assert len(trained) == len(set(trained))
+
+
+def test_a_store_that_is_overwritten_ends_the_job_and_is_in_no_checkpoint(folder):
+    """When the store is put back, the job goes on as if nothing had happened."""
+    config, tokens = endless(folder), (folder / "store.bin").read_bytes()
+    settings = ["--set", "training.lr_schedule=constant"]  # others depend on the number of steps
+    with started(config, *settings) as job:
+        wait_until(lambda: steps_written(folder) >= 7)
+        with (folder / "store.bin").open("r+b") as file:
+            file.write(bytes(len(tokens)))
+        _, err = job.communicate()
+    assert job.returncode == 2
+    (line,) = said(err)
+    assert line.startswith(f"wlb: error: {folder / 'store.bin'} changed while it was in use: it had ")
+    before = read_steps(folder)
+    (folder / "store.bin").write_bytes(tokens)
+    settings += ["--set", f"training.steps={len(before) + 3}"]
+    assert finished("-m", "wlb", "train", config, *settings).returncode == 0
+    for name in ("metrics", "checkpoint"):
+        settings += ["--set", f"{name}.dir={folder / 'uninterrupted' / name}"]
+    assert finished("-m", "wlb", "train", config, *settings).returncode == 0
+    continued, uninterrupted = read_steps(folder), read_steps(folder / "uninterrupted")
+    assert len(continued) == len(uninterrupted)
+    for rows in (before, continued):
+        assert [row["loss"] for row in rows] == [row["loss"] for row in uninterrupted[: len(rows)]]
 
 
 def test_ctrl_c_ends_the_job_at_once(folder):
@@ -125,20 +154,55 @@ def test_ranks_do_not_outlive_their_launcher(folder, launcher, steps):
         wait_until(lambda: not any(is_running(rank) for rank in ranks))
 
 
-def listens(pid: int) -> bool:
-    """Whether the launcher ``pid`` has begun its work: it has a handler for SIGHUP, which no other command has."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (caught,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
-    return bool(caught & 1 << signal.SIGHUP - 1)
+@contextmanager
+def stuck_job(folder: Path, *, checked: bool) -> Iterator[Program]:
+    """A job that waits for its store: in the check before the start, or where it was ``checked``, in its ranks.
+
+    The sidecar is a pipe, and who reads it waits until somebody writes.
+    """
+    sidecar = folder / "store.json"
+    content = sidecar.read_text()
+    sidecar.unlink()
+    os.mkfifo(sidecar)
+    with started(endless(folder)) as process:
+        if checked:
+            sidecar.write_text(content)
+        yield process
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_job_that_is_terminated_while_it_starts_says_so(folder, ranks):
-    with started(endless(folder)) as process:
-        wait_until(lambda: listens(process.pid) and len(ranks_of(process.pid)) >= ranks)
+    with stuck_job(folder, checked=ranks > 0) as process:
+        wait_until(lambda: len(ranks_of(process.pid) if ranks else children_of(process.pid)) >= max(ranks, 1))
         process.terminate()
         _, err = process.communicate()
     assert (process.returncode, err) == (143, "wlb: terminated before the first step\n")
+
+
+def test_a_check_that_is_killed_is_no_mistake_of_the_user(folder):
+    with stuck_job(folder, checked=False) as process:
+        wait_until(lambda: len(children_of(process.pid)) == 1)
+        os.kill(children_of(process.pid)[0], signal.SIGKILL)
+        _, err = process.communicate()
+    (line,) = err.splitlines()
+    assert process.returncode == 1
+    assert line.startswith("wlb: error: the process that checks the job was killed by SIGKILL; free memory")
+
+
+def test_a_killed_job_that_cannot_start_again_says_why_at_once(folder):
+    """A rank that reads what is no longer in a file is killed, and only the next start would say what is wrong."""
+    with started(endless(folder)) as process:
+        wait_until(lambda: steps_written(folder) >= 7)
+        ranks = ranks_of(process.pid)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # or it might notice, and say so itself
+        os.truncate(folder / "store.bin", 100)
+        os.kill(rank, signal.SIGKILL)
+        _, err = process.communicate()
+    (line,) = said(err)
+    assert (process.returncode, rank) == (2, ranks[1])
+    assert line.startswith(f"wlb: error: rank 1 (process {rank}) was killed by SIGKILL, and the job cannot be started ")
+    assert "store.bin has 100 bytes where its index asks for" in line
 
 
 class Script:
@@ -262,9 +326,13 @@ def test_ctrl_c_while_ranks_start_leaves_none_of_them(monkeypatch):
             process.kill()
 
 
-def test_a_mistake_found_by_the_ranks_is_told_once(folder):
-    (folder / "store.json").unlink()  # without it nothing says that tokens go up to 66, until they are read
-    config = write_config(folder, parallel=PARALLEL, model={"vocab_size": 66})
+def test_a_mistake_found_by_the_ranks_is_told_once(tmp_path):
+    with TokenStoreWriter(tmp_path / "store", vocab_size=VOCABULARY) as writer:
+        writer.add(np.zeros(1 << 20, np.int64))  # as many tokens as are looked at before the start
+        for _ in range(20):
+            writer.add([1, VOCABULARY - 1])
+    (tmp_path / "store.json").unlink()  # so nothing says that tokens go up to 66, until they are read
+    config = write_config(tmp_path, parallel=PARALLEL, model={"vocab_size": VOCABULARY - 1})
     with started(config) as process:
         out, err = process.communicate()
     assert process.returncode == 2
@@ -272,6 +340,14 @@ def test_a_mistake_found_by_the_ranks_is_told_once(folder):
     assert err.count("wlb: error: token 66 is outside the vocabulary of model.vocab_size = 66") == 1
     assert err.count("error:") == 1
     assert "Traceback" not in err
+
+
+def test_a_vocabulary_that_is_too_small_is_found_before_the_start(folder):
+    (folder / "store.json").unlink()
+    done = finished("-m", "wlb", "train", write_config(folder, parallel=PARALLEL, model={"vocab_size": 10}))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "outside the vocabulary of model.vocab_size = 10; raise it" in line
 
 
 def test_a_job_of_one_process_needs_no_launcher(folder):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from wlb.serving.job import PrefillJob
     from wlb.serving.result import GroupResult, PrefillResult
 
-_MOST_RANKS, _MOST_PASSES = 512, 20_000  # what takes some minutes for each method
+_MOST_RANKS, _MOST_PASSES, _MOST_CHUNKS = 512, 20_000, 1_000_000  # what takes some minutes for each method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +90,19 @@ def prefill(
 
 def _check_passes(prompts: NDArray[np.int64], asked: PrefillOptions) -> None:
     """Raise ``UserError`` for what would take hours."""
-    dp, budget = asked.dp, asked.token_budget
+    dp, budget, tokens = asked.dp, asked.token_budget, int(prompts.sum())
     if dp > _MOST_RANKS:
         raise UserError(f"--dp {dp} is over the {_MOST_RANKS} data-parallel ranks of a simulated prefill; lower it")
-    passes = int(prompts.sum()) // (budget * dp)
-    if passes > _MOST_PASSES:
-        raise UserError(
-            f"--token-budget {budget} with --dp {dp} takes {passes} passes for {prompts.sum()} tokens, over the "
-            f"{_MOST_PASSES} that are simulated; raise it, or give fewer prompts"
-        )
+    together = dp if asked.lock_step else 1
+    for what, number, most in (
+        ("passes", tokens // (budget * together), _MOST_PASSES),
+        ("chunks", len(prompts) + tokens // budget, _MOST_CHUNKS),
+    ):
+        if number > most:
+            raise UserError(
+                f"{len(prompts)} prompts of {tokens} tokens take {number} {what} of --token-budget {budget} with --dp "
+                f"{dp}, over the {most} that are simulated; raise the budget, or give fewer prompts"
+            )
 
 
 def _job(prompts: NDArray[np.int64], asked: PrefillOptions, gpu: options.PricedGpu) -> tuple[PrefillJob, float]:

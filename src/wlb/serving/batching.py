@@ -146,15 +146,16 @@ class PrefillPlanner:
         return float(self.workload.linear_seconds(self.token_budget, "forward")) / self.token_budget
 
     def _fill(self, order: Sequence[Prompt], batches: list[_OpenBatch]) -> None:
-        """Each prompt in turn to the lightest rank, until one fits nowhere; chunks go where their prompt began."""
+        """Each prompt in turn to the lightest rank that takes any of it, until one fits nowhere."""
         for prompt in order:
             places = batches if prompt.rank is None else [batches[prompt.rank]]
-            fits = [(batch, tokens) for batch in places if (tokens := self._fitting(prompt, batch))]
-            if fits:
-                batch, tokens = min(fits, key=lambda fit: self._load(fit[0]))
-                self._add(prompt, tokens, batch)
-            elif prompt.rank is None:
-                return  # nobody overtakes
+            for batch in sorted(places, key=self._load):  # nearly always the first
+                if tokens := self._fitting(prompt, batch):
+                    self._add(prompt, tokens, batch)
+                    break
+            else:
+                if prompt.rank is None:
+                    return  # nobody overtakes
 
     def _place_whole(self, order: Sequence[Prompt], batches: list[_OpenBatch]) -> None:
         """The first prompt and those most like it, as many as fit all ranks; longest first to the lightest rank."""

@@ -154,10 +154,10 @@ class _Choice:
 
     def soonest_done(self) -> list[InstancePool]:
         """The pools at the full clock whose last one is done first with all prompts; the fewest of those."""
-        full = [(one, n) for one in self.instances if one.clock == 1.0 for n in range(1, self.job.gpus // one.tp + 1)]
+        full = [(one, range(1, self.job.gpus // one.tp + 1)) for one in self.instances if one.clock == 1.0]
         ways = []
         for runs in _runs(len(self.bins)):
-            pools = [[self._pool(bins, one, count) for one, count in full] for bins in runs]
+            pools = [[pool for one, counts in full for pool in self._pools(bins, one, counts)] for bins in runs]
             ends = sorted({pool.seconds for of_run in pools for pool in of_run})
             first = bisect_left(ends, True, key=lambda end: _gpus(_smallest(pools, end)) <= self.job.gpus)
             if first < len(ends) and (smallest := _smallest(pools, ends[first])):
@@ -178,13 +178,14 @@ class _Choice:
         load = (len(seconds) / span, float(seconds.mean()), float((seconds**2).mean()))
         counts = range(1, self.job.gpus // one.tp + 1)
         enough = bisect_left(counts, True, key=lambda count: waiting_seconds(*load, count, _LATE) <= left)
-        return self._pool(bins, one, counts[enough]) if enough < len(counts) else None
+        return next(iter(self._pools(bins, one, counts[enough : enough + 1])), None)
 
-    def _pool(self, bins: tuple[int, ...], one: Instance, count: int) -> InstancePool:
+    def _pools(self, bins: tuple[int, ...], one: Instance, counts: Sequence[int]) -> list[InstancePool]:
+        """One of each of ``counts`` instances."""
         seconds = self._seconds(self.prompts(bins), one)
-        total = float(seconds.sum())
+        total, longest = float(seconds.sum()), float(seconds.max())
         watts = one.tp * (self.power.watts(one.clock) - self.power.idle_watts)
-        return InstancePool(bins, one, count, max(total / count, float(seconds.max())), total * watts)
+        return [InstancePool(bins, one, count, max(total / count, longest), total * watts) for count in counts]
 
     def _longest(self, number: int, one: Instance) -> float:
         return float(self._seconds(self.bins[number], one).max())

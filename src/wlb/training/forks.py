@@ -18,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from wlb.errors import UserError, require
+from wlb.errors import require
 from wlb.training.runtime.console import flush
+from wlb.training.runtime.failures import TrainingError, how_it_ended
 from wlb.training.runtime.termination import held_back, signals_to_end
 from wlb.two_cores import end_with
 
@@ -67,7 +68,10 @@ class Forks:
         self._safe = True
 
     def call(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns, or raises, in a fork; in this process where that is not safe."""
+        """What ``work`` returns, or raises, in a fork; in this process where that is not safe.
+
+        Raises ``TrainingError`` where the fork is killed.
+        """
         if not self._safe:
             return work()
         flush()
@@ -81,8 +85,11 @@ class Forks:
             outcome = pipe.read()
         _, status = os.waitpid(child, 0)
         if not outcome:
-            ended = os.waitstatus_to_exitcode(status)
-            raise UserError(f"the process that checks the job ended with status {ended}; was it killed for its memory?")
+            ended = how_it_ended(os.waitstatus_to_exitcode(status))
+            raise TrainingError(
+                f"the process that checks the job {ended}; free memory if there was too little, and run the same "
+                "command again"
+            )
         result, error = pickle.loads(outcome)
         if error is not None:
             raise error

@@ -29,11 +29,13 @@ from wlb.training.checkpoint.files import step_of
 from wlb.training.forks import ForkedRank, Forks
 from wlb.training.runtime.console import meanwhile, say, show_meanwhile
 from wlb.training.runtime.failures import (
+    FAILURE_STATUS,
     HUNG_STATUS,
     TERMINATED_STATUS,
     USER_ERROR_STATUS,
     Ending,
     Terminated,
+    TrainingError,
     explain_failures,
     leave,
     recorded_failure,
@@ -58,27 +60,48 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     """
     forks = Forks()
     with _EndRequest() as request:
-        with meanwhile("checking the job"):
-            config = load_config(config_path, overrides, auto_dp=partial(_dp_of_this_machine, forks))
-            forks.prepare()
-            require("torch", "train")
-            forks.call(partial(_check, config))
-        arguments = [str(config_path)]
-        for override in overrides:
-            arguments += ["--set", override]
-        if summary:
-            arguments.append("--json")
-        restarts = Restarts(config)
+        try:
+            return _launch(config_path, overrides, request, forks, summary=summary)
+        except TrainingError as error:
+            say(f"wlb: error: {error}")
+            return FAILURE_STATUS
+
+
+def _launch(config_path: Path, overrides: Sequence[str], request: _EndRequest, forks: Forks, *, summary: bool) -> int:
+    with meanwhile("checking the job"):
+        config = load_config(config_path, overrides, auto_dp=partial(_dp_of_this_machine, forks))
+        forks.prepare()
+        require("torch", "train")
+        forks.call(partial(_check, config))
+    arguments = [str(config_path)]
+    for override in overrides:
+        arguments += ["--set", override]
+    if summary:
+        arguments.append("--json")
+    restarts = Restarts(config)
+    request.ranks_answer = True
+    while ending := _run_to_end(config, arguments, request, forks):
+        request.ranks_answer = False  # there are none: what follows may take longer than a grace time
+        restart = ending.restart and not request.received
+        if restart and (mistake := _why_not_again(config, forks)):
+            say(f"wlb: error: {ending.cause}, and the job cannot be started again: {mistake}")
+            return USER_ERROR_STATUS
+        origin = restarts.take() if restart else None
         request.ranks_answer = True
-        while ending := _run_to_end(config, arguments, request, forks):
-            request.ranks_answer = False  # there are none: verifying a checkpoint may take longer than a grace time
-            origin = restarts.take() if ending.restart and not request.received else None
-            request.ranks_answer = True
-            if origin is None:
-                _tell(ending, restarts)
-                return ending.status
-            say(f"wlb: {ending.cause}; restarting from {origin}, restarts left: {restarts.left}")
+        if origin is None:
+            _tell(ending, restarts)
+            return ending.status
+        say(f"wlb: {ending.cause}; restarting from {origin}, restarts left: {restarts.left}")
     return 0
+
+
+def _why_not_again(config: JobConfig, forks: Forks) -> str | None:
+    """What stops the job at its start by now, such as a file that has shrunk: to read it kills who has it mapped."""
+    try:
+        forks.call(partial(_check, config))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _dp_of_this_machine(forks: Forks, of_one_rank: int) -> int:

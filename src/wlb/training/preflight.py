@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from wlb.documents.mixture import document_stream
-from wlb.documents.store.mixture import TrainedStore, document_lengths, open_stores
+from wlb.documents.store.mixture import StoreMixture, TrainedStore, document_lengths, open_stores
 from wlb.errors import UserError, require
 from wlb.job.config import JobConfig
 from wlb.job.job import JobSpec
@@ -24,6 +24,7 @@ from wlb.os_limits import usable_memory
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import check_model, newest_checkpoint
+from wlb.training.data.batch import check_first_tokens
 from wlb.training.data.loader import check_identity
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.runtime.collectives import gathered
@@ -128,6 +129,8 @@ def _settings_checks(config: JobConfig, store: TrainedStore, model: TransformerC
         store.check_labels,
         lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size),
     ]
+    parts = store.stores if isinstance(store, StoreMixture) else (store,)
+    checks += [partial(check_first_tokens, part, model.shape.vocab_size) for part in parts]
     if config.packing.method == "fixed_solver":
         checks.append(lambda: require("scipy.optimize", "solver"))
     if config.metrics.tensorboard:

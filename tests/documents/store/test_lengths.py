@@ -1,4 +1,4 @@
-"""Lengths read from the index where they are asked for, and counts of them kept beside the store."""
+"""Lengths read from the index where they are asked for, and how many there are of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.limits import examples
 from wlb.documents.length_counts import counted
 from wlb.documents.lengths import read_lengths
 from wlb.documents.store import index as index_module
-from wlb.documents.store import lengths as lengths_module
 from wlb.documents.store.index import MAGIC, index_path, read_index
 from wlb.documents.store.lengths import IndexLengths
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, check_store
@@ -106,9 +105,7 @@ def damage(path: Path, place: int, code: str, value: int) -> None:
         (34 + 12 * 40 + 8 * 20, "<q", 41, "its documents do not cover its 40 sequences in order"),
     ],
 )
-def test_damage_that_opening_does_not_meet_is_found_where_it_lies(
-    tmp_path, few_checked, monkeypatch, place, code, value, message
-):
+def test_damage_that_opening_does_not_meet_is_found_where_it_lies(tmp_path, few_checked, place, code, value, message):
     prefix = write_lengths(tmp_path / "s", [3] * 40)
     damage(tmp_path / "s.idx", place, code, value)
     store = TokenStore.open(prefix)
@@ -145,92 +142,13 @@ def test_counts_are_those_of_the_lengths(parts, limit):
     assert (counts.empty, counts.over(limit)) == ((every == 0).sum(), (every > limit).sum())
 
 
-class Passes:
-    """Counts the passes over whole indexes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
-        monkeypatch.setattr(lengths_module, "counted", self)
-        self.made = 0
-
-    def __call__(self, parts):
-        self.made += 1
-        return counted(parts)
-
-
-def counts_of(prefix: Path) -> list[int]:
-    counts = TokenStore.open(prefix).stored_lengths.counts
-    return np.repeat(counts.lengths, counts.documents).tolist()
-
-
-def test_counts_of_a_large_store_are_kept_beside_it(tmp_path, monkeypatch):
-    passes = Passes(monkeypatch)
-    prefix, kept = write_lengths(tmp_path / "s", [3, 0, 7, 3, 3]), tmp_path / "s.lengths"
-    assert kept.exists()
-    assert passes.made == 1  # while it was written
-    assert counts_of(prefix) == [0, 3, 3, 3, 7]
-    assert passes.made == 1
-    kept.unlink()
-    assert counts_of(prefix) == counts_of(prefix) == [0, 3, 3, 3, 7]
-    assert passes.made == 2
-    other = kept.read_bytes()
-    for damaged in (b"", other[:100], other[:-30], b"no archive"):
-        kept.write_bytes(damaged)
-        assert counts_of(prefix) == [0, 3, 3, 3, 7]
-        assert kept.read_bytes() == other
-    assert write_lengths(prefix, [3, 0, 7, 3, 4])
-    kept.write_bytes(other)  # of the store that was replaced
-    assert counts_of(prefix) == [0, 3, 3, 4, 7]
-    write_lengths(prefix, [1])
-    assert not kept.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.bin", "s.idx", "s.json"]
-
-
-def test_documents_of_one_sequence_each_are_planned_by_their_lengths_and_checked_when_read(
-    tmp_path, few_checked, monkeypatch
-):
-    monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
-    monkeypatch.setattr(lengths_module, "_HASHED_WHOLE", 10)
-    documents = np.array([20, 3, 20])
-    others = ([[1]] * 4 + [[1, 1], []] + [[1]] * 4, [[1]] * 4 + [[2, 1]] + [[1]] * 4)
-    for name, several in zip("ab", others, strict=True):
-        store = TokenStore.open(write_index(tmp_path / name, several))
-        assert store.stored_lengths.counts.total_documents == len(several)
-        assert store.stored_lengths[np.arange(len(several))].tolist() == [sum(of_one) for of_one in several]
-    prefix = write_lengths(tmp_path / "s", [3] * 40)
-    for damaged, value in ((7, 7), (-1, None)):
-        damage(tmp_path / "s.idx", 34 + 4 * 20, "<i", damaged)
-        store = TokenStore.open(prefix)
-        assert store.stored_lengths.counts.tokens == 120  # as was kept
-        if value is None:
-            with pytest.raises(UserError, match="sequence 20 has -1 tokens"):
-                store.stored_lengths[documents]
-        else:
-            assert store.stored_lengths[documents].tolist() == [value, 3, value]
-            with pytest.raises(
-                UserError, match="sequence 21 starts at byte 126, the sequences before it end at byte 134"
-            ):
-                store.read(20, 0, value)
-
-
-def test_where_counts_cannot_be_kept_they_are_counted_again(tmp_path, monkeypatch):
-    passes = Passes(monkeypatch)
-    (tmp_path / "s.lengths").mkdir()
-    prefix = write_index(tmp_path / "s", [[3], [0], [7], [3]])
-    assert counts_of(prefix) == counts_of(prefix) == [0, 3, 3, 7]
-    assert passes.made == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.bin", "s.idx", "s.lengths"]
-
-
-def test_a_large_index_is_known_by_a_sample_of_it(tmp_path, monkeypatch):
-    prefix = write_lengths(tmp_path / "s", [3, 1, 2])
-    whole = TokenStore.open(prefix).identity
-    monkeypatch.setattr(lengths_module, "_HASHED_WHOLE", 10)
-    store = TokenStore.open(prefix)
-    assert store.identity.startswith("sampled:")
-    assert store.whole_identity == whole
-    assert TokenStore.open(write_lengths(tmp_path / "t", [3, 1, 2])).identity == store.identity
-    assert TokenStore.open(write_lengths(tmp_path / "t", [3, 2, 1])).identity != store.identity
+@settings(max_examples=examples(30))
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1))
+def test_a_store_counts_its_lengths(tmp_path_factory, documents):
+    store = TokenStore.open(write_index(tmp_path_factory.mktemp("counted") / "s", documents))
+    lengths, number = np.unique([sum(document) for document in documents], return_counts=True)
+    counts = store.stored_lengths.counts
+    assert (counts.lengths.tolist(), counts.documents.tolist()) == (lengths.tolist(), number.tolist())
 
 
 def test_lengths_of_a_large_store_are_those_of_a_sample(tmp_path, monkeypatch, capsys):

@@ -21,7 +21,6 @@ from tests.limits import HUNG_SECONDS
 from tests.web import Faults, files_of, running, served
 from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
-from wlb.documents.store import lengths as lengths_module
 from wlb.documents.store import remote
 from wlb.documents.store.cache import cache_folder
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, check_store, stored_vocab_size
@@ -143,7 +142,7 @@ def same_tokens(store: TokenStore, local: TokenStore) -> bool:
     return all(np.array_equal(store.read(document), local.read(document)) for document in range(len(local)))
 
 
-def test_a_remote_store_is_the_same_as_on_the_disk(place, local, tmp_path, monkeypatch, capsys):
+def test_a_remote_store_is_the_same_as_on_the_disk(place, local, tmp_path, capsys):
     store = TokenStore.open(f"{place.url}/corpus")
     assert same_tokens(store, local)
     assert (store.identity, store.sidecar, store.vocab_size) == (local.identity, local.sidecar, VOCAB)
@@ -174,18 +173,7 @@ def test_a_remote_store_is_the_same_as_on_the_disk(place, local, tmp_path, monke
     assert same_tokens(pickle.loads(pickle.dumps(store)), local)
     assert not place.gets  # all of it is in the cache
 
-    monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
     assert TokenStore.open(f"{place.url}/corpus").stored_lengths.counts.tokens == local.tokens
-    monkeypatch.setattr(lengths_module, "counted", None)  # what was found is kept
-    assert TokenStore.open(f"{place.url}/corpus").stored_lengths.counts.tokens == local.tokens
-
-
-def test_counts_come_with_a_store_that_has_them(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
-    write(tmp_path / "corpus")
-    put_all(place, tmp_path)
-    monkeypatch.setattr(lengths_module, "counted", None)
-    assert TokenStore.open(f"{place.url}/corpus").stored_lengths.counts.total_documents == 40
 
 
 def test_eight_processes_fetch_everything_once(place, local):

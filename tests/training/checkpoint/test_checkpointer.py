@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.limits import HUNG_SECONDS
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, trainer_of, write_store
 from wlb.errors import UserError
@@ -380,7 +381,7 @@ def _save_while_weights_change(directory: Path) -> None:
     may_write = threading.Event()
 
     def waiting(checkpoint: Path) -> None:
-        assert may_write.wait(30)
+        assert may_write.wait(HUNG_SECONDS)
         start_writing(checkpoint)
 
     def restored(step: int) -> Tensor:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.limits import HUNG_SECONDS
+from tests.limits import HUNG_SECONDS, examples
 from tests.training.documents import RandomDocuments
+from tests.training.jobs import VOCABULARY, write_store
 from wlb.documents.segments import Segment
+from wlb.documents.store.mixture import open_stores
+from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.data.batch import IGNORE_LABEL, labelled_tokens, make_batch
+from wlb.training.data import batch as batch_module
+from wlb.training.data.batch import IGNORE_LABEL, check_first_tokens, labelled_tokens, make_batch, read_batch
 
 STORE = RandomDocuments(np.array([1, 9, 2, 30, 17]), vocab_size=50_000)
 MASKED = RandomDocuments(STORE.lengths, STORE.vocab_size, labelled=0.4)
@@ -89,3 +97,96 @@ def test_labelled_tokens_are_known_before_the_tokens(ranks: list[list[MicroBatch
     batches = [make_batch(micro_batch, store) for micro_batch in plan.micro_batches]
     counted = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in batches)
     assert labelled_tokens(plan, store) == counted
+
+
+def zero(path: Path) -> None:
+    """Overwrite a file in place, some time after it was written."""
+    written = path.stat()
+    with path.open("r+b") as file:
+        file.write(bytes(written.st_size))
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns + 1))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replace(path: Path) -> None:
+    """Put another file of the same size in its place."""
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(0, 0))
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize("change", [zero, truncate, replace, Path.unlink])
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+@pytest.mark.parametrize("kind", ["store", "shards", "mixture"])
+def test_nothing_is_read_of_a_store_that_has_changed(tmp_path, kind, ending, change):
+    write_store(tmp_path / "a", documents=20)
+    write_store(tmp_path / "b", documents=20)
+    sources: dict[str, list[Any]] = {
+        "store": [tmp_path / "b"],
+        "shards": [[tmp_path / "a", tmp_path / "b"]],
+        "mixture": [tmp_path / "a", tmp_path / "b"],
+    }
+    store = open_stores(sources[kind])
+
+    def micro_batch(document: int) -> MicroBatch:
+        return MicroBatch((Segment(document + len(store), 0, int(store.lengths_of(np.array([document]))[0])),), 0.0)
+
+    first, last = micro_batch(0), micro_batch(len(store) - 1)
+    for of_file in (first, last):
+        read_batch(of_file, store, VOCABULARY)
+    changed = (tmp_path / "b").with_suffix(ending)
+    change(changed)
+    with pytest.raises(UserError, match=rf"{changed} changed while it was in use: it had .*, now it .*; put back"):
+        read_batch(last, store, VOCABULARY)
+    if kind != "store":
+        read_batch(first, store, VOCABULARY)  # the other file is as it was
+
+
+def test_a_store_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+    store = write_store(tmp_path / "store", documents=20)
+    read = store.read
+
+    def read_late(*place: int) -> Any:
+        zero(tmp_path / "store.bin")
+        return read(*place)
+
+    monkeypatch.setattr(store, "read", read_late)
+    with pytest.raises(UserError, match=r"store\.bin changed while it was in use"):
+        read_batch(MicroBatch((Segment(0, 0, 1),), 0.0), store, VOCABULARY)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1), st.integers(1, 9), st.integers(1, 11))
+def test_the_first_tokens_of_a_store_without_a_vocabulary_are_inside_that_of_the_model(
+    documents, looked_at, vocabulary
+):
+    lengths, tokens = np.array([*map(len, documents)]), [token for document in documents for token in document]
+
+    class InMemory(RandomDocuments):
+        prefix = "store"
+
+        def read(self, document, start=0, length=None):
+            return np.array(documents[document][start : start + length], np.uint16)
+
+    store: Any = InMemory(lengths, vocab_size=None)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(batch_module, "_FIRST_TOKENS", looked_at)
+        if max(tokens[:looked_at], default=0) < vocabulary:
+            check_first_tokens(store, vocabulary)
+        else:
+            with pytest.raises(UserError, match=rf"has token \d, outside .* model.vocab_size = {vocabulary}; raise it"):
+                check_first_tokens(store, vocabulary)
+
+
+def test_a_token_outside_the_vocabulary_is_not_trained(tmp_path):
+    store = write_store(tmp_path / "store", documents=20)
+    largest = max(range(20), key=lambda document: store.read(document).max(initial=0))
+    whole = MicroBatch((Segment(largest, 0, int(store.lengths[largest])),), 0.0)
+    token = int(store.read(largest).max())
+    read_batch(whole, store, token + 1)
+    with pytest.raises(UserError, match=f"token {token} is outside the vocabulary of model.vocab_size = {token}"):
+        read_batch(whole, store, token)

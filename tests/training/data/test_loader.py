@@ -81,24 +81,6 @@ def test_an_epoch_trains_every_document_once(tmp_path, shards):
         assert [read[i] for i in sorted(read)] == store.read(document).tolist()
 
 
-def test_a_large_store_is_continued_by_the_identity_that_older_versions_saved(folder, tmp_path, monkeypatch):
-    with open_loader(folder) as loader:
-        next(loader)
-        state, second = json.loads(json.dumps(loader.state_dict())), next(loader)
-    monkeypatch.setattr("wlb.documents.store.lengths._HASHED_WHOLE", 10)
-    with open_loader(folder, state=state) as loader:
-        assert loader.changed_data is None
-        assert same_step(next(loader), second)
-        assert loader.state_dict()["identity"]["token store"].startswith("sampled:")
-        again = json.loads(json.dumps(loader.state_dict()))
-    with open_loader(folder, state=again) as loader:
-        assert loader.changed_data is None
-    write_store(tmp_path / "store", documents=401)
-    for saved in (state, again):
-        with pytest.raises(UserError, match=r"the checkpoint was written with token store = "):
-            open_loader(tmp_path, state=saved)
-
-
 def test_other_shards_are_refused_in_the_middle_of_an_epoch(tmp_path):
     write_store(tmp_path / "store", shards=3)
     with open_loader(tmp_path) as loader:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from wlb.simulate.traffic import KEYS_AND_VALUES
 from wlb.training.dry_run.calls import Call
 
 _MESSAGES = ("send", "receive")
@@ -67,8 +66,6 @@ def _stages(calls: Sequence[Call]) -> Iterator[_Stage]:
     for _, together in groupby(enumerate(calls), key=_batch):
         stage = _Stage(tuple(call for _, call in together))
         alone = stage.is_messages and stage.first.batch is None  # NCCL sets up two ranks for it
-        # The group of an exchange is set up with the mesh, before any call that is recorded.
-        alone |= stage.is_messages and stage.first.purpose == KEYS_AND_VALUES
         if not alone and stage.first.group not in created:
             created.add(stage.first.group)
             yield _Stage(stage.calls[:1], creates=True)

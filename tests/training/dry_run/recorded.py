@@ -20,10 +20,10 @@ def small_job(folder: Any, preset: str = "best", **changes: dict[str, Any]) -> J
 
 
 def recorded_calls(config: JobConfig, hardware: str = "cpu") -> dict[int, list[Call]]:
-    """Two steps of every rank, played as one after the other."""
+    """How every rank sets itself up, and two of its steps, played as one after the other."""
     found = find_problems(config, hardware)
     runs = run_ranks(found, range(config.parallel.world_size), STEPS)
-    return {run.rank: joined(run.calls) for run in runs}
+    return {run.rank: joined((run.setup, *run.calls)) for run in runs}
 
 
 def joined(steps: tuple[tuple[Call, ...], ...]) -> list[Call]:

@@ -23,7 +23,12 @@ NOWHERE = Path("/nowhere")
 
 @cache
 def calls_of(
-    preset: str, hardware: str, checkpointing: str, layout: tuple[tuple[str, int], ...], seed: int = 0
+    preset: str,
+    hardware: str,
+    checkpointing: str,
+    layout: tuple[tuple[str, int], ...],
+    seed: int = 0,
+    tied: bool = False,
 ) -> dict[int, list[Call]]:
     parallel: dict[str, Any] = dict(layout)
     if parallel.get("virtual_pp", 1) > 1:
@@ -33,7 +38,7 @@ def calls_of(
     config = small_job(
         NOWHERE,
         preset,
-        model={"layers": stages, "heads": 4, "kv_heads": 4, "vocab_size": 64},
+        model={"layers": stages, "heads": 4, "kv_heads": 4, "vocab_size": 64, "tied_embeddings": tied},
         data={"seed": seed},
         parallel=parallel,
         packing={"micro_batches": 2 * ranks * parallel.get("pp", 1)},
@@ -67,6 +72,12 @@ def test_every_call_of_a_job_can_be_made(sizes, purpose):
 
 def test_every_call_of_an_elastic_job_can_be_made():
     assert check_order(calls_of(*ELASTIC))
+
+
+def test_the_ends_of_a_pipeline_can_sum_the_gradients_of_tied_embeddings():
+    # Interleaved schedules make no call that all pipeline ranks share, and the ends are two of three ranks.
+    calls = calls_of("plain-4d", "h100", "none", layout(pp=3, virtual_pp=2, dp=2), tied=True)
+    assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
 
 
 # The same proof on more layouts: every dimension with four ranks, every schedule, pools, and dimensions that meet.
@@ -115,9 +126,10 @@ def layouts(draw):
     checkpointing=st.sampled_from(["none", "selective", "full"]),
     sizes=layouts(),
     seed=st.integers(0, 1000),
+    tied=st.booleans(),
 )
-def test_every_call_of_any_job_can_be_made(preset, checkpointing, sizes, seed):
-    calls = calls_of(preset, "h100", checkpointing, sizes, seed)
+def test_every_call_of_any_job_can_be_made(preset, checkpointing, sizes, seed, tied):
+    calls = calls_of(preset, "h100", checkpointing, sizes, seed, tied)
     assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,22 @@ def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path
         check_job(_job(folder, **stores), 1)
 
 
+def _train_on_held_out_documents_that_change(config: JobConfig, tokens: Path) -> None:
+    trainer = trainer_of(config)
+    written = tokens.stat()
+    os.utime(tokens, ns=(written.st_atime_ns, written.st_mtime_ns + 1))
+    with pytest.raises(UserError, match=r"held_out\.bin changed while it was in use: it had .*, now it has .*"):
+        trainer.run()
+
+
+def test_held_out_documents_that_change_are_not_scored(folder: Path, tmp_path: Path) -> None:
+    write_held_out(tmp_path / "held_out")
+    metrics = {"dir": str(tmp_path / "metrics")}
+    config = _job(folder, evaluation={"store": str(tmp_path / "held_out"), "every": 1}, metrics=metrics)
+    run_ranks(1, _train_on_held_out_documents_that_change, config, tmp_path / "held_out.bin")
+    assert not (tmp_path / "metrics" / "evaluation.jsonl").exists()
+
+
 def test_settings_that_mean_nothing_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"evaluation\.every needs evaluation\.store"):
         job(folder, evaluation={"every": 5})
@@ -272,11 +289,10 @@ def test_settings_that_mean_nothing_are_refused(folder: Path) -> None:
         _job(folder, evaluation={"length_buckets": [64, 16]})
 
 
-def test_a_store_without_a_vocabulary_is_checked_token_by_token(folder: Path, tmp_path: Path) -> None:
+def test_a_store_without_a_vocabulary_is_looked_at_before_the_start(folder: Path, tmp_path: Path) -> None:
     write_held_out(tmp_path / "held_out", tokens=100)
     (tmp_path / "held_out.json").unlink()
     config = _job(folder, evaluation={"store": str(tmp_path / "held_out")}, metrics={"dir": str(tmp_path / "metrics")})
-    check_job(config, 1)
     assert trained_model(config, open_store(config.data.stores[0])).shape.vocab_size == VOCABULARY
-    with pytest.raises(AssertionError, match=r"is outside the vocabulary of model\.vocab_size = 67"):
-        run_ranks(1, _train, config)
+    with pytest.raises(UserError, match=r"held_out has token \d+, outside the vocabulary of model\.vocab_size = 67"):
+        check_job(config, 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.limits import HUNG_SECONDS
 from tests.training.distributed import RankFailure, run_ranks
 
 
@@ -27,7 +28,7 @@ def _fail_on_rank_1() -> None:
 def _die_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os._exit(3)
-    time.sleep(60)
+    time.sleep(HUNG_SECONDS)
 
 
 def test_results_come_back_in_rank_order() -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,6 +73,11 @@ class TokenIndex:
     def tokens(self) -> int:
         return self._pointer(len(self.sequence_lengths)) // self.dtype.itemsize
 
+    @property
+    def is_checked_whole(self) -> bool:
+        """Whether ``check_sample`` reads all of it."""
+        return self.documents <= _CHECKED_WHOLE
+
     def run(self, document: int) -> tuple[int, int]:
         """The first token of a document in the token file, and its tokens."""
         first, last = int(self.firsts[document]), int(self.firsts[document + 1])
@@ -99,15 +104,6 @@ class TokenIndex:
                 self.run(document)  # says what is wrong
         return lengths
 
-    def one_sequence_each(self) -> bool:
-        """Whether document d is sequence d, as ``wlb prepare`` writes them; reads all of ``firsts``."""
-        return len(self.sequence_lengths) == self.documents and all(
-            np.array_equal(
-                self.firsts[first : first + _CHUNK], np.arange(first, min(first + _CHUNK, self.documents + 1))
-            )
-            for first in range(0, self.documents + 1, _CHUNK)
-        )
-
     def lengths_between(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens of the documents from ``start`` to ``stop``; shape (stop - start,)."""
         return np.diff(self.offsets_between(start, stop))
@@ -129,18 +125,13 @@ class TokenIndex:
     def check_sample(self) -> None:
         """Read its ends and blocks at random places; all of it where it has no more than that."""
         self.check_ends()
-        for _ in self.sampled_offsets():
-            pass
-
-    def sampled_offsets(self) -> Iterator[NDArray[np.int64]]:
-        """The ``offsets_between`` of each block that ``check_sample`` reads; the blocks follow from their number."""
-        size = _CHUNK if self.documents <= _CHECKED_WHOLE else _BLOCK
+        size = _CHUNK if self.is_checked_whole else _BLOCK
         blocks: Sequence[int] = range(-(-self.documents // size))
-        if self.documents > _CHECKED_WHOLE and len(blocks) > _SAMPLED_BLOCKS:
+        if not self.is_checked_whole and len(blocks) > _SAMPLED_BLOCKS:
             drawn = Permutation(len(blocks), 0).between(0, _SAMPLED_BLOCKS - 2)
             blocks = sorted({0, *drawn.tolist(), blocks[-1]})
         for block in blocks:
-            yield self._offsets(size * block, min(size * (block + 1), self.documents))
+            self._offsets(size * block, min(size * (block + 1), self.documents))
 
     def _offsets(self, start: int, stop: int) -> NDArray[np.int64]:
         firsts = self.firsts[start : stop + 1]
@@ -206,11 +197,6 @@ def mask_path(prefix: Path) -> Path:
 def sidecar_path(prefix: Path) -> Path:
     """``PREFIX.json``."""
     return store_path(prefix, ".json")
-
-
-def counts_path(prefix: Path) -> Path:
-    """``PREFIX.lengths``: how many documents have how many tokens, of a large store."""
-    return store_path(prefix, ".lengths")
 
 
 def store_path(prefix: Path, ending: str) -> Path:

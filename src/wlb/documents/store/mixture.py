@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.length_counts import DocumentLengths
-from wlb.documents.store.reader import SAMPLED, TokenStore
+from wlb.documents.store.reader import TokenStore
 from wlb.documents.store.shards import gathered, open_store
 from wlb.documents.store.sources import StoreSource, refuse_twice, store_prefixes
 from wlb.errors import UserError
@@ -70,14 +70,13 @@ class StoreMixture:
     @cached_property
     def identity(self) -> str:
         """sha256 in hex over the identities of the stores, in their order."""
-        identities = [store.identity for store in self.stores]
-        sampled = any(identity.startswith(SAMPLED) for identity in identities)
-        return SAMPLED * sampled + hashlib.sha256("".join(identities).encode()).hexdigest()
+        return hashlib.sha256("".join(store.identity for store in self.stores).encode()).hexdigest()
 
-    @cached_property
-    def whole_identity(self) -> str:
-        """As ``TokenStore.whole_identity``."""
-        return hashlib.sha256("".join(store.whole_identity for store in self.stores).encode()).hexdigest()
+    def check_unchanged(self, documents: NDArray[np.int64]) -> None:
+        """As ``TokenStore.check_unchanged``, of documents counted through all stores."""
+        numbers = np.searchsorted(self._firsts, documents, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            self.stores[number].check_unchanged(documents[numbers == number] - self._firsts[number])
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """As ``TokenStore.read``, of a document counted through all stores."""

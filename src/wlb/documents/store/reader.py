@@ -28,18 +28,18 @@ from wlb.documents.store.index import (
     read_index,
     sidecar_path,
 )
-from wlb.documents.store.lengths import index_digest, is_hashed_whole, keep_counts, kept_lengths
+from wlb.documents.store.lengths import IndexLengths
 from wlb.documents.store.remote import RemoteArray, RemotePath, store_prefix
 from wlb.documents.store.sources import StoreSource, store_prefixes
+from wlb.documents.store.stamps import Stamps, check_unchanged, stamps_of
 from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
 from wlb.errors import UserError
 
 __all__ = ["TokenStore", "TokenStoreWriter"]
 
-# Sidecars have a few KiB; a larger PREFIX.json is somebody's data and is not parsed.
+# Sidecars have a few KiB; a larger PREFIX.json is somebody's data.
 _LARGEST_SIDECAR = 1 << 20
 _MASK_CHUNK = 1 << 20  # tokens whose mask is looked at together
-SAMPLED = "sampled:"  # before the identity of a store whose index was not read for it
 
 
 class TokenStore:
@@ -52,11 +52,13 @@ class TokenStore:
         data: NDArray[Any] | RemoteArray,
         sidecar: dict[str, Any],
         mask: NDArray[np.uint8] | RemoteArray | None = None,
+        stamps: Stamps = (None, None, None),
     ) -> None:
         self.prefix = prefix
         self.sidecar = sidecar
         self._index = index
-        self.stored_lengths: StoredLengths = kept_lengths(prefix, index)
+        self._stamps = stamps
+        self.stored_lengths: StoredLengths = IndexLengths(index)
         self._data = data
         self._mask = mask
         self._vocab_size: int | None = sidecar.get("vocab_size")
@@ -70,13 +72,15 @@ class TokenStore:
         ``wlb.documents.store.shards.open_store``.
         """
         prefix = store_prefix(prefix)
-        return TokenStore.with_index(prefix, read_index(index_path(prefix)))
+        stamps = stamps_of(prefix)
+        return TokenStore.with_index(prefix, read_index(index_path(prefix)), stamps)
 
     @classmethod
-    def with_index(cls, prefix: Path, index: TokenIndex) -> TokenStore:
-        """Open the files of ``PREFIX`` beside its ``index``."""
+    def with_index(cls, prefix: Path, index: TokenIndex, stamps: Stamps) -> TokenStore:
+        """Open the files of ``PREFIX`` beside its ``index``, of which all had ``stamps`` before that was opened."""
         sidecar = _read_sidecar(prefix, index)
-        return cls(prefix, index, _map_tokens(bin_path(prefix), index), sidecar, _map_mask(prefix, index, sidecar))
+        tokens, mask = _map_tokens(bin_path(prefix), index), _map_mask(prefix, index, sidecar)
+        return cls(prefix, index, tokens, sidecar, mask, stamps)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return TokenStore.open, (self.prefix,)
@@ -131,23 +135,23 @@ class TokenStore:
         """sha256 in hex over the index, the size of the token file and, where the sidecar has it, its own sha256.
 
         The tokens are not read: the writer of the store hashed them, and their mask, if there is one. A store without
-        that, such as one made by Megatron-Core, keeps its identity when tokens change and lengths do not. Of an index
-        over 64 MiB a sample is taken, and the identity begins with ``SAMPLED``.
+        that, such as one made by Megatron-Core, keeps its identity when tokens change and lengths do not.
         """
-        return ("" if is_hashed_whole(self._index) else SAMPLED) + self._identity()
-
-    @cached_property
-    def whole_identity(self) -> str:
-        """The identity over all of the index, whatever its size, as older versions saved it."""
-        return self._identity(whole=True)
-
-    def _identity(self, *, whole: bool = False) -> str:
-        digest = index_digest(self._index, whole=whole)
+        with self._index.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
         digest.update(str(self._data.nbytes).encode())
         digest.update(self.sidecar.get("content_sha256", "").encode())
         if self._mask is not None:
             digest.update(b"mask" + self.sidecar.get("mask_sha256", "").encode())
-        return str(digest.hexdigest())
+        return digest.hexdigest()
+
+    def check_unchanged(self, documents: NDArray[np.int64]) -> None:
+        """Raise ``UserError`` where a file that holds any of ``documents`` has changed since the store was opened.
+
+        Called after a read, it says that what was read is of the store that was opened; called before, that no part of
+        a mapped file is missing, of which a read would kill the process. Remote files are compared by their reader.
+        """
+        check_unchanged(self.prefix, self._stamps)
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """``length`` tokens of a document from token ``start`` on (default: the rest), as a read-only view.
@@ -276,7 +280,6 @@ def check_store(prefix: Path) -> TokenStore:
                 f"{path} is not what was written: its sha256 is {found}, the sidecar says {key} = {expected}; "
                 "prepare the store again"
             )
-    keep_counts(prefix)
     return store
 
 
@@ -306,9 +309,8 @@ def stored_vocab_size(source: StoreSource) -> int | None:
 def _read_sidecar(prefix: Path, index: TokenIndex) -> dict[str, Any]:
     path = sidecar_path(prefix)
     try:
-        if path.stat().st_size > _LARGEST_SIDECAR:
-            return {}
-        sidecar = json.loads(path.read_bytes())
+        is_long = path.stat().st_size > _LARGEST_SIDECAR
+        sidecar = None if is_long else json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -316,7 +318,10 @@ def _read_sidecar(prefix: Path, index: TokenIndex) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise UserError(f"sidecar {path} is not valid JSON; prepare the store again or remove it") from None
     if not isinstance(sidecar, dict) or "format" not in sidecar:
-        return {}
+        raise UserError(
+            f"{path} is not what wlb prepare writes beside a token store, an object with a format; move it elsewhere, "
+            "or prepare the store again"
+        )
     _check_sidecar(path, sidecar, index)
     return sidecar
 

@@ -1,7 +1,7 @@
 """Stores on object storage and web servers: prefixes that are URLs of ``fsspec``, such as ``s3://bucket/corpus``.
 
 A ``RemotePath`` is such a URL as a ``Path``, so a store opens by the same steps wherever it lies. Files that are
-mapped or parsed (``.idx``, ``.json``, ``.lengths``) are brought whole into a cache on this machine. Of token files and
+mapped or parsed (``.idx``, ``.json``) are brought whole into a cache on this machine. Of token files and
 masks, ``RemoteArray`` reads blocks, which go through the same cache. The processes of a machine share it: one of them
 fetches a file or block, and the others wait for it.
 

@@ -1,21 +1,14 @@
 """A store of many shards: Megatron stores whose documents are counted through them, as one ``TokenStore``.
 
-Tools that tokenize on many machines write a store for each task. What opening has to know of them is kept beside them
-in a manifest, ``shards-KEY.lengths``, whose key follows from how the store is named. For every shard it has the size
-and time of its files, its documents, tokens, token type, tokenizer and identity, and how many documents have how many
-tokens. So a shard is read and checked when it is first met, and again when one of its files has changed. Where the
-directory cannot be written, every process reads all shards. Afterwards a shard is mapped when one of its documents is
-asked for, and only a bounded number of them at a time.
+Tools that tokenize on many machines write a store for each task. Opening reads and checks every index once. Afterwards
+a shard is mapped when one of its documents is asked for, and only a bounded number of them at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import zipfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -26,35 +19,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.length_counts import LengthCounts, StoredLengths, added_counts, counted
-from wlb.documents.store.index import bin_path, index_path, read_index
-from wlb.documents.store.lengths import IndexLengths, keep_arrays
+from wlb.documents.store.index import index_path, read_index
+from wlb.documents.store.lengths import IndexLengths
 from wlb.documents.store.reader import TokenStore, check_store, identity_of_tokenizer
-from wlb.documents.store.sources import StoreSource, source_name, source_parts, store_prefixes
+from wlb.documents.store.sources import StoreSource, source_name, store_prefixes
+from wlb.documents.store.stamps import Stamps, check_unchanged, stamps_of
 from wlb.errors import UserError
 
 # Shards that stay mapped. An index is one file handle, a store up to two more; a process may often have 1,024.
 _OPEN_INDEXES, _OPEN_STORES = 256, 128
-_FORMAT = "wlb-shards/1"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What the manifest has of a shard, beside its counts.
-
-    ``name`` is its prefix from the directory of all shards on. ``stamps`` are size and time of change of .idx, .bin,
-    .mask and .json, None where there is no such file.
-    """
+    """What opening found of a shard; ``name`` is its prefix from the directory of all shards on."""
 
     name: str
-    stamps: list[list[int] | None]
+    stamps: Stamps
     documents: int
     tokens: int
     token_type: str
-    one_sequence_each: bool = False
-    masked: bool = False
-    vocab_size: int | None = None
-    tokenizer: dict[str, Any] | None = None
-    identity: str = ""
+    vocab_size: int | None
+    tokenizer: dict[str, Any] | None
+    identity: str
 
 
 class ShardedLengths:
@@ -145,7 +132,9 @@ class ShardedStore(TokenStore):
     def of(cls, source: StoreSource, prefixes: Sequence[Path]) -> ShardedStore:
         """The stores at ``prefixes``, in this order, which ``source`` names."""
         root = Path(os.path.commonpath([os.path.abspath(prefix.parent) for prefix in prefixes]))
-        return cls(source, root, *_ManifestFile(source, root).of(prefixes))
+        names = (os.path.relpath(prefix, root).replace(os.sep, "/") for prefix in prefixes)
+        shards, counts = zip(*map(_described, names, prefixes), strict=True)
+        return cls(source, root, shards, added_counts(counts))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return ShardedStore, self._arguments
@@ -176,11 +165,6 @@ class ShardedStore(TokenStore):
             digest.update(f"{shard.name}\0{shard.identity}\n".encode())
         return digest.hexdigest()
 
-    @property
-    def whole_identity(self) -> str:
-        """That of older versions, which had no such stores."""
-        return self.identity
-
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         if not 0 <= document < len(self):
             raise UserError(f"document {document} is not in {self.prefix}, which holds {len(self)} documents")
@@ -189,12 +173,17 @@ class ShardedStore(TokenStore):
 
     def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None:
         number, of_shard = place_in(self._ends, document)
-        return self._store_at(number).loss_mask(of_shard, start, length) if self._shards[number].masked else None
+        masked = self._shards[number].stamps[2] is not None
+        return self._store_at(number).loss_mask(of_shard, start, length) if masked else None
 
     def check_labels(self) -> None:
         """Raise ``UserError`` unless some shard has a token that follows another and is a label."""
         if not any(self._store_at(number).has_labels() for number in range(len(self._shards))):
             raise UserError(f"no shard of {self.prefix} has a label, so nothing would be learnt; prepare it again")
+
+    def check_unchanged(self, documents: NDArray[np.int64]) -> None:
+        for number in np.unique(np.searchsorted(self._ends, documents, side="right")).tolist():
+            self._checked(number)
 
     def _prefix(self, shard: Shard) -> Path:
         return self._root / shard.name
@@ -215,116 +204,29 @@ class ShardedStore(TokenStore):
                     )
 
     def _open_lengths(self, number: int) -> IndexLengths:
-        shard = self._shards[number]
-        path = index_path(self._prefix(shard))
-        self._check_unchanged(shard, _stamp(path) == shard.stamps[0])
-        lengths = IndexLengths(read_index(path, sample=False))  # all of it was checked for the manifest
-        lengths.one_sequence_each = shard.one_sequence_each
-        return lengths
+        prefix = self._checked(number)
+        return IndexLengths(read_index(index_path(prefix), sample=False))  # all of it was checked at first
 
     def _open_store(self, number: int) -> TokenStore:
+        prefix = self._checked(number)
+        return TokenStore.with_index(prefix, self._lengths_at(number).index, self._shards[number].stamps)
+
+    def _checked(self, number: int) -> Path:
+        """The prefix of a shard. Raises ``UserError`` where the shard has changed."""
         shard = self._shards[number]
-        self._check_unchanged(shard, _stamp(bin_path(self._prefix(shard))) == shard.stamps[1])
-        return TokenStore.with_index(self._prefix(shard), self._lengths_at(number).index)
-
-    def _check_unchanged(self, shard: Shard, unchanged: bool) -> None:
-        if not unchanged:
-            raise UserError(f"{self._prefix(shard)} has changed since it was opened with {self.prefix}; start again")
+        check_unchanged(self._prefix(shard), shard.stamps)
+        return self._prefix(shard)
 
 
-class _ManifestFile:
-    """What is kept of the shards that ``source`` names below ``root``."""
-
-    def __init__(self, source: StoreSource, root: Path) -> None:
-        self._root = root
-        spelled = "\n".join(os.path.relpath(part, root) for part in source_parts(source))
-        key = hashlib.sha256(spelled.encode(errors="surrogateescape")).hexdigest()[:8]
-        self._path = root / f"shards-{key}.lengths"
-
-    def of(self, prefixes: Sequence[Path]) -> tuple[list[Shard], LengthCounts]:
-        """The shards at ``prefixes`` and the counts of all; reads those that are new or have changed."""
-        names = [os.path.relpath(prefix, self._root).replace(os.sep, "/") for prefix in prefixes]
-        current = {name: _stamps(prefix) for name, prefix in zip(names, prefixes, strict=True)}
-        kept: dict[str, tuple[Shard, LengthCounts]] = {}
-        with (
-            suppress(OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile),
-            np.load(self._path) as file,
-        ):
-            shards = _kept_shards(file)
-            if [(shard.name, shard.stamps) for shard in shards] == [*current.items()]:
-                return shards, LengthCounts(file["lengths"], file["documents"])
-            kept = {shard.name: (shard, counts) for shard, counts in zip(shards, _parts(file), strict=True)}
-        for (name, stamps), prefix in zip(current.items(), prefixes, strict=True):
-            if name not in kept or kept[name][0].stamps != stamps:
-                kept[name] = _described(name, stamps, prefix)
-        shards = [kept[name][0] for name in current]
-        return shards, self._keep(shards, [kept[name][1] for name in current])
-
-    def _keep(self, shards: Sequence[Shard], parts: Sequence[LengthCounts]) -> LengthCounts:
-        """Write the manifest of ``shards``, which have the counts ``parts``; the counts of all."""
-        total = added_counts(parts)
-        manifest = json.dumps({"format": _FORMAT, "shards": [vars(shard) for shard in shards]}).encode()
-        keep_arrays(
-            self._path,
-            shards=np.frombuffer(manifest, np.uint8),
-            lengths=total.lengths,
-            documents=total.documents,
-            ends_of_parts=np.cumsum([len(part.lengths) for part in parts]),
-            lengths_of_parts=_narrowed(np.concatenate([part.lengths for part in parts])),
-            documents_of_parts=_narrowed(np.concatenate([part.documents for part in parts])),
-        )
-        return total
-
-
-def _kept_shards(kept: Any) -> list[Shard]:
-    manifest = json.loads(kept["shards"].tobytes())
-    return [Shard(**shard) for shard in manifest["shards"]] if manifest["format"] == _FORMAT else []
-
-
-def _parts(kept: Any) -> list[LengthCounts]:
-    """The counts of every shard of a manifest."""
-    ends = kept["ends_of_parts"][:-1]
-    parts = (np.split(kept[f"{name}_of_parts"].astype(np.int64), ends) for name in ("lengths", "documents"))
-    return [LengthCounts(lengths, documents) for lengths, documents in zip(*parts, strict=True)]
-
-
-def _narrowed(numbers: NDArray[np.int64]) -> NDArray[Any]:
-    """In the smallest type that holds all of them."""
-    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
-
-
-def _described(name: str, stamps: list[list[int] | None], prefix: Path) -> tuple[Shard, LengthCounts]:
+def _described(name: str, prefix: Path) -> tuple[Shard, LengthCounts]:
     """Read all of the index of a shard, which has no documents where a task of the tool that wrote it had none."""
-    store = TokenStore.with_index(prefix, read_index(index_path(prefix), sample=False, may_be_empty=True))
-    lengths = store.stored_lengths
-    assert isinstance(lengths, IndexLengths)
-    lengths.index.check_ends()
-    counts = lengths.counts  # checks all else, if that was not done when they were kept
-    shard = Shard(
-        name,
-        stamps,
-        len(store),
-        store.tokens,
-        store.dtype.str,
-        lengths.one_sequence_each or lengths.index.one_sequence_each(),
-        stamps[2] is not None,
-        store.vocab_size,
-        store.tokenizer,
-        store.identity,
-    )
-    return shard, counts
-
-
-def _stamps(prefix: Path) -> list[list[int] | None]:
-    return [_stamp(f"{prefix}{ending}") for ending in (".idx", ".bin", ".mask", ".json")]
-
-
-def _stamp(path: str | Path) -> list[int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return [found.st_size, found.st_mtime_ns]
+    stamps = stamps_of(prefix)
+    index = read_index(index_path(prefix), whole=True, sample=False, may_be_empty=True)
+    index.check_ends()
+    counts = counted([IndexLengths(index)])  # checks all else
+    store = TokenStore.with_index(prefix, index, stamps)
+    found = len(store), store.tokens, store.dtype.str, store.vocab_size, store.tokenizer, store.identity
+    return Shard(name, stamps, *found), counts
 
 
 def open_store(source: StoreSource) -> TokenStore:

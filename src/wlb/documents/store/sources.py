@@ -78,15 +78,15 @@ def source_name(source: StoreSource) -> str:
 
 def refuse_twice(prefixes: Sequence[Path]) -> None:
     """Raise ``UserError`` where two of ``prefixes`` are the same store."""
-    seen: dict[tuple[int, int] | str, Path] = {}
+    seen: dict[object, Path] = {}
     for prefix in prefixes:
         index = f"{prefix}.idx"
         try:
-            found = os.stat(index)  # a tenth of the time of realpath
-            first = seen.setdefault((found.st_dev, found.st_ino), prefix)
+            found = os.stat(index)
+            key: object = (found.st_dev, found.st_ino)  # also of a link to it, of either kind
         except OSError:
-            first = seen.setdefault(index, prefix)
-        if first is not prefix and os.path.realpath(f"{first}.idx") == os.path.realpath(index):
+            key = index
+        if (first := seen.setdefault(key, prefix)) is not prefix:
             raise UserError(f"a token store is named twice, as {first} and as {prefix}; name it once")
 
 

@@ -24,14 +24,12 @@ from wlb.documents.store.index import (
     MAX_DOCUMENT_TOKENS,
     IndexWriter,
     bin_path,
-    counts_path,
     index_path,
     mask_path,
     read_index,
     sidecar_path,
     store_path,
 )
-from wlb.documents.store.lengths import keep_counts
 from wlb.documents.store.remote import RemotePath, store_prefix
 from wlb.errors import UserError
 from wlb.files import flush, move, open_locked, sync, write_synced
@@ -201,14 +199,13 @@ class TokenStoreWriter:
             write_synced(_part(tokenizer), self._tokenizer_json)
             complete.append(tokenizer)
         index.unlink(missing_ok=True)
-        for optional in (tokenizer, mask, counts_path(self.prefix)):  # of the store that is replaced
+        for optional in (tokenizer, mask):  # of the store that is replaced
             optional.unlink(missing_ok=True)
         sync(index.parent)
         for target in complete:
             os.replace(_part(target), target)
         sync(index.parent)
         move(_part(index), index)
-        keep_counts(self.prefix)
 
     def _sidecar_text(self) -> str:
         sidecar = {

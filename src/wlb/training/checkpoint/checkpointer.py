@@ -45,7 +45,7 @@ from wlb.training.checkpoint.files import (
     step_of,
 )
 from wlb.training.checkpoint.resuming import RANDOM_STATES, check_model, check_tensors, model_record
-from wlb.training.checkpoint.storage import ChecksummedWriter, ConfinedReader
+from wlb.training.checkpoint.storage import ChecksummedWriter, ConfinedReader, first_failure
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.console import say
 from wlb.training.runtime.failures import TrainingError
@@ -135,7 +135,7 @@ class Checkpointer:
         try:
             dcp.load(state, storage_reader=reader)
         except CheckpointException as error:
-            raise TrainingError(f"checkpoint {path} cannot be loaded: {_reason(error)}") from error
+            raise TrainingError(f"checkpoint {path} cannot be loaded: {first_failure(error)}") from error
         for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
             set_model_state_dict(stage, _pick(state, get_model_state_dict(stage)))
             groups = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
@@ -175,7 +175,7 @@ class Checkpointer:
             writer = ChecksummedWriter(checkpoint, progress, model_record(self._model))
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:  # which is no Exception
-            return self._give_up(checkpoint, _reason(error))
+            return self._give_up(checkpoint, first_failure(error))
         self._good.append(checkpoint)
         self.delete_outdated()
         return None
@@ -191,14 +191,6 @@ class Checkpointer:
         if dist.get_rank() == 0:
             say(f"wlb: warning: {text}; the newest one is still {newest}")
         return failure
-
-
-def _reason(error: CheckpointException) -> str:
-    """The first failure of ``error`` in one line."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    (line, *_) = str(cause).splitlines() or [""]
-    what = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {line}"
-    return f"{what} (rank {rank})"
 
 
 def _moments(stage: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -37,8 +37,10 @@ from wlb.training.checkpoint.files import (
     step_of,
 )
 from wlb.training.checkpoint.resuming import check_model, check_tensors
-from wlb.training.checkpoint.storage import ConfinedReader
+from wlb.training.checkpoint.storage import ConfinedReader, first_failure
 from wlb.workload.model_json import read_config_json
+
+_TRIES = 5  # to read the newest checkpoint before its job deletes it
 
 # What lies beside the weights of a published model and stays true of a trained one.
 _KEPT_FILES = (
@@ -68,14 +70,48 @@ class Exported:
 def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: torch.dtype) -> Exported:
     """Write the model of the checkpoint of ``step``, or of the newest, into the new directory ``out``.
 
-    Raises ``UserError`` where there is no such checkpoint, it is damaged or holds another model, or ``out`` exists.
+    Where the job writes newer ones meanwhile and deletes that one, the newest of these takes its place. Raises
+    ``UserError`` where there is no such checkpoint, it is damaged or holds another model, or ``out`` exists.
     """
     refuse_existing(out)
-    checkpoint = _chosen(config.checkpoint, step)
-    try:
-        recorded = read_manifest(checkpoint).model
-    except DamagedCheckpoint as damage:  # it was whole a moment ago
-        raise _deleted(checkpoint, damage) from damage
+    for _ in range(_TRIES):
+        checkpoint, others = _chosen(config.checkpoint, step)
+        try:
+            return _export(config, checkpoint, out, dtype)
+        except (DamagedCheckpoint, UserError) as error:
+            if not checkpoint.exists():
+                continue  # whatever was wrong with it
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"checkpoint {checkpoint} is damaged: {error}; choose another --step, of {others}"
+            ) from error
+    raise UserError(
+        f"the job deletes its checkpoints in {config.checkpoint.dir} faster than they are read ({_TRIES} tries); "
+        "export when it has ended, or raise its checkpoint.keep or checkpoint.every"
+    )
+
+
+def _chosen(config: CheckpointConfig, step: int | None) -> tuple[Path, str]:
+    """The checkpoint to export, and the steps of the others."""
+    if config.dir is None:
+        raise UserError("the configuration has no checkpoint.dir; add --set checkpoint.dir=DIR")
+    named = named_checkpoints(config.dir)
+    if not named:
+        raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint; name another with --set checkpoint.dir=DIR")
+    checkpoint = named[-1] if step is None else checkpoint_path(config.dir, step)
+    others = [step_of(path) for path in named if path != checkpoint]
+    steps = f"{', '.join(map(str, others))}" or "none"
+    if checkpoint not in named:
+        raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint of step {step}; it has {steps}")
+    return checkpoint, steps
+
+
+def _export(config: JobConfig, checkpoint: Path, out: Path, dtype: torch.dtype) -> Exported:
+    """Raises ``DamagedCheckpoint`` and ``UserError``."""
+    if damage := find_damage(checkpoint, contents=True):
+        raise DamagedCheckpoint(damage)
+    recorded = read_manifest(checkpoint).model
     model = configured_model(config.model, config.model.vocab_size or recorded["vocab_size"])
     check_model(checkpoint, recorded, model)
     held = ConfinedReader(checkpoint).tensors()
@@ -91,36 +127,16 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
     return Exported(checkpoint, step_of(checkpoint), parameters, tokenizer)
 
 
-def _chosen(config: CheckpointConfig, step: int | None) -> Path:
-    if config.dir is None:
-        raise UserError("the configuration has no checkpoint.dir; add --set checkpoint.dir=DIR")
-    named = named_checkpoints(config.dir)
-    if not named:
-        raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint; name another with --set checkpoint.dir=DIR")
-    checkpoint = named[-1] if step is None else checkpoint_path(config.dir, step)
-    others = [step_of(path) for path in named if path != checkpoint]
-    steps = f"{', '.join(map(str, others))}" or "none"
-    if checkpoint not in named:
-        raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint of step {step}; it has {steps}")
-    if damage := find_damage(checkpoint, contents=True):
-        raise UserError(f"checkpoint {checkpoint} is damaged: {damage}; choose another --step, of {steps}")
-    return checkpoint
-
-
 def _read(checkpoint: Path, held: Mapping[str, TensorStorageMetadata], names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors ``names`` of those that the checkpoint holds."""
+    """The tensors ``names`` of those that the checkpoint holds. Raises ``DamagedCheckpoint``."""
     tensors = {name: torch.empty(held[name].size, dtype=held[name].properties.dtype) for name in names}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")  # not initialised: there is one process
             dcp.load(tensors, storage_reader=ConfinedReader(checkpoint), no_dist=True)
-    except (OSError, CheckpointException) as error:
-        raise _deleted(checkpoint, error) from error
+    except CheckpointException as error:
+        raise DamagedCheckpoint(f"it cannot be read: {first_failure(error)}") from error
     return tensors
-
-
-def _deleted(checkpoint: Path, error: BaseException) -> UserError:
-    return UserError(f"checkpoint {checkpoint} cannot be read: {error}; was it deleted by its job?")
 
 
 def _prefixes(source: StoreSource) -> list[Path]:

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -110,6 +111,14 @@ class ConfinedReader(FileSystemReader):
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """What the checkpoint holds, by name."""
         return cast(dict[str, TensorStorageMetadata], self.read_metadata().state_dict_metadata)  # ``_checked``
+
+
+def first_failure(error: CheckpointException) -> str:
+    """The first failure of ``error`` in one line, without its traceback."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    (line, *_) = str(cause).splitlines() or [""]
+    what = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {line}"
+    return f"{what} (rank {rank})"
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -22,10 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.documents.segments import Segment
+from wlb.documents.store.mixture import TrainedStore
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 
 IGNORE_LABEL = -100  # cross_entropy's default ignore_index
+_FIRST_TOKENS, _FIRST_DOCUMENTS = 1 << 20, 1 << 12  # that are looked at before a job starts; takes some milliseconds
 _REQUESTS = 16  # that a rank has under way at a server of token stores
 
 _T = TypeVar("_T")
@@ -98,6 +101,20 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     )
 
 
+def read_batch(micro_batch: MicroBatch, store: TrainedStore, vocab_size: int) -> TokenBatch:
+    """``make_batch`` from a store that must not change while it is in use.
+
+    Raises ``UserError`` where a file of one of the documents has changed since the store was opened, and for a token
+    that is not below ``vocab_size``.
+    """
+    documents = np.array([segment.document for segment in micro_batch.segments], np.int64) % len(store)
+    store.check_unchanged(documents)
+    batch = make_batch(micro_batch, store)
+    store.check_unchanged(documents)
+    check_vocabulary(batch, micro_batch, vocab_size)
+    return batch
+
+
 def check_vocabulary(batch: TokenBatch, micro_batch: MicroBatch, vocab_size: int) -> None:
     """Raise ``UserError`` unless every token of ``batch``, made from ``micro_batch``, is below ``vocab_size``."""
     largest = int(torch.maximum(batch.tokens, batch.labels).max())
@@ -107,6 +124,25 @@ def check_vocabulary(batch: TokenBatch, micro_batch: MicroBatch, vocab_size: int
             f"token {largest} is outside the vocabulary of model.vocab_size = {vocab_size}; it is in one of "
             f"the documents {documents}"
         )
+
+
+def check_first_tokens(store: TokenStore, vocab_size: int) -> None:
+    """Raise ``UserError`` where a store that does not say its vocabulary begins with a token outside ``vocab_size``.
+
+    So a wrong ``model.vocab_size`` nearly always shows before a job starts; ``read_batch`` finds what is left.
+    """
+    if store.vocab_size is not None:
+        return
+    left = _FIRST_TOKENS
+    for document in range(min(len(store), _FIRST_DOCUMENTS)):
+        length = min(left, int(store.lengths_of(np.array([document]))[0]))
+        largest = int(store.read(document, 0, length).max(initial=0))
+        if largest >= vocab_size:
+            raise UserError(
+                f"document {document} of {store.prefix} has token {largest}, outside the vocabulary of "
+                f"model.vocab_size = {vocab_size}; raise it"
+            )
+        left -= length
 
 
 def labelled_tokens(step_plan: StepPlan, store: TokenSource) -> int:

@@ -19,7 +19,6 @@ from typing import Any
 
 from wlb.documents.mixture import stored_documents
 from wlb.documents.store.mixture import TrainedStore, document_lengths
-from wlb.documents.store.reader import SAMPLED
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
 from wlb.job.job import JobSpec
@@ -28,7 +27,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
 from wlb.simulate.level import SHARDING
-from wlb.training.data.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
+from wlb.training.data.batch import TokenBatch, labelled_tokens, read_batch
 from wlb.training.data.prefetch import Prefetcher, Shutdown
 from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
 from wlb.workload.base import Workload
@@ -169,18 +168,18 @@ class StepLoader(Iterator[LoadedStep]):
         self.close()
 
     def _batch(self, micro_batch: MicroBatch) -> TokenBatch:
-        batch = make_batch(micro_batch, self._store)
-        check_vocabulary(batch, micro_batch, self._vocab_size)
-        return batch
+        return read_batch(micro_batch, self._store, self._vocab_size)
 
     def _read(self, planned: PlannedStep) -> LoadedStep:
         plan = planned.plan
+        loss_tokens = labelled_tokens(plan, self._store)
+        # Last, as this notices where a file was changed before it was read to the end.
         batches = self._share.batches(plan, self._batch)
         shards = [] if names_ranks(plan) else [[table.tolist() for table in b.shard_plan.pieces] for b in batches]
         return LoadedStep(
             planned=planned,
             batches=batches,
-            loss_tokens=labelled_tokens(plan, self._store),
+            loss_tokens=loss_tokens,
             fingerprint=_fingerprint((plan.step, [[(part.segments, part.ranks) for part in r] for r in plan.ranks])),
             # Where micro-batches name their ranks, these have different ones. All cut them alike where the plans are
             # equal: by whole numbers that follow from lengths, without prices, which two machines may round apart.
@@ -225,8 +224,6 @@ def check_identity(
     Raises ``UserError``, naming the first of them, unless there is none or ``allow_changes`` is set.
     """
     saved, current = state["identity"], data_identity(store, job)
-    if current[_STORE].startswith(SAMPLED) and not str(saved.get(_STORE)).startswith(SAMPLED):
-        current[_STORE] = store.whole_identity  # of an older version, which read the whole index
     changed = [name for name, value in current.items() if saved.get(name) != value]
     if changed and not allow_changes:
         name, *others = changed

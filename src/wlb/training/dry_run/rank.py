@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRun:
-    """What rank ``rank`` did: the peak of its memory in bytes by kind, and its calls, step by step.
+    """What rank ``rank`` did: the peak of its memory in bytes by kind, and its calls, before the steps and in each.
 
     ``rows`` are those of its micro-batches in the last step, in pipeline order. ``operators`` counts PyTorch's
     without most of those that attend on the CPU (``longest_runs_of_attention``).
@@ -57,6 +57,7 @@ class RankRun:
     rank: int
     place: Place
     memory: dict[str, int]
+    setup: tuple[Call, ...]
     calls: tuple[tuple[Call, ...], ...]
     rows: tuple[int, ...]
     operators: int
@@ -82,7 +83,9 @@ def _run_rank(checked: CheckedJob, steps: tuple[int, ...], rank: int) -> RankRun
     on_gpu = checked.job.hardware.device_type == "cuda"
     kernels = as_on_a_gpu() if on_gpu else nullcontext()
     with fake_process_group(rank, checked.job.layout.world_size), longest_runs_of_attention(), kernels:
-        model = build_model(checked, _CPU, lambda: fake)
+        with StepWatcher(MemoryMeter(), log):
+            model = build_model(checked, _CPU, lambda: fake)
+        setup = log.take()
         _adopt(meter, model, on_gpu)
         runner, monitor = _build_pipeline(model, on_gpu)
         non_finite = NonFiniteSteps(checked.config.training, model.mesh.rank("dp"), model.mesh.rank("cp"))
@@ -102,7 +105,7 @@ def _run_rank(checked: CheckedJob, steps: tuple[int, ...], rank: int) -> RankRun
         place = Place(*map(model.mesh.rank, Place._fields))
         rows = tuple(batch.rows for batch in loaded.batches)
         seconds = time.perf_counter() - started
-        return RankRun(rank, place, dict(meter.peak), tuple(calls), rows, watcher.operators, seconds)
+        return RankRun(rank, place, dict(meter.peak), setup, tuple(calls), rows, watcher.operators, seconds)
 
 
 def _without_side_effects(checked: CheckedJob) -> CheckedJob:

@@ -23,7 +23,7 @@ from wlb.job.config import EvaluationConfig
 from wlb.job.job import JobSpec
 from wlb.models.transformer import Attend, Transformer
 from wlb.packing.plan import MicroBatch
-from wlb.training.data.batch import IGNORE_LABEL, check_vocabulary, make_batch
+from wlb.training.data.batch import IGNORE_LABEL, read_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.data.sharded_batch import ShardedBatch
 from wlb.training.evaluation.held_out import Evaluation, HeldOut
@@ -90,8 +90,7 @@ class Evaluator:
         return self._held_out.result(sums.tolist(), time.perf_counter() - started)
 
     def _add_losses(self, micro_batch: MicroBatch, sums: Tensor) -> None:
-        whole = make_batch(micro_batch, self._held_out.store)
-        check_vocabulary(whole, micro_batch, self._vocab_size)
+        whole = read_batch(micro_batch, self._held_out.store, self._vocab_size)
         batch = self._share.of(whole).to(self._device)
         scores = self._scores(batch)
         if scores is None:

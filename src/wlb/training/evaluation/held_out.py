@@ -29,7 +29,7 @@ from wlb.packing import make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.terminal import number_of
-from wlb.training.data.batch import labels_of_segments
+from wlb.training.data.batch import check_first_tokens, labels_of_segments
 
 _FIRST_BOUNDARY, _BOUNDARY_RATIO = 256, 4
 
@@ -146,6 +146,7 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: Tr
             f"evaluation.store {store.prefix} was prepared with another tokenizer than {trained.prefix} of [data]; "
             "prepare both with the same"
         )
+    check_first_tokens(store, vocab_size)
     if not labels_of_segments(_segments(store, evaluation, data), store).any():
         raise UserError(f"evaluation.store {store.prefix} has no label, so there is no loss to take; prepare it again")
 

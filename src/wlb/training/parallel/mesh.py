@@ -53,10 +53,11 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
         work=init_device_mesh(device_type, mesh_shape(layout), mesh_dim_names=MESH_DIMENSIONS),
         weights=init_device_mesh(device_type, flattened, mesh_dim_names=("pp", "dp_cp", "tp")),
     )
-    if layout.cp > 1:
-        # NCCL sets up a group in its first call, for which all of its ranks must be there. That of a context-parallel
-        # group may be an exchange of only some of them.
-        dist.all_reduce(torch.zeros(1, device=device_type), group=mesh.group("cp"))
+    # NCCL sets up a group in its first call, for which all of its ranks must be there. That of a context-parallel group
+    # may be an exchange of only some of them; that of a pipeline group, the sum of tied embeddings on its two ends.
+    for dimension in ("cp", "pp"):
+        if mesh.size(dimension) > 1:
+            dist.all_reduce(torch.zeros(1, device=device_type), group=mesh.group(dimension))
     return mesh
 
 

@@ -105,7 +105,7 @@ def explain_failures(failures: Mapping[int, RankFailure]) -> Ending:
     rank = min(failures, key=lambda rank: (_precedence(failures[rank].status), failures[rank].time))
     pid, status, text, _ = failures[rank]
     if status < 0:
-        cause = f"rank {rank} (process {pid}) was killed by {_name_of(-status)}"
+        cause = f"rank {rank} (process {pid}) {how_it_ended(status)}"
         return Ending(
             cause,
             f"wlb: error: {cause}; all ranks were stopped",
@@ -113,7 +113,7 @@ def explain_failures(failures: Mapping[int, RankFailure]) -> Ending:
             restart=status != -signal.SIGINT,  # which only a user sends
         )
     if text is None:
-        cause = f"rank {rank} exited with status {status} and no error message"
+        cause = f"rank {rank} {how_it_ended(status)}"
         return Ending(cause, f"wlb: error: {cause}", FAILURE_STATUS)
     cause = text.splitlines()[-1].removeprefix("wlb: ").removeprefix("error: ")
     if status == TERMINATED_STATUS:
@@ -151,8 +151,11 @@ def _precedence(status: int) -> int:
     return -1 if status < 0 else order.index(status) if status in order else len(order)
 
 
-def _name_of(signal_number: int) -> str:
+def how_it_ended(status: int) -> str:
+    """What became of a process that left no message, by its ``status`` as ``subprocess`` has it."""
+    if status >= 0:
+        return f"exited with status {status} and no error message"
     try:
-        return signal.Signals(signal_number).name
+        return f"was killed by {signal.Signals(-status).name}"
     except ValueError:  # most real-time signals have no name
-        return f"signal {signal_number}"
+        return f"was killed by signal {-status}"
