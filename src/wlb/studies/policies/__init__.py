@@ -20,30 +20,32 @@ from numpy.typing import NDArray
 from wlb.documents.filling import check_filling
 from wlb.errors import UserError, choose_from
 from wlb.simulate.search import SearchSpace
+from wlb.simulate.verdict import usual_steps
 from wlb.studies.policies import bytescale, distca, fcp, flexible_cp, flexsp, libra, magi, megatron, odc, verl, wlb_llm
 from wlb.studies.policies.hbp import HbpPolicy
 from wlb.studies.policies.hotspa import HotSpaPolicy
 from wlb.studies.policies.hydraulis import HydraulisPolicy
-from wlb.studies.policies.ours import LONGER, ElasticPolicy, SystemPolicy
+from wlb.studies.policies.ours import PresetPolicy
 from wlb.studies.policies.policy import Outcome, Policy, RankPolicy
 
 BASE = "plain-4d"
 _MANY = 6  # policies, for which processes of their own pay
 POLICIES: dict[str, Policy] = {
-    BASE: SystemPolicy("plain-4d"),
-    "fixed-4d": SystemPolicy("fixed-4d"),
-    "wlb-llm": SystemPolicy("wlb-llm", delays=True),
+    BASE: PresetPolicy(),
+    "per-document-4d": PresetPolicy(),
+    "fixed-4d": PresetPolicy(),
+    "wlb-llm": PresetPolicy(),
     "wlb-no-delay": RankPolicy(wlb_llm.without_delay),
     "megatron-balanced": RankPolicy(megatron.dp_balanced),
-    "megatron-dynamic": RankPolicy(megatron.dynamic, pipelines=False, keeps_weights=True),
-    "megatron-packing": RankPolicy(megatron.packing_aware, keeps_weights=True),
+    "megatron-dynamic": RankPolicy(megatron.dynamic, pipelines=False),
+    "megatron-packing": RankPolicy(megatron.packing_aware),
     "hotspa": HotSpaPolicy(),
     "hydraulis": HydraulisPolicy(),
     "flexsp": RankPolicy(flexsp.heterogeneous_groups, pipelines=False, layouts=1, solver_nodes=flexsp.NODES),
-    "bytescale": RankPolicy(bytescale.hybrid_data_parallel, pipelines=False, keeps_weights=True),
-    "bytescale-pipeline": RankPolicy(bytescale.hybrid_data_parallel, keeps_weights=True),
-    "flexible-cp": RankPolicy(flexible_cp.any_degree, keeps_weights=True),
-    "odc": RankPolicy(odc.minibatch_balanced, pipelines=False),
+    "bytescale": RankPolicy(bytescale.hybrid_data_parallel, pipelines=False),
+    "bytescale-pipeline": RankPolicy(bytescale.hybrid_data_parallel),
+    "flexible-cp": RankPolicy(flexible_cp.any_degree),
+    "odc": RankPolicy(odc.minibatch_balanced, pipelines=False, kept=(False,)),  # weights are fetched every time
     "hbp": HbpPolicy(),
     "distca": RankPolicy(partial(distca.attention_servers, idle_stages_serve=True), interleaves=False),
     "distca-busy": RankPolicy(partial(distca.attention_servers, idle_stages_serve=False), interleaves=False),
@@ -52,8 +54,8 @@ POLICIES: dict[str, Policy] = {
     "magi": RankPolicy(magi.dispatched),
     "verl": RankPolicy(verl.karmarkar_karp_twice),
     "slime": RankPolicy(verl.packed_then_dealt),
-    "best": SystemPolicy("best", delays=True),
-    "elastic": ElasticPolicy(),
+    "best": PresetPolicy(),
+    "elastic": PresetPolicy(),
 }
 
 
@@ -72,18 +74,20 @@ def compare(
     names: Sequence[str],
     space: SearchSpace,
     lengths: NDArray[np.int64],
+    steps: int | None = None,
     *,
     on_progress: Callable[[int], None] = lambda done: None,
     apart: Executor | None = None,
 ) -> tuple[list[Outcome], dict[str, str]]:
     """Every policy in its best layout, on the same documents and global batch, and why others have none.
 
-    ``on_progress`` gets how many policies are done, which ``apart`` may run. Raises ``UserError`` where the base has no
-    layout, and where the documents do not fill one step.
+    ``steps`` are those of each draw, by default ``usual_steps``. ``on_progress`` gets how many policies are done, which
+    ``apart`` may run. Raises ``UserError`` where the base has no layout, and where the documents do not fill one step.
     """
-    check_filling(lengths, space.micro_batches * space.context_window, space.context_window, steps=space.steps)
+    steps = steps or usual_steps(space.micro_batches)
+    check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
     found: dict[str, Outcome | UserError] = {}
-    for name, one in _found(names, space, lengths, apart):
+    for name, one in _found(names, partial(_attempt, space=space, lengths=lengths, steps=steps), apart):
         if name == BASE and isinstance(one, UserError):
             raise one
         found[name] = one
@@ -94,14 +98,13 @@ def compare(
 
 
 def _found(
-    names: Sequence[str], space: SearchSpace, lengths: NDArray[np.int64], apart: Executor | None
+    names: Sequence[str], attempt: Callable[[str], Outcome | UserError], apart: Executor | None
 ) -> Iterator[tuple[str, Outcome | UserError]]:
     if apart is None:
-        for name in names:
-            yield name, _attempt(name, space, lengths)
+        yield from ((name, attempt(name)) for name in names)
         return
     # The last, ours, take longest, so they begin first.
-    running = {apart.submit(_attempt, name, space, lengths): name for name in reversed(names)}
+    running = {apart.submit(attempt, name): name for name in reversed(names)}
     try:
         for future in as_completed(running):
             yield running[future], future.result()
@@ -110,9 +113,9 @@ def _found(
             future.cancel()
 
 
-def _attempt(name: str, space: SearchSpace, lengths: NDArray[np.int64]) -> Outcome | UserError:
+def _attempt(name: str, space: SearchSpace, lengths: NDArray[np.int64], steps: int) -> Outcome | UserError:
     try:
-        return POLICIES[name].best(name, space, lengths)
+        return POLICIES[name].best(name, space, lengths, steps)
     except UserError as error:
         return error
 
@@ -125,10 +128,9 @@ def workers(policies: int) -> AbstractContextManager[Executor | None]:
     return ProcessPoolExecutor(min(cores, policies), mp_context=multiprocessing.get_context("spawn"))
 
 
-def epochs(names: Sequence[str], space: SearchSpace, lengths: NDArray[np.int64]) -> int:
-    """Passes over the documents that the steps of ``names`` begin; from 2 on documents are repeated."""
-    longer = LONGER if any(POLICIES[name].delays for name in names) else 1
-    return -(-(space.warm_up + longer * space.steps) * space.micro_batches * space.context_window // int(lengths.sum()))
+def epochs(space: SearchSpace, lengths: NDArray[np.int64], steps: int) -> int:
+    """Passes over the documents that ``steps`` steps of a draw begin; from 2 on documents are repeated."""
+    return -(-(usual_steps(space.micro_batches) + steps) * space.batch_tokens // int(lengths.sum()))
 
 
 __all__ = ["BASE", "POLICIES", "Outcome", "Policy", "chosen", "compare", "epochs", "workers"]

@@ -22,7 +22,7 @@ from wlb.studies.policies.filling import Integers, best_fit, in_order, longest_f
 from wlb.studies.policies.hotspa import HotSwitching, without_update
 from wlb.studies.policies.layouts import candidate_ranks, checkpointed
 from wlb.studies.policies.plan import GroupPlan, Ranks
-from wlb.studies.policies.policy import Outcome, Policy, best_of, first_batches
+from wlb.studies.policies.policy import Outcome, Policy, batches_of_draws, best_of
 
 SHORTEST = 8192  # packing length that is profiled; all others are its doublings, up to the window
 PROFILED = 10  # micro-batches of every group
@@ -70,12 +70,13 @@ def balanced(packs: list[list[int]], lengths: Integers, ranks: Ranks, level: int
 class HbpPolicy(Policy):
     """Its packing lengths in every tensor-parallel size; without a pipeline, as it was run."""
 
-    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
-        batches = first_batches(lengths, space)
-        choices = candidate_ranks(space, batches[0], pipelines=False, interleaves=False, keeps_weights=False)
-        of_layouts = {ranks.job.layout: ranks for ranks in choices}.values()
-        trials = [trial for ranks in of_layouts if (trial := selected(ranks, batches[0], space)) is not None]
-        return best_of(name, trials, batches, space)
+    def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
+        draws = batches_of_draws(lengths, space, steps)
+        documents = draws[0][0]
+        choices = candidate_ranks(space, documents, pipelines=False, interleaves=False)
+        of_layouts = {(ranks.job.layout, ranks.keeps_weights): ranks for ranks in choices}.values()
+        trials = [trial for ranks in of_layouts if (trial := selected(ranks, documents, space)) is not None]
+        return best_of(name, trials, draws, space)
 
 
 def selected(ranks: Ranks, documents: Integers, space: SearchSpace) -> PackingLevels | None:

@@ -4,29 +4,30 @@ Source: HotSPa (SOSP '24), its abstract; the system is Hetu (PKU-DAIR/Hetu). Doc
 length; each bucket trains with the strategy that is fastest for it, on all GPUs, one bucket after another. Between two
 strategies weights move, and gradients, which are accumulated over all buckets.
 
-Assumed: three buckets (1/16, 1/4, 1 window); moves are not overlapped, and only of what a GPU lacks.
+Assumed: up to four buckets, whose bounds are the quartiles of tokens that make the step fastest; moves are not
+overlapped, and only of what a GPU lacks.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import combinations, pairwise
 
 import numpy as np
 
-from wlb.errors import UserError
 from wlb.simulate.search import SearchSpace
 from wlb.studies.policies.filling import Integers, best_fit, longest_first, power_of_two
 from wlb.studies.policies.layouts import candidate_ranks, layout_text
 from wlb.studies.policies.plan import GroupPlan, Ranks
-from wlb.studies.policies.policy import Outcome, Policy, PricedStep, best_of, first_batches
+from wlb.studies.policies.policy import Outcome, Policy, PricedStep, batches_of_draws, best_of
 from wlb.studies.policies.pricing import StepPrice, begun_together, group_seconds, price, step_seconds
 from wlb.workload.links import group_link
 from wlb.workload.weights import parameters
 
-BUCKETS = (1 / 16, 1 / 4, 1.0)  # of the context window: the longest document of each; assumed
+BOUNDS = (1 / 4, 1 / 2, 3 / 4)  # of the tokens are in documents up to the bounds that are tried; assumed
 _GRADIENT_BYTES = 4
 
 
@@ -97,27 +98,33 @@ def switched_bytes(strategies: Sequence[Ranks]) -> float:
 
 
 class HotSpaPolicy(Policy):
-    """The fastest strategy of every bucket, by its own documents of the first step."""
+    """The buckets and their strategies that are fastest on the first steps."""
 
-    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
-        batches = first_batches(lengths, space)
-        longest = tuple(int(part * space.context_window) for part in BUCKETS)
-        of_buckets = [bucket if len(bucket) else batches[0] for bucket in in_buckets(batches[0], longest)]
-        *strategies, widest = (
-            min(_choices(space, documents), key=partial(_seconds, documents)) for documents in of_buckets
-        )
-        one_for_all = _choices(space, batches[0])[0]
-        mixes = [(*strategies, widest), (widest,) * len(longest), (one_for_all,) * len(longest)]
-        return best_of(name, [HotSwitching(longest, mix) for mix in mixes], batches, space)
+    def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
+        draws = batches_of_draws(lengths, space, steps)
+        documents, window = draws[0][0], space.context_window
+
+        @cache
+        def fastest(above: int, longest: int) -> Ranks:
+            own = documents[(documents > above) & (documents <= longest)]
+            return min(candidate_ranks(space, own), key=partial(_seconds, own))
+
+        inner = bounds(documents)
+        buckets = [(*some, window) for number in range(len(inner) + 1) for some in combinations(inner, number)]
+        trials = [HotSwitching(longest, tuple(fastest(*two) for two in pairwise((0, *longest)))) for longest in buckets]
+        trials += [replace(trial, strategies=(fastest(0, window),) * len(trial.longest)) for trial in trials]
+        return best_of(name, dict.fromkeys(trials), draws, space)
 
 
-def _choices(space: SearchSpace, documents: Integers) -> list[Ranks]:
-    return candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=True)
+def bounds(lengths: Integers) -> list[int]:
+    """The longest document of every bucket that is tried but the last, which holds a window."""
+    ascending = np.sort(lengths)
+    tokens = np.cumsum(ascending)
+    found = ascending[np.searchsorted(tokens, np.array(BOUNDS) * tokens[-1])]
+    return [bound for bound in np.unique(found).tolist() if bound < ascending[-1]]
 
 
 def _seconds(lengths: Integers, ranks: Ranks) -> float:
-    if ranks.needed(int(lengths.max())) > ranks.count:
-        raise UserError(f"{ranks.count} ranks of {ranks.capacity} tokens hold no document of {lengths.max()}")
     return price(same_groups(lengths, ranks), ranks).seconds
 
 

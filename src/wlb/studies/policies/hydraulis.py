@@ -29,7 +29,7 @@ from wlb.simulate.search import SearchSpace
 from wlb.studies.policies.filling import Integers, best_fit, lightest, longest_first, power_of_two
 from wlb.studies.policies.layouts import candidate_ranks
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
-from wlb.studies.policies.policy import Outcome, Policy, PricedStep, best_of, first_batches, solver_limit
+from wlb.studies.policies.policy import Outcome, Policy, PricedStep, batches_of_draws, best_of, solver_limit
 from wlb.studies.policies.pricing import StepPrice, group_seconds, price
 
 SHUFFLES = 100  # of the documents that the greedy deals
@@ -249,15 +249,14 @@ def _solved(lengths: Integers, prices: NDArray[np.float64], count: int, capacity
 class HydraulisPolicy(Policy):
     """The best mixture of a strategy that holds a window and another one for shorter documents."""
 
-    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
+    def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         require("scipy.optimize", "solver")
-        batches = first_batches(lengths, space)
-        choices = candidate_ranks(space, batches[0], pipelines=True, interleaves=False, keeps_weights=True)
+        draws = batches_of_draws(lengths, space, steps)
+        documents = draws[0][0]
+        choices = candidate_ranks(space, documents, interleaves=False)
         mixtures = [*dict.fromkeys(_mixtures(choices[:_STRATEGIES], space))]
-        mixtures.sort(
-            key=lambda kinds: _deals(np.array([longest_first(batches[0])]), _columns(batches[0], kinds))[0][0]
-        )
-        return best_of(name, [Heterogeneous(kinds) for kinds in mixtures[:_TRIED]], batches, space)
+        mixtures.sort(key=lambda kinds: _deals(np.array([longest_first(documents)]), _columns(documents, kinds))[0][0])
+        return best_of(name, [Heterogeneous(kinds) for kinds in mixtures[:_TRIED]], draws, space)
 
 
 def _mixtures(choices: list[Ranks], space: SearchSpace) -> Iterator[tuple[Pipelines, ...]]:

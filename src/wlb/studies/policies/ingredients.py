@@ -9,26 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 
-import numpy as np
-
-from wlb.documents.lengths import read_lengths
 from wlb.documents.segments import Segment
-from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.memory.fit import fits
 from wlb.packing.level import Ingredients, StagePrices, level_step
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.simulate.job import SimulatedJob
+from wlb.simulate.decide import decide
+from wlb.simulate.job import SimulatedJob, preset_sections
 from wlb.simulate.level import LevelPrices
 from wlb.simulate.rate import rate, simulate_step
 from wlb.simulate.search import SearchSpace, search_space
 from wlb.studies.experiment import Column, Report, Settings, Table, grouped_bars
-from wlb.studies.policies.grid import BATCH_TOKENS, DOCUMENTS, K, RivalJob
+from wlb.studies.policies.grid import BATCH_TOKENS, DOCUMENTS, K, RivalJob, documents_of
 from wlb.studies.policies.layouts import candidate_ranks, no_layout
-from wlb.studies.policies.ours import decided_in
-from wlb.studies.policies.plan import Integers, Ranks
-from wlb.studies.policies.policy import first_batches, work_prices
+from wlb.studies.policies.plan import Integers
+from wlb.studies.policies.policy import batches_of
 from wlb.studies.policies.pricing import ideal_seconds
 
 JOBS = (
@@ -98,37 +95,30 @@ def run(settings: Settings) -> Report:
 def _shares(job: RivalJob, settings: Settings) -> dict[str, float | None]:
     """Of the ideal speed, with each ingredient left out."""
     steps = settings.steps or _STEPS
-    space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS, steps=steps)
-    space = replace(space, warm_up=0)  # level steps delay nothing
-    if settings.lengths is not None:
-        lengths = read_lengths(settings.lengths)
-    else:
-        lengths = sample_lengths(DOCUMENTS, job.context_window, settings.seed)
-    batches = first_batches(lengths, space)
+    space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS)
+    lengths = documents_of(job, settings)
+    batches = [*islice(batches_of(lengths, space), steps)]
     ideal = _ideal(space, batches)
     ranks, level = _fastest(space, lengths, batches[0])
     seconds = {name: _seconds(level, LevelPrices(level), batches, using) for name, using in _LEFT_OUT.items()}
     seconds[_ANY_NODE] = _seconds(level, _AnyNode(level), batches)
     shares: dict[str, float | None] = {name: ideal / taken for name, taken in seconds.items()}
-    return shares | {name: _pooled(ranks, space, lengths, grouping, ideal) for name, grouping in _POOLS.items()}
+    return shares | {
+        name: _pooled(ranks, space, lengths, batches, grouping, ideal) for name, grouping in _POOLS.items()
+    }
 
 
 def _ideal(space: SearchSpace, batches: list[Integers]) -> float:
-    layouts = [
-        ranks
-        for kept in (False, True)
-        for ranks in candidate_ranks(space, batches[0], pipelines=True, interleaves=True, keeps_weights=kept)
-    ]
+    layouts = candidate_ranks(space, batches[0])
     return sum(min(ideal_seconds(batch, ranks) for ranks in layouts) for batch in batches)
 
 
 def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[SimulatedJob, SimulatedJob]:
     """The layout in which level steps are fastest, and the job there."""
-    layouts: list[Ranks] = candidate_ranks(space, batch, pipelines=False, interleaves=False, keeps_weights=True)
     fitting = []
-    for ranks in layouts:
+    for ranks in candidate_ranks(space, batch, pipelines=False, kept=(True,)):
         try:
-            job = decided_in(ranks.job, space, lengths, "level")
+            job = _decided(ranks.job, space, lengths, "level")
         except UserError:
             continue  # more ranks than a group may have
         if fits(job):
@@ -136,6 +126,13 @@ def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Si
     if not fitting:
         raise no_layout("elastic without a pipeline", space)
     return min(fitting, key=lambda pair: _seconds(pair[1], LevelPrices(pair[1]), [batch]))
+
+
+def _decided(layout: SimulatedJob, space: SearchSpace, lengths: Integers, grouping: str) -> SimulatedJob:
+    """What the trainer runs where the dp ranks of ``layout`` are in pools. Raises ``UserError`` where it cannot."""
+    options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches, "grouping": grouping}
+    packing, sharding = preset_sections("elastic", options)
+    return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 
 
 def _seconds(
@@ -158,11 +155,12 @@ def _plan(job: SimulatedJob, prices: StagePrices, batch: Integers, using: Ingred
     return StepPlan(0, (tuple(micro_batches),))
 
 
-def _pooled(layout: SimulatedJob, space: SearchSpace, lengths: Integers, grouping: str, ideal: float) -> float | None:
+def _pooled(
+    layout: SimulatedJob, space: SearchSpace, lengths: Integers, batches: list[Integers], grouping: str, ideal: float
+) -> float | None:
     """The share of pools, at equal work."""
-    job = decided_in(layout, space, lengths, grouping)
+    job = _decided(layout, space, lengths, grouping)
     if not fits(job):
         return None
-    prices = work_prices(space)
-    work = sum(float(np.sum(prices.document_seconds(batch))) for batch in first_batches(lengths, space))
-    return rate(job, lengths, space.steps, prices).work_rate * ideal / work
+    work = sum(float(space.work_prices.document_seconds(batch).sum()) for batch in batches)
+    return rate(job, lengths, len(batches), space.work_prices).work_rate * ideal / work

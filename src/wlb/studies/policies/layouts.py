@@ -2,12 +2,13 @@
 
 All powers of two are considered, tp inside a node. How many tokens a rank may hold of a micro-batch follows from the
 memory model, with groups as large as a whole window then needs. Of all that fit, those are tried that would be fastest
-were every rank busy alike and nothing exchanged; a policy's own losses then decide among them.
+were every rank busy alike and nothing exchanged; a policy's own losses then decide among them. Without a pipeline, FSDP
+may free weights after every micro-batch or keep them to the end of the step: both are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import get_args
@@ -24,7 +25,8 @@ from wlb.studies.policies.filling import power_of_two
 from wlb.studies.policies.plan import Integers, Ranks
 from wlb.studies.policies.pricing import ideal_seconds, peak_memory
 
-TRIED = 6  # layouts of a policy, and then other token caps of the fastest
+KEPT_OR_NOT = (False, True)  # weights
+_TRIED = 6  # layouts of a policy, of each of these; and then other token caps of the fastest
 _LEAST_TOKENS = 1024  # of a rank
 _PROBED = (4096, 2**18)  # tokens of a rank whose memory is predicted
 _FINER = (1.0, 0.5, 0.25)  # of the most tokens that fit: smaller micro-batches, documents on more ranks
@@ -32,21 +34,33 @@ _ROUNDS = (2, 4)  # micro-batches of a rank for each pipeline stage
 
 
 def candidate_ranks(
-    space: SearchSpace, documents: Integers, *, pipelines: bool, interleaves: bool, keeps_weights: bool
+    space: SearchSpace,
+    documents: Integers,
+    *,
+    pipelines: bool = True,
+    interleaves: bool = True,
+    kept: Sequence[bool] = KEPT_OR_NOT,
 ) -> list[Ranks]:
     """Layouts to try, each with its largest token cap, the most promising first.
 
     Raises ``UserError`` where none fits the memory.
     """
-    fitting = [
-        ranks
-        for ranks in _fitting(space, keeps_weights)
-        if (pipelines or ranks.job.layout.pp == 1) and (interleaves or ranks.job.layout.virtual_pp == 1)
-    ]
-    if not fitting:
-        raise no_layout("the policy", space)
     of_all = documents.tobytes()
-    return sorted(_largest(fitting), key=lambda ranks: _ideal_seconds(of_all, ranks))[:TRIED]
+
+    def ideal(ranks: Ranks) -> float:
+        return _ideal_seconds(of_all, ranks)
+
+    found: list[Ranks] = []
+    for keeps_weights in kept:
+        fitting = (
+            ranks
+            for ranks in _fitting(space, keeps_weights)
+            if (pipelines or ranks.job.layout.pp == 1) and (interleaves or ranks.job.layout.virtual_pp == 1)
+        )
+        found += sorted(_largest(fitting), key=ideal)[:_TRIED]
+    if not found:
+        raise no_layout("the policy", space)
+    return sorted(found, key=ideal)
 
 
 @lru_cache(maxsize=1024)
@@ -90,15 +104,17 @@ def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
 def layout_text(ranks: Ranks) -> str:
     job = ranks.job
     interleaved = f" x {job.layout.virtual_pp} stages" if job.layout.virtual_pp > 1 else ""
-    kind = job.activation_checkpointing
+    kept = ", weights kept" if ranks.keeps_weights else ""
     return (
-        f"tp {job.layout.tp} pp {job.layout.pp}{interleaved}, {ranks.count} ranks of {ranks.capacity:,} tokens, {kind}"
+        f"tp {job.layout.tp} pp {job.layout.pp}{interleaved}, {ranks.count} ranks of {ranks.capacity:,} tokens, "
+        f"{job.activation_checkpointing}{kept}"
     )
 
 
 @lru_cache(maxsize=8)
 def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
-    jobs = (job_on(space, "fixed-4d", layout, layout.pp) for layout in meshes(space, largest_cp=1))
+    layouts = (layout for layout in meshes(space, largest_cp=1) if layout.pp == 1 or not keeps_weights)
+    jobs = (job_on(space, "fixed-4d", layout, layout.pp) for layout in layouts)
     return tuple(
         ranks for job in jobs if job is not None for ranks in _capacities(job, space, keeps_weights=keeps_weights)
     )

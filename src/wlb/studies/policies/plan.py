@@ -33,7 +33,7 @@ class Ranks:
     """The GPUs as a policy sees them: ``job`` has tp, pp and, as dp, all ranks of a stage.
 
     A rank holds at most ``capacity`` tokens of a micro-batch. ``keeps_weights`` says that weights are gathered once a
-    step, where there is no pipeline too, so that ranks may run different numbers of micro-batches.
+    step, as in a pipeline they always are, so that ranks may run different numbers of micro-batches.
     """
 
     job: SimulatedJob
