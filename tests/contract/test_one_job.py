@@ -38,8 +38,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import PRESETS, JobConfig
 from wlb.report.evidence import gather_evidence
 from wlb.simulate import simulated_job
-from wlb.simulate.search import search_space
-from wlb.studies.policies.ours import ElasticPolicy, SystemPolicy
+from wlb.simulate.search import fastest_layout, search_space
 
 WINDOW = 256
 VOCABULARY = 512
@@ -248,10 +247,9 @@ def test_all_decide_the_same_job(case: Case):
 def test_rivals_and_report_run_the_job_that_is_trained(tmp_path: Path):
     """In the layouts that they choose, ``elastic`` and ``best`` are what the trainer decides on there."""
     lengths = sample_lengths(400, 8192, 0, median_fraction=1 / 16)
-    space = search_space("550m", 4, 8192, batch_tokens=2**15, steps=1)
+    space = search_space("550m", 4, 8192, batch_tokens=2**15)
     evidence = gather_evidence(lengths, simulated_job("550m", 8192, dp=2, pp=2), 1)
-    policies: tuple[ElasticPolicy | SystemPolicy, ...] = (ElasticPolicy(), SystemPolicy("best"))
-    jobs = [policy.fastest("ours", space, lengths)[0] for policy in policies]
+    jobs = [fastest_layout(space, lengths, preset).job for preset in ("elastic", "best")]
     jobs += [evidence.systems[name].job for name in ("elastic", "best")]
     for number, job in enumerate(jobs):
         folder = tmp_path / str(number)

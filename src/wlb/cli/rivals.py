@@ -90,7 +90,7 @@ def rivals(
         note(f"the documents fill fewer steps and are repeated: up to {passes} passes")
     for name, why in without.items():
         note(f"{name}: {why}")
-    show_next("check", lengths, *given_again(context, ["gpus", "model", "context_window", "hardware"]))
+    show_next("check", lengths, *given_again(context, ["gpus", "model", "context_window", "hardware", "batch_tokens"]))
 
 
 def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:

@@ -14,7 +14,7 @@ from wlb.studies.experiment import Settings
 from wlb.studies.policies import BASE, POLICIES, Outcome
 from wlb.studies.policies import grid as rivals
 
-PLAIN = Outcome(BASE, "tp 1", 2, 1000, 10.0, 10.0, 0.0, 0.0, 1e9, 2e9, 0.1, 5)
+PLAIN = Outcome(BASE, "tp 1", 2, [1.0, 2.0, 1.0], 1000, 10.0, 0.0, 0.0, 1e9, 2e9, 0.1, 5)
 
 
 @pytest.fixture
@@ -22,12 +22,16 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The GPUs of every job that is computed; DistCA is the fastest on it, and FlexSP finds no layout."""
     jobs: list[int] = []
 
-    def compare(names, space, lengths):
+    def compare(names, space, lengths, steps):
         jobs.append(space.gpus)
         if space.gpus == 64 and space.context_window == 2**18:
             raise UserError("no layout")
-        speeds = {"best": 8.0, "distca": 5.0}
-        outcomes = [replace(PLAIN, policy=name, seconds=speeds.get(name, 10.0)) for name in names if name != "flexsp"]
+        rates = {"best": [1.25, 2.5, 1.25], "distca": [2.0, 3.0, 3.0]}
+        outcomes = [
+            replace(PLAIN, policy=name, work_rates=rates.get(name, PLAIN.work_rates))
+            for name in names
+            if name != "flexsp"
+        ]
         return outcomes, {"flexsp": "no layout"}
 
     monkeypatch.setattr(rivals, "compare", compare)
@@ -45,7 +49,9 @@ def test_its_table_has_every_policy_beside_its_claim(computed: list[int], tmp_pa
     assert rows["flexsp"][:3] == (None, None, None)
     assert rows["libra"][3] == rivals.CLAIMS["libra"]
     assert "llama3-8b-256k-64" in report.notes[-1]  # too large for its GPUs
-    assert not any(finding.holds for finding in report.findings)  # ours is slower than DistCA here
+    assert report.findings[0].holds is False  # ours is slower than DistCA here
+    assert report.findings[0].evidence.startswith("distca 2.00 (1.50 to 3.00), best 1.25 (1.25 to 1.25)")
+    assert report.notes[0] == "ours is the fastest in 0 of 3 jobs"
     report.draw(tmp_path / "picture.png")
 
 
