@@ -41,9 +41,9 @@ from wlb.workload.phases import segment_seconds
 
 DRAWS = 3
 BATCH_TOKENS = 2**22  # of a step, where nobody says
-# Layouts are rated on steps of so many windows, then those within _NEAR of the fastest on _STEPS steps, and in the end
-# those within _NEARER of it on the other draws too.
-_FIRST_WINDOWS = 16
+# Layouts are rated on steps of so many windows, then those within _NEAR of the fastest on more of them, at most _STEPS
+# steps, and in the end those within _NEARER of it on the other draws too.
+_FIRST_WINDOWS, _WINDOWS = 16, 128
 _STEPS = 4
 _NEAR, _NEARER = 0.1, 0.03
 _WARM_UP = 4  # steps that are planned before those that count, where documents wait
@@ -154,6 +154,7 @@ def fastest_layout(
     segments, prices = _segments(untried[0], lengths), untried[0].work_prices
     work = float(segment_seconds(prices, segments).sum())
     bounded = sorted(((work / least_seconds(job, segments), job) for job in untried), key=lambda pair: -pair[0])
+    first, more = (max(1, min(_STEPS, windows // space.micro_batches)) for windows in (_FIRST_WINDOWS, _WINDOWS))
     found: list[Rated] = []
     settled: set[Layout] = set()  # with the cheapest checkpointing that leaves nothing to gain from more
     for most, untried_job in bounded:
@@ -166,15 +167,17 @@ def fastest_layout(
             continue
         if job.pools is None and (job.packing.length_factor == untried_job.packing.length_factor):
             settled.add(job.layout)
-        found.append(_rated(job, lengths, max(1, _FIRST_WINDOWS // space.micro_batches), prices))
+        found.append(_rated(job, lengths, first, prices))
         found.sort(key=_slowest_last)
     if not found:
         if dict(space.fixed).keys() >= PINNED:
             return SearchResult([Rated(_nearest_to_fitting(untried, lengths), 0.0)], 0)
         raise _no_layout(space, too_large=len(untried))
-    near = [_rated(one.job, lengths, _STEPS, prices) for one in _within(found, _NEAR)]
+    near = _within(found, _NEAR)
+    if more > first:
+        near = [_rated(one.job, lengths, more, prices) for one in near]
     last = _within(sorted(near, key=_slowest_last), _NEARER)
-    others = [[_rated(drawn(one.job, draw), lengths, _STEPS, prices) for one in last] for draw in range(1, draws)]
+    others = [[_rated(drawn(one.job, draw), lengths, more, prices) for one in last] for draw in range(1, draws)]
     ranking = [Rated(one[0].job, median(rated.work_rate for rated in one)) for one in zip(last, *others, strict=True)]
     return SearchResult(sorted(ranking, key=_slowest_last), len(found))
 
