@@ -182,12 +182,13 @@ class Verdict:
         if self.winner != self.base:
             return f"{self.loses}. {self.runs}"
         found = ""
-        if self.fastest != self.base:
+        if self.speed(self.fastest) >= 1.005:  # not 1.00x
             low, high = self.spread(self.fastest)
             found = (
                 f" The fastest, {self.fastest}, runs {self.speed(self.fastest):.2f}x as fast ({low:.2f} to {high:.2f})."
             )
-        return f"{self.loses}. Keep what you have: no preset gains {LEAST_GAIN:.0%} or more in every draw.{found}"
+        none = "Keep what you have: no preset" if PRESETS.keys() >= {*self.names} else "No job"
+        return f"{self.loses}. {none} is at least {LEAST_GAIN:.0%} faster, and faster in every draw.{found}"
 
     def _repr_html_(self) -> str:
         parts = [self.parts(name) for name in self.names]
