@@ -278,7 +278,7 @@ def job_on(
             **vars(layout),
         )
     except UserError:
-        if PINNED <= dict(space.fixed).keys():
+        if dict(space.fixed).keys() >= PINNED:
             raise
         return None
 
