@@ -419,7 +419,7 @@ def about(found: Estimate) -> list[str]:
         *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
         *(f"{name} is left out: {why}" for name, why in found.left_out.items()),
         *(
-            [f"{', '.join(too_large)}: over the memory of these GPUs; the figures assume that it fits"]
+            [f"{', '.join(too_large)}: over the memory of these GPUs; the figures assume that they fit"]
             * bool(too_large)
         ),
         f"simulated, {each}: {number_of(base.steps, 'step')} in each of {len(verdict.draws)} draws of the documents, "
