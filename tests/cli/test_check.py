@@ -53,7 +53,7 @@ def test_a_system_that_cannot_run_the_job_is_left_out_and_says_why(wlb, tmp_path
     (tmp_path / "images.json").write_text(json.dumps([{"length": 2000, "image_tokens": 40}] * 60))
     asked = ("check", tmp_path / "images.json", *LITTLE, "--gpus", 1, "--systems")
     out = wlb(*asked, "plain-4d,elastic")[1]
-    assert "elastic is left out: packing method 'elastic' does not know phases (image)" in out
+    assert "elastic is left out: packing method 'elastic' does not know phases (language model, image)" in out
     found = json.loads(wlb(*asked, "plain-4d,elastic", "--json")[1])
     assert [row["system"] for row in found["systems"]] == ["plain-4d"]
     assert [*found["left_out"]] == ["elastic"]

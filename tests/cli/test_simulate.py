@@ -121,7 +121,7 @@ def test_a_named_job_prints_where_the_time_goes():
 
 def test_the_search_shows_the_verdict_of_check_and_the_nearest_layouts():
     size = ["--gpus", "2", "--model", "tiny", "--context-window", "4096", "--batch-tokens", "16384", "--steps", "1"]
-    systems = ["--systems", "plain-4d,best"]
+    systems = ["--systems", "plain-4d,best", "--hardware", "h100"]
     result = wlb("simulate", "--search", *size, *systems, "--lengths", LENGTHS)
     assert result.returncode == 0, result.stderr
     searched, _, layouts = result.stdout.partition("The nearest layouts of each system")
@@ -150,7 +150,10 @@ def test_a_preset_that_cannot_run_a_named_job_is_left_out_with_a_warning(tmp_pat
     result = wlb("simulate", *asked, "plain-4d,elastic")
     assert result.returncode == 0, result.stderr
     assert [row["system"] for row in json.loads(result.stdout)["systems"]] == ["plain-4d"]
-    assert "wlb: warning: elastic is left out: packing method 'elastic' does not know phases (image)" in result.stderr
+    assert (
+        "wlb: warning: elastic is left out: packing method 'elastic' does not know phases (language model, image)"
+        in result.stderr
+    )
     alone = wlb("simulate", *asked, "elastic")
     assert (alone.returncode, alone.stdout) == (2, "")
     assert "does not know phases" in alone.stderr.splitlines()[-1]
