@@ -75,7 +75,9 @@ def _section(name: str, definition: dict[str, Any], schema: dict[str, Any]) -> s
 
 
 def _definition(entry: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    definition: dict[str, Any] = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+    options = (entry, *entry.get("anyOf", ()))  # a section may be optional
+    reference = next(option["$ref"] for option in options if "$ref" in option)
+    definition: dict[str, Any] = schema["$defs"][reference.rpartition("/")[2]]
     return definition
 
 

@@ -195,7 +195,7 @@ def test_names_are_text_and_no_markup(name: str):
 
 def test_the_names_of_systems_are_text_and_no_markup(names: dict[str, Any]):
     hostile = "</table><script>alert('&')</script>"
-    verdict = Verdict({hostile: next(iter(names["verdict"].systems.values()))}, 0)
+    verdict = Verdict([{hostile: next(iter(names["verdict"].systems.values()))}])
     assert shown(verdict).rows[0]["system"] == hostile
 
 

@@ -107,7 +107,7 @@ def test_tokens_have_units_on_the_way_in_and_none_on_the_way_out(wlb):
     "arguments",
     [
         ["compare", "synthetic:500:1K", "--micro-batches", 2, "--context-window"],
-        ["compare", "synthetic:500:1K", "--prefill", "--token-budget"],
+        ["prefill", "synthetic:500:1K", "--token-budget"],
         ["tune", "synthetic:500:1K", "--micro-batches", 2, "--context-window"],
         ["shard", "synthetic:500:1K", "--cp", 2, "--context-window"],
         ["simulate", "--search", "--gpus", 8, "--context-window"],
@@ -163,6 +163,7 @@ def test_one_document_or_too_few_are_refused_at_once(wlb, tmp_path):
         for arguments in (
             [*SIMULATE[:2], "--lengths", tmp_path / "l.json"],
             [*SEARCH[:-1], tmp_path / "l.json", "--gpus", 1, "--batch-tokens", "64K"],
+            [*COMPARE[:1], tmp_path / "l.json", *COMPARE[2:]],
             ["rivals", tmp_path / "l.json", "--gpus", 1, "--model", "tiny", "--context-window", "4K"],
             ["report", tmp_path / "l.json", "--context-window", "4K", "--out", tmp_path / "r.html"],
         ):
@@ -185,7 +186,7 @@ def test_without_torch_training_names_the_extra(wlb, tmp_path, monkeypatch):
 
 COMPARE = ["compare", "synthetic:500:4K", "--context-window", "4K", "--micro-batches", 2]
 TUNE = ["tune", *COMPARE[1:]]
-PREFILL = ["compare", "synthetic:500:4K", "--prefill", "--token-budget", "2K"]
+PREFILL = ["prefill", "synthetic:500:4K", "--token-budget", "2K"]
 SHARD = ["shard", "synthetic:500:4K", "--context-window", "4K"]
 SEARCH = ["simulate", "--search", "--model", "tiny", "--context-window", "4K", "--lengths", "synthetic:500:4K"]
 SIMULATE = ["simulate", "550m-64k", "--lengths", "synthetic:500:4K"]
@@ -199,7 +200,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         (["simulate"], "or use --search; for example: wlb simulate 7b-128k"),
         ([*COMPARE, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower pp"),
         ([*COMPARE, "--pp", 10**9], "model has 32 layers, fewer than the 1000000000 pipeline stages"),
-        ([*COMPARE, "--pp", 4], "--micro-batches 2 over --dp 1 cannot fill --pp 4 pipeline stages; give at least 4"),
+        ([*COMPARE, "--pp", 4], "a global batch of 2 windows over --dp 1 cannot fill --pp 4 pipeline stages; give at"),
         ([*TUNE, "--max-delay", 0], "max_delay = 0: must be at least 1 here; makespan takes 0"),
         ([*TUNE, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
         ([*PREFILL, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
@@ -208,17 +209,20 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*REPORT, "--parallel", "pp=2,cp=10000"], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=1000"], "model has 32 layers, fewer than the 1000 pipeline stages"),
         ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp: must be at most"),
-        ([*REPORT, "--micro-batches", 10**12], "packing.micro_batches: must be at most"),
+        ([*REPORT, "--batch-tokens", 2**31 - 1], "tokens holds 524287 windows of 4096, over 65536; lower it"),
+        ([*REPORT, "--batch-tokens", 100], "a global batch of 100 tokens holds no window of 4096; raise it"),
+        ([*REPORT, "--gpus", 8, "--dp", 2, "--pp", 2, "--cp", 1, "--tp", 1], "--gpus 8 is not dp x pp x cp x tp = 4"),
+        ([*COMPARE, "--batch-tokens", "8K"], "--micro-batches and --batch-tokens both say the global batch"),
         ([*PREFILL, "--dp", 10**6], "--dp 1000000 is over the 512 data-parallel ranks of a simulated prefill"),
         (
-            ["compare", "synthetic:20000:128K", "--prefill", "--token-budget", 100],
+            ["prefill", "synthetic:20000:128K", "--token-budget", 100],
             "--token-budget 100 with --dp 1 takes",
         ),
         ([*COMPARE, "--methods", "fixed_greedy:0"], "method 'fixed_greedy:0': '0' is not a whole number of at least 1"),
         ([*COMPARE, "--max-length-factor", 1e300], "--max-length-factor"),
         (
-            [*SEARCH, "--gpus", 3, "--batch-tokens", "64K"],
-            "no layout of 3 GPUs divides a global batch of 16 windows of",
+            [*SEARCH, "--gpus", 3, "--batch-tokens", "32K"],
+            "no layout of 3 GPUs divides a global batch of 8 windows of",
         ),
         ([*SEARCH, "--gpus", 2, "--batch-tokens", "1024M"], "holds 262144 windows of 4096, over 65536; lower it"),
         ([*SEARCH, "--gpus", 2, "--steps", 10**9], "--steps"),
@@ -237,11 +241,6 @@ def test_sizes_that_cannot_be_are_refused_at_once(wlb, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*COMPARE, "--token-budget", 100], "--token-budget has no effect without --prefill (got 100); leave it out"),
-        ([*COMPARE, "--whole"], "--chunked/--whole has no effect without --prefill (got --whole); leave it out"),
-        ([*COMPARE, "--seed", 0], "--seed has no effect without --prefill"),
-        ([*PREFILL, "--context-window", "4K"], "--context-window has no effect with --prefill"),
-        ([*PREFILL, "--plot", "p.png"], "--plot has no effect with --prefill"),
         ([*COMPARE, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
         ([*TUNE, "--profile", "p.json", "--cp", 2], "--cp has no effect with --profile"),
         ([*SHARD, "--cp", 2, "--profile", "p.json", "--tp", 2], "--tp has no effect with --profile"),
@@ -340,22 +339,25 @@ def test_paths_that_do_not_serve_are_one_line(wlb, tmp_path, monkeypatch, argume
 
 _DOCUMENTS = "lengths.json"
 _SMALL = ["--model", "tiny", "--hardware", "cpu", "--context-window", "4K"]
+_SEARCHED = ["--search", *_SMALL]
 _PLAIN = ["--systems", "plain-4d"]
 _BATCH = ["--batch-tokens", "64K", "--steps", 1]
-_SIZES = ["--dp", 2, "--micro-batches", 8, "--steps", 2]
+_SIZES = ["--dp", 2, "--pp", 1, "--cp", 2, "--tp", 1, "--batch-tokens", "32K", "--steps", 1]
 
 
 @in_turn(
     ("arguments", "commands"),
     [
         (["prepare", "texts", "--out", "my store"], ["check"]),
-        (["report", "my store", *_SMALL, "--tp", 2, "--pp", 1, "--steps", 1], ["train"]),
-        (["check", "texts/a.txt", "--tokenizer", "bytes", *_SMALL, "--pp", 1, "--steps", 1], ["prepare"]),
+        (["report", "my store", *_SMALL, *_SIZES], ["train"]),
+        (["check", "texts/08.txt", "--tokenizer", "bytes", *_SMALL, "--pp", 1, "--steps", 1], ["prepare"]),
         (["check", _DOCUMENTS, *_SMALL, *_SIZES], ["report", "simulate"]),
-        (["compare", _DOCUMENTS, *_SMALL, *_SIZES, "--methods", "sequential"], ["report"]),
+        (["compare", _DOCUMENTS, *_SMALL, *_SIZES, "--methods", "sequential"], ["check"]),
+        (["compare", _DOCUMENTS, *_SMALL, "--micro-batches", 8, "--steps", 1, "--methods", "sequential"], ["check"]),
         (["shard", _DOCUMENTS, *_SMALL, "--cp", 2, "--samples", 4], ["compare"]),
         (["rivals", _DOCUMENTS, *_SMALL, "--gpus", 2, "--policies", "plain-4d", *_BATCH], ["check"]),
         (["simulate", "550m-64k", "--steps", 1, "--lengths", "long.json", *_PLAIN], ["report", "simulate"]),
+        (["simulate", *_SEARCHED, "--gpus", 2, *_BATCH, *_PLAIN, "--lengths", _DOCUMENTS], ["report"]),
         (["simulate", "job.toml", "--set", "parallel.tp=1", "--hardware", "cpu", "--steps", 1, *_PLAIN], ["train"]),
     ],
 )
@@ -378,11 +380,11 @@ def test_the_next_command_can_be_run_as_it_is_printed(wlb, small_corpus, argumen
 @pytest.fixture
 def small_corpus(tmp_path, monkeypatch):
     """The working directory: lengths, texts, and a job on the texts."""
-    (tmp_path / "lengths.json").write_text(str([4096, 600, 1500, 900, 3000, 700] * 25))
+    (tmp_path / "lengths.json").write_text(str([4096, 600, 1500, 900, 3000, 700, *range(20, 100, 10)] * 25))
     (tmp_path / "long.json").write_text(str([65_536, 9000, 24_000, 30_000] * 25))
     (tmp_path / "texts").mkdir()
-    for name in "abcdefgh":
-        (tmp_path / "texts" / f"{name}.txt").write_text("word " * 4000)
+    for number in range(32):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text("word " * (900 if number % 8 == 0 else 20 * number))
     job = 'preset = "best"\n[model]\nname = "tiny"\n[training]\ndevice = "cpu"\n[packing]\nmicro_batches = 1\n'
     (tmp_path / "job.toml").write_text(job + '[data]\nstore = "my store"\ncontext_window = 4096\n')
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,9 @@ import pytest
 from tests.cli.conftest import run
 from tests.report.conftest import write_run
 
-SMALL = ["synthetic:1500:8192:0", "--context-window", "8192", "--parallel", "dp=2,pp=2,cp=1,tp=8", "--steps", "4"]
+SMALL = ["synthetic:1500:8192:0", "--context-window", "8192", "--parallel", "dp=2,pp=2,cp=1,tp=8", "--steps", "1"]
+GAINS = ["--model", "tiny", "--hardware", "cpu", "--context-window", "4K", "--batch-tokens", "16K", "--steps", "1"]
+UNEVEN = [4096, 600, 1500, 900, 3000, 700, *range(20, 100, 10)] * 6
 
 
 def report(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -29,16 +31,40 @@ def test_lengths_become_a_page_and_figures(tmp_path: Path):
     edited.write_text("# mine")
     oldest = tmp_path / "report.job.earlier.toml"
     oldest.write_text("# mine, too")
-    result = report_without_torch(*SMALL, "--out", out, "--json")
+    (tmp_path / "lengths.json").write_text(json.dumps(UNEVEN))
+    asked = [tmp_path / "lengths.json", *GAINS, "--parallel", "dp=2,cp=2,pp=1,tp=1"]
+    result = report_without_torch(*asked, "--out", out, "--json")
     assert result.returncode == 0, result.stderr
     earlier = tmp_path / "report.job.earlier2.toml"
     assert f"{edited} was another job, which is {earlier} now" in result.stderr
     assert (earlier.read_text(), oldest.read_text()) == ("# mine", "# mine, too")
     assert edited.read_text().startswith("# For documents as in")
     summary = json.loads(result.stdout)
-    assert (summary["kind"], summary["steps"], summary["out"]) == ("simulated", 4, str(out))
-    assert f"{summary['gain']['best']['factor']:.2f}x" in out.read_text()
+    assert (summary["kind"], summary["out"], summary["config_file"]) == ("simulated", str(out), str(edited))
+    assert summary["config"] == edited.read_text()
+    assert f"{summary['speed_at_equal_work']:.2f}x" in out.read_text()
+    assert "With this, wlb simulate and wlb train --dry-run give the same speed." in out.read_text()
+    checked = run("check", *asked, "--json")
+    assert {**json.loads(checked.stdout), **{name: summary[name] for name in ("kind", "out", "config_file")}} == summary
+
+
+def test_where_little_is_gained_no_job_is_written(tmp_path: Path):
+    out, config = tmp_path / "report.html", tmp_path / "report.job.toml"
+    (tmp_path / "lengths.json").write_text(json.dumps([4096] * 24))
+    asked = [tmp_path / "lengths.json", *GAINS, "--gpus", "1", "--out", out]
+    result = report(*asked)
+    assert (result.returncode, result.stderr) == (0, "")
+    read, empty, verdict, written = result.stdout.splitlines()
+    assert read.startswith(f"read {tmp_path / 'lengths.json'}: 24 documents, 98,304 tokens; median 4,096")
+    assert (empty, written) == ("", f"{out}  ({out.stat().st_size / 1e6:.2f} MB)")
+    assert "Keep what you have: no preset is at least 5% faster, and faster in every draw." in verdict
+    assert "Keep what you have: no preset gains enough here" in out.read_text()
+    assert "preset = " not in out.read_text()
     assert "nothing is sharded" in out.read_text()
+    assert not config.exists()
+    config.write_text("# of yesterday")
+    assert f"{config} is of an earlier report; this one recommends no job" in report(*asked).stderr
+    assert config.read_text() == "# of yesterday"
 
 
 def test_a_run_directory_becomes_a_page(tmp_path: Path):
@@ -66,7 +92,7 @@ def test_a_run_directory_becomes_a_page(tmp_path: Path):
             [*SMALL[:3], "--schedule", "zbv_zero_bubble"],
             "parallel.schedule",
         ),
-        ([*SMALL, "--micro-batches", "3"], "multiple"),
+        ([*SMALL, "--batch-tokens", "24K"], "give a multiple, such as --batch-tokens 16384"),
         (["missing.json"], "missing.json"),
         (["."], "has no steps.jsonl"),
         (["README.md", "--before", "runs"], "README.md has no steps.jsonl: name the metrics.dir of a training job"),

@@ -106,11 +106,9 @@ def test_a_mixture_is_simulated_on_the_lengths_of_its_stores(tmp_path: Path):
     assert shown["lengths"] == f"{tmp_path / 'short'} + {tmp_path / 'long'}"
     plain = shown["systems"][1]
     assert plain["tokens"] == 10 * 4 * 4096
-    assert plain["epochs"] == 6  # of the smaller store, with 32 steps that warm up
+    assert plain["epochs"] == 4  # of the smaller store, with 16 warm-up steps
     result = CliRunner().invoke(app, ["simulate", str(path), "--steps", "10", "--hardware", "cpu"])
-    assert "the documents fill fewer steps and are repeated: 6 passes over them began" in " ".join(
-        result.stdout.split()
-    )
+    assert "the corpus is too small for these steps, so it was repeated 4 times" in result.stdout
 
 
 def test_a_named_job_prints_where_the_time_goes():
@@ -121,14 +119,44 @@ def test_a_named_job_prints_where_the_time_goes():
     assert result.stdout.index("speed at equal work") < result.stdout.index("tokens/s")
 
 
-def test_the_search_says_why_the_winner_wins():
-    size = ["--gpus", "2", "--model", "tiny", "--context-window", "4096", "--batch-tokens", "16384"]
-    result = wlb("simulate", "--search", *size, "--lengths", LENGTHS, "--steps", "1")
+def test_the_search_shows_the_verdict_of_check_and_the_nearest_layouts():
+    size = ["--gpus", "2", "--model", "tiny", "--context-window", "4096", "--batch-tokens", "16384", "--steps", "1"]
+    systems = ["--systems", "plain-4d,best", "--hardware", "h100"]
+    result = wlb("simulate", "--search", *size, *systems, "--lengths", LENGTHS)
     assert result.returncode == 0, result.stderr
-    assert "the runner-up" in result.stdout
-    assert "plain-4d in its layout" in result.stdout
-    assert "makespan, L_max 1.5, arranged, hybrid" in result.stdout
+    searched, _, layouts = result.stdout.partition("The nearest layouts of each system")
+    assert wlb("check", LENGTHS, *size, *systems).stdout.startswith(searched)
+    rows = re.findall(r"^ (plain-4d|best) +(tp .*?)  +(\w+) +(\d+\.\d%) $", layouts, re.MULTILINE)
+    assert [row[0] for row in rows] == sorted((row[0] for row in rows), reverse=True)
+    for system in ("plain-4d", "best"):
+        shares = [float(row[3].rstrip("%")) for row in rows if row[0] == system]
+        assert shares == sorted(shares, reverse=True)
+        assert shares[0] == 100
     assert "…" not in result.stdout
+
+
+def test_a_configuration_that_gains_little_is_no_reason_to_keep_something_else(config: Path):
+    """It is what one has; to keep it is advice for those who asked about presets."""
+    asked = ["--set", "preset=per-document-4d", "--lengths", LENGTHS, "--steps", "1", "--hardware", "cpu"]
+    result = wlb("simulate", config, *asked)
+    assert result.returncode == 0, result.stderr
+    assert " No job is at least 5% faster, and faster in every draw." in result.stdout
+    assert "Keep" not in result.stdout
+
+
+def test_a_preset_that_cannot_run_a_named_job_is_left_out_with_a_warning(tmp_path: Path):
+    (tmp_path / "lengths.json").write_text(json.dumps([{"length": 9000, "image_tokens": 40}] * 60))
+    asked = ["550m-64k", "--lengths", tmp_path / "lengths.json", "--steps", "1", "--json", "--systems"]
+    result = wlb("simulate", *asked, "plain-4d,elastic")
+    assert result.returncode == 0, result.stderr
+    assert [row["system"] for row in json.loads(result.stdout)["systems"]] == ["plain-4d"]
+    assert (
+        "wlb: warning: elastic is left out: packing method 'elastic' does not know phases (language model, image)"
+        in result.stderr
+    )
+    alone = wlb("simulate", *asked, "elastic")
+    assert (alone.returncode, alone.stdout) == (2, "")
+    assert "does not know phases" in alone.stderr.splitlines()[-1]
 
 
 @pytest.fixture
@@ -143,14 +171,14 @@ def trained(tmp_path: Path) -> Path:
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> tuple[SimulatedJob, NDArray[np.int64]] | str:
-    """The job and the lengths that would be simulated first, or why there are none."""
+    """The job and the lengths that would be simulated, or why there are none."""
     asked: list[tuple[SimulatedJob, NDArray[np.int64]]] = []
 
-    def judge(jobs: dict[str, SimulatedJob], lengths: NDArray[np.int64], *_: object, **__: object) -> None:
-        asked.append((next(iter(jobs.values())), lengths))
+    def judge(_: object, job: SimulatedJob, lengths: NDArray[np.int64], *__: object, **___: object) -> None:
+        asked.append((job, lengths))
         raise UserError("this is enough")
 
-    monkeypatch.setattr("wlb.simulate.verdict.judge", judge)
+    monkeypatch.setattr("wlb.simulate.estimate.judge_config", judge)
     result = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
     assert isinstance(result.exception, UserError)
     return asked[0] if asked else str(result.exception)
@@ -181,9 +209,7 @@ def test_a_pretrained_model_is_simulated_as_it_is_trained(trained: Path, tmp_pat
 
 def test_a_job_that_the_trainer_refuses_is_simulated_with_a_warning(tmp_path: Path):
     job = tmp_path / "job.toml"
-    job.write_text(
-        '[model]\nname = "70b"\n[data]\nstore = "corpus"\ncontext_window = 131072\n[parallel]\ntp = 8\npp = 4\n'
-    )
+    job.write_text('[model]\nname = "70b"\n[data]\nstore = "corpus"\ncontext_window = 131072\n[parallel]\ntp = 8\n')
     asked = ["--lengths", "synthetic:400:128K:0", "--steps", "1", "--json"]
     result = wlb("simulate", job, *asked)
     assert result.returncode == 0, result.stderr

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from wlb.errors import UserError
 from wlb.job.config import PRESETS, JobConfig
 from wlb.job.config_file import load_config
+from wlb.schedules.layout import Layout
 from wlb.settings import plainly
 from wlb.sharding import STRATEGIES
 from wlb.sharding.static import per_sequence
@@ -169,7 +170,10 @@ def test_what_fits_no_alternative_is_one_mistake_that_names_all(config, override
     ("override", "message"),
     [
         ("training.stepz=4", "training.stepz is not a setting; did you mean steps?"),
-        ("parallel.expert=2", "parallel.expert is not a setting; choose from dp, pp, cp, pool, tp"),
+        (
+            "parallel.expert=2",
+            "parallel.expert is not a setting; choose from dp, pp, cp, tp, virtual_pp, schedule, pool",
+        ),
         ("model.rope_scaling.faktor=4", "model.rope_scaling.faktor is not a setting; did you mean factor?"),
         ("trainer.steps=4", "trainer is not a section; did you mean training?"),
     ],
@@ -206,6 +210,35 @@ def test_settings_of_inner_sections_can_be_overridden(config):
 def test_overrides_of_no_setting_are_refused(config, override):
     with pytest.raises(UserError, match=r"^--set "):
         load_config(config, [override])
+
+
+def test_a_baseline_is_a_layout_of_as_many_processes(config):
+    pooled = ["parallel.dp=2", "parallel.cp=2", "packing.micro_batches=4"]
+    sizes = ["baseline.pp=2", "baseline.dp=2", "baseline.activation_checkpointing=full"]
+    baseline = load_config(config, [*pooled, *sizes]).baseline
+    assert baseline is not None
+    assert (baseline.layout, baseline.activation_checkpointing) == (Layout(pp=2, dp=2), "full")
+    assert load_config(config, pooled).baseline is None
+    with pytest.raises(
+        UserError, match=r"\[baseline\] is a job of 8 processes and \[parallel\] of 4; give both the same"
+    ):
+        load_config(config, [*pooled, *sizes, "baseline.tp=2"])
+    with pytest.raises(UserError, match=r"baseline\.pool is not a setting"):
+        load_config(config, [*pooled, *sizes, "baseline.pool=2"])
+
+
+def test_mistakes_in_a_baseline_name_it(config):
+    """Its sizes have the names of [parallel], and are checked as those are."""
+    interleaved = ["parallel.dp=2", "baseline.dp=2", "baseline.virtual_pp=2"]
+    for wrong, message in (
+        ([], "baseline: virtual_pp = 2 needs schedule = 'interleaved_1f1b'"),
+        (["baseline.schedule=interleaved_1f1b"], "baseline: virtual_pp = 2 needs pp of at least 2"),
+        (["baseline.dp=0"], "baseline.dp: must be at least 1 (got 0)"),
+        (["baseline.activation_checkpointing=some"], "baseline.activation_checkpointing: "),
+    ):
+        with pytest.raises(UserError) as refusal:
+            load_config(config, [*interleaved, *wrong])
+        assert message in str(refusal.value)
 
 
 def test_presets_differ_in_packing_and_sharding_only(config):

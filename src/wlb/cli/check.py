@@ -13,6 +13,7 @@ import typer
 from wlb.cli import options
 from wlb.cli.console import emit_json, progress_bar, show_columns, show_next, stdout
 from wlb.cli.groups import given_again, names_of, refuse_unused
+from wlb.terminal import number_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,8 +78,8 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     stdout.print(f"{said}\n", markup=False, highlight=False)
     show_estimate(found)
     if found.config:
-        gpus = f"{question.space.gpus:,} GPUs"
-        stdout.print(f"Of {gpus} that is {found.gpu_hours_a_day:,.0f} GPU-hours a day.\n", highlight=False)
+        gpus = number_of(question.space.gpus, "GPU")
+        stdout.print(f"On {gpus} that saves {found.gpu_hours_a_day:,.0f} GPU-hours a day.\n", highlight=False)
         stdout.print(found.config, markup=False, highlight=False, soft_wrap=True)
     if asked.tokenizer is None:
         show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))

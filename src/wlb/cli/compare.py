@@ -122,8 +122,11 @@ def documents_of(
 
 
 def title_of(job: SimulatedJob, priced_by: Mapping[str, str | int]) -> str:
-    sizes = f"{job.packing.micro_batches} micro-batches a step, dp {job.layout.dp}, pp {job.layout.pp}"
-    return f"window {job.context_window:,}, {sizes}\nsimulated with {listed(priced_by)}"
+    from wlb.simulate.search import layout_of
+
+    micro_batches = number_of(job.packing.micro_batches, "micro-batch")
+    sizes = f"window {job.context_window:,}, {micro_batches} a step, {layout_of(job)}"
+    return f"{sizes}\nsimulated with {listed(priced_by)}"
 
 
 def compare_packers(

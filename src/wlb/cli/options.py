@@ -331,12 +331,15 @@ class PackedOptions(JobOptions):
 
     def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
         """The job under preset ``best``, in the layout that is given or in which plain-4d is fastest."""
+        from wlb.documents.filling import check_filling
         from wlb.simulate.search import packed_as
         from wlb.simulate.verdict import BASELINE, BEST
 
         if self.micro_batches is not None and self.batch_tokens is not None:
             raise UserError("--micro-batches and --batch-tokens both say the global batch; leave one of them out")
         question = self.question(context, source, lengths, self.micro_batches)
+        space = question.space
+        check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
         return AskedJob(packed_as(question.fastest(BASELINE, lengths).job, BEST), question.priced_by)
 
     def given_again(self, context: typer.Context, job: SimulatedJob) -> list[str]:

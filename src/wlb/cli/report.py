@@ -60,6 +60,7 @@ def report(
     from wlb.report.html.page import write_page
 
     options.check_writable(out)
+    said = ""
     is_run = isdir(source) and not names_store(source)  # reading complains of a directory without a job
     if before is not None or is_run:
         why = "has no effect on the report of a training run, which is measured"
@@ -68,18 +69,20 @@ def report(
     else:
         config = out.with_suffix(".job.toml")
         options.check_writable(config)
-        text, found = _predicted(context, source, asked)
+        text, found, said = _predicted(context, source, asked)
         summary = found.to_json() | {"kind": "simulated"}
         if found.config:
             _write_job(config, found.config)
             summary["config_file"] = str(config)
+        elif config.exists():
+            note(f"{config} is of an earlier report; this one recommends no job")
     write_page(out, text)
     if show:
         webbrowser.open(out.absolute().as_uri())
     if json:
         emit_json({"out": str(out), **summary})
     else:
-        stdout.print(summary["verdict"], markup=False, highlight=False)
+        stdout.print(said + summary["verdict"], markup=False, highlight=False)
         stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)", markup=False)
         if "config_file" in summary:
             job = summary["config_file"]
@@ -113,17 +116,19 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
     return measured_report(run, earlier), summary
 
 
-def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tuple[str, Estimate]:
-    """The page, and what it is about."""
-    from wlb.documents.lengths import read_lengths
+def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tuple[str, Estimate, str]:
+    """The page, what it is about, and what was read, in a line."""
+    from wlb.documents.lengths import read_lengths, what_was_read
     from wlb.report.evidence import gather_evidence
     from wlb.report.predicted import predicted_report, read_rivals
     from wlb.simulate.estimate import CHECKED
 
     rivals = None if asked.rivals is None else read_rivals(asked.rivals)
     lengths = read_lengths(source, keep_empty=True)
-    found = estimated(asked.question(context, source, lengths), lengths, CHECKED, asked.steps, source)
+    question = asked.question(context, source, lengths)
+    found = estimated(question, lengths, CHECKED, asked.steps, source)
     with progress_bar() as bar:
         task = bar.add_task("packing", total=None)
         evidence = gather_evidence(lengths, found, on_progress=lambda what: bar.update(task, description=what))
-    return predicted_report(evidence, source=source, rivals=rivals), found
+    said = f"{what_was_read(source, lengths, question.space.context_window)}\n\n"
+    return predicted_report(evidence, source=source, rivals=rivals), found, said

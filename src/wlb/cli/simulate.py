@@ -13,6 +13,7 @@ import typer
 from wlb.cli import options
 from wlb.cli.check import estimated, progress_of, show_estimate
 from wlb.cli.console import emit_json, show_columns, show_next, stdout
+from wlb.cli.groups import given_again
 from wlb.errors import UserError
 from wlb.schedules.operations import TRAINED_SCHEDULES
 from wlb.terminal import number_of, tell
@@ -136,9 +137,10 @@ class SimulateOptions:
             source=lengths,
             encoders=self.encoder,
         )
-        if question.encoders and self.systems is None:  # pools know no phases
-            presets = [preset for preset in presets if preset != "elastic"]
-        return estimated(question, documents, presets, steps, source).verdict, documents, [source]
+        found = estimated(question, documents, presets, steps, source)
+        for name, why in found.left_out.items():
+            tell(f"wlb: warning: {name} is left out: {why}")
+        return found.verdict, documents, [source]
 
     def _configured(
         self, path: Path, lengths: str | None, steps: int | None, profile: WorkloadProfile | None
@@ -170,6 +172,7 @@ class SearchOptions(options.SpaceOptions):
 
 
 def simulate(
+    context: typer.Context,
     asked: Annotated[
         SimulateOptions | SearchOptions,
         typer.Option("--search", help="Look for the fastest layout and packing."),
@@ -198,7 +201,7 @@ def simulate(
     Example: wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
     """
     if isinstance(asked, SearchOptions):
-        _search(asked, lengths or _synthetic(asked.context_window), steps, json)
+        _search(context, asked, lengths or _synthetic(asked.context_window), steps, json)
         return
     from wlb.documents.lengths import what_was_read
     from wlb.documents.mixture import joined_lengths
@@ -240,7 +243,7 @@ def simulate(
         show_next(*asked.follows(verdict.systems[verdict.base].job, sources))
 
 
-def _search(asked: SearchOptions, lengths: str, steps: int | None, json: bool) -> None:
+def _search(context: typer.Context, asked: SearchOptions, lengths: str, steps: int | None, json: bool) -> None:
     from wlb.documents.lengths import what_was_read
     from wlb.job.config import PRESETS
     from wlb.simulate.estimate import question_of
@@ -264,9 +267,8 @@ def _search(asked: SearchOptions, lengths: str, steps: int | None, json: bool) -
     stdout.print(f"{what_was_read(lengths, documents, asked.context_window)}\n", markup=False, highlight=False)
     show_estimate(found)
     _show_layouts(rankings)
-    job = found.searched[found.verdict.winner].job
-    priced = {"model": asked.model, "tp": job.layout.tp, "cp": job.layout.cp}
-    show_next("report", lengths, *_as_options(job, priced | {"hardware": asked.hardware}))
+    same = given_again(context, ["gpus", "model", "hardware", "batch_tokens", "steps"])
+    show_next("report", lengths, "--context-window", asked.context_window, *same)
 
 
 def _described(job: SimulatedJob, work_rate: float) -> dict[str, Any]:
@@ -396,4 +398,4 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
 def _repeated(results: Iterable[SimulationResult]) -> str:
     """A line where the documents did not fill the steps."""
     epochs = max(result.epochs for result in results)
-    return f"the documents fill fewer steps and are repeated: {epochs} passes over them began\n" if epochs > 1 else ""
+    return f"the corpus is too small for these steps, so it was repeated {epochs} times\n" if epochs > 1 else ""

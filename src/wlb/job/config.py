@@ -162,9 +162,9 @@ class LayoutConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.virtual_pp > 1 and self.schedule != "interleaved_1f1b":
-            raise ValueError(f"parallel.virtual_pp = {self.virtual_pp} needs parallel.schedule = 'interleaved_1f1b'")
+            raise ValueError(f"virtual_pp = {self.virtual_pp} needs schedule = 'interleaved_1f1b'")
         if self.virtual_pp > 1 and self.pp == 1:
-            raise ValueError(f"parallel.virtual_pp = {self.virtual_pp} needs parallel.pp of at least 2")
+            raise ValueError(f"virtual_pp = {self.virtual_pp} needs pp of at least 2")
         return self
 
 
@@ -178,8 +178,9 @@ class ParallelConfig(LayoutConfig):
 
 
 class BaselineConfig(LayoutConfig):
-    """The layout of plain-4d that the job is compared with, by simulate and dry runs; without it the job's own."""
+    """The layout of plain-4d that simulate and dry runs compare the job with; by default the job's own."""
 
+    dp: PositiveInt = Field(1, description="Data-parallel size")
     activation_checkpointing: Checkpointing = Field(
         "none", description="What its backward pass computes again, as in [training]"
     )

@@ -45,7 +45,12 @@ class Evidence:
     @property
     def shown(self) -> str:
         """The system that is shown beside the baseline: the fastest, whether it is worth a change or not."""
-        return self.verdict.fastest if self.verdict.fastest != BASELINE else BEST
+        return self.verdict.fastest if self.verdict.fastest != BASELINE else self.packed
+
+    @property
+    def packed(self) -> str:
+        """The system in whose job packing and sharding are compared: ``best``, where that can run."""
+        return _packed(self.verdict)
 
     @cached_property
     def fits(self) -> bool:
@@ -54,16 +59,16 @@ class Evidence:
 
     @cached_property
     def usual_steps(self) -> dict[str, Timeline]:
-        """Of the baseline, of ``best`` and of the system shown, the step with the most usual seconds for its work."""
-        return {name: usual_step(self.verdict, name, self.lengths) for name in {BASELINE, BEST, self.shown}}
+        """Of the baseline, and of the systems packed and shown, the step with the most usual seconds for its work."""
+        return {name: usual_step(self.verdict, name, self.lengths) for name in {BASELINE, self.packed, self.shown}}
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
-        """The heaviest micro-batch of ``best``'s usual step by every strategy; none without context parallelism."""
-        job = self.systems[BEST].job
+        """The heaviest micro-batch of a usual step by every strategy; none without context parallelism."""
+        job = self.systems[self.packed].job
         if job.layout.cp == 1:
             return []
-        heaviest = max(self.usual_steps[BEST].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
+        heaviest = max(self.usual_steps[self.packed].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
         return [
             make_shard_plan(heaviest.lengths, job.layout.cp, name, workload=job.sharding_workload)
             for name in STRATEGIES
@@ -73,15 +78,19 @@ class Evidence:
 def gather_evidence(
     lengths: NDArray[np.int64], found: Estimate, on_progress: Callable[[str], None] = lambda what: None
 ) -> Evidence:
-    """What ``found`` says, and the documents packed by every method in the job of ``best``."""
-    best = found.verdict.systems[BEST].job
-    documents, _ = documents_for(lengths, best.packing.micro_batches, best.context_window, steps=found.verdict.steps)
+    """What ``found`` says, and the documents packed by every method in one job."""
+    job = found.verdict.systems[_packed(found.verdict)].job
+    documents, _ = documents_for(lengths, job.packing.micro_batches, job.context_window, steps=found.verdict.steps)
     methods = []
     for method in (*METHODS, RECOMMENDED):
         on_progress(f"packing {method}")
-        packer = packer_for(method, best, max_length_factor=float(best.packing.length_factor))
-        methods.append(compare_packer(method, packer, documents, best))
+        packer = packer_for(method, job, max_length_factor=float(job.packing.length_factor))
+        methods.append(compare_packer(method, packer, documents, job))
     return Evidence(lengths, found, methods)
+
+
+def _packed(verdict: Verdict) -> str:
+    return BEST if BEST in verdict.systems else verdict.base
 
 
 def usual_step(verdict: Verdict, system: str, lengths: NDArray[np.int64]) -> Timeline:

@@ -27,7 +27,7 @@ from wlb.job.config import JobConfig
 from wlb.job.config_file import to_toml
 from wlb.job.memory.fit import fits
 from wlb.schedules.layout import Layout
-from wlb.simulate.job import SimulatedJob
+from wlb.simulate.job import SimulatedJob, preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
 from wlb.simulate.search import (
     BATCH_TOKENS,
@@ -176,12 +176,14 @@ def _check_pinned(space: SearchSpace) -> None:
 class Estimate:
     """The verdict on a job, the layouts that were nearest to each system's fastest, and the winner's configuration.
 
-    ``config`` is TOML, and empty where nothing gains enough to change anything.
+    ``left_out`` says why a preset cannot run the job. ``config`` is TOML, and empty where nothing gains enough to
+    change anything.
     """
 
     question: Question
     verdict: Verdict
     searched: Mapping[str, SearchResult]
+    left_out: Mapping[str, str]
     config: str
 
     @property
@@ -193,6 +195,7 @@ class Estimate:
         return self.verdict.to_json() | {
             "gpu_hours_a_day": self.gpu_hours_a_day,
             "assumed": [*self.question.assumed],
+            "left_out": {**self.left_out},
             "config": self.config,
         }
 
@@ -208,13 +211,23 @@ def estimate(
 ) -> Estimate:
     """``presets`` on documents of ``lengths`` tokens, each in its fastest layout, or all in the one that is fixed.
 
-    The configuration is for the documents of ``source``. Raises ``UserError`` where the documents do not fill one step,
-    and where plain-4d has no layout; of other presets that have none the verdict says nothing.
+    The configuration is for the documents of ``source``. Raises ``UserError`` for an unknown preset, where the
+    documents do not fill one step, and where plain-4d, or none of ``presets``, has a layout.
     """
+    for preset in presets:
+        preset_sections(preset, {})
     space = question.space
     steps = steps or usual_steps(space.micro_batches)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
-    searched = {name: found for name, found in _each(partial(_searched, question, lengths), presets) if found}
+    searched: dict[str, SearchResult] = {}
+    failures: dict[str, UserError] = {}
+    for name, found in _each(partial(_searched, question, lengths), presets):
+        if isinstance(found, UserError):
+            failures[name] = found
+        else:
+            searched[name] = found
+    if BASELINE in failures or not searched:
+        raise failures.get(BASELINE) or next(iter(failures.values()))
     base = BASELINE if BASELINE in searched else next(iter(searched))
     prices, here = searched[base].job.work_prices, os.getpid()
 
@@ -230,7 +243,7 @@ def estimate(
     winner, config = verdict.winner, ""
     if winner != base:
         config = config_of(winner, searched[winner].job, searched[base].job, question.model, source)
-    return Estimate(question, verdict, searched, config)
+    return Estimate(question, verdict, searched, {name: str(why) for name, why in failures.items()}, config)
 
 
 def judge_config(
@@ -303,13 +316,11 @@ def _explained(
     return verdict_of(of_draws, simulated(job)) if fits(job) else verdict
 
 
-def _searched(question: Question, lengths: NDArray[np.int64], preset: str) -> SearchResult | None:
+def _searched(question: Question, lengths: NDArray[np.int64], preset: str) -> SearchResult | UserError:
     try:
         return question.fastest(preset, lengths)
-    except UserError:
-        if preset == BASELINE:
-            raise
-        return None
+    except UserError as error:
+        return error
 
 
 def _each(function: Callable[[str], T], names: Sequence[str]) -> list[tuple[str, T]]:
@@ -396,14 +407,23 @@ def about(found: Estimate) -> list[str]:
     space, base = question.space, verdict.systems[verdict.base]
     passes = max(system.epochs for system in verdict.systems.values())
     repeated = f"; the corpus is too small for that, so it was repeated {passes} times" if passes > 1 else ""
-    each = "all in the layout given" if space.fixed else "each system in its own fastest layout"
+    fixed = dict(space.fixed)
+    each = "all in the layout given" if fixed.keys() >= PINNED else "each system in its own fastest layout"
+    if fixed and not fixed.keys() >= PINNED:
+        each += f" of {listed(fixed)}"
+    too_large = [name for name, system in verdict.systems.items() if not fits(system.job)]
     return [
         f"{listed(question.priced_by)}, {number_of(space.gpus, 'GPU')}; {space.batch_tokens:,} tokens a step, "
         f"{number_of(space.micro_batches, 'window')} of {space.context_window:,}",
         *(["assumed: " + ", ".join(question.assumed)] if question.assumed else []),
         *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
-        f"simulated, {each}: {number_of(base.steps, 'step')} in each of {len(verdict.draws)} draws, after "
-        f"{verdict.warm_up} that warm up{repeated}",
+        *(f"{name} is left out: {why}" for name, why in found.left_out.items()),
+        *(
+            [f"{', '.join(too_large)}: over the memory of these GPUs; the figures assume that they fit"]
+            * bool(too_large)
+        ),
+        f"simulated, {each}: {number_of(base.steps, 'step')} in each of {len(verdict.draws)} draws of the documents, "
+        f"after {number_of(verdict.warm_up, 'warm-up step')}{repeated}",
     ]
 
 
@@ -412,18 +432,18 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
     systems = verdict.systems
     parts = {name: verdict.parts(name) for name in systems}
     rows = {part: [_percent(parts[name][part]) for name in systems] for part in PARTS}
-    rows["together"] = [_percent(sum(parts[name].values())) for name in systems]
+    rows["total"] = [_percent(sum(parts[name].values())) for name in systems]
     rows["speed at equal work"] = [f"{verdict.speed(name):.2f}x" for name in systems]
     spreads = {name: verdict.spread(name) for name in systems}
-    rows["least to most, of the draws"] = [f"{low:.2f} to {high:.2f}" for low, high in spreads.values()]
+    rows["range over the draws"] = [f"{low:.2f} to {high:.2f}" for low, high in spreads.values()]
     rows["token delay, steps"] = [f"{system.token_delay:.2f}" for system in systems.values()]
     layouts = [system.job.layout for system in systems.values()]
     rows["tp, cp, pp, dp"] = [f"{one.tp}, {one.cp}, {one.pp}, {one.dp}" for one in layouts]
     if any(one.virtual_pp > 1 for one in layouts):
-        rows["stages of a pipeline rank"] = [f"{one.virtual_pp}" for one in layouts]
+        rows["stages per pipeline rank"] = [f"{one.virtual_pp}" for one in layouts]
     rows["activation checkpointing"] = [system.job.activation_checkpointing for system in systems.values()]
     columns = zip(systems, zip(*rows.values(), strict=True), strict=True)
-    return {f"of a step of {verdict.base}": [*rows]} | {name: [*cells] for name, cells in columns}
+    return {f"share of a step of {verdict.base}": [*rows]} | {name: [*cells] for name, cells in columns}
 
 
 def _percent(share: float) -> str:

@@ -12,7 +12,6 @@ another order of the corpus, that of the next seed. Speed is at equal work, pric
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from statistics import median
@@ -35,6 +34,7 @@ from wlb.simulate.costs import DIRECTIONS, JobCosts
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob, preset_sections, simulated_job
 from wlb.simulate.rate import rate
+from wlb.terminal import number_of
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
 from wlb.workload.base import DocumentPrices
 from wlb.workload.phases import segment_seconds
@@ -300,10 +300,13 @@ def _fitting(job: SimulatedJob, lengths: DocumentLengths, least_rate: float) -> 
     if job.pools is None and job.packing.has_length_factor:
         room = largest_factor(job)
         return None if room is None else job.with_length_factor(min(float(job.packing.length_factor), room))
-    with suppress(UserError):  # no pool can run the global batch in this pipeline
+    try:
         decided = decide(job, lengths, least_rate=least_rate)
-        return decided if fits(decided) else None
-    return None
+    except UserError:  # no pool can run the global batch in this pipeline
+        if job.phases is not None:  # which pools do not know in any layout
+            raise
+        return None
+    return decided if fits(decided) else None
 
 
 def _nearest_to_fitting(untried: Iterable[SimulatedJob], lengths: DocumentLengths) -> SimulatedJob:
@@ -341,14 +344,15 @@ def _within(ranking: Sequence[Rated], slack: float) -> list[Rated]:
 
 def _no_layout(space: SearchSpace, too_large: int = 0) -> UserError:
     fixed = "".join(f", {name} = {size}" for name, size in space.fixed)
+    gpus = number_of(space.gpus, "GPU")
     batch = f"a global batch of {space.micro_batches} windows of {space.context_window} tokens"
     if too_large:
         return UserError(
-            f"no layout of {space.gpus} GPUs with {gib(space.hardware.memory_bytes)} GiB each{fixed} fits this model "
+            f"no layout of {gpus} with {gib(space.hardware.memory_bytes)} GiB each{fixed} fits this model "
             f"and window of {space.context_window} tokens ({too_large} tried); give more GPUs or a shorter window"
         )
     return UserError(
-        f"no layout of {space.gpus} GPUs{fixed} divides {batch}: tp, cp and pp are powers of two of at most "
+        f"no layout of {gpus}{fixed} divides {batch}: tp, cp and pp are powers of two of at most "
         f"{space.hardware.node_size}, {_LARGEST_CP} and {_LARGEST_PP} that suit the model, and dp divides the windows "
         "and leaves each rank at least pp of them; give another number of GPUs or another --batch-tokens"
     )

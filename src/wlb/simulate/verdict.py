@@ -1,10 +1,10 @@
 """What a job loses to imbalance, and how much faster each preset runs it: one answer for every command that is asked.
 
-``wlb check``, ``simulate``, ``report`` and ``serve`` all judge by a ``Verdict``, made by ``wlb.simulate.estimate``: the
-same jobs and documents have the same figures everywhere. Every system trains the same documents, in several draws:
-orders of the corpus. A figure is the median of the draws, with its spread. Steps that warm up do not count: at first,
-more documents begin to wait than come back, under a preset that delays some. From then on as many wait at the end as at
-the beginning, so none looks fast because its long ones still wait.
+``wlb check``, ``simulate``, ``report`` and ``serve`` all judge by a ``Verdict`` that ``wlb.simulate.estimate`` makes,
+so the same jobs and documents have the same figures everywhere. Every system trains the same documents, in several
+draws: orders of the corpus. A figure is the median of the draws, with its spread. Warm-up steps do not count: at first,
+under a preset that delays documents, more begin to wait than come back. From then on as many wait at the end as at the
+beginning, so no preset looks fast because its long documents still wait.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Verdict:
     @property
     def winner(self) -> str:
         """The preset to set: the fastest, or the base where that gains under ``LEAST_GAIN``, or not in every draw."""
-        worth_it = self.speed(self.fastest) >= 1 + LEAST_GAIN and self.spread(self.fastest)[0] > 1
+        as_shown = round(self.speed(self.fastest), 2)  # never 1.05x that is under 5%
+        worth_it = as_shown >= 1 + LEAST_GAIN and self.spread(self.fastest)[0] > 1
         return self.fastest if worth_it else self.base
 
     def parts(self, system: str) -> dict[str, float]:
@@ -182,12 +183,13 @@ class Verdict:
         if self.winner != self.base:
             return f"{self.loses}. {self.runs}"
         found = ""
-        if self.fastest != self.base:
+        if self.speed(self.fastest) >= 1.005:  # not 1.00x
             low, high = self.spread(self.fastest)
             found = (
                 f" The fastest, {self.fastest}, runs {self.speed(self.fastest):.2f}x as fast ({low:.2f} to {high:.2f})."
             )
-        return f"{self.loses}. Keep what you have: no preset gains {LEAST_GAIN:.0%} or more in every draw.{found}"
+        none = "Keep what you have: no preset" if PRESETS.keys() >= {*self.names} else "No job"
+        return f"{self.loses}. {none} is at least {LEAST_GAIN:.0%} faster, and faster in every draw.{found}"
 
     def _repr_html_(self) -> str:
         parts = [self.parts(name) for name in self.names]
