@@ -26,13 +26,12 @@ from tests.training.processes import reserved_port
 from tests.web import running
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
-from wlb.page import answer, server
+from wlb.page import server
 from wlb.page.answer import Question
 from wlb.page.server import MOST_BYTES, PageServer, serve_on
-from wlb.studies.policies import POLICIES
 
 LENGTHS = json.dumps(sample_lengths(200, 4096, 0).tolist()).encode()
-JOB = {"model": "tiny", "hardware": "cpu", "gpus": "2", "window": "4K"}
+JOB = {"model": "tiny", "hardware": "cpu", "gpus": "2", "window": "4K", "batch": "auto"}
 OPTIONS = ("--model", "tiny", "--hardware", "cpu", "--gpus", 2, "--context-window", 4096)
 FIRST = JOB | {"lengths": "</script><b>"}
 
@@ -61,7 +60,7 @@ def sent(page: PageServer, method: str, path: str, body: bytes = b"", **headers:
 
 def asked(page: PageServer, **question: Any) -> dict[str, Any]:
     """The last of each part of the answer."""
-    body = json.dumps(JOB | {"rivals": False} | question).encode()
+    body = json.dumps(JOB | question).encode()
     status, text = sent(page, "POST", "/check", body)
     assert status == 200, text
     return {kind: part for line in text.splitlines() for kind, part in json.loads(line).items()}
@@ -81,8 +80,9 @@ def test_the_verdict_is_that_of_check(page: PageServer, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     checked = run("check", "my lengths.json", *OPTIONS, "--json")
     assert found["verdict"]["check"] == json.loads(checked.stdout)
-    loses = unescape(re.sub("<.*?>", "", found["loss"]["html"]))
-    assert found["verdict"]["check"]["verdict"].startswith(f"{loses} ")
+    read = unescape(re.sub("<.*?>", "", found["read"]["html"]))
+    assert run("check", "my lengths.json", *OPTIONS).stdout.startswith(f"{read}\n")
+    assert read in unescape(found["verdict"]["html"])
     assert found["verdict"]["command"] == f"wlb check 'my lengths.json' {' '.join(map(str, OPTIONS))}"
     assert {"pipeline-chart", "lengths"} <= {*re.findall(r'<svg[^>]* id="([\w-]+)"', found["pictures"]["html"])}
     assert "done" in found
@@ -91,30 +91,25 @@ def test_the_verdict_is_that_of_check(page: PageServer, tmp_path: Path, monkeypa
     assert {*page.known(key)} == {"verdict", "pictures"}
 
 
-def test_policies_are_those_of_rivals_and_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "lengths.json"
-    path.write_bytes(LENGTHS)
-    few = {name: POLICIES[name] for name in ("plain-4d", "best", "verl")}
-    monkeypatch.setattr(answer, "POLICIES", few)
-    question = Question.of(JOB | {"lengths": str(path)}, "lengths.json")
-    known: dict[str, dict[str, Any]] = {"verdict": {}, "pictures": {}}
-    shown = [part for _, part in answer._parts(question, known, True)]
-    assert [part["left"] for part in shown] == [2, 1, 0]
-    assert [row["policy"] for row in shown[-1]["rows"]] == ["plain-4d", "verl", "best"]  # what is quick comes first
-    (command,) = re.findall(r"wlb rivals [^<]*", unescape(shown[-1]["html"]))
-    words = command.replace("lengths.json", str(path)).split()[1:]
-    same = json.loads(run(*words, "--policies", ",".join(few), "--json").stdout)
-    measured = {"planning_seconds", "tokens_per_second", "speed_at_equal_work"}
-    rows = {row["policy"]: row for row in shown[-1]["rows"]}
-    for policy in same["policies"]:
-        assert {name: value for name, value in policy.items() if name not in measured} == {
-            name: value for name, value in rows[policy["policy"]].items() if name not in measured
-        }
-        assert f"{policy['speed_at_equal_work']:.2f}x" in shown[-1]["html"]
-    monkeypatch.setitem(few, "plain-4d", None)  # simulated already
-    (rest,) = answer._parts(question, known | {"rivals": shown[1]}, True)
-    assert (rest[1]["left"], len(rest[1]["rows"])) == (0, 3)
-    assert not [*answer._parts(question, known | {"rivals": shown[2]}, True)]
+def test_a_global_batch_that_is_given_is_that_of_the_command(page: PageServer, tmp_path: Path):
+    path = dropped(page, "lengths.json")
+    found = asked(page, lengths=path, batch="8K")
+    assert found["verdict"]["command"].endswith(" --batch-tokens 8192")
+    assert "8,192 tokens a step, 2 windows of 4,096" in found["verdict"]["html"]
+    words = found["verdict"]["command"].replace("lengths.json", path).split()[1:]
+    assert found["verdict"]["check"]["systems"] == json.loads(run(*words, "--json").stdout)["systems"]
+    few = asked(page, lengths=path, batch="2K")
+    assert few["error"]["text"] == "a global batch of 2048 tokens holds no window of 4096; raise it"
+
+
+def test_where_little_is_gained_the_page_has_no_configuration(page: PageServer):
+    """One keeps what one has; the part of the page is hidden where the TOML is empty."""
+    path = dropped(page, "even.json", json.dumps([4096] * 24).encode())
+    found = asked(page, lengths=path, gpus="1", batch="16K")["verdict"]
+    assert (found["check"]["winner"], found["check"]["config"]) == ("plain-4d", "")
+    assert "Keep what you have: no preset is at least 5% faster" in found["html"]
+    assert "GPU-hours" not in found["html"]
+    assert 'at("recommended").hidden = !part.check.config;' in page.page.decode()
 
 
 @pytest.mark.parametrize(
@@ -177,6 +172,8 @@ def test_what_is_wrong_is_one_line(page: PageServer):
         ({"lengths": ""}, "lengths is missing"),
         ({"lengths": "a.json", "gpus": "0"}, "gpus '0' is no whole number of at least 1"),
         ({"lengths": "a.json", "window": "4KB"}, "not a number of tokens"),
+        ({"lengths": "a.json", "batch": "0"}, "'0' is not a number of tokens"),
+        ({"lengths": "a.json", "batch": ""}, "batch is missing; give one"),
         ({"lengths": ["a.json"]}, "lengths is missing"),
     ):
         status, text = sent(page, "POST", "/check", json.dumps(JOB | wrong).encode())
@@ -241,7 +238,7 @@ def test_a_browser_sends_a_file_and_shows_its_verdict_on_a_phone(
     sentence = asked(page, lengths=dropped(page, "lengths.json"))["verdict"]["check"]["verdict"]
     choosing = b"\nsend(new File([%b], 'lengths.json'));\n" % json.dumps(LENGTHS.decode()).encode()
     monkeypatch.setattr(page, "page", page.page.replace(b"\nask();\n", choosing))
-    text = opened(page.url + "?" + urlencode(JOB | {"rivals": "off"}), tmp_path)
+    text = opened(page.url + "?" + urlencode(JOB), tmp_path)
     assert f'<p class="verdict">{sentence}</p>' in unescape(text)
     assert all(f'id="{chart}"' in text for chart in ("where-chart", "pipeline-chart", "lengths"))
     assert 'preset = "' in re.search(r'id="toml">([^<]*)', text)[1]  # type: ignore[index]

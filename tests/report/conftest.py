@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,25 @@ import pytest
 from wlb.documents.synthetic import sample_lengths
 from wlb.report.evidence import Evidence, gather_evidence
 from wlb.report.predicted import predicted_report
-from wlb.simulate import SimulatedJob, simulated_job
+from wlb.simulate.estimate import estimate, question_of
 
 HOSTILE = "</title><script>alert(1)</script><img src='http://127.0.0.1:9/x' onerror=\"alert(2)\">&amp;.json"
 WINDOW = 8192
 
 
-def small_job() -> SimulatedJob:
-    return simulated_job("7b", WINDOW, dp=2, pp=2, cp=2, tp=8)
-
-
 @pytest.fixture(scope="session")
 def evidence() -> Evidence:
-    return gather_evidence(sample_lengths(3000, WINDOW, seed=1), small_job(), 12)
+    """Of a job with a hostile name, to which best is worth a change."""
+    lengths = sample_lengths(3000, WINDOW, seed=1)
+    sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 8}
+    question = question_of("7b", "h100", 64, lengths, context_window=WINDOW, batch_tokens=4 * WINDOW, fixed=sizes)
+    question = replace(question, model=HOSTILE, priced_by={"model": HOSTILE}, assumed=[HOSTILE])
+    return gather_evidence(lengths, estimate(question, lengths, steps=4, source=HOSTILE))
 
 
 @pytest.fixture(scope="session")
 def hostile_page(evidence: Evidence) -> str:
-    return predicted_report(evidence, source=HOSTILE, model=HOSTILE, hardware="h100", store=HOSTILE)
+    return predicted_report(evidence, source=HOSTILE)
 
 
 def write_run(directory: Path, *, seconds: float = 2.0, host: str = "node0", diagnosed: bool = True) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
 from wlb.simulate.estimate import CONFIGURED, config_of, estimate, judge_config, question_of
-from wlb.simulate.job import SimulatedJob
+from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC
+from wlb.workload import MODEL_SHAPES
+from wlb.workload.profile import WorkloadProfile
 
 
 def wlb(*arguments: object) -> Any:
@@ -76,6 +80,35 @@ def test_check_simulate_report_and_a_dry_run_give_one_number(tmp_path: Path):
     assert simulated["lost"] == checked["lost"]
     usual = wlb("simulate", config)["speed_at_equal_work"]
     assert wlb("train", config, "--dry-run")["speed_at_equal_work"] == usual
+
+
+@pytest.mark.parametrize("name", ["my corpus", 'quote " \\ backslash ü', "line\n[baseline]\tand\x7f"])
+def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: Path, name: str):
+    """The vocabulary of the model, or that of the store in multiples which tensor-parallel ranks divide."""
+    store = str(tmp_path / name)
+    with TokenStoreWriter(tmp_path / name, vocab_size=33_001) as writer:
+        for _ in range(9):
+            writer.add(np.zeros(4096, np.int64))
+    lengths = np.full(9, 4096)
+    question = question_of("tiny", "h100", 2, lengths, context_window=4096, batch_tokens=2 * 4096, source=store)
+    job = question.fastest(BEST, lengths).job
+    path = tmp_path / "job.toml"
+    path.write_text(config_of(BEST, job, question.fastest(BASELINE, lengths).job, "tiny", store), encoding="utf-8")
+    config = load_config(path)
+    assert (config.preset, str(config.data.store), config.data.context_window) == (BEST, store, 4096)
+    assert config.model.vocab_size == job.shape.vocab_size == 33_024
+    assert config.parallel.layout == job.layout
+    assert config.packing.length_factor == job.packing.length_factor
+
+
+@pytest.mark.parametrize(("layers", "name"), [(4, "tiny"), (9, "MODEL OF THE PROFILE")])
+def test_the_configuration_of_a_measured_job_names_the_model_that_was_measured(layers: int, name: str):
+    shape = replace(MODEL_SHAPES["tiny"], layers=layers, vocab_size=7)
+    job = simulated_job(shape, 4096, micro_batches=2)
+    profile = WorkloadProfile.model_construct(model=shape, tp=1)
+    measured = replace(job, pricing=replace(job.pricing, profile=profile)).with_length_factor(1.0)
+    text = config_of(BEST, measured, job, "llama3-8b", "lengths.json")
+    assert tomllib.loads(text)["model"]["name"] == name
 
 
 def test_a_layout_that_is_given_is_kept_by_all_systems():

@@ -26,7 +26,6 @@ from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, PARTS, Verdict
 
 TITLE = "What workload balancing gives this job"
 
-_FEW_STEPS = 16
 _THE_STEP = "Of each system the step whose seconds for its work are closest to the mean"
 
 
