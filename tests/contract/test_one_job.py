@@ -37,7 +37,7 @@ from tests.limits import examples
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import PRESETS, JobConfig
 from wlb.report.evidence import gather_evidence
-from wlb.simulate import simulated_job
+from wlb.simulate.estimate import estimate, question_of
 from wlb.simulate.search import fastest_layout, search_space
 
 WINDOW = 256
@@ -248,7 +248,8 @@ def test_rivals_and_report_run_the_job_that_is_trained(tmp_path: Path):
     """In the layouts that they choose, ``elastic`` and ``best`` are what the trainer decides on there."""
     lengths = sample_lengths(400, 8192, 0, median_fraction=1 / 16)
     space = search_space("550m", 4, 8192, batch_tokens=2**15)
-    evidence = gather_evidence(lengths, simulated_job("550m", 8192, dp=2, pp=2), 1)
+    question = question_of("550m", "h100", 4, lengths, context_window=8192, fixed={"tp": 1, "cp": 1, "pp": 2, "dp": 2})
+    evidence = gather_evidence(lengths, estimate(question, lengths, ("plain-4d", "best", "elastic"), 1, source="x"))
     jobs = [fastest_layout(space, lengths, preset).job for preset in ("elastic", "best")]
     jobs += [evidence.systems[name].job for name in ("elastic", "best")]
     for number, job in enumerate(jobs):

@@ -12,16 +12,18 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from tests.simulate.jobs import SHAPE, WINDOW, documents
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import PRESETS
 from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.memory.layers import Checkpointing
+from wlb.job.planner import StepPlanner
 from wlb.schedules.layout import Layout
 from wlb.simulate import SimulatedJob, simulated_job
 from wlb.simulate.decide import decide
-from wlb.simulate.rate import rate
-from wlb.simulate.search import SearchSpace, drawn, fastest_layout, search_space
+from wlb.simulate.rate import rate, simulate_step
+from wlb.simulate.search import SearchSpace, drawn, fastest_layout, least_seconds, search_space
 from wlb.workload import hardware_preset, make_workload
 
 SMALL = replace(hardware_preset("h100"), memory_bytes=16e9)
@@ -35,8 +37,7 @@ def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) ->
         dp, rest = divmod(space.gpus, tp * cp * pp)
         if rest or not dp or tp > space.hardware.node_size or space.shape.kv_heads % tp or (pp == 1 and stages > 1):
             continue
-        interleaved = {"virtual_pp": stages, "schedule": "interleaved_1f1b"} if stages > 1 else {}
-        layout = Layout(tp, cp, pp, dp, **interleaved)
+        layout = Layout(tp, cp, pp, dp, stages, "interleaved_1f1b" if stages > 1 else "1f1b")
         micro_batches = space.micro_batches // dp
         packing = {"micro_batches": dp, "global_batch": space.micro_batches} if preset == "elastic" else None
         if packing is None and (space.micro_batches % dp or micro_batches < pp):
@@ -80,6 +81,49 @@ def random_space(seed: int) -> tuple[SearchSpace, str, np.ndarray]:
     return search_space(model, gpus, window, hardware=hardware, batch_tokens=windows * window), preset, lengths
 
 
+@pytest.mark.parametrize("preset", ["plain-4d", "best"])
+def test_no_step_takes_less_than_the_bound(preset: str):
+    """On the same documents, in every layout: the search stops where the bound falls behind what it has."""
+    lengths = documents(800)
+    space = search_space(SHAPE, 8, WINDOW, hardware=SMALL, batch_tokens=16 * WINDOW)
+    for job in jobs_in_all_layouts(space, preset, lengths):
+        plan = next(StepPlanner(job, lengths).plans())
+        assert least_seconds(job, plan.table) <= float(simulate_step(plan, job).seconds[0])
+
+
+def test_sizes_that_are_fixed_are_kept():
+    space = search_space(SHAPE, 8, WINDOW, batch_tokens=16 * WINDOW, fixed={"tp": 2, "pp": 2})
+    for rated in fastest_layout(space, documents(), "best").ranking:
+        assert (rated.job.layout.tp, rated.job.layout.pp, rated.job.layout.world_size) == (2, 2, 8)
+
+
+def test_of_a_layout_that_is_given_something_comes_back_though_it_does_not_fit():
+    tiny = replace(SMALL, memory_bytes=1e6)
+    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 2}
+    space = search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW, fixed=sizes)
+    for preset in ("plain-4d", "best", "elastic"):
+        job = fastest_layout(space, documents(), preset).job
+        assert not fits(job)
+        assert job.activation_checkpointing == "full"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((SHAPE, 0, WINDOW), "gpus = 0"), ((SHAPE, 8, 2**25), "holds no window of 33554432")],
+)
+def test_mistakes_are_named_in_one_line(arguments, message):
+    with pytest.raises(UserError, match=message):
+        search_space(*arguments)
+
+
+def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():
+    with pytest.raises(UserError, match=r"no layout of 3 GPUs divides a global batch of 16 windows .* another number"):
+        fastest_layout(search_space(SHAPE, 3, WINDOW, batch_tokens=16 * WINDOW), documents(), "best")
+    tiny = replace(SMALL, memory_bytes=1e6)
+    with pytest.raises(UserError, match=r"no layout of 2 GPUs with 0.* GiB each fits this model"):
+        fastest_layout(search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW), documents(), "best")
+
+
 # `make test` tries one job of each preset, `make test-all` the thirty.
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 30))]
@@ -93,5 +137,4 @@ def test_no_layout_is_faster_than_the_one_found_by_more_than_a_hundredth(seed: i
         return
     found = fastest_layout(space, lengths, preset).job
     assert fits(found)
-    print(seed, preset, len(rates), of_draws(found, space, lengths) / max(rates.values()))
     assert of_draws(found, space, lengths) >= 0.99 * max(rates.values())
