@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from statistics import median
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) ->
         dp, rest = divmod(space.gpus, tp * cp * pp)
         if rest or not dp or tp > space.hardware.node_size or space.shape.kv_heads % tp or (pp == 1 and stages > 1):
             continue
-        interleaved = {"virtual_pp": stages, "schedule": "interleaved_1f1b"} if stages > 1 else {}
+        interleaved: dict[str, Any] = {"virtual_pp": stages, "schedule": "interleaved_1f1b"} if stages > 1 else {}
         layout = Layout(tp, cp, pp, dp, **interleaved)
         micro_batches = space.micro_batches // dp
         packing = {"micro_batches": dp, "global_batch": space.micro_batches} if preset == "elastic" else None
