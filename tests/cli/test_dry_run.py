@@ -20,7 +20,7 @@ def test_a_job_without_its_store_is_tried_on_synthetic_documents(wlb, tmp_path, 
     assert shown["problems"] == [
         "token store index runs/data/stdlib.idx does not exist; make the store with wlb prepare"
     ]
-    assert shown["data"] == "synthetic"
+    assert (shown["data"], shown["speed_at_equal_work"]) == ("synthetic", None)
     (rank,) = shown["ranks"]
     assert rank["place"] == {"pp": 1, "dp": 0, "cp": 0, "tp": 0}
     assert rank["traffic"][STAGES]["run"] == rank["traffic"][STAGES]["predicted"] > 0

@@ -1,4 +1,4 @@
-"""``wlb prefill``, and ``wlb compare --prefill``, as a user runs them."""
+"""``wlb prefill`` as a user runs it."""
 
 import json
 
@@ -10,7 +10,6 @@ from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
 
 PROMPTS = "synthetic:300:16384:0"
 PREFILL = ["prefill", PROMPTS, "--model", "550m"]
-ALIAS = ["compare", PROMPTS, "--prefill", "--model", "550m"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,6 @@ def test_json_has_every_method_and_setting(wlb):
     assert output["arrivals_per_second"] > 0
     assert (output["prompts"], output["dp"], output["pp"], output["seed"], output["gpus"]) == (300, 4, 1, 3, 8)
     assert all(row["p50_seconds"] <= row["p99_seconds"] for row in output["methods"])
-    assert wlb(*ALIAS, *more) == (0, out, "")
 
 
 def test_table_names_the_setting(wlb):
@@ -68,16 +66,15 @@ def test_load_counts_every_stage_of_a_pipeline(wlb):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (ALIAS, "--prefill needs --token-budget"),
         (PREFILL, "Missing option '--token-budget'"),
-        ([*ALIAS, "--token-budget", "2048", "--whole"], "over the token budget 2048"),
+        ([*PREFILL, "--token-budget", "2048", "--whole"], "over the token budget 2048"),
         ([*PREFILL, "--token-budget", "2048", "--methods", "sequential"], "'sequential' is unknown; choose from count"),
         (
             [*PREFILL, "--token-budget", "2K", "--methods", "loongserve", "--whole"],
             "--chunked/--whole has no effect on loongserve (got --whole); leave it out",
         ),
         (
-            [*ALIAS, "--token-budget", "2K", "--methods", "loongserve,dynamollm", "--independent"],
+            [*PREFILL, "--token-budget", "2K", "--methods", "loongserve,dynamollm", "--independent"],
             "--lock-step/--independent has no effect on loongserve, dynamollm (got --independent); leave it out",
         ),
         ([*PREFILL, "--token-budget", "2K", "--seed", 1], "--seed has no effect without --load"),

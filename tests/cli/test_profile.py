@@ -37,7 +37,7 @@ def test_profile_writes_what_compare_reads(tmp_path: Path):
         "compare", "synthetic:500:256:0", *size, "--profile", out, "--methods", "variable_length", "--json"
     )
     assert compared.returncode == 0, compared.stderr
-    assert json.loads(compared.stdout)["workload"] == {"profile": "profile.json", "hardware": "h100"}
+    assert json.loads(compared.stdout)["workload"] == {"profile": "tiny", "hardware": "h100"}
 
 
 def test_the_table_names_the_clock_and_the_crossover(tmp_path: Path):

@@ -20,7 +20,7 @@ def report(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run("report", *arguments)
 
 
-def report_without_torch(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def report_without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
     code = "import sys; sys.modules['torch'] = None; from wlb.cli.app import main; main()"
     command = [sys.executable, "-c", code, "report", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -86,7 +86,7 @@ def test_a_report_has_a_section_on_them(compared: Path, tmp_path: Path):
         (["--model", "8t"], "unknown model '8t'"),
         (["--batch-tokens", "1K"], "holds no window"),
         (["--plot", "speeds.gif"], "must end in one of"),
-        (["--gpus", "1", "--model", "70b", "--policies", "plain-4d"], "no layout of 1 GPUs"),
+        (["--gpus", "1", "--model", "70b", "--policies", "plain-4d"], "no layout of 1 GPU"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str):

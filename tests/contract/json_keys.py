@@ -53,6 +53,9 @@ _VERDICT = {
     "lost": {"*": float},
     "winner": str,
     "speed_at_equal_work": float,
+    "spread": [float],
+    "factors": {"balance": float, "recomputation": float, "layout": float},
+    "draws": int,
     "systems": [
         {
             "system": str,
@@ -64,12 +67,16 @@ _VERDICT = {
             "where": {"*": float},
             "token_delay": float,
             "tokens_cv": float,
+            "activation_checkpointing": str,
             "speed_at_equal_work": float,
+            "spread": [float],
             "parts": {"*": float},
             "fits": bool,
         }
     ],
 }
+
+_ESTIMATE: Any = {"config": str, "gpu_hours_a_day": float, "assumed?": [str], "left_out": dict} | _VERDICT
 
 _BY_DIMENSION = {name: {"predicted?": float, "measured?": float} for name in ("tp", "cp", "pp", "dp", "micro_batches")}
 
@@ -189,8 +196,21 @@ OUTPUTS: dict[str, Any] = {
         "profile?": str,
     }
     | _VERDICT,
-    "check": {"config": str} | _VERDICT,
-    "simulate --search": {"config": str} | _VERDICT,
+    "check": _ESTIMATE,
+    "simulate --search": {
+        "layouts": {
+            "*": [
+                {
+                    "parallel": dict,
+                    "activation_checkpointing": str,
+                    "packing": dict,
+                    "sharding": {"strategy": str},
+                    "work_rate": float,
+                }
+            ]
+        }
+    }
+    | _ESTIMATE,
     "rivals": {
         "gpus": int,
         "model": str,
@@ -234,7 +254,7 @@ OUTPUTS: dict[str, Any] = {
             }
         ]
     },
-    "report LENGTHS": {"out": str, "kind": str, "config": str} | _VERDICT,
+    "report LENGTHS": {"out": str, "kind": str} | _ESTIMATE,
     "report RUN_DIR": {
         "out": str,
         "kind": str,
@@ -265,6 +285,7 @@ OUTPUTS: dict[str, Any] = {
         "step": int,
         "step_tokens": int,
         "imbalance": {"micro_batches": float, "gpus": float},
+        "speed_at_equal_work?": float,
         "memory_limit_bytes": int,
         "worst_step_bytes": int,
         "ranks": [

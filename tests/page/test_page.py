@@ -24,13 +24,12 @@ from tests.programs import forked
 from tests.report.test_browser import BROWSER
 from tests.training.processes import reserved_port
 from tests.web import running
-from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.page import server
 from wlb.page.answer import Question
 from wlb.page.server import MOST_BYTES, PageServer, serve_on
 
-LENGTHS = json.dumps(sample_lengths(200, 4096, 0).tolist()).encode()
+LENGTHS = json.dumps([4096, 600, 1500, 900, 3000, 700, *range(20, 100, 10)] * 6).encode()  # which elastic runs faster
 JOB = {"model": "tiny", "hardware": "cpu", "gpus": "2", "window": "4K", "batch": "auto"}
 OPTIONS = ("--model", "tiny", "--hardware", "cpu", "--gpus", 2, "--context-window", 4096)
 FIRST = JOB | {"lengths": "</script><b>"}
@@ -80,6 +79,7 @@ def test_the_verdict_is_that_of_check(page: PageServer, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     checked = run("check", "my lengths.json", *OPTIONS, "--json")
     assert found["verdict"]["check"] == json.loads(checked.stdout)
+    assert found["verdict"]["check"]["config"].startswith("# For documents as in my lengths.json")
     read = unescape(re.sub("<.*?>", "", found["read"]["html"]))
     assert run("check", "my lengths.json", *OPTIONS).stdout.startswith(f"{read}\n")
     assert read in unescape(found["verdict"]["html"])

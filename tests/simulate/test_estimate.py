@@ -21,7 +21,7 @@ from wlb.simulate.estimate import CONFIGURED, config_of, estimate, judge_config,
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC
 from wlb.workload import MODEL_SHAPES
-from wlb.workload.profile import WorkloadProfile
+from wlb.workload.profile import Measurements, WorkloadProfile
 
 
 def wlb(*arguments: object) -> Any:
@@ -105,30 +105,34 @@ def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: 
 def test_the_configuration_of_a_measured_job_names_the_model_that_was_measured(layers: int, name: str):
     shape = replace(MODEL_SHAPES["tiny"], layers=layers, vocab_size=7)
     job = simulated_job(shape, 4096, micro_batches=2)
-    profile = WorkloadProfile.model_construct(model=shape, tp=1)  # type: ignore[call-arg]  # nothing else is read
+    seconds = Measurements(tokens=(1, 2), forward_seconds=(1.0, 2.0), backward_seconds=(1.0, 2.0))
+    parts: dict[str, Any] = {"versions": {}, "attention": seconds, "linear": seconds}
+    profile = WorkloadProfile(machine="none", dtype="float32", model=shape, tp=1, cp=1, **parts)
     measured = replace(job, pricing=replace(job.pricing, profile=profile)).with_length_factor(1.0)
     text = config_of(BEST, measured, job, "llama3-8b", "lengths.json")
     assert tomllib.loads(text)["model"]["name"] == name
 
 
 def test_a_layout_that_is_given_is_kept_by_all_systems():
-    found = wlb("check", "synthetic:2000:8K:0", "--context-window", "8K", *("--dp", 2, "--pp", 2, "--cp", 2, "--tp", 8))
+    asked = ("check", "synthetic:2000:8K:0", "--context-window", "8K", "--steps", 1)
+    found = wlb(*asked, "--batch-tokens", "64K", *("--dp", 2, "--pp", 2, "--cp", 2, "--tp", 8))
     for system in found["systems"]:
         layout = system["layout"]
         assert (layout["dp"] * layout["cp"], layout["pp"], layout["tp"]) == (4, 2, 8)
-    searched = wlb("check", "synthetic:2000:8K:0", "--context-window", "8K", "--gpus", 16, "--tp", 4)
+    searched = wlb(*asked, "--systems", "plain-4d,best", "--gpus", 16, "--tp", 4)
     assert {system["layout"]["tp"] for system in searched["systems"]} == {4}
 
 
 def test_what_is_assumed_is_said_with_the_option_that_sets_it():
-    found = wlb("check", "synthetic:400:8192:0", "--gpus", 4, "--steps", 2)
+    asked = ("check", "synthetic:400:8192:0", "--gpus", 4, "--steps", 1, "--systems", "plain-4d")
+    found = wlb(*asked)
     said = ", ".join(found["assumed"])
     for option in ("--model", "--hardware", "--context-window", "--batch-tokens"):
         assert f"({option})" in said
     assert "--gpus" not in said
     assert "as the documents have" in said  # fewer than the usual global batch
     given = ("--model", "7b", "--hardware", "h100", "--context-window", "8K", "--batch-tokens", "32K")
-    assert wlb("check", "synthetic:400:8192:0", "--gpus", 4, "--steps", 2, *given)["assumed"] == []
+    assert wlb(*asked, *given)["assumed"] == []
 
 
 def test_a_search_ranks_the_layouts_of_every_preset_that_check_names():

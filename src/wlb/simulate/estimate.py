@@ -141,7 +141,7 @@ def question_of(
     space = search_space(shape, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, fixed=fixed)
     if fixed.keys() >= PINNED:
         _check_pinned(space)
-    priced_by = {"model": model} if profile is None else {"profile of": _measured_name(profile)}
+    priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
     return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile, encoders_of(source, encoders))
 
 
