@@ -186,7 +186,9 @@ class _Slicing:
                 owners[index] = rank
                 full[:, rank] = filled[:, rank]
         held = owners >= 0
-        tokens, attention = (np.bincount(owners[held], amount[held], self._ranks) for amount in sizes)
+        tokens, attention = (
+            np.bincount(owners[held], amount[held], self._ranks).astype(np.float64) for amount in sizes
+        )
         return owners, tokens, attention
 
     def _share_out(

@@ -37,7 +37,7 @@ from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.level import SHARDING, LevelPrices, group_costs
 from wlb.simulate.rate import rate
-from wlb.simulate.shards import Shards, price_shards
+from wlb.simulate.shards import price_shards
 from wlb.simulate.step import Steps
 
 _STEPS = 4  # that are simulated, the same for every choice; fewer where they are large
@@ -45,7 +45,7 @@ _SIMULATED = 128  # context windows of all these steps
 _DOCUMENTS = 65_536
 _WINDOWS = 512  # of a step; a larger global batch is decided on by a part of it
 _FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
-_FEWEST = (1, 1.15, 1.5, 2)  # where so few are too large for the memory: times as many as the fewest that are not
+_FEWEST = (1, 1.15, 1.5)  # where so few are too large for the memory: times as many as the fewest that are not
 _ONE_STEP = 0.08  # of the seconds: choices that are slower by more on one step are not simulated on others
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 _FEWER_BUBBLES = 0.1  # of a pipeline whose lightest micro-batches are at its ends; measured on random jobs
@@ -221,8 +221,8 @@ class _PoolSearch:
         shares = self._steps * layout.replicas * micro_batches
         forward, backward = alone.attention_forward / shares, alone.attention_backward / shares
         share = alone._replace(tokens=alone.tokens // shares, attention_forward=forward, attention_backward=backward)
-        of_one = Shards(*(np.repeat(column, micro_batches, axis=0) for column in share))
-        seconds = float(Steps.of_shards(of_one.reshaped(1, 1, -1), JobCosts(self.job)).seconds[0])
+        everywhere = share.repeated(micro_batches).reshaped(1, 1, micro_batches)  # all ranks are alike
+        seconds = float(Steps.of_shards(everywhere, JobCosts(self.job)).seconds[0])
         bubbles = (layout.pp - 1) / (layout.virtual_pp * micro_batches + layout.pp - 1)
         work = float(self.job.work_prices.document_seconds(documents).sum())
         return (1 - _FEWER_BUBBLES * bubbles) * seconds * self._steps / work

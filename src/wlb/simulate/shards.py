@@ -42,6 +42,14 @@ class Shards(NamedTuple):
 
         return Shards(*map(spread, self))
 
+    def repeated(self, times: int) -> Shards:
+        """The same with each micro-batch so many times."""
+
+        def repeat(column: NDArray[Any]) -> NDArray[Any]:
+            return np.repeat(column, times, axis=0)
+
+        return Shards(*map(repeat, self))
+
     def reshaped(self, *shape: int) -> Shards:
         """The same with micro-batches arranged in ``shape``."""
 

@@ -300,7 +300,7 @@ def test_what_is_trained_is_credited_once_however_many_stages_run_it(pp):
         outcome = best_of(name, [trial], [batches], space())
         assert outcome.tokens == sum(int(batch.sum()) for batch in batches), name
         work = sum(prices.document_seconds(batch).sum() for batch in batches)
-        assert outcome.work_rates == [pytest.approx(work / outcome.seconds)], name
+        assert list(outcome.work_rates) == pytest.approx([work / outcome.seconds]), name
         assert outcome.tokens_per_second == outcome.tokens / outcome.seconds
     for preset in ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic"):
         simulated = job(preset, dp=2, pp=pp, micro_batches=4)
