@@ -33,6 +33,9 @@ def test_a_job_that_would_start_is_shown_rank_by_rank(wlb, tmp_path):
     status, out, _ = wlb("train", config, "--dry-run", "--rank", "all")
     assert status == 0
     assert "planned on its token store" in out
+    simulated = wlb("simulate", config, "--set", "parallel.pp=2", "--hardware", "cpu", "--json")[1]
+    (row,) = (row for row in json.loads(simulated)["systems"] if row["system"] == "as configured")
+    assert f"over plain-4d: {row['speed_at_equal_work']:.2f}x; wlb simulate says why" in out
     assert "rank 0 (pp 0, dp 0, cp 0, tp 0): first stage" in out
     assert "rank 1 (pp 1, dp 0, cp 0, tp 0): last stage" in out
     assert not (tmp_path / "metrics").exists()

@@ -123,7 +123,7 @@ def _print(config: Path, shown: dict[str, Any], ranks: Sequence[RankReport], pro
     imbalance = ", ".join(f"{name.replace('_', '-')} {value:.3f}" for name, value in shown["imbalance"].items())
     stdout.print(f"imbalance of the plan (slowest over mean, predicted): {imbalance}")
     if (speed := shown["speed_at_equal_work"]) is not None:
-        stdout.print(f"simulated speed at equal work over plain-4d: {speed:.2f}x (wlb simulate {config} says why)")
+        stdout.print(f"simulated speed at equal work over plain-4d: {speed:.2f}x; wlb simulate says why")
     worst, limit = (_gib(shown[name]) for name in ("worst_step_bytes", "memory_limit_bytes"))
     stdout.print(f"the worst step that packing may produce needs {worst} of {limit} GiB")
     for report, of_rank in zip(ranks, shown["ranks"], strict=True):

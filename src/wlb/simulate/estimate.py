@@ -408,20 +408,17 @@ def about(found: Estimate) -> list[str]:
     passes = max(system.epochs for system in verdict.systems.values())
     repeated = f"; the corpus is too small for that, so it was repeated {passes} times" if passes > 1 else ""
     fixed = dict(space.fixed)
-    each = "all in the layout given" if fixed.keys() >= PINNED else "each system in its own fastest layout"
-    if fixed and not fixed.keys() >= PINNED:
-        each += f" of {listed(fixed)}"
-    too_large = [name for name, system in verdict.systems.items() if not fits(system.job)]
+    each = "each system in its own fastest layout" + (f" of {listed(fixed)}" if fixed else "")
+    if fixed.keys() >= PINNED:
+        each = "all in the layout given"
+    too_large = ", ".join(name for name, system in verdict.systems.items() if not fits(system.job))
     return [
         f"{listed(question.priced_by)}, {number_of(space.gpus, 'GPU')}; {space.batch_tokens:,} tokens a step, "
         f"{number_of(space.micro_batches, 'window')} of {space.context_window:,}",
         *(["assumed: " + ", ".join(question.assumed)] if question.assumed else []),
         *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
         *(f"{name} is left out: {why}" for name, why in found.left_out.items()),
-        *(
-            [f"{', '.join(too_large)}: over the memory of these GPUs; the figures assume that they fit"]
-            * bool(too_large)
-        ),
+        *([f"{too_large}: over the memory of these GPUs; the figures assume that they fit"] if too_large else []),
         f"simulated, {each}: {number_of(base.steps, 'step')} in each of {len(verdict.draws)} draws of the documents, "
         f"after {number_of(verdict.warm_up, 'warm-up step')}{repeated}",
     ]
