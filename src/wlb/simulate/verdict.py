@@ -174,7 +174,7 @@ class Verdict:
         made_of = [
             f"{factor:.2f}x from {causes[name]}" for name, factor in self.factors.items() if abs(factor - 1) >= 0.005
         ]
-        split = f" That is {' times '.join(made_of)}." if len(made_of) > 1 else ""
+        split = f" That is {' times '.join(made_of)}." if made_of else ""
         delay = self.systems[self.winner].token_delay
         waits = "No document waits for a later step" if delay < 0.005 else f"A token waits {delay:.2f} steps on average"
         return f"{named} runs {self.speed(self.winner):.2f}x as fast at equal work ({draws}).{split} {waits}."
