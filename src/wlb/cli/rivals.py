@@ -82,12 +82,12 @@ def rivals(
         )
         return
     _show(outcomes, f"{title}\nsimulated; planning measured here", f"{DRAWS} draws of {number_of(steps, 'step')}")
-    for said in question.assumed:
-        note(f"assumed: {said}")
+    if question.assumed:
+        note(f"assumed: {', '.join(question.assumed)}")
     if question.encoders:
         note("the encoders of these documents are left out, as the policies do not know them")
     if passes > 1:
-        note(f"the documents fill fewer steps and are repeated: up to {passes} passes")
+        note(f"the corpus is too small for so many steps, so it was repeated {passes} times in each draw")
     for name, why in without.items():
         note(f"{name}: {why}")
     show_next("check", lengths, *given_again(context, ["gpus", "model", "context_window", "hardware", "batch_tokens"]))

@@ -204,11 +204,11 @@ def _shown(found: list[_Done]) -> list[str]:
 
 def _finding(job: str, of_job: _Done) -> Finding:
     ranking = of_job.ranking
-    told = ", ".join(f"{one.policy} {spread_text(one, of_job.outcomes[0])}" for one in ranking[:3])
+    told = ", ".join(f"{one.policy} {_with_spread(one, of_job.outcomes[0])}" for one in ranking[:3])
     return Finding(f"{job}: ours is the fastest", ranking[0].policy in _OURS, told)
 
 
-def spread_text(outcome: Outcome, base: Outcome) -> str:
+def _with_spread(outcome: Outcome, base: Outcome) -> str:
     """Speed at equal work over ``base``, with the least and the largest of the draws."""
     low, high = outcome.spread(base)
     return f"{outcome.speed(base):.2f} ({low:.2f} to {high:.2f})"
