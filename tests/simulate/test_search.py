@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from statistics import median
+from statistics import fmean
 from typing import get_args
 
 import numpy as np
@@ -66,7 +66,7 @@ def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) ->
 
 def of_draws(job: SimulatedJob, space: SearchSpace, lengths: np.ndarray) -> float:
     prices, warm_up = make_workload(space.shape, space.hardware), WARM_UP if job.packing.has_length_factor else 0
-    return median(rate(drawn(job, n), lengths, STEPS, prices, warm_up).work_rate for n in range(DRAWS))
+    return fmean(rate(drawn(job, n), lengths, STEPS, prices, warm_up).work_rate for n in range(DRAWS))
 
 
 def random_space(seed: int) -> tuple[SearchSpace, str, np.ndarray]:
