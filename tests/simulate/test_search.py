@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.memory.layers import Checkpointing
 from wlb.job.planner import StepPlanner
 from wlb.schedules.layout import Layout
-from wlb.simulate import SimulatedJob, simulated_job
+from wlb.simulate import SimulatedJob, search, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.rate import rate, simulate_step
 from wlb.simulate.search import SearchSpace, drawn, fastest_layout, least_seconds, search_space
@@ -138,3 +138,17 @@ def test_no_layout_is_faster_than_the_one_found_by_more_than_a_hundredth(seed: i
     found = fastest_layout(space, lengths, preset).job
     assert fits(found)
     assert of_draws(found, space, lengths) >= 0.99 * max(rates.values())
+
+
+def test_a_layout_that_is_lucky_in_the_first_draw_only_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch):
+    lengths = sample_lengths(4000, 8192, 0)
+    space = search_space("550m", 8, 8192, batch_tokens=2**18)
+    fastest, second, *_ = fastest_layout(space, lengths, "plain-4d").ranking
+    rated = search._rated
+
+    def with_luck(job: SimulatedJob, *given: Any) -> search.Rated:
+        luck = 1.0 if job.layout != second.job.layout else 1.08 if job.data.seed == 0 else 0.8
+        return search.Rated(job, luck * rated(job, *given).work_rate)
+
+    monkeypatch.setattr(search, "_rated", with_luck)
+    assert fastest_layout(space, lengths, "plain-4d").job == fastest.job
