@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from wlb.documents.lengths import read_lengths
+from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
+from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
 from wlb.packing.options import Pools
 from wlb.simulate import SimulatedJob, simulate, simulated_job
 from wlb.simulate.decide import decide
+from wlb.simulate.rate import rate
+from wlb.workload import hardware_preset
 
 WINDOW = 32_768
 LENGTHS = read_lengths(f"synthetic:4000:{WINDOW}:0")
@@ -123,3 +129,34 @@ def test_so_many_documents_that_a_step_would_take_minutes_are_refused():
     job = simulated_job("tiny", 2**31 - 1, "plain-4d")
     with pytest.raises(UserError, match=r"1 context windows of 2147483647 tokens .* some 2147483647 of these .* lower"):
         StepPlanner(job, np.ones(1000, np.int64))
+
+
+def all_choices(job: SimulatedJob, lengths: np.ndarray) -> list[SimulatedJob]:
+    """The job with every size of pools, number of micro-batches and grouping, found without ``decide``'s search."""
+    pools = job.pools
+    assert pools is not None
+    found = []
+    for size in (size for size in range(1, job.layout.replicas + 1) if job.layout.replicas % size == 0):
+        for count in range(1, 2 * pools.global_batch * size // job.layout.replicas + 1):
+            for grouping in ("even", "alike"):
+                with suppress(UserError):
+                    chosen = replace(pools, size=size, micro_batches=count, grouping=grouping)
+                    found.append(decide(job.with_pools(chosen), lengths))
+    return found
+
+
+# `make test` tries two random jobs, `make test-all` six.
+@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2, 4, 5))])
+def test_pools_fit_wherever_any_do_and_hardly_any_are_faster(seed: int):
+    """Of those that ``decide`` tries; numbers of micro-batches between them are up to 4% faster."""
+    random = np.random.default_rng(seed)
+    hardware = replace(hardware_preset("h100"), memory_bytes=float(random.choice([6e9, 12e9, 40e9])))
+    pp, dp = int(random.choice([1, 2])), int(random.choice([2, 4]))
+    packing = {"micro_batches": dp, "global_batch": int(random.choice([4, 8]))}
+    job = simulated_job("550m", 8192, "elastic", hardware=hardware, dp=dp, pp=pp, tp=2, packing=packing)
+    lengths = sample_lengths(600, 8192, seed, median_fraction=float(random.choice([1 / 64, 1 / 4])))
+    choices = all_choices(job, lengths)
+    found = decide(job, lengths)
+    assert fits(found) == any(map(fits, choices))
+    rates = [rate(one, lengths, 4, job.work_prices).work_rate for one in choices if fits(one)]
+    assert not rates or rate(found, lengths, 4, job.work_prices).work_rate >= 0.96 * max(rates)
