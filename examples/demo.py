@@ -259,8 +259,8 @@ def show_measured(base: Measured, ours: Measured, window: int) -> None:
 
 
 def show_simulated(checked: dict[str, Any]) -> None:
-    gpus, assumed = checked["systems"][0]["gpus"], ", ".join(checked["assumed"])
-    console.print(f"\nsimulated: {gpus} GPUs, each system in its own fastest layout; assumed: {assumed}", markup=False)
+    gpus = checked["systems"][0]["gpus"]
+    console.print(f"\nsimulated: {gpus} GPUs, each system in its own fastest layout", markup=False)
     console.print(f"{checked['verdict']}\n", markup=False)
 
 

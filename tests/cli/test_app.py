@@ -216,7 +216,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*PREFILL, "--dp", 10**6], "--dp 1000000 is over the 512 data-parallel ranks of a simulated prefill"),
         (
             ["prefill", "synthetic:20000:128K", "--token-budget", 100],
-            "--token-budget 100 with --dp 1 takes",
+            "passes of --token-budget 100 with --dp 1",
         ),
         ([*COMPARE, "--methods", "fixed_greedy:0"], "method 'fixed_greedy:0': '0' is not a whole number of at least 1"),
         ([*COMPARE, "--max-length-factor", 1e300], "--max-length-factor"),

@@ -26,7 +26,7 @@ from tests.training.processes import reserved_port
 from tests.web import running
 from wlb.errors import UserError
 from wlb.page import server
-from wlb.page.answer import Question
+from wlb.page.answer import PageQuestion
 from wlb.page.server import MOST_BYTES, PageServer, serve_on
 
 LENGTHS = json.dumps([4096, 600, 1500, 900, 3000, 700, *range(20, 100, 10)] * 6).encode()  # which elastic runs faster
@@ -87,7 +87,7 @@ def test_the_verdict_is_that_of_check(page: PageServer, tmp_path: Path, monkeypa
     assert {"pipeline-chart", "lengths"} <= {*re.findall(r'<svg[^>]* id="([\w-]+)"', found["pictures"]["html"])}
     assert "done" in found
     assert asked(page, lengths=path)["verdict"] == found["verdict"]
-    key = Question.of(JOB | {"lengths": path}, "my lengths.json"), server._stamp(path)
+    key = PageQuestion.of(JOB | {"lengths": path}, "my lengths.json"), server._stamp(path)
     assert {*page.known(key)} == {"verdict", "pictures"}
 
 

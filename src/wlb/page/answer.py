@@ -37,7 +37,7 @@ _FIELDS = ("lengths", "model", "hardware", "window", "batch", "gpus")
 
 
 @dataclass(frozen=True)
-class Question:
+class PageQuestion:
     """The job that the page asks about; window and global batch are None where they are assumed as in ``wlb check``."""
 
     lengths: str
@@ -49,7 +49,7 @@ class Question:
     name: str  # what the page calls ``lengths``
 
     @classmethod
-    def of(cls, asked: Mapping[str, Any], name: str) -> Question:
+    def of(cls, asked: Mapping[str, Any], name: str) -> PageQuestion:
         """What a form has, all of it text. Raises ``UserError`` for what no command would take."""
         texts = {field: asked.get(field) for field in _FIELDS}
         if wrong := [field for field, value in texts.items() if not isinstance(value, str) or not value.strip()]:
@@ -73,7 +73,7 @@ class Question:
         return shlex.join(["wlb", "check", self.name, *given])
 
 
-def answer(to: Connection, question: Question, known: Mapping[str, dict[str, Any]]) -> None:
+def answer(to: Connection, question: PageQuestion, known: Mapping[str, dict[str, Any]]) -> None:
     """Send all parts that are not ``known``, then ``done``; or one ``error``, a line."""
     gc.set_threshold(50_000, 20, 50)  # as ``wlb.__main__`` does
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
@@ -92,7 +92,7 @@ def answer(to: Connection, question: Question, known: Mapping[str, dict[str, Any
         to.send(("error", {"text": f"the simulation failed: {error!r}; the terminal of wlb serve has more"}))
 
 
-def _parts(question: Question, known: Mapping[str, dict[str, Any]]) -> Iterator[Part]:
+def _parts(question: PageQuestion, known: Mapping[str, dict[str, Any]]) -> Iterator[Part]:
     if {"verdict", "pictures"} <= known.keys():
         return
     with redirect_stderr(StringIO()) as notes:  # which a command prints
@@ -113,7 +113,7 @@ def _parts(question: Question, known: Mapping[str, dict[str, Any]]) -> Iterator[
     yield "pictures", {"html": _pictures(found.verdict, lengths)}
 
 
-def _verdict(found: Estimate, question: Question, notes: list[str]) -> dict[str, Any]:
+def _verdict(found: Estimate, question: PageQuestion, notes: list[str]) -> dict[str, Any]:
     judged = found.verdict
     name = judged.fastest
     low, high = judged.spread(name)

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from wlb.errors import UserError
 from wlb.markup import Markup, tag
-from wlb.page.answer import Question, answer
+from wlb.page.answer import PageQuestion, answer
 from wlb.report.html.page import style
 from wlb.workload import HARDWARE, MODEL_SHAPES
 
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             asked = None
         if not isinstance(asked, dict):
             raise UserError("the question is no JSON object")
-        question = Question.of(asked, self.server.shown(str(asked.get("lengths"))))
+        question = PageQuestion.of(asked, self.server.shown(str(asked.get("lengths"))))
         key = None if (stamp := _stamp(question.lengths)) is None else (question, stamp)
         parts = self.server.known(key)
         self._begin(200, "application/x-ndjson")
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             pass  # the page asks something else by now, or is closed
 
-    def _computed(self, question: Question, parts: dict[str, dict[str, Any]]) -> Any:
+    def _computed(self, question: PageQuestion, parts: dict[str, dict[str, Any]]) -> Any:
         """What a process of its own sends; it is killed when the browser hangs up."""
         receiver, sender = _WORK.Pipe(duplex=False)
         worker = _WORK.Process(target=answer, args=(sender, question, dict(parts)), daemon=True)

@@ -116,7 +116,7 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths, *, lock_step:
     return replace(pools, size=fastest.size, micro_batches=micro_batches, grouping=fastest.grouping)
 
 
-class _Choice(NamedTuple):
+class _PricedPools(NamedTuple):
     """Pools, and their seconds for a second of work: as simulated, or at least. The first in order is the best."""
 
     too_large: bool  # for the memory
@@ -140,7 +140,7 @@ class _PoolSearch:
     lengths: DocumentLengths
     with_length: dict[tuple[int, int], JobSpec] = field(default_factory=dict)  # of choices that were simulated
 
-    def fastest(self, most_seconds: float) -> _Choice | None:
+    def fastest(self, most_seconds: float) -> _PricedPools | None:
         """None where no pools can run in ``most_seconds`` for a second of work."""
         choices = [*self._choices()]
         heapify(choices)
@@ -148,7 +148,7 @@ class _PoolSearch:
             heapreplace(choices, self._simulated(choices[0]))
         return choices[0] if choices and choices[0].seconds <= most_seconds else None
 
-    def _choices(self) -> Iterator[_Choice]:
+    def _choices(self) -> Iterator[_PricedPools]:
         """Every size, number of micro-batches and grouping, none of them simulated."""
         wanted, layout = self.pools.grouping, self.job.layout
         groupings: tuple[Grouping, ...] = ("even", "alike") if wanted == "auto" else (wanted,)
@@ -163,11 +163,11 @@ class _PoolSearch:
                     bounds[filled] = self._least_seconds(filled)
                 for grouping in groupings:
                     seconds = _HANDICAP[grouping] * bounds[filled]
-                    yield _Choice(large, False, seconds, 0, size, job.micro_batches_per_rank, grouping, job)
+                    yield _PricedPools(large, False, seconds, 0, size, job.micro_batches_per_rank, grouping, job)
         free = (wanted, self.pools.micro_batches) == ("auto", "auto") and not self.lock_step
         if free and layout.pp == 1 and layout.replicas in sizes:
             job = self.job.with_pools(replace(self.pools, grouping="level"))
-            yield _Choice(not _holds(job), False, 0.0, 0, layout.replicas, 0, "level", job)
+            yield _PricedPools(not _holds(job), False, 0.0, 0, layout.replicas, 0, "level", job)
 
     def _with_counts(self, size: int) -> list[tuple[bool, JobSpec]]:
         """With pools of this size and numbers of micro-batches; more where the memory holds none of the usual ones."""
@@ -227,7 +227,7 @@ class _PoolSearch:
         work = float(self.job.work_prices.document_seconds(documents).sum())
         return (1 - _FEWER_BUBBLES * bubbles) * seconds * self._steps / work
 
-    def _simulated(self, choice: _Choice) -> _Choice:
+    def _simulated(self, choice: _PricedPools) -> _PricedPools:
         """With the seconds of one step, as much less as others may show; or of all, if it has those of one."""
         key, steps = (choice.size, choice.micro_batches), self._steps if choice.steps else 1
         if key not in self.with_length:

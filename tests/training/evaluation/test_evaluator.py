@@ -254,10 +254,10 @@ def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path
         writer.add(np.arange(0))
     with pytest.raises(UserError, match=r"nothing to train on in token store .*empty"):
         check_job(_job(folder, evaluation={"store": str(tmp_path / "empty")}), 1)
-    (tmp_path / "large.mask").write_bytes(bytes(open_store(tmp_path / "large").tokens))
-    (tmp_path / "large.json").unlink()
-    with pytest.raises(UserError, match=r"evaluation.store .*large has no label, so there is no loss to take"):
-        check_job(_job(folder, evaluation={"store": str(tmp_path / "large")}), 1)
+    write_held_out(tmp_path / "unlabelled")
+    (tmp_path / "unlabelled.mask").write_bytes(bytes(open_store(tmp_path / "unlabelled").tokens))
+    with pytest.raises(UserError, match=r"evaluation.store .*unlabelled has no label, so there is no loss to take"):
+        check_job(_job(folder, evaluation={"store": str(tmp_path / "unlabelled")}), 1)
     for name, kind in (("ours", "a"), ("theirs", "b")):
         with TokenStoreWriter(tmp_path / name, vocab_size=VOCABULARY, details={"tokenizer": {"kind": kind}}) as writer:
             writer.add(np.arange(20))
