@@ -55,6 +55,15 @@ def test_the_fastest_of_all_choices_is_taken():
     assert all(decided.speed_at_equal_work(other) > 0.999 for other in others)
 
 
+@pytest.mark.parametrize(("window", "global_batch"), [(32_768, 128), (4096, 512)])
+def test_pools_that_fit_are_taken_where_any_do(window: int, global_batch: int):
+    """Level steps, and more than one micro-batch, hold whole gathered weights and gradients, which do not fit here."""
+    packing = {"micro_batches": 32, "global_batch": global_batch}
+    sizes = {"tp": 1, "cp": 8, "dp": 32, "activation_checkpointing": "full"}
+    job = simulated_job("llama3-70b", window, "elastic", packing=packing, **sizes)
+    assert fits(decide(job, np.full(2 * global_batch * window // 4096, 4096)))
+
+
 def test_no_document_waits_and_steps_are_of_one_size():
     at_once, waiting = (
         simulate(elastic(pool=8, packing={"pool_micro_batches": 8, "max_delay": delay}), LENGTHS, 12)

@@ -105,7 +105,7 @@ def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
         "tokens/\nstep CV": [f"{o.tokens_cv:.3f}" for o in outcomes],
         "exchange\nGB/GPU": [f"{o.exchanged_bytes / 1e9:.1f}" for o in outcomes],
         "peak\nGiB": [f"{o.memory_bytes / 2**30:.0f}" for o in outcomes],
-        "planning\ns/step": [f"{o.planning_seconds:.2f}" for o in outcomes],
+        "planning\nCPU s": [f"{o.planning_seconds:.2f}" for o in outcomes],
     }
     notes = {
         "speed at\nequal work": f"speed at equal work: over {base.policy}; median of {draws}",

@@ -370,7 +370,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "imbalance: cp ranks": [f"{r.imbalance['cp']:.3f}" for r in systems],
         "imbalance: dp ranks": [f"{r.imbalance['dp']:.3f}" for r in systems],
         **{f"imbalance: {name}": [f"{r.imbalance[name]:.3f}" for r in systems] for name in phases},
-        "token delay, steps": [f"{r.token_delay:.3f}" for r in systems],
+        "token delay, steps": [f"{verdict.token_delay(name):.3f}" for name in results],
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],
     }

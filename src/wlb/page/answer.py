@@ -119,7 +119,7 @@ def _verdict(found: Estimate, question: PageQuestion, notes: list[str]) -> dict[
     low, high = judged.spread(name)
     figures = {
         f"speed at equal work, {name} over {judged.base} ({low:.2f} to {high:.2f})": f"{judged.speed(name):.2f}x",
-        f"token delay of {name}, mean, in steps": f"{judged.systems[name].token_delay:.2f}",
+        f"token delay of {name}, mean, in steps": f"{judged.token_delay(name):.2f}",
         f"tokens/s of {name}, all GPUs": f"{judged.systems[name].tokens_per_second:,.0f}",
     }
     if found.config:

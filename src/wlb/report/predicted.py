@@ -40,7 +40,7 @@ def predicted_report(evidence: Evidence, *, source: str, rivals: dict[str, Any] 
     values = {
         f"speed at equal work, {name} over {BASELINE} ({low:.2f} to {high:.2f})": f"{judged.speed(name):.2f}x",
         "slowest over mean GPU, compute of a step": f"{before.imbalance['gpus']:.2f} → {after.imbalance['gpus']:.2f}",
-        f"token delay of {name}, mean, in steps": f"{after.token_delay:.2f}",
+        f"token delay of {name}, mean, in steps": f"{judged.token_delay(name):.2f}",
         f"tokens/s of {name}, all GPUs": f"{after.tokens_per_second:,.0f}",
     }
     read = what_was_read(source, evidence.lengths, before.job.context_window)

@@ -201,13 +201,14 @@ class _Slicing:
         if not in_order:  # the rank short of the most expensive tokens takes the deepest
             ranks = np.argsort(-lacks_attention / np.maximum(lacks_tokens, 1.0), kind="stable")
             lacks_tokens, lacks_attention = lacks_tokens[ranks], lacks_attention[ranks]
+        lacked_tokens, lacked_attention = (lacks[::-1].cumsum()[::-1] for lacks in (lacks_tokens, lacks_attention))
         owner = np.empty(row.size, np.int64)
         first, last = 0, row.size
         for place, rank in enumerate(ranks[:-1].tolist()):
             # What rounding has left over so far is shared by all that follow.
             following = self._ranks - place
-            over_tokens = (row.tokens[last] - row.tokens[first] - lacks_tokens[place:].sum()) / following
-            over_attention = row.attention[last] - row.attention[first] - lacks_attention[place:].sum()
+            over_tokens = (row.tokens[last] - row.tokens[first] - lacked_tokens[place]) / following
+            over_attention = row.attention[last] - row.attention[first] - lacked_attention[place]
             front, back = self._take(
                 row, first, last, lacks_tokens[place] + over_tokens, lacks_attention[place] + over_attention / following
             )

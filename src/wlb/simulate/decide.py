@@ -43,7 +43,7 @@ from wlb.simulate.step import Steps
 _STEPS = 4  # that are simulated, the same for every choice; fewer where they are large
 _SIMULATED = 128  # context windows of all these steps
 _DOCUMENTS = 65_536
-_WINDOWS = 512  # of a step; a larger global batch is decided on by a part of it
+_WINDOWS = 256  # of a step; a larger global batch is decided on by a part of it
 _FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
 _FEWEST = (1, 1.15, 1.5)  # where so few are too large for the memory: times as many as the fewest that are not
 _ONE_STEP = 0.08  # of the seconds: choices that are slower by more on one step are not simulated on others
@@ -95,6 +95,16 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths, *, lock_step:
     if pools.size != "auto" and pools.micro_batches != "auto":
         return pools
     parts = -(-pools.global_batch // _WINDOWS)
+    found = _fastest_for_part(job, pools, lengths, parts, lock_step=lock_step, least_rate=least_rate)
+    if parts > 1 and not _holds(job.with_pools(found)):  # fewer micro-batches may hold less
+        found = _fastest_for_part(job, pools, lengths, 1, lock_step=lock_step, least_rate=least_rate)
+    return found
+
+
+def _fastest_for_part(
+    job: JobSpec, pools: Pools, lengths: DocumentLengths, parts: int, *, lock_step: bool, least_rate: float
+) -> Pools:
+    """Decided on one of ``parts`` equal parts of the global batch."""
     part = replace(pools, global_batch=pools.global_batch // parts)
     if parts > 1 and pools.micro_batches != "auto":
         part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.layout.pp)) * job.layout.pp)

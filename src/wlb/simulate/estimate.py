@@ -433,7 +433,7 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
     rows["speed at equal work"] = [f"{verdict.speed(name):.2f}x" for name in systems]
     spreads = {name: verdict.spread(name) for name in systems}
     rows["range over the draws"] = [f"{low:.2f} to {high:.2f}" for low, high in spreads.values()]
-    rows["token delay, steps"] = [f"{system.token_delay:.2f}" for system in systems.values()]
+    rows["token delay, steps"] = [f"{verdict.token_delay(name):.2f}" for name in systems]
     layouts = [system.job.layout for system in systems.values()]
     rows["tp, cp, pp, dp"] = [f"{one.tp}, {one.cp}, {one.pp}, {one.dp}" for one in layouts]
     if any(one.virtual_pp > 1 for one in layouts):

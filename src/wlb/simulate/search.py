@@ -12,6 +12,7 @@ balances badly may be lucky ones. Speed is at equal work, priced for all by a si
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
@@ -42,12 +43,14 @@ from wlb.workload.phases import segment_seconds
 
 DRAWS = 3
 BATCH_TOKENS = 2**22  # of a step, where nobody says
-# Layouts are rated on steps of so many windows, then those within _NEAR of the fastest on more of them, at most _STEPS
-# steps, and in the end those not _NEARER slower than the best so far on the other draws too.
+# Layouts are rated on steps of so many windows, then those that are near the fastest on more of them, at most _STEPS
+# steps, and in the end those not _NEARER slower than the best so far on the other draws too. A rate is less certain
+# the fewer windows it is of; of _FIRST_WINDOWS, _NEAR is near.
 _FIRST_WINDOWS, _WINDOWS = 16, 256
 _STEPS = 4
 _NEAR, _NEARER = 0.1, 0.03
-_WARM_UP = 4  # steps that are planned before those that count, where documents wait
+_POOLS_NEAR = 0.01  # whose choices are many, and dear to simulate
+_WARM_UP = 4  # steps that are planned before those that count, where documents wait; not when layouts are first rated
 _LARGEST_TP = 32
 _LARGEST_CP = 32
 _LARGEST_PP = 32
@@ -156,6 +159,7 @@ def fastest_layout(
     work = float(segment_seconds(prices, segments).sum())
     bounded = sorted(((work / least_seconds(job, segments), job) for job in untried), key=lambda pair: -pair[0])
     first, more = (max(1, min(_STEPS, windows // space.micro_batches)) for windows in (_FIRST_WINDOWS, _WINDOWS))
+    near = _NEAR * min(1.0, math.sqrt(_FIRST_WINDOWS / (first * space.micro_batches)))
     found: list[Rated] = []
     settled: set[Layout] = set()  # with the cheapest checkpointing that leaves nothing to gain from more
     for most, untried_job in bounded:
@@ -163,7 +167,7 @@ def fastest_layout(
             break
         if untried_job.layout in settled:
             continue
-        job = _fitting(untried_job, lengths, (1 - _NEARER) * found[0].work_rate if found else 0.0)
+        job = _fitting(untried_job, lengths, (1 - _POOLS_NEAR) * found[0].work_rate if found else 0.0)
         if job is None:
             continue
         if job.pools is None and (job.packing.length_factor == untried_job.packing.length_factor):
@@ -174,14 +178,14 @@ def fastest_layout(
         if dict(space.fixed).keys() >= PINNED:
             return SearchResult([Rated(_nearest_to_fitting(untried, lengths), 0.0)], 0)
         raise _no_layout(space, too_large=len(untried))
-    near = _within(found, _NEAR)
-    if more > first:
-        near = [_rated(one.job, lengths, more, prices) for one in near]
+    nearest = _within(found, near)
+    if more > first or any(_warm_up(one.job) for one in nearest):
+        nearest = [_rated(one.job, lengths, more, prices, _warm_up(one.job)) for one in nearest]
     ranking: list[Rated] = []
-    for one in sorted(near, key=_slowest_last):
+    for one in sorted(nearest, key=_slowest_last):
         if ranking and one.work_rate < (1 - _NEARER) * ranking[0].work_rate:
             break
-        others = (_rated(drawn(one.job, draw), lengths, more, prices) for draw in range(1, draws))
+        others = (_rated(drawn(one.job, draw), lengths, more, prices, _warm_up(one.job)) for draw in range(1, draws))
         ranking.append(Rated(one.job, fmean(rated.work_rate for rated in (one, *others))))
         ranking.sort(key=_slowest_last)
     return SearchResult(ranking, len(found))
@@ -199,11 +203,11 @@ def least_seconds(job: SimulatedJob, segments: NDArray[np.int64]) -> float:
     cp, exchanging and waiting for nothing.
     """
     costs = JobCosts(job)
-    lengths = segments[:, 2]
-    tokens, start = float(lengths.sum()), np.zeros_like(lengths)
+    lengths, counts = np.unique(segments[:, 2], return_counts=True)
+    tokens, start = float(lengths @ counts), np.zeros_like(lengths)
     attention, blocks, head = [], [], []
     for direction in DIRECTIONS:
-        attention.append(float(costs.attention(start, lengths, direction).sum()))
+        attention.append(float(costs.attention(start, lengths, direction) @ counts))
         blocks.append(float(costs.blocks(tokens, direction) + costs.tensor_collectives(tokens, direction)))
         head.append(float(costs.head(tokens, direction)))
     again = {"none": 0.0, "selective": blocks[0], "full": blocks[0] + attention[0]}[job.activation_checkpointing]
@@ -329,8 +333,8 @@ def _segments(job: SimulatedJob, lengths: DocumentLengths) -> NDArray[np.int64]:
     return np.concatenate([plan.table for plan in islice(plans, _STEPS)])
 
 
-def _rated(job: SimulatedJob, lengths: DocumentLengths, steps: int, prices: DocumentPrices) -> Rated:
-    return Rated(job, rate(job, lengths, steps, prices, warm_up=_warm_up(job)).work_rate)
+def _rated(job: SimulatedJob, lengths: DocumentLengths, steps: int, prices: DocumentPrices, warm_up: int = 0) -> Rated:
+    return Rated(job, rate(job, lengths, steps, prices, warm_up).work_rate)
 
 
 def _warm_up(job: SimulatedJob) -> int:

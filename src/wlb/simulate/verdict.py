@@ -119,6 +119,10 @@ class Verdict:
         worth_it = as_shown >= 1 + LEAST_GAIN and self.spread(self.fastest)[0] > 1
         return self.fastest if worth_it else self.base
 
+    def token_delay(self, system: str) -> float:
+        """The mean over the tokens of all draws of the steps that each waited."""
+        return mean_delay([draw[system] for draw in self.draws])
+
     def parts(self, system: str) -> dict[str, float]:
         """Where ``system`` spends its time on the work of a mean step of the base, as shares of that step.
 
@@ -175,7 +179,7 @@ class Verdict:
             f"{factor:.2f}x from {causes[name]}" for name, factor in self.factors.items() if abs(factor - 1) >= 0.005
         ]
         split = f" That is {' times '.join(made_of)}." if made_of else ""
-        delay = self.systems[self.winner].token_delay
+        delay = self.token_delay(self.winner)
         waits = "No document waits for a later step" if delay < 0.005 else f"A token waits {delay:.2f} steps on average"
         return f"{named} runs {self.speed(self.winner):.2f}x as fast at equal work ({draws}).{split} {waits}."
 
@@ -197,7 +201,7 @@ class Verdict:
             "system": self.names,
             "lost": [f"{sum(of_system[part] for part in LOST):.1%}" for of_system in parts],
             "speed at equal work": [f"{self.speed(name):.2f}x" for name in self.names],
-            "token delay, steps": [f"{self.systems[name].token_delay:.2f}" for name in self.names],
+            "token delay, steps": [f"{self.token_delay(name):.2f}" for name in self.names],
         }
         heading = f"{self} Bars: time for the work of a step of {self.base}."
         return bar_table(heading, columns, [parts], dict(zip(PARTS, COLOURS, strict=True)))
@@ -219,6 +223,7 @@ class Verdict:
                     "activation_checkpointing": result.job.activation_checkpointing,
                     "speed_at_equal_work": self.speed(name),
                     "spread": self.spread(name),
+                    "token_delay": self.token_delay(name),
                     "parts": self.parts(name),
                     "fits": fits(result.job),
                 }
@@ -244,6 +249,11 @@ class Verdict:
 def _parts(result: SimulationResult, base: SimulationResult) -> dict[str, float]:
     scale = base.work_rate / (result.work_seconds / result.steps)
     return {part: scale * sum(result.where[cause] for cause in causes) for part, causes in PARTS.items()}
+
+
+def mean_delay(draws: Sequence[SimulationResult]) -> float:
+    """The mean over the tokens of ``draws`` of the steps that each waited."""
+    return sum(draw.token_delay * draw.tokens for draw in draws) / sum(draw.tokens for draw in draws)
 
 
 def rounded(shares: Sequence[float]) -> list[int]:

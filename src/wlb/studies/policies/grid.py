@@ -224,7 +224,7 @@ def _details(job: RivalJob, of_job: _Done) -> Table:
         Column("tokens/step CV", "simulated", ".3f"),
         Column("exchange, GB of a GPU", "simulated", ".0f"),
         Column("peak, GiB", "simulated", ".0f"),
-        Column("planning, s/step", "measured", ".2f"),
+        Column("planning, CPU s/step", "measured", ".2f"),
         Column("layout"),
     )
     rows: list[tuple[Value, ...]] = []

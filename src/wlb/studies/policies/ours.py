@@ -15,7 +15,7 @@ from wlb.job.planner import StepPlanner
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.rate import simulate_steps
 from wlb.simulate.search import SearchSpace, fastest_layout, layout_of
-from wlb.simulate.verdict import simulate_draws, usual_steps
+from wlb.simulate.verdict import mean_delay, simulate_draws, usual_steps
 from wlb.studies.policies.plan import Integers
 from wlb.studies.policies.policy import Outcome, Policy
 from wlb.studies.policies.pricing import received_bytes
@@ -39,7 +39,7 @@ class PresetPolicy(Policy):
             work_rates=[result.work_rate for result in results],
             tokens=int(tokens.sum()),
             seconds=sum(result.seconds for result in results),
-            token_delay=sum(result.token_delay * result.tokens for result in results) / int(tokens.sum()),
+            token_delay=mean_delay(results),
             tokens_cv=float(np.std(tokens) / np.mean(tokens)),
             exchanged_bytes=exchanged,
             memory_bytes=predicted_memory(job).total,
@@ -55,10 +55,10 @@ def _pools_of(job: SimulatedJob) -> str:
 
 
 def _measured(job: SimulatedJob, lengths: Integers, steps: int) -> tuple[float, float]:
-    """Bytes that the mean GPU receives in a step, and the seconds that planning a step takes here."""
+    """Bytes that the mean GPU receives in a step, and the CPU seconds that planning a step takes here."""
     warm_up = usual_steps(job.global_batch)
-    began = time.perf_counter()
+    began = time.process_time()
     plans = [*islice(StepPlanner(job, lengths).plans(warm_up), steps)]
-    planning = (time.perf_counter() - began) / (warm_up + steps)
+    planning = (time.process_time() - began) / (warm_up + steps)
     received = sum(received_bytes(alike.shards, job) for alike in simulate_steps(plans, job).of_sizes)
     return received / steps / (job.layout.dp * job.layout.cp * job.layout.pp), planning
