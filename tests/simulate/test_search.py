@@ -124,20 +124,32 @@ def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():
         fastest_layout(search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW), documents(), "best")
 
 
-# `make test` tries one job of each preset, `make test-all` the thirty.
+# `make test` tries a job of each preset, which is quick to try in all layouts; `make test-all` the thirty.
+QUICK = (0, 7, 2, 3, 28, 29)
+
+
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 30))]
+    "seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(30) if seed not in QUICK)]
 )
 def test_no_layout_is_faster_than_the_one_found_by_more_than_a_hundredth(seed: int):
     space, preset, lengths = random_space(seed)
-    rates = {job: of_draws(job, space, lengths) for job in jobs_in_all_layouts(space, preset, lengths)}
-    if not rates:
+    while not (rates := {j: of_draws(j, space, lengths) for j in jobs_in_all_layouts(space, preset, lengths)}):
         with pytest.raises(UserError, match="no layout of"):
             fastest_layout(space, lengths, preset)
-        return
+        seed += 30
+        space, preset, lengths = random_space(seed)
     found = fastest_layout(space, lengths, preset).job
     assert fits(found)
     assert of_draws(found, space, lengths) >= 0.99 * max(rates.values())
+
+
+def test_where_all_documents_are_one_window_nothing_is_gained():
+    """But for the last percents: elastic overlaps gathers otherwise, and may run several windows in a micro-batch."""
+    lengths, rates = np.full(128, 32_768), {}
+    for preset in PRESETS:
+        space = search_space("llama3-8b", 16, 32_768, batch_tokens=2**20)
+        rates[preset] = fastest_layout(space, lengths, preset, draws=1).ranking[0].work_rate
+    assert all(rate == pytest.approx(rates["plain-4d"], rel=0.03) for rate in rates.values())
 
 
 def test_a_layout_that_is_lucky_in_the_first_draw_only_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch):
