@@ -8,6 +8,7 @@ import os
 import warnings
 from collections import UserDict
 from itertools import islice, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.training.distributed import run_ranks
 from wlb.attention import segment_attention
 from wlb.documents.overlong import OverlongReport
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import BalanceMonitor, check_packing
@@ -598,3 +600,14 @@ def test_batched_tensors_are_refused_by_name():
     batched = torch.zeros(2, 8, 4, 16)
     with pytest.raises(ValueError, match=r"query has shape \(2, 8, 4, 16\).*query.flatten"):
         segment_attention(batched, batched, batched, [8, 8])
+
+
+def test_a_store_that_changes_stops_the_loop(tmp_path: Path):
+    with TokenStoreWriter(str(tmp_path / "store"), vocab_size=97) as writer:
+        for ids in DOCUMENTS:
+            writer.add(ids)
+    steps = packed_batches(TokenStore.open(str(tmp_path / "store")), **SIZES)
+    next(steps)
+    os.utime(tmp_path / "store.bin", (0, 0))
+    with pytest.raises(UserError, match=r"store\.bin changed while it was in use"):
+        next(steps)

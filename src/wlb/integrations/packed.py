@@ -33,7 +33,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate.job import SimulatedJob
 from wlb.terminal import number_of
-from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch
+from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch, read_batch
 from wlb.training.data.sharded_batch import shard_batch
 from wlb.training.runtime.collectives import gathered_rows
 
@@ -257,7 +257,7 @@ class PackedSteps(Iterator[PackedStep]):
 
     def _read(self, micro_batch: MicroBatch) -> TokenBatch:
         source = self._source
-        return make_batch(micro_batch, source) if isinstance(source, TokenStore) else source.batch(micro_batch)
+        return read_batch(micro_batch, source) if isinstance(source, TokenStore) else source.batch(micro_batch)
 
     def _share(self, batch: TokenBatch, loss_tokens: int) -> PackedBatch:
         of_step = (loss_tokens, self._processes.ranks)

@@ -33,7 +33,7 @@ from wlb.errors import UserError
 from wlb.integrations.batches import ItemsOfSteps, WholeSteps, balanced_job
 from wlb.integrations.batches.processes import Processes, digest
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.data.batch import IGNORE_LABEL, make_batch
+from wlb.training.data.batch import IGNORE_LABEL, read_batch
 
 _VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"
 
@@ -120,7 +120,7 @@ class BalancedDataLoader(BaseDataLoader):
             self._micro_batches.load_state_dict(json.loads(state_dict[_STATE]))
 
     def _tensors(self, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor]:
-        batch = make_batch(micro_batch, self._store)
+        batch = read_batch(micro_batch, self._store)
         padding = -len(batch.tokens) % self._multiple_of
         inputs = {
             "input": F.pad(batch.tokens, (0, padding)),

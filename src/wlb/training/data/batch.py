@@ -101,17 +101,18 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     )
 
 
-def read_batch(micro_batch: MicroBatch, store: TrainedStore, vocab_size: int) -> TokenBatch:
+def read_batch(micro_batch: MicroBatch, store: TrainedStore, vocab_size: int | None = None) -> TokenBatch:
     """``make_batch`` from a store that must not change while it is in use.
 
     Raises ``UserError`` where a file of one of the documents has changed since the store was opened, and for a token
-    that is not below ``vocab_size``.
+    that is not below ``vocab_size``, where that is given.
     """
     documents = np.array([segment.document for segment in micro_batch.segments], np.int64) % len(store)
     store.check_unchanged(documents)
     batch = make_batch(micro_batch, store)
     store.check_unchanged(documents)
-    check_vocabulary(batch, micro_batch, vocab_size)
+    if vocab_size is not None:
+        check_vocabulary(batch, micro_batch, vocab_size)
     return batch
 
 
