@@ -52,7 +52,6 @@ _NEAR, _NEARER = 0.1, 0.03
 _POOLS_NEAR = 0.01  # whose choices are many, and dear to simulate
 _WARM_UP = 4  # steps that are planned before those that count, where documents wait; not when layouts are first rated
 _LARGEST_TP = 32
-_LARGEST_CP = 32
 _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4)
 PINNED = {"tp", "cp", "pp", "dp"}  # sizes that leave one layout
@@ -225,7 +224,7 @@ def layout_of(job: SimulatedJob) -> str:
     return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}"
 
 
-def meshes(space: SearchSpace, largest_cp: int = _LARGEST_CP) -> Iterator[Layout]:
+def meshes(space: SearchSpace, largest_cp: int | None = None) -> Iterator[Layout]:
     """All tp inside a node, cp and pp that are powers of two and divide the GPUs, dp being the rest of them.
 
     A pipeline comes with one, two and four stages a rank. Whether a model, or a global batch, can be cut that way is
@@ -233,7 +232,7 @@ def meshes(space: SearchSpace, largest_cp: int = _LARGEST_CP) -> Iterator[Layout
     """
     tps, cps, pps = (
         [2**exponent for exponent in range(most.bit_length())]
-        for most in (min(space.hardware.node_size, _LARGEST_TP), largest_cp, _LARGEST_PP)
+        for most in (min(space.hardware.node_size, _LARGEST_TP), largest_cp or space.gpus, _LARGEST_PP)
     )
     for tp, cp, pp in product(tps, cps, pps):
         dp, rest = divmod(space.gpus, tp * cp * pp)
@@ -251,7 +250,7 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     if fixed.keys() >= PINNED:
         yield Layout(**fixed)  # type: ignore[arg-type]
         return
-    largest_cp = 1 if pooled and not {"cp", "dp"} & fixed.keys() else _LARGEST_CP
+    largest_cp = 1 if pooled and not {"cp", "dp"} & fixed.keys() else None
     for layout in meshes(space, largest_cp):
         held = space.shape.kv_heads % layout.tp == 0  # no head on several ranks, which not every trainer can
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
@@ -361,7 +360,7 @@ def _no_layout(space: SearchSpace, too_large: int = 0) -> UserError:
             f"and window of {space.context_window} tokens ({too_large} tried); give more GPUs or a shorter window"
         )
     return UserError(
-        f"no layout of {gpus}{fixed} divides {batch}: tp, cp and pp are powers of two of at most "
-        f"{space.hardware.node_size}, {_LARGEST_CP} and {_LARGEST_PP} that suit the model, and dp divides the windows "
+        f"no layout of {gpus}{fixed} divides {batch}: tp, cp and pp are powers of two that suit the model, tp of at "
+        f"most {space.hardware.node_size} and pp of at most {_LARGEST_PP}, and dp divides the windows "
         "and leaves each rank at least pp of them; give another number of GPUs or another --batch-tokens"
     )
