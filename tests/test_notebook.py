@@ -119,9 +119,7 @@ def test_a_verdict_and_its_systems_show_their_figures(names: dict[str, Any]):
     assert table.heading.startswith(str(verdict))
     assert [row["system"] for row in table.rows] == [*verdict.systems]
     assert column(table, "speed at equal work") == pytest.approx([*map(verdict.speed, verdict.systems)], abs=0.005)
-    assert column(table, "token delay, steps") == pytest.approx(
-        [system.token_delay for system in verdict.systems.values()], abs=0.005
-    )
+    assert column(table, "token delay, steps") == pytest.approx([*map(verdict.token_delay, verdict.systems)], abs=0.005)
     assert column(table, "lost")[0] == pytest.approx(100 * sum(verdict.lost.values()), abs=0.05)
     assert are_drawn(table, 0, [verdict.parts(name) for name in verdict.systems])
     for result in verdict.systems.values():
