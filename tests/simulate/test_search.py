@@ -32,10 +32,10 @@ STEPS, DRAWS, WARM_UP = 4, 3, 4
 
 def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) -> Iterator[SimulatedJob]:
     """Every job that fits, found without the search: each layout with each kind of activation checkpointing."""
-    powers = [2**power for power in range(space.gpus.bit_length())]
-    for tp, cp, pp, stages in product(powers, powers, powers, (1, 2, 4)):
+    sizes = [size for size in range(1, space.gpus + 1) if space.gpus % size == 0]
+    for tp, cp, pp, stages in product(sizes, sizes, sizes, (1, 2, 4)):
         dp, rest = divmod(space.gpus, tp * cp * pp)
-        if rest or not dp or tp > space.hardware.node_size or space.shape.kv_heads % tp or (pp == 1 and stages > 1):
+        if rest or not dp or space.hardware.node_size % tp or space.shape.kv_heads % tp or (pp == 1 and stages > 1):
             continue
         layout = Layout(tp, cp, pp, dp, stages, "interleaved_1f1b" if stages > 1 else "1f1b")
         micro_batches = space.micro_batches // dp
@@ -141,6 +141,21 @@ def test_no_layout_is_faster_than_the_one_found_by_more_than_a_hundredth(seed: i
     found = fastest_layout(space, lengths, preset).job
     assert fits(found)
     assert of_draws(found, space, lengths) >= 0.99 * max(rates.values())
+
+
+@pytest.mark.parametrize("preset", ["plain-4d", pytest.param("per-document-4d", marks=pytest.mark.exhaustive)])
+def test_gpus_need_not_be_a_power_of_two(preset: str):
+    lengths = sample_lengths(2000, 65_536, 0)
+    space = search_space("550m", 12, 65_536, batch_tokens=12 * 65_536)
+    rates = [of_draws(job, space, lengths) for job in jobs_in_all_layouts(space, preset, lengths)]
+    assert of_draws(fastest_layout(space, lengths, preset).job, space, lengths) >= 0.99 * max(rates)
+
+
+def test_a_layout_that_is_unlucky_in_one_step_of_many_windows_is_rated_on_more():
+    """The draw decides by 5% in the first step, though it has 64 windows."""
+    space = search_space("550m", 32, 131_072, hardware="a100", batch_tokens=2**23)
+    layout = fastest_layout(space, sample_lengths(20_000, 131_072, 9), "per-document-4d").job.layout
+    assert (layout.tp, layout.cp, layout.pp, layout.virtual_pp, layout.dp) == (4, 2, 2, 2, 2)
 
 
 def test_where_all_documents_are_one_window_nothing_is_gained():

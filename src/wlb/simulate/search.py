@@ -1,8 +1,8 @@
 """The fastest layout of a preset: the one search of ``check``, ``simulate --search``, ``serve``, ``report`` and rivals.
 
-A preset is rated itself, in every layout that fits the memory: all tp inside a node, cp, pp and dp that are powers of
-two, one, two or four stages a pipeline rank, and every kind of activation checkpointing. No other preset stands in for
-it, as each has its own fastest layout: what costs one little may be all that another loses.
+A preset is rated itself, in every layout that fits the memory: all tp inside a node, cp, pp and dp, one, two or four
+stages a pipeline rank, and every kind of activation checkpointing. No other preset stands in for it, as each has its
+own fastest layout: what costs one little may be all that another loses.
 
 Layouts are tried in the order of a bound that no plan can beat (``least_seconds``), until that falls behind what was
 found. The nearest ones are then rated over more steps, and the last few over other draws of the documents: a draw is
@@ -45,10 +45,11 @@ DRAWS = 3
 BATCH_TOKENS = 2**22  # of a step, where nobody says
 # Layouts are rated on steps of so many windows, then those that are near the fastest on more of them, at most _STEPS
 # steps, and in the end those not _NEARER slower than the best so far on the other draws too. A rate is less certain
-# the fewer windows it is of; of _FIRST_WINDOWS, _NEAR is near.
+# the fewer windows it is of: _NEAR is near in _CERTAIN of them, and never more than _FARTHEST.
 _FIRST_WINDOWS, _WINDOWS = 16, 256
 _STEPS = 4
-_NEAR, _NEARER = 0.1, 0.03
+_NEAR, _FARTHEST, _NEARER = 0.1, 0.15, 0.03
+_CERTAIN = 64
 _POOLS_NEAR = 0.01  # whose choices are many, and dear to simulate
 _WARM_UP = 4  # steps that are planned before those that count, where documents wait; not when layouts are first rated
 _LARGEST_TP = 32
@@ -158,7 +159,7 @@ def fastest_layout(
     work = float(segment_seconds(prices, segments).sum())
     bounded = sorted(((work / least_seconds(job, segments), job) for job in untried), key=lambda pair: -pair[0])
     first, more = (max(1, min(_STEPS, windows // space.micro_batches)) for windows in (_FIRST_WINDOWS, _WINDOWS))
-    near = _NEAR * min(1.0, math.sqrt(_FIRST_WINDOWS / (first * space.micro_batches)))
+    near = min(_FARTHEST, _NEAR * math.sqrt(_CERTAIN / (first * space.micro_batches)))
     found: list[Rated] = []
     settled: set[Layout] = set()  # with the cheapest checkpointing that leaves nothing to gain from more
     for most, untried_job in bounded:
@@ -225,16 +226,15 @@ def layout_of(job: SimulatedJob) -> str:
 
 
 def meshes(space: SearchSpace, largest_cp: int | None = None) -> Iterator[Layout]:
-    """All tp inside a node, cp and pp that are powers of two and divide the GPUs, dp being the rest of them.
+    """All tp that divide a node, and all cp and pp, that divide the GPUs; dp is the rest of them.
 
     A pipeline comes with one, two and four stages a rank. Whether a model, or a global batch, can be cut that way is
     not asked.
     """
-    tps, cps, pps = (
-        [2**exponent for exponent in range(most.bit_length())]
-        for most in (min(space.hardware.node_size, _LARGEST_TP), largest_cp or space.gpus, _LARGEST_PP)
-    )
-    for tp, cp, pp in product(tps, cps, pps):
+    sizes = [size for size in range(1, space.gpus + 1) if space.gpus % size == 0]
+    tps = [tp for tp in sizes if tp <= _LARGEST_TP and space.hardware.node_size % tp == 0]
+    cps = [cp for cp in sizes if largest_cp is None or cp <= largest_cp]
+    for tp, cp, pp in product(tps, cps, [pp for pp in sizes if pp <= _LARGEST_PP]):
         dp, rest = divmod(space.gpus, tp * cp * pp)
         if rest or not dp:
             continue
@@ -360,7 +360,7 @@ def _no_layout(space: SearchSpace, too_large: int = 0) -> UserError:
             f"and window of {space.context_window} tokens ({too_large} tried); give more GPUs or a shorter window"
         )
     return UserError(
-        f"no layout of {gpus}{fixed} divides {batch}: tp, cp and pp are powers of two that suit the model, tp of at "
-        f"most {space.hardware.node_size} and pp of at most {_LARGEST_PP}, and dp divides the windows "
+        f"no layout of {gpus}{fixed} divides {batch}: tp, cp and pp must suit the model, tp divide a node of "
+        f"{space.hardware.node_size}, pp be at most {_LARGEST_PP}, and dp divides the windows "
         "and leaves each rank at least pp of them; give another number of GPUs or another --batch-tokens"
     )
