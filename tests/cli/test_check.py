@@ -67,12 +67,22 @@ def test_the_layout_that_is_given_is_said_with_whether_it_fits(wlb, even):
     assert "simulated, each system in its own fastest layout: 1 step in each of 3 draws" in wlb(*asked, "--gpus", 2)[1]
     partly = wlb(*asked, "--gpus", 2, "--pp", 1)[1]
     assert "simulated, each system in its own fastest layout of pp 1: 1 step" in partly
-    given = wlb(*asked, "--pp", 1)[1]
+    partly = wlb(*asked, "--pp", 2)[1]
+    assert "64 GPUs (--gpus)" in partly
+    assert "fastest layout of pp 2: 1 step" in partly
+    given = wlb(*asked, "--dp", 1, "--pp", 1, "--cp", 1, "--tp", 1)[1]
     assert "simulated, all in the layout given: 1 step" in given
     assert "over the memory of these GPUs" not in given
-    large = wlb("check", even, "--context-window", "4K", "--model", "70b", *TWO, *("--tp", 8, "--pp", 1, "--steps", 1))[
-        1
-    ]
+    large = wlb(
+        "check",
+        even,
+        "--context-window",
+        "4K",
+        "--model",
+        "70b",
+        *TWO,
+        *("--dp", 1, "--cp", 1, "--tp", 8, "--pp", 1, "--steps", 1),
+    )[1]
     assert "plain-4d, best: over the memory of these GPUs; the figures assume that they fit" in large
 
 

@@ -205,8 +205,6 @@ def test_mistakes_are_one_line_and_exit_status_two(arguments: list[str], message
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [
-        (["--virtual-pp", 2, "--schedule", "interleaved_1f1b"], "pp 4 x 2 stages dp 1"),
-        (["--dp", 4], "pp 4 dp 4"),
         (["--micro-batches", 2], "pp 2 dp 1"),
         (["--micro-batches", 2, "--dp", 2], "pp 1 dp 2"),
     ],

@@ -79,7 +79,10 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     show_estimate(found)
     if found.config:
         gpus = number_of(question.space.gpus, "GPU")
-        stdout.print(f"On {gpus} that saves {found.gpu_hours_a_day:,.0f} GPU-hours a day.\n", highlight=False)
+        stdout.print(
+            f"On {gpus} that saves {found.gpu_hours_a_day:,.0f} GPU-hours a day over {found.verdict.base}.\n",
+            highlight=False,
+        )
         stdout.print(found.config, markup=False, highlight=False, soft_wrap=True)
     if asked.tokenizer is None:
         show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))

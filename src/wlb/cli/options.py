@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from wlb.schedules.layout import Layout
     from wlb.simulate import SimulatedJob
     from wlb.simulate.estimate import Question
-    from wlb.simulate.search import SearchSpace
     from wlb.workload import ModelShape, Workload
     from wlb.workload.profile import WorkloadProfile
 
@@ -225,15 +224,12 @@ class JobOptions(GpuOptions):
         int | None,
         number_of_tokens("Tokens attention may span, such as 128K; default: what holds 95% of all tokens, 4K to 128K."),
     ] = None
-    gpus: Annotated[int | None, number("GPUs; default 64, where no sizes are given.")] = None
+    gpus: Annotated[int | None, number("GPUs; default: those of the sizes, or 64.")] = None
     batch_tokens: BatchTokens = None
-    dp: Annotated[int | None, number("Data-parallel size; without --gpus default 1 where other sizes are given.")] = (
-        None
-    )
-    pp: Annotated[int | None, number("Pipeline-parallel size; without --gpus default 4 where others are given.")] = None
-    cp: Annotated[
-        int | None, number("Context-parallel size; without --gpus default one rank for every 65,536 tokens.")
-    ] = None
+    dp: Annotated[int | None, number("Data-parallel size; default: searched for.")] = None
+    pp: Annotated[int | None, number("Pipeline-parallel size; default: searched for.")] = None
+    cp: Annotated[int | None, number("Context-parallel size; default: searched for.")] = None
+    tp: Annotated[int | None, number("Tensor-parallel size; default: searched for.")] = None
     virtual_pp: Annotated[int | None, number("Model chunks per pipeline rank; default 1.")] = None
     schedule: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(TRAINED_SCHEDULES)}.")
@@ -255,16 +251,19 @@ class JobOptions(GpuOptions):
         """
         from wlb.documents.lengths import assumed_window
         from wlb.simulate.estimate import question_of
+        from wlb.simulate.search import PINNED
 
         window = self.context_window or assumed_window(lengths)
         sizes = self._sizes(context)
-        pinned = self.gpus is None and bool(sizes or windows)
+        pinned = self.gpus is None and (windows is not None or sizes.keys() >= PINNED)
         if pinned:
             layout, gpu = self._layout(context, window, sizes, windows)
             gpus, fixed = layout.world_size, vars(layout)
         else:
             gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
-            gpus, fixed = self.gpus or DEFAULT_GPUS, sizes | ({"tp": gpu.tp} if gpu.measured else {})
+            fixed = sizes | ({"tp": gpu.tp} if gpu.measured else {})
+            together = math.prod(fixed.get(name, 1) for name in PINNED)
+            gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
         stated = {"model": self.model, "hardware": self.hardware, "gpus": f"{gpus:,} GPUs"}
         if gpu.measured:
             del stated["model"]
@@ -395,15 +394,3 @@ class SpaceOptions:
     context_window: ContextWindow = DEFAULT_WINDOW
     hardware: Hardware = "h100"
     batch_tokens: BatchTokens = None
-
-    def space(self, steps: int) -> SearchSpace:
-        from wlb.simulate.search import BATCH_TOKENS, search_space
-
-        return search_space(
-            self.model,
-            self.gpus,
-            self.context_window,
-            hardware=self.hardware,
-            batch_tokens=self.batch_tokens or BATCH_TOKENS,
-            steps=steps,
-        )

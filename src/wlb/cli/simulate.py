@@ -397,5 +397,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
 
 def _repeated(results: Iterable[SimulationResult]) -> str:
     """A line where the documents did not fill the steps."""
+    from wlb.simulate.estimate import too_few
+
     epochs = max(result.epochs for result in results)
-    return f"the corpus is too small for these steps, so it was repeated {epochs} times\n" if epochs > 1 else ""
+    return f"{too_few(epochs)}\n" if epochs > 1 else ""

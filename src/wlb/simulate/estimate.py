@@ -65,7 +65,8 @@ _VOCABULARY_MULTIPLE = 128  # so that tensor-parallel ranks have equally many ro
 CONFIGURED = "as configured"
 CHECKED = (BASELINE, PER_DOCUMENT, BEST, ELASTIC)  # presets: what stacks do today, and ours
 _STACKS = {
-    BASELINE: "fixed-length packing, per-sequence head-tail sharding: torch, torchtitan, the paper's baseline",
+    BASELINE: "fixed-length packing, a window in each micro-batch, per-sequence head-tail sharding: torch, torchtitan, "
+    "the paper's baseline",
     PER_DOCUMENT: "the same with per-document head-tail sharding: Megatron-Core, Transformer Engine",
 }
 
@@ -406,7 +407,7 @@ def about(found: Estimate) -> list[str]:
     question, verdict = found.question, found.verdict
     space, base = question.space, verdict.systems[verdict.base]
     passes = max(system.epochs for system in verdict.systems.values())
-    repeated = f"; the corpus is too small for that, so it was repeated {passes} times" if passes > 1 else ""
+    repeated = f"; {too_few(passes)}" if passes > 1 else ""
     fixed = dict(space.fixed)
     each = "each system in its own fastest layout" + (f" of {listed(fixed)}" if fixed else "")
     if fixed.keys() >= PINNED:
@@ -422,6 +423,12 @@ def about(found: Estimate) -> list[str]:
         f"simulated, {each}: {number_of(base.steps, 'step')} in each of {len(verdict.draws)} draws of the documents, "
         f"after {number_of(verdict.warm_up, 'warm-up step')}{repeated}",
     ]
+
+
+def too_few(passes: int) -> str:
+    """What to say where the documents do not fill the steps."""
+    often = "twice" if passes == 2 else f"{passes} times"
+    return f"the documents are too few for that, so some were read {often}: other documents may differ by more"
 
 
 def columns_of(verdict: Verdict) -> dict[str, list[str]]:

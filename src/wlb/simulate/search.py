@@ -64,9 +64,8 @@ Adapt = Callable[[SimulatedJob], SimulatedJob]
 class SearchSpace:
     """What is given: how many GPUs of which kind, and what they train.
 
-    ``micro_batches`` is the global batch in context windows; ``steps`` is how many of each draw are simulated in the
-    end, after ``warm_up`` that do not count. Of ``fixed`` sizes (fields of ``Layout``) only layouts that have them are
-    tried.
+    ``micro_batches`` is the global batch in context windows. Only layouts that have the ``fixed`` sizes (fields of
+    ``Layout``) are tried.
     """
 
     gpus: int
@@ -74,8 +73,6 @@ class SearchSpace:
     hardware: Hardware
     context_window: int
     micro_batches: int
-    steps: int = 8
-    warm_up: int = 0
     fixed: tuple[tuple[str, int | str], ...] = ()
 
     @property
@@ -114,7 +111,6 @@ def search_space(
     *,
     hardware: str | Hardware = "h100",
     batch_tokens: int = BATCH_TOKENS,
-    steps: int = 8,
     fixed: Mapping[str, int | str] | None = None,
 ) -> SearchSpace:
     """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
@@ -134,8 +130,7 @@ def search_space(
         hardware_preset(hardware) if isinstance(hardware, str) else hardware,
         context_window,
         micro_batches,
-        steps,
-        fixed=tuple((fixed or {}).items()),
+        tuple((fixed or {}).items()),
     )
 
 
@@ -197,7 +192,7 @@ def drawn(job: SimulatedJob, draw: int) -> SimulatedJob:
 
 
 def least_seconds(job: SimulatedJob, segments: NDArray[np.int64]) -> float:
-    """What a step of ``job`` on ``segments`` takes at least, however they are packed and sharded.
+    """What ``job`` takes for ``segments`` at least, in however many steps, however they are packed and sharded.
 
     Its busiest pipeline rank computes its share of all of them, as if in one micro-batch and spread evenly over dp and
     cp, exchanging and waiting for nothing.

@@ -86,13 +86,13 @@ class Verdict:
         """Steps of each draw before those."""
         return usual_steps(self.draws[0][self.base].job.global_batch)
 
-    def speeds(self, system: str) -> list[float]:
+    def speeds(self, system: str, base: str | None = None) -> list[float]:
         """At equal work, over the base; one of each draw."""
-        return [draw[system].speed_at_equal_work(draw[self.base]) for draw in self.draws]
+        return [draw[system].speed_at_equal_work(draw[base or self.base]) for draw in self.draws]
 
-    def speed(self, system: str) -> float:
+    def speed(self, system: str, base: str | None = None) -> float:
         """At equal work, over the base: the median of the draws."""
-        return median_low(self.speeds(system))
+        return median_low(self.speeds(system, base))
 
     def spread(self, system: str) -> tuple[float, float]:
         """The least and the largest ``speeds``."""
@@ -180,8 +180,11 @@ class Verdict:
         ]
         split = f" That is {' times '.join(made_of)}." if made_of else ""
         delay = self.token_delay(self.winner)
+        over = ""
+        if PER_DOCUMENT in self.names and PER_DOCUMENT not in (self.winner, self.base):
+            over = f", and {self.speed(self.winner, PER_DOCUMENT):.2f}x as fast as {PER_DOCUMENT}"
         waits = "No document waits for a later step" if delay < 0.005 else f"A token waits {delay:.2f} steps on average"
-        return f"{named} runs {self.speed(self.winner):.2f}x as fast at equal work ({draws}).{split} {waits}."
+        return f"{named} runs {self.speed(self.winner):.2f}x as fast at equal work ({draws}){over}.{split} {waits}."
 
     def __str__(self) -> str:
         if self.winner != self.base:
