@@ -164,7 +164,7 @@ COMMANDS = {
     "shard": ("--context-window --cp --tp --model --hardware --profile --strategies --samples --seed --plot --json"),
     "profile": "--out --device --model --tp --max-length --dtype --threads --quick --plot --json",
     "simulate": (
-        "--lengths --steps --systems --hardware --profile --schedule --set --trace --open-trace --search --gpus "
+        "--lengths --steps --systems --hardware --profile --set --trace --open-trace --search --gpus "
         "--model --context-window --batch-tokens --json"
     ),
     "rivals": ("--gpus --context-window --model --hardware --batch-tokens --policies --steps --plot --json"),

@@ -24,8 +24,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 4, "cp": 2, "dp": 2, "tp": 2},
     {"pp": 1, "cp": 2, "dp": 4, "micro_batches": 3},
     {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "cp": 4, "micro_batches": 4},
-    {"pp": 2, "virtual_pp": 2, "schedule": "zbv_zero_bubble", "dp": 2, "micro_batches": 6},
-    {"pp": 4, "schedule": "interleaved_zero_bubble", "micro_batches": 8, "activation_checkpointing": "full"},
+    {"pp": 2, "dp": 2, "micro_batches": 6},
+    {"pp": 4, "micro_batches": 8, "activation_checkpointing": "full"},
 ]
 
 
