@@ -116,7 +116,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.workload.model_shape": "name",
     "wlb.workload.ModelShape": (
         "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size, sliding_window=..., "
-        "full_attention_layers=..., full_attention_every=..., experts=..., latent=..., delta_net=..."
+        "full_attention_layers=..., full_attention_every=..., experts=..., latent=..."
     ),
     "wlb.workload.Workload.attention_seconds": "lengths, phase=...",
     "wlb.workload.Workload.document_seconds": "lengths",
@@ -137,7 +137,7 @@ PRESETS = ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic")
 MODELS = (
     *("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-7b", "qwen3-8b"),
     *("mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "gemma3-12b"),
-    *("gemma3-27b", "gpt-oss-20b", "gpt-oss-120b", "qwen3-next-80b-a3b"),
+    *("gemma3-27b", "gpt-oss-20b", "gpt-oss-120b"),
 )
 HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 
