@@ -12,7 +12,7 @@ PUBLISHED: dict[str, str | None] = {
         "lengths, parts=..., max_tokens=..., equal_size=..., multiple_of=..., *, workload=..., costs=..., ranks=..., "
         "phases=..."
     ),
-    "wlb.workload.phases.DocumentPhases": "seconds, memory_tokens=..., synchronised=...",
+    "wlb.workload.phases.DocumentPhases": "seconds, memory_tokens=...",
     "wlb.workload.phases.PhasedPrices": "language_model, phases",
     "wlb.Segment": "document, start, length",
     "wlb.MicroBatch": "segments, workload",

@@ -289,9 +289,8 @@ class Steps:
         return Phases(stages.forward + forward[ranks], stages.backward + backward[ranks])
 
     def _slowest(self, seconds: Array, encoding: Array | None) -> Array:
-        """Of data-parallel ranks, which wait for each other in every micro-batch, and between phases that do."""
-        phases = self.costs.job.phases
-        if encoding is None or phases is None or not phases.synchronised:
+        """Of data-parallel ranks, which wait for each other in every phase of every micro-batch."""
+        if encoding is None:
             return np.asarray(seconds.max(axis=1, keepdims=True))
         model = (seconds - encoding.sum(axis=-1)).max(axis=1, keepdims=True)
         return np.asarray(model + encoding.max(axis=1, keepdims=True).sum(axis=-1))
