@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tests.workload.profiles import PREFIX
 from wlb.documents.segments import Segment
-from wlb.packing import PACKERS, make_packer
 from wlb.packing.plan import StepPlan
-from wlb.workload import Phase, ProfileWorkload, make_workload
+from wlb.packing.registry import PACKERS, make_packer
+from wlb.workload import Phase, make_workload
+from wlb.workload.profile import ProfileWorkload
 
 SETTINGS = settings()  # of the profile that the run was started with; see tests/conftest.py
 METHODS = tuple(PACKERS)

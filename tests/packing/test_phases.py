@@ -15,7 +15,7 @@ from tests.cases import in_turn
 from tests.packing.streams import METHODS, SETTINGS, WORKLOADS
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing import make_packer
+from wlb.packing.registry import make_packer
 from wlb.workload.hardware import hardware_preset
 from wlb.workload.phases import DocumentPhases, PhasedPrices, encoder_seconds, segment_seconds
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.workload.profiles import PREFIX, analytic_profile, profile_of
 from wlb.errors import UserError
-from wlb.workload import load_profile, make_workload, model_shape
-from wlb.workload.profile import Measurements, prefix_table, write_profile
+from wlb.workload import make_workload, model_shape
+from wlb.workload.profile import Measurements, load_profile, prefix_table, write_profile
 
 TINY = model_shape("tiny")
 TOKENS = tuple(2**k for k in range(6, 18))

@@ -16,10 +16,10 @@ from pydantic.fields import FieldInfo
 from wlb.documents.order import DataConfig
 from wlb.documents.store.sources import StoreSetting
 from wlb.job.memory.layers import Checkpointing
-from wlb.packing import PACKERS, checked_name
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import LengthFactorOptions, PackerOptions, Pools
 from wlb.packing.packer import Packer, PackingTask
+from wlb.packing.registry import PACKERS, checked_name
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import SCHEDULES, round_size
 from wlb.settings import (

@@ -19,11 +19,11 @@ from wlb.job.memory.step import MemoryLimit, limit_of_gpu
 from wlb.job.model import TransformerConfig
 from wlb.job.prices import priced_as_sharded, sharded_prices
 from wlb.job.pricing import Pricing
-from wlb.packing import PACKERS
 from wlb.packing.arrange import Pipeline
 from wlb.packing.options import Pools
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
+from wlb.packing.registry import PACKERS
 from wlb.schedules.layer_split import split_layers
 from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS

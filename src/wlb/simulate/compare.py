@@ -19,11 +19,11 @@ import numpy as np
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing import PACKERS, checked_name, make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.fixed import FixedSolverPacker
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
+from wlb.packing.registry import PACKERS, checked_name, make_packer
 from wlb.packing.statistics import PackingStatistics
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
