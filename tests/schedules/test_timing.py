@@ -128,6 +128,11 @@ def test_times_of_operations_fit_together():
         np.testing.assert_allclose(times.ends[index] - times.starts[index], seconds)
 
 
+def test_operations_are_those_of_the_stages_and_micro_batches_that_have_seconds():
+    with pytest.raises(ValueError, match=r"4 stages and 6 micro-batches, operations \(2, 6\)"):
+        pipeline_times(rank_operations("1f1b", 2, 6), np.ones((4, 6)), np.ones((4, 6)))
+
+
 @pytest.mark.parametrize(
     ("forward", "backward", "virtual_stages", "message"),
     [
