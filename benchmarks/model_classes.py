@@ -31,7 +31,6 @@ CLASSES = {
     "mixtral-8x7b": "experts",
     "qwen3-30b-a3b": "experts",
     "deepseek-v3": "experts, latent attention",
-    "qwen3-next-80b-a3b": "experts, linear 3:1",
     "gpt-oss-20b": "experts, local 1:1",
     "gemma3-27b": "local 5:1",
     "mistral-7b": "local",

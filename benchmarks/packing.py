@@ -22,8 +22,8 @@ from parts.measurement import command, console, facts, freeze_imports, make_pars
 from parts.packing import Row, against_optimum, balance, memory, our_methods, ours, scaling, theirs
 from parts.peers import installed_peers, karmarkar_karp
 from wlb.documents.filling import documents_filling
-from wlb.packing import make_packer
 from wlb.packing.packer import PackingTask
+from wlb.packing.registry import make_packer
 from wlb.packing.tuning import search
 from wlb.workload import make_workload
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from wlb.documents.synthetic import sample_lengths
-from wlb.packing import make_packer
 from wlb.packing.plan import StepPlan
+from wlb.packing.registry import make_packer
 from wlb.report.plots import pyplot_without_display
 from wlb.workload import Workload, make_workload
 

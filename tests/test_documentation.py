@@ -26,14 +26,15 @@ from tests.cases import in_turn
 from tests.code_blocks import PAGES, ROOT, Block, blocks_of, program_and_arguments
 from tests.programs import finished
 from tests.report.conftest import write_run
+from tests.workload.profiles import analytic_profile
 from wlb.cli.app import app
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.studies.registry import EXPERIMENTS
-from wlb.workload import ModelShape, make_workload
-from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
+from wlb.workload import ModelShape
+from wlb.workload.profile import write_profile
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 COMMANDS = [(str(block), command) for block in BLOCKS if block.language == "shell" for command in block.commands]
@@ -55,7 +56,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("src/wlb/packing", "tests/packing"):  # enough of the sources to prepare
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "lengths.json").write_text(json.dumps(sample_lengths(4000, 131_072, 0).tolist()))
-    write_profile(_profile(), tmp_path / "profile.json")
+    write_profile(analytic_profile(_SHAPE), tmp_path / "profile.json")
     for name in ("plain", "best"):
         write_run(tmp_path / "runs" / name)
     small = tmp_path / "standard library"
@@ -68,15 +69,6 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     forkserver.ensure_running()  # not in the clone, where it would not find our own tests
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def _profile() -> WorkloadProfile:
-    workload, tokens = make_workload(_SHAPE, "cpu"), (64, 512, 4096)
-    parts = {}
-    for name, price in (("attention", workload.attention_seconds), ("linear", workload.linear_seconds)):
-        forward, backward = (tuple(price(tokens, phase).tolist()) for phase in ("forward", "backward"))
-        parts[name] = Measurements(tokens=tokens, forward_seconds=forward, backward_seconds=backward)
-    return WorkloadProfile(machine="none", dtype="float32", model=_SHAPE, tp=1, cp=1, versions={}, **parts)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ from parts.documents import Lengths, batched, first_steps, segments
 from parts.measurement import CpuTimer, in_turns
 from parts.peers import Peer
 from wlb.documents.segments import Segment
-from wlb.packing import make_packer
 from wlb.packing.exact import solve
 from wlb.packing.packer import PackingTask
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.registry import make_packer
 from wlb.packing.statistics import PackingStatistics
 from wlb.packing.variable_length import default_thresholds
 from wlb.workload.base import DocumentPrices

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wlb.documents.segments import Segment
-    from wlb.packing import make_packer
     from wlb.packing.arrange import arrange
     from wlb.packing.balance import balance
     from wlb.packing.plan import MicroBatch, StepPlan
+    from wlb.packing.registry import make_packer
     from wlb.sharding import ShardPlan, make_shard_plan
     from wlb.workload import make_workload
 
@@ -40,7 +40,7 @@ _MODULES = {
     "StepPlan": "wlb.packing.plan",
     "arrange": "wlb.packing.arrange",
     "balance": "wlb.packing.balance",
-    "make_packer": "wlb.packing",
+    "make_packer": "wlb.packing.registry",
     "make_shard_plan": "wlb.sharding",
     "make_workload": "wlb.workload",
 }

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import signal
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from types import ModuleType
 
 
@@ -25,27 +22,6 @@ def choose_from(name: object, known: Iterable[str]) -> str:
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or say which extra of ``wlb-llm`` brings it."""
     try:
-        with _interrupted_afterwards():
-            return importlib.import_module(module)
+        return importlib.import_module(module)
     except ImportError as error:
         raise UserError(f"{module.partition('.')[0]} is not installed; run: pip install 'wlb-llm[{extra}]'") from error
-
-
-@contextmanager
-def _interrupted_afterwards() -> Iterator[None]:
-    """Raise ``KeyboardInterrupt`` at the end where Ctrl-C came inside.
-
-    When it comes while PyTorch starts NumPy, PyTorch drops the exception and goes on without NumPy.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    interrupts: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupts:
-        raise KeyboardInterrupt

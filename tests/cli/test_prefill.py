@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from tests.workload.profiles import analytic_profile
 from wlb.serving.policies import POLICIES
-from wlb.workload import make_workload, model_shape
-from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
+from wlb.workload import model_shape
+from wlb.workload.profile import write_profile
 
 PROMPTS = "synthetic:300:16384:0"
 PREFILL = ["prefill", PROMPTS, "--model", "550m"]
@@ -14,13 +15,8 @@ PREFILL = ["prefill", PROMPTS, "--model", "550m"]
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory) -> str:
-    shape, tokens = model_shape("tiny"), (64, 512, 4096)
-    workload, parts = make_workload(shape, "cpu"), {}
-    for name, price in (("attention", workload.attention_seconds), ("linear", workload.linear_seconds)):
-        forward, backward = (tuple(price(tokens, phase).tolist()) for phase in ("forward", "backward"))
-        parts[name] = Measurements(tokens=tokens, forward_seconds=forward, backward_seconds=backward)
     path = tmp_path_factory.mktemp("profile") / "profile.json"
-    write_profile(WorkloadProfile(machine="x", dtype="float32", model=shape, tp=1, cp=1, versions={}, **parts), path)
+    write_profile(analytic_profile(model_shape("tiny")), path)
     return str(path)
 
 

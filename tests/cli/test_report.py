@@ -85,13 +85,10 @@ def test_a_run_directory_becomes_a_page(tmp_path: Path):
     [
         ([*SMALL, "--parallel", "dp=2,np=3"], "parallel.np"),
         ([*SMALL, "--parallel", "dp=0"], "parallel.dp"),
-        ([*SMALL, "--parallel", "schedule=zbv_zero_bubble"], "parallel.schedule"),
+        ([*SMALL, "--parallel", "schedule=gpipe"], "parallel.schedule"),
         ([*SMALL, "--parallel", "pp=3", "--model", "8t"], "unknown model '8t'"),
         ([*SMALL, "--dp", "2"], "--dp has no effect with --parallel, which says it (got 2)"),
-        (
-            [*SMALL[:3], "--schedule", "zbv_zero_bubble"],
-            "parallel.schedule",
-        ),
+        ([*SMALL[:3], "--schedule", "gpipe"], "parallel.schedule"),
         ([*SMALL, "--batch-tokens", "24K"], "give a multiple, such as --batch-tokens 16384"),
         (["missing.json"], "missing.json"),
         (["."], "has no steps.jsonl"),

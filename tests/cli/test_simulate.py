@@ -226,7 +226,6 @@ def test_a_job_that_the_trainer_refuses_is_simulated_with_a_warning(tmp_path: Pa
         (["--search"], "--search needs --gpus"),
         (["8b-128k"], "neither a .toml file nor a named job"),
         (["7b-128k", "--set", "parallel.pp=2"], "a named job has none"),
-        (["7b-128k", "--schedule", "1f2b"], "unknown pipeline schedule '1f2b'"),
         (["7b-128k", "--trace", "missing/trace.json"], "directory missing"),
         (["missing.toml"], "missing.toml does not exist"),
     ],

@@ -12,7 +12,7 @@ PUBLISHED: dict[str, str | None] = {
         "lengths, parts=..., max_tokens=..., equal_size=..., multiple_of=..., *, workload=..., costs=..., ranks=..., "
         "phases=..."
     ),
-    "wlb.workload.phases.DocumentPhases": "seconds, memory_tokens=..., synchronised=...",
+    "wlb.workload.phases.DocumentPhases": "seconds, memory_tokens=...",
     "wlb.workload.phases.PhasedPrices": "language_model, phases",
     "wlb.Segment": "document, start, length",
     "wlb.MicroBatch": "segments, workload",
@@ -34,7 +34,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.ShardPlan.to_json": "",
     "wlb.ShardPlan.from_json": "data",
     "wlb.make_workload": "model=..., hardware=..., tp=..., cp=...",
-    "wlb.packing.make_packer": "name, *, micro_batches, context_window, workload, **options",
+    "wlb.packing.registry.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.packing.arrange.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
     "wlb.sharding.make_shard_plan": "document_lengths, cp_size, strategy, *, workload=...",
     "wlb.attention.context_parallel_attention": "query, key, value, shard_plan, group",
@@ -110,13 +110,13 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.profiling.measure_profile": "settings, on_progress=...",
     "wlb.profiling.prediction_errors": "workload, held_out",
     "wlb.training.data.sharded_batch.shard_batch": "batch, shard_plan, rank, multiple_of=...",
-    "wlb.workload.load_profile": "path",
+    "wlb.workload.profile.load_profile": "path",
     "wlb.workload.HARDWARE": None,
     "wlb.workload.MODEL_SHAPES": None,
     "wlb.workload.model_shape": "name",
     "wlb.workload.ModelShape": (
         "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size, sliding_window=..., "
-        "full_attention_layers=..., full_attention_every=..., experts=..., latent=..., delta_net=..."
+        "full_attention_layers=..., full_attention_every=..., experts=..., latent=..."
     ),
     "wlb.workload.Workload.attention_seconds": "lengths, phase=...",
     "wlb.workload.Workload.document_seconds": "lengths",
@@ -137,7 +137,7 @@ PRESETS = ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic")
 MODELS = (
     *("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-7b", "qwen3-8b"),
     *("mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "gemma3-12b"),
-    *("gemma3-27b", "gpt-oss-20b", "gpt-oss-120b", "qwen3-next-80b-a3b"),
+    *("gemma3-27b", "gpt-oss-20b", "gpt-oss-120b"),
 )
 HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 
@@ -164,7 +164,7 @@ COMMANDS = {
     "shard": ("--context-window --cp --tp --model --hardware --profile --strategies --samples --seed --plot --json"),
     "profile": "--out --device --model --tp --max-length --dtype --threads --quick --plot --json",
     "simulate": (
-        "--lengths --steps --systems --hardware --profile --schedule --set --trace --open-trace --search --gpus "
+        "--lengths --steps --systems --hardware --profile --set --trace --open-trace --search --gpus "
         "--model --context-window --batch-tokens --json"
     ),
     "rivals": ("--gpus --context-window --model --hardware --batch-tokens --policies --steps --plot --json"),

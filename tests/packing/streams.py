@@ -10,10 +10,12 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests.workload.profiles import PREFIX
 from wlb.documents.segments import Segment
-from wlb.packing import PACKERS, make_packer
 from wlb.packing.plan import StepPlan
-from wlb.workload import Phase, ProfileWorkload, make_workload
+from wlb.packing.registry import PACKERS, make_packer
+from wlb.workload import Phase, make_workload
+from wlb.workload.profile import ProfileWorkload
 
 SETTINGS = settings()  # of the profile that the run was started with; see tests/conftest.py
 METHODS = tuple(PACKERS)
@@ -45,7 +47,7 @@ def profile_workload():
         "backward": np.array([2.0, 5.0]),
         "both": np.array([3.0, 7.0]),
     }
-    return ProfileWorkload(np.array([16.0, 4096.0]), one, np.array([0.0, 4096.0]), one, prefix_attention=None)
+    return ProfileWorkload(np.array([16.0, 4096.0]), one, np.array([0.0, 4096.0]), one, PREFIX.table())
 
 
 WORKLOADS = {

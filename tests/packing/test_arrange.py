@@ -14,6 +14,7 @@ from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.arrange import Order, Pipeline, arrange
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.schedules.operations import SCHEDULES
 from wlb.schedules.timing import pipeline_makespan, pipeline_makespans
 from wlb.workload import make_workload
 
@@ -44,10 +45,7 @@ def steps(draw):
 @st.composite
 def pipelines(draw):
     """Pipelines that take any number of micro-batches."""
-    schedule, virtual_pp = draw(
-        st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 1), ("zbv_zero_bubble", 2)])
-    )
-    return Pipeline(schedule, draw(st.integers(1, 4)), WORKLOAD, virtual_pp)
+    return Pipeline(draw(st.sampled_from(SCHEDULES)), draw(st.integers(1, 4)), WORKLOAD)
 
 
 def forward_share(micro_batch):

@@ -16,8 +16,8 @@ from hypothesis import given
 
 from tests.cases import in_turn
 from tests.packing.streams import POOLING, SETTINGS, WORKLOADS, packer_for, streams
-from wlb.packing import make_packer
 from wlb.packing.plan import StepPlan
+from wlb.packing.registry import make_packer
 
 
 def fed_one_by_one(packer, options, lengths):

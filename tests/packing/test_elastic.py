@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
-from wlb.packing import make_packer
+from wlb.packing.registry import make_packer
 from wlb.workload import make_workload
 
 WORKLOAD = make_workload("llama3-8b", "h100", tp=8, cp=8)

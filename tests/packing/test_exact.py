@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, WORKLOADS
-from wlb.packing import fixed, make_packer
+from wlb.packing import fixed
 from wlb.packing.exact import ExactPacking, solve
+from wlb.packing.registry import make_packer
 
 small = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 50)), min_size=1, max_size=7)
 

@@ -23,8 +23,8 @@ from tests.packing.streams import (
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing import make_packer
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.registry import make_packer
 
 INTEGER: Any = np.int64
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from tests.packing.stage import Prices
 from wlb.errors import UserError
-from wlb.packing import make_packer
 from wlb.packing.level import Ingredients, RankGroup, StagePrices, level_step
 from wlb.packing.plan import StepPlan
+from wlb.packing.registry import make_packer
 from wlb.settings import MOST_RANKS
 from wlb.workload import make_workload
 

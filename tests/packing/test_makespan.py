@@ -18,7 +18,7 @@ from hypothesis import given
 from tests.packing.streams import SETTINGS, SHAPES, WORKLOADS, packer_for, streams
 from tests.packing.test_delay import ADVERSARIAL
 from wlb.documents.synthetic import sample_lengths
-from wlb.packing import make_packer
+from wlb.packing.registry import make_packer
 from wlb.workload import make_workload
 
 MAKESPAN = {"methods": ("makespan",)}
@@ -224,7 +224,7 @@ def test_steps_that_are_taken_back_are_due_again(kept):
 SCRIPT = """
 import hashlib, json
 from wlb.documents.synthetic import sample_lengths
-from wlb.packing import make_packer
+from wlb.packing.registry import make_packer
 from wlb.workload import make_workload
 packer = make_packer("makespan", micro_batches=4, context_window=4096, workload=make_workload("7b"))
 plans = packer.plan(sample_lengths(2000, 4096).tolist()) + packer.drain()

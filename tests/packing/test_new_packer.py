@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, WORKLOADS, check_plans, document_lengths, plan_all, whole_documents
 from wlb.job.config import PackingConfig
-from wlb.packing import PACKERS, make_packer
 from wlb.packing.packer import Packer
+from wlb.packing.registry import PACKERS, make_packer
 from wlb.simulate import simulated_job
 from wlb.simulate.compare import packer_for
 

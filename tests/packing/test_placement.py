@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, WORKLOADS
 from wlb.documents.segments import Segment
-from wlb.packing import make_packer
 from wlb.packing import placement as greedy
 from wlb.packing.exact import solve
 from wlb.packing.packer import Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
+from wlb.packing.registry import make_packer
 
 
 def pending(lengths, workload="polynomial"):

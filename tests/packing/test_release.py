@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.packing.streams import SETTINGS, WORKLOADS
 from wlb.documents.segments import Segment
 from wlb.documents.synthetic import sample_lengths
-from wlb.packing import make_packer
 from wlb.packing import makespan as makespan_module
 from wlb.packing.packer import Pending
+from wlb.packing.registry import make_packer
 from wlb.packing.release import Fluid, Offer, Outlier, StepRules, _appraise, choose
 from wlb.workload import make_workload
 

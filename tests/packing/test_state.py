@@ -20,9 +20,9 @@ from tests.packing.streams import (
     whole_documents,
 )
 from wlb.errors import UserError
-from wlb.packing import make_packer
 from wlb.packing.fixed import SolverOptions
 from wlb.packing.packer import held_segments
+from wlb.packing.registry import make_packer
 from wlb.packing.tuning import ThresholdTuner
 from wlb.packing.variable_length import VariableLengthOptions
 

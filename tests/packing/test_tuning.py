@@ -9,8 +9,9 @@ from tests.limits import examples
 from tests.packing.streams import SETTINGS, WORKLOADS, through_json
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
-from wlb.packing import make_packer, tuning
+from wlb.packing import tuning
 from wlb.packing.packer import PackingTask
+from wlb.packing.registry import make_packer
 from wlb.packing.tuning import ThresholdTuner, Trial, search, trade_off, try_setting
 from wlb.packing.variable_length import VariableLengthOptions
 

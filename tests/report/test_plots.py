@@ -9,7 +9,7 @@ from matplotlib import pyplot
 from matplotlib.colors import to_hex
 
 from wlb.documents.filling import documents_for
-from wlb.packing import PACKERS
+from wlb.packing.registry import PACKERS
 from wlb.report import plots
 from wlb.report.plots import BALANCED, BASELINE, colour_of, is_baseline
 from wlb.simulate import simulated_job

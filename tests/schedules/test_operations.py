@@ -44,20 +44,18 @@ class _RecordingStage:
         """Called since torch 2.15."""
 
 
-def _calls_of_torch(schedule_class: Any, pp: int, micro_batches: int, rank: int) -> list[Operation]:
+def _calls_of_torch(pp: int, micro_batches: int, rank: int) -> list[Operation]:
     stage = _RecordingStage(rank, pp)
-    schedule = schedule_class(stage, micro_batches)
+    schedule = schedules.Schedule1F1B(stage, micro_batches)
     schedule._initialize_stage = lambda *_: None
     schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches)
     return stage.calls
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("pp", "micro_batches"), SHAPES)
-def test_single_stage_schedules_run_in_the_order_of_torch(name, pp, micro_batches):
-    schedule_class = {"1f1b": schedules.Schedule1F1B, "gpipe": schedules.ScheduleGPipe}[name]
-    for rank, operations in enumerate(rank_operations(name, pp, micro_batches)):
-        assert list(operations) == _calls_of_torch(schedule_class, pp, micro_batches, rank)
+def test_1f1b_runs_in_the_order_of_torch(pp, micro_batches):
+    for rank, operations in enumerate(rank_operations("1f1b", pp, micro_batches)):
+        assert list(operations) == _calls_of_torch(pp, micro_batches, rank)
 
 
 @pytest.mark.parametrize("virtual_stages", [2, 3, 4])
@@ -86,7 +84,7 @@ def test_interleaving_one_stage_is_1f1b():
 
 
 @settings(deadline=None)
-@given(st.sampled_from(["1f1b", "gpipe", "interleaved_1f1b"]), st.integers(1, 6), st.integers(1, 4), st.data())
+@given(st.sampled_from(["1f1b", "interleaved_1f1b"]), st.integers(1, 6), st.integers(1, 4), st.data())
 def test_every_stage_runs_every_micro_batch_once_each_way(name, pp, rounds, data):
     interleaved = name == "interleaved_1f1b"
     micro_batches = pp * rounds if interleaved else data.draw(st.integers(1, 12))
@@ -100,13 +98,10 @@ def test_every_stage_runs_every_micro_batch_once_each_way(name, pp, rounds, data
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("zero_bubble", 2, 2, 1),
-            "choose from 1f1b, interleaved_1f1b, gpipe, interleaved_zero_bubble, zbv_zero_bubble",
-        ),
+        (("zero_bubble", 2, 2, 1), "choose from 1f1b, interleaved_1f1b"),
         (("1f1b", 0, 2, 1), "pp = 0"),
         (("1f1b", 2, 0, 1), "micro_batches = 0"),
-        (("gpipe", 2, 4, 2), "use 'interleaved_1f1b'"),
+        (("1f1b", 2, 4, 2), "use 'interleaved_1f1b'"),
         (("interleaved_1f1b", 4, 9, 2), "rounds of at least pp = 4; 9 micro-batches cannot be divided into 2"),
     ],
 )

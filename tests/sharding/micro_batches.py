@@ -5,22 +5,18 @@ from itertools import accumulate, pairwise
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.workload.profiles import analytic_profile
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import ShardPlan
 from wlb.workload import Workload, make_workload, model_shape
-from wlb.workload.profile import Measurements, WorkloadProfile
 
 WINDOW = 131_072
 
-MEASURED = Measurements(tokens=(16, 4096), forward_seconds=(1e-5, 9e-3), backward_seconds=(3e-5, 2e-2))
-PROFILE = WorkloadProfile(
-    machine="none", versions={}, dtype="float32", model=model_shape("tiny"), attention=MEASURED, linear=MEASURED
-)
 WORKLOADS: dict[str, Workload] = {
     "7b": make_workload("7b", "h100"),
     "70b, tp 8": make_workload("70b", "a100", tp=8),
     "tiny": make_workload("tiny", "cpu"),
-    "profile": PROFILE.workload(),
+    "profile": analytic_profile(model_shape("tiny")).workload(),
 }
 
 small_lengths = st.one_of(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.workload.profiles import analytic_profile
 from wlb.cli.app import app
 from wlb.documents.store.writer import TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
@@ -21,7 +22,6 @@ from wlb.simulate.estimate import CONFIGURED, config_of, estimate, judge_config,
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC
 from wlb.workload import MODEL_SHAPES
-from wlb.workload.profile import Measurements, WorkloadProfile
 
 
 def wlb(*arguments: object) -> Any:
@@ -105,10 +105,7 @@ def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: 
 def test_the_configuration_of_a_measured_job_names_the_model_that_was_measured(layers: int, name: str):
     shape = replace(MODEL_SHAPES["tiny"], layers=layers, vocab_size=7)
     job = simulated_job(shape, 4096, micro_batches=2)
-    seconds = Measurements(tokens=(1, 2), forward_seconds=(1.0, 2.0), backward_seconds=(1.0, 2.0))
-    parts: dict[str, Any] = {"versions": {}, "attention": seconds, "linear": seconds}
-    profile = WorkloadProfile(machine="none", dtype="float32", model=shape, tp=1, cp=1, **parts)
-    measured = replace(job, pricing=replace(job.pricing, profile=profile)).with_length_factor(1.0)
+    measured = replace(job, pricing=replace(job.pricing, profile=analytic_profile(shape))).with_length_factor(1.0)
     text = config_of(BEST, measured, job, "llama3-8b", "lengths.json")
     assert tomllib.loads(text)["model"]["name"] == name
 

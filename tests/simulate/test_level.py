@@ -8,8 +8,8 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-from tests.sharding.micro_batches import MEASURED, PROFILE
 from tests.simulate.jobs import WINDOW, documents
+from tests.workload.profiles import analytic_profile
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
@@ -20,7 +20,7 @@ from wlb.simulate.decide import decide
 from wlb.simulate.level import LevelPrices, LevelSteps
 from wlb.simulate.timeline import timeline
 from wlb.simulate.trace import write_trace
-from wlb.workload.profile import Measurements
+from wlb.workload import model_shape
 
 
 def level_job(**settings) -> SimulatedJob:
@@ -82,9 +82,7 @@ def test_measured_prices_replace_those_of_hardware():
         simulated_job("tiny", 4096, "elastic", hardware="cpu", dp=2, packing={"grouping": "level"}), documents()
     )
     plan = StepPlan(0, ((MicroBatch((Segment(0, 0, 4096),), 1.0, (0, 1)), MicroBatch((Segment(1, 0, 9),), 1.0, (0,))),))
-    twice = {phase: tuple(2 * s for s in getattr(MEASURED, phase)) for phase in ("forward_seconds", "backward_seconds")}
-    slower = Measurements(tokens=MEASURED.tokens, **twice)
-    profiles = PROFILE, PROFILE.model_copy(update={"attention": slower, "linear": slower})
+    profiles = [analytic_profile(model_shape("tiny"), times=times) for times in (1.0, 2.0)]
     one, other = (simulate_step(plan, job.priced(profile=profile)).gpu_seconds for profile in profiles)
     np.testing.assert_allclose(other, 2 * one)
     assert one.any()

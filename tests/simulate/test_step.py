@@ -24,8 +24,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 4, "cp": 2, "dp": 2, "tp": 2},
     {"pp": 1, "cp": 2, "dp": 4, "micro_batches": 3},
     {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "cp": 4, "micro_batches": 4},
-    {"pp": 2, "virtual_pp": 2, "schedule": "zbv_zero_bubble", "dp": 2, "micro_batches": 6},
-    {"pp": 4, "schedule": "interleaved_zero_bubble", "micro_batches": 8, "activation_checkpointing": "full"},
+    {"pp": 2, "dp": 2, "micro_batches": 6},
+    {"pp": 4, "micro_batches": 8, "activation_checkpointing": "full"},
 ]
 
 
@@ -59,8 +59,6 @@ def test_phases_take_the_slowest_ranks_time_in_lock_step_and_the_first_stage_of_
     np.testing.assert_allclose(steps.imbalance["language model"], alone.imbalance["micro_batches"])
     if layout["pp"] == 1:  # what gathers weights hides behind encoders, so that they may add less
         assert (steps.seconds - alone.seconds <= encoder.max(axis=1).sum(axis=1) * (1 + 1e-9)).all()
-        free = replace(simulated, phases=DocumentPhases({"encoder": seconds}, synchronised=False))
-        assert (simulate_steps(plans, free).seconds <= steps.seconds * (1 + 1e-12)).all()
     places = np.tile(np.arange(encoder[0].size)[::-1], (4, 1))
     reordered: Any = steps.reordered(places).encoders
     np.testing.assert_array_equal(reordered.reshape(4, -1), encoder.reshape(4, -1)[:, ::-1])

@@ -17,7 +17,7 @@ from wlb.simulate.trace import MOST_TRACKS, write_trace
 LAYOUTS = [
     {"pp": 4, "cp": 2, "dp": 2},
     {"pp": 1, "dp": 3, "micro_batches": 2},
-    {"pp": 2, "virtual_pp": 2, "schedule": "zbv_zero_bubble", "micro_batches": 4},
+    {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "micro_batches": 4},
 ]
 
 

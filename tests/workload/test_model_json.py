@@ -13,7 +13,7 @@ from wlb.errors import UserError
 from wlb.job.config_json import read_config
 from wlb.workload import MODEL_SHAPES, make_workload, model_shape
 from wlb.workload.model_json import read_shape
-from wlb.workload.shapes import DeltaNet, Experts, LatentAttention, ModelShape
+from wlb.workload.shapes import Experts, LatentAttention, ModelShape
 from wlb.workload.weights import parameters
 
 SMALL = {
@@ -27,13 +27,6 @@ SMALL = {
 }
 BASE = (64, 4, 4, 2, 32, 96, 80)
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 48,
@@ -64,12 +57,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], ModelShape]] = {
     "mistral": ({"sliding_window": 16}, ModelShape(*BASE, sliding_window=16)),
     "mixtral": (LOCAL_EXPERTS, ModelShape(*BASE, experts=Experts(8, 2, 96))),
     "qwen3_moe": (ROUTED | {"mlp_only_layers": [0]}, ModelShape(*BASE, experts=Experts(8, 2, 24, dense_layers=1))),
-    "qwen3_next": (
-        ROUTED | LINEAR | {"shared_expert_intermediate_size": 16, "full_attention_interval": 2},
-        ModelShape(
-            *BASE, full_attention_every=2, experts=Experts(8, 2, 24, shared_hidden=16), delta_net=DeltaNet(2, 4, 16, 8)
-        ),
-    ),
     "deepseek_v3": (LATENT, DEEPSEEK),
     "gemma3_text": (
         {"sliding_window": 16, "num_hidden_layers": 7},

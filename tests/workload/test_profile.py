@@ -6,47 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.workload.profiles import PREFIX, analytic_profile, profile_of
 from wlb.errors import UserError
-from wlb.workload import load_profile, make_workload, model_shape
-from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile, prefix_table, write_profile
+from wlb.workload import make_workload, model_shape
+from wlb.workload.profile import Measurements, load_profile, prefix_table, write_profile
 
+TINY = model_shape("tiny")
 TOKENS = tuple(2**k for k in range(6, 18))
+TABLE = PREFIX.model_dump(mode="json")
 QUERIES, KEYS = np.array([16, 64, 256, 1024]), np.array([64, 512, 4096])
-PREFIX = {
-    "queries": [16, 32],
-    "keys": [64, 128],
-    "forward_seconds": [[1, 2], [3, 4]],
-    "backward_seconds": [[1, 2], [3, 4]],
-}
 
 
 def law(queries, keys):
     return 3e-9 * queries * keys + 2e-7 * queries + 1e-8 * keys + 1e-6
-
-
-def profile_of(attention, linear) -> WorkloadProfile:
-    return WorkloadProfile(
-        machine="a test",
-        versions={"torch": "2.13.0"},
-        dtype="float32",
-        model=model_shape("tiny"),
-        attention=attention,
-        linear=linear,
-    )
-
-
-def measured_from_analytic() -> WorkloadProfile:
-    workload = make_workload("tiny", "cpu")
-    return profile_of(
-        *(
-            Measurements(
-                tokens=TOKENS,
-                forward_seconds=tuple(price(TOKENS, "forward")),
-                backward_seconds=tuple(price(TOKENS, "backward")),
-            )
-            for price in (workload.attention_seconds, workload.linear_seconds)
-        )
-    )
 
 
 @st.composite
@@ -62,7 +34,7 @@ def measurements(draw):
 
 def test_reproduces_the_law_it_was_sampled_from_between_and_beyond_the_samples(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(measured_from_analytic().model_dump_json())
+    path.write_text(analytic_profile(TINY, "cpu", TOKENS).model_dump_json())
     measured, law = load_profile(path), make_workload("tiny", "cpu")
     lengths = np.unique(np.geomspace(64, 131_072, 500).astype(int))
     for phase in ("forward", "backward", "both"):
@@ -80,7 +52,7 @@ def test_reproduces_the_law_it_was_sampled_from_between_and_beyond_the_samples(t
 
 @given(measurements(), measurements(), st.lists(st.integers(1, 2 * 10**6), min_size=2, max_size=30))
 def test_prices_are_sane_whatever_was_measured(attention, linear, lengths):
-    workload = profile_of(attention, linear).workload()
+    workload = profile_of(TINY, attention, linear).workload()
     ascending = np.unique(lengths)
     for price in (workload.attention_seconds, workload.document_seconds):
         assert price(0) == 0
@@ -95,13 +67,13 @@ def test_a_launch_is_shared_by_the_short_documents_of_a_micro_batch():
     launch_bound = Measurements(
         tokens=(64, 128, 4096), forward_seconds=(3e-5, 3e-5, 9e-3), backward_seconds=(6e-5, 6e-5, 2e-2)
     )
-    workload = profile_of(launch_bound, launch_bound).workload()
+    workload = profile_of(TINY, launch_bound, launch_bound).workload()
     assert workload.attention_seconds(64, "forward") == pytest.approx(3e-5 / 2)
     assert workload.attention_seconds(128, "forward") == pytest.approx(3e-5)
 
 
 def test_a_measured_workload_travels_between_processes():
-    workload = measured_from_analytic().workload()
+    workload = analytic_profile(TINY, "cpu", TOKENS).workload()
     copy = pickle.loads(pickle.dumps(workload))
     np.testing.assert_array_equal(copy.document_seconds(TOKENS), workload.document_seconds(TOKENS))
 
@@ -109,7 +81,7 @@ def test_a_measured_workload_travels_between_processes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "version: must be 1 or 2"),
+        ({"version": 1}, "version: must be 2"),
         ({"format": "chrome-trace"}, "format: "),
         ({"colour": "red"}, "colour: Extra inputs"),
         ({"tp": 0}, "tp: "),
@@ -120,35 +92,27 @@ def test_a_measured_workload_travels_between_processes():
         ),
         ({"linear": {"tokens": [8, 9], "forward_seconds": [1, 0], "backward_seconds": [1, 2]}}, "greater than 0"),
         ({"linear": {"tokens": [8], "forward_seconds": [1], "backward_seconds": [1]}}, "linear.tokens"),
-        ({"prefix_attention": PREFIX | {"queries": [32, 16]}}, "queries must increase"),
-        ({"prefix_attention": PREFIX | {"forward_seconds": [[1, 2]]}}, "forward_seconds must have 2 rows"),
-        ({"prefix_attention": PREFIX | {"backward_seconds": [[1, 2], [3]]}}, "of 2 values"),
+        ({"prefix_attention": TABLE | {"queries": [32, 16]}}, "queries must increase"),
+        (
+            {"prefix_attention": TABLE | {"forward_seconds": [[1, 2]]}},
+            "forward_seconds must have 2 rows",
+        ),
+        ({"prefix_attention": TABLE | {"backward_seconds": [[1, 2], [3]]}}, "of 2 values"),
     ],
 )
 def test_a_bad_profile_is_named_in_one_line(tmp_path, change, message):
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(json.loads(measured_from_analytic().model_dump_json()) | change))
+    path.write_text(json.dumps(json.loads(analytic_profile(TINY, "cpu", TOKENS).model_dump_json()) | change))
     with pytest.raises(UserError, match=message) as caught:
         load_profile(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_version_1_reads_as_before_and_prices_a_piece_by_what_it_adds(tmp_path):
-    path = tmp_path / "profile.json"
-    current = measured_from_analytic()
-    old = current.model_dump(exclude={"clock", "threads", "prefix_attention"}) | {"version": 1}
-    path.write_text(json.dumps(old | {"model": vars(current.model)}))
-    workload = load_profile(path)
-    np.testing.assert_array_equal(workload.document_seconds(TOKENS), current.workload().document_seconds(TOKENS))
-    pieces = workload.piece_seconds([0, 100, 300], [100, 300, 1000], "forward")
-    assert pieces.sum() == pytest.approx(float(workload.attention_seconds(1000, "forward")))
-
-
 def test_a_piece_costs_what_it_costs_alone_and_over_the_keys_before_it(tmp_path):
     path = tmp_path / "profile.json"
-    profile = measured_from_analytic()
-    write_profile(profile.model_copy(update={"prefix_attention": PrefixMeasurements(**PREFIX)}), path)
+    profile = analytic_profile(TINY, "cpu", TOKENS)
+    write_profile(profile.model_copy(update={"prefix_attention": PREFIX}), path)
     workload = load_profile(path)
     alone = workload.attention_seconds([16, 32, 24])
     np.testing.assert_allclose(workload.piece_seconds([64, 128, 0], [80, 160, 24]) - alone, [2, 8, 0], atol=1e-12)
@@ -158,7 +122,7 @@ def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path):
     target = tmp_path / "taken"
     target.mkdir()
     with pytest.raises(UserError, match="cannot be written"):
-        write_profile(measured_from_analytic(), target)
+        write_profile(analytic_profile(TINY, "cpu", TOKENS), target)
     assert list(tmp_path.iterdir()) == [target]
 
 

@@ -1,4 +1,4 @@
-"""What windows, latents, linear attention and experts change in prices, against counts made by hand."""
+"""What windows, latents and experts change in prices, against counts made by hand."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from wlb.workload import HARDWARE, ModelShape, attention_flops, linear_flops, ma
 from wlb.workload.analytic import QUERY_TILE
 from wlb.workload.base import Phase
 from wlb.workload.links import group_link
-from wlb.workload.shapes import BlockKind, DeltaNet, Experts, LatentAttention, check_built, check_divisible
+from wlb.workload.shapes import BlockKind, Experts, LatentAttention, check_built, check_divisible
 
 H100 = HARDWARE["h100"]
 DENSE = ModelShape(hidden=64, layers=6, heads=4, kv_heads=4, head_dim=16, ffn_hidden=96, vocab_size=50)
@@ -20,7 +20,6 @@ WINDOWED = replace(DENSE, sliding_window=40)
 HYBRID = replace(WINDOWED, full_attention_every=3)
 ROUTED = replace(DENSE, experts=Experts(8, 2, 32, shared_hidden=16, dense_layers=2))
 LATENT = replace(DENSE, latent=LatentAttention(q_rank=24, kv_rank=20, rope_dim=4, value_dim=12))
-LINEAR = replace(DENSE, full_attention_every=3, delta_net=DeltaNet(2, 4, 8, 12))
 
 
 def seen(queries: range, window: int) -> int:
@@ -92,28 +91,6 @@ def test_the_latent_of_deepseek_v3_is_as_large_as_published():
     assert seconds * link.bandwidth / 1e9 == pytest.approx(70_272)
 
 
-def test_only_blocks_with_full_attention_of_a_linear_hybrid_grow_with_length():
-    lengths = np.array([10, 5000])
-    np.testing.assert_allclose(attention_flops(LINEAR, lengths), attention_flops(DENSE, lengths) / 3)
-    # Queries, keys, values and gate, two numbers a head, the way back, and a convolution of 4; the gate of attention.
-    linear = 64 * (2 * 16 + 2 * 48 + 2 * 4) + 48 * 64 + 4 * (2 * 16 + 48)
-    full = 64 * 16 * (4 + 4) * 2 + 64 * 64
-    # A token and head: three products with the 8 x 12 state; with 64 tokens of its chunk three of keys, two of values.
-    core = 4 * 4 * (3 * 8 * 12 + 64 * (3 * 8 + 2 * 12))
-    weights = 4 * linear + 2 * full + 6 * 3 * 64 * 96 + 64 * 50
-    assert linear_flops(LINEAR, 1, "forward") == 2 * (weights + core)
-
-
-def test_ranks_pass_on_states_of_linear_attention_however_many_tokens_they_exchange():
-    workload, link = make_workload(LINEAR), group_link(H100, "all_to_all", 4, stride=1)
-    few, many = workload.kv_gather_seconds([1, 1_000_001], 4)
-    assert many - few == pytest.approx(2 * 2 * 10**6 * 2 * 4 * 16 * 2 / link.bandwidth), "K and V of two blocks"
-    states = 3 * 2 * 4 * 8 * (12 + 8) * 4  # of three ranks: two pieces, four heads, state and transition, in float32
-    one_token = 2 * 2 * (link.latency + 2 * 4 * 16 * 2 / link.bandwidth)
-    assert few == pytest.approx(one_token + 2 * 4 * (link.latency + states / link.bandwidth))
-    assert workload.kv_gather_seconds(0, 4) == 0
-
-
 def test_a_token_pays_for_its_experts_and_the_router():
     attention = 64 * 16 * (4 + 4) * 2
     routed = 3 * 64 * (2 * 32 + 16) + 64 * 8
@@ -122,10 +99,9 @@ def test_a_token_pays_for_its_experts_and_the_router():
 
 
 def test_kinds_of_blocks_lie_where_published_models_have_them():
-    gemma, oss, following = (model_shape(name) for name in ("gemma3-27b", "gpt-oss-20b", "qwen3-next-80b-a3b"))
+    gemma, oss = (model_shape(name) for name in ("gemma3-27b", "gpt-oss-20b"))
     assert [layer for layer in range(62) if gemma.block_kind(layer).attention == "full"] == [*range(5, 62, 6)]
     assert [oss.block_kind(layer) for layer in (0, 1)] == [BlockKind("sliding", True), BlockKind("full", True)]
-    assert following.blocks == {BlockKind("linear", True): 36, BlockKind("full", True): 12}
     first = replace(WINDOWED, full_attention_layers=2)
     assert [first.block_kind(layer).attention for layer in (0, 1, 2)] == ["full", "full", "sliding"]
     assert model_shape("deepseek-v3").blocks == {BlockKind("full", False): 3, BlockKind("full", True): 58}
@@ -136,7 +112,6 @@ def test_kinds_of_blocks_lie_where_published_models_have_them():
     [
         ({"sliding_window": 0}, "sliding_window = 0; it must be at least 1"),
         ({"full_attention_every": 2}, "full_attention_every = 2 and no blocks of another kind"),
-        ({"delta_net": DeltaNet(1, 1, 1, 1)}, "it needs full_attention_every"),
         ({"kv_heads": 2, "latent": LatentAttention(0, 8, 4, 16)}, "kv_heads = 2 for heads = 4"),
     ],
 )
@@ -147,7 +122,7 @@ def test_variants_that_do_not_go_together_are_refused(change, message):
         Experts(8, 9, 32)
 
 
-@pytest.mark.parametrize("shape", [replace(WINDOWED, full_attention_every=3), ROUTED, LATENT, LINEAR])
+@pytest.mark.parametrize("shape", [replace(WINDOWED, full_attention_every=3), ROUTED, LATENT])
 def test_what_is_only_priced_is_not_built(shape):
     check_built(DENSE)
     check_built(replace(WINDOWED, full_attention_every=None))
@@ -157,8 +132,6 @@ def test_what_is_only_priced_is_not_built(shape):
         check_built(shape)
 
 
-def test_tensor_parallel_ranks_share_experts_and_linear_heads():
+def test_tensor_parallel_ranks_share_experts():
     with pytest.raises(UserError, match=r"experts\.count = 7 cannot be split over tp = 2"):
         check_divisible(replace(ROUTED, experts=Experts(7, 2, 32)), 2)
-    with pytest.raises(UserError, match=r"delta_net\.key_heads = 2 cannot be split over tp = 4"):
-        check_divisible(replace(LINEAR, vocab_size=48), 4)

@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from wlb.documents.order import DocumentStream
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import DataConfig
-from wlb.packing import make_packer
 from wlb.packing.plan import MicroBatch
+from wlb.packing.registry import make_packer
 from wlb.training.data.batch import make_batch
 from wlb.workload import make_workload, model_shape
 

@@ -15,7 +15,7 @@ import typer
 
 from wlb.cli.groups import given_again, names_of, refuse_unused, was_given
 from wlb.errors import UserError, choose_from, require
-from wlb.schedules.operations import TRAINED_SCHEDULES
+from wlb.schedules.operations import SCHEDULES
 from wlb.token_count import parse_count, parse_tokens
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class JobOptions(GpuOptions):
     tp: Annotated[int | None, number("Tensor-parallel size; default: searched for.")] = None
     virtual_pp: Annotated[int | None, number("Model chunks per pipeline rank; default 1.")] = None
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(TRAINED_SCHEDULES)}.")
+        str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(SCHEDULES)}.")
     ] = None
     parallel: Annotated[str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")] = (
         None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,6 @@ from wlb.cli.check import estimated, progress_of, show_estimate
 from wlb.cli.console import emit_json, show_columns, show_next, stdout
 from wlb.cli.groups import given_again
 from wlb.errors import UserError
-from wlb.schedules.operations import TRAINED_SCHEDULES
 from wlb.terminal import number_of, tell
 
 if TYPE_CHECKING:
@@ -54,13 +53,6 @@ class SimulateOptions:
         typer.Option(
             metavar="FILE",
             help="Workload profile measured by wlb profile: compute as measured, links of --hardware.",
-        ),
-    ] = None
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Pipeline schedule: 1f1b, interleaved_1f1b, gpipe, interleaved_zero_bubble, zbv_zero_bubble.",
         ),
     ] = None
     settings: options.Settings = None
@@ -106,12 +98,6 @@ class SimulateOptions:
         settings = [word for one in self.settings or () for word in ("--set", one)]
         return ["train", self.job, *settings, "--dry-run", *options.machine_of(self.hardware)]
 
-    @property
-    def _schedule(self) -> dict[str, Any]:
-        if self.schedule is None:
-            return {}
-        return {"schedule": self.schedule} | ({"virtual_pp": 2} if self.schedule == "zbv_zero_bubble" else {})
-
     def _named(
         self, presets: list[str], lengths: str | None, steps: int | None, profile: WorkloadProfile | None
     ) -> tuple[Verdict, Lengths, list[StoreSource]]:
@@ -123,7 +109,7 @@ class SimulateOptions:
         if self.settings:
             raise UserError("--set overrides a configuration file; a named job has none")
         named = NAMED_JOBS[self.job]
-        layout, source = replace(named.layout, **self._schedule), lengths or _synthetic(named.context_window)
+        layout, source = named.layout, lengths or _synthetic(named.context_window)
         documents = _lengths([source])
         question = question_of(
             named.model,
@@ -155,7 +141,7 @@ class SimulateOptions:
         config = load_config(path, self.settings or [])
         sources: list[StoreSource] = [*config.data.stores] if lengths is None else [lengths]
         vocab_size = max(stored_vocab_size(prefix) or 0 for prefix in config.data.stores) or None
-        job = SimulatedJob.from_config(config, self.hardware, vocab_size=vocab_size).with_layout(**self._schedule)
+        job = SimulatedJob.from_config(config, self.hardware, vocab_size=vocab_size)
         job = completed(job, profile, encoders_of(lengths, self.encoder))
         presets = options.names_in("--systems", self.systems, ["plain-4d"])
         documents = _lengths(sources)
@@ -305,7 +291,7 @@ def _as_options(job: SimulatedJob, priced: dict[str, Any]) -> list[object]:
     batch_tokens = job.global_batch * job.context_window
     chosen: dict[str, Any] = {"context_window": job.context_window, "batch_tokens": batch_tokens}
     chosen |= priced | {"dp": layout.dp, "pp": layout.pp}
-    if layout.schedule in TRAINED_SCHEDULES and layout.virtual_pp > 1:
+    if layout.virtual_pp > 1:
         chosen |= {"virtual_pp": layout.virtual_pp, "schedule": layout.schedule}
     return [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", value)]
 

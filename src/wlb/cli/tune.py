@@ -97,8 +97,8 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
 
 def _trials(documents: Sequence[Segment], asked: TuneOptions, job: SimulatedJob) -> list[Trial]:
     """Settings of variable_length, the best first."""
-    from wlb.packing import packer_options
     from wlb.packing.packer import PackingTask
+    from wlb.packing.registry import packer_options
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, search
     from wlb.packing.variable_length import VariableLengthOptions
 

@@ -16,12 +16,12 @@ from pydantic.fields import FieldInfo
 from wlb.documents.order import DataConfig
 from wlb.documents.store.sources import StoreSetting
 from wlb.job.memory.layers import Checkpointing
-from wlb.packing import PACKERS, checked_name
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import LengthFactorOptions, PackerOptions, Pools
 from wlb.packing.packer import Packer, PackingTask
+from wlb.packing.registry import PACKERS, checked_name
 from wlb.schedules.layout import Layout
-from wlb.schedules.operations import TRAINED_SCHEDULES, round_size
+from wlb.schedules.operations import SCHEDULES, round_size
 from wlb.settings import (
     MOST_MICRO_BATCHES,
     MOST_RANKS,
@@ -145,7 +145,7 @@ class LayoutConfig(Section):
     cp: PositiveInt = Field(1, description="Context-parallel size")
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
     virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
-    schedule: Annotated[str, *one_of(TRAINED_SCHEDULES)] = Field("1f1b", description="Pipeline schedule")
+    schedule: Annotated[str, *one_of(SCHEDULES)] = Field("1f1b", description="Pipeline schedule")
 
     @property
     def world_size(self) -> int:

@@ -19,14 +19,13 @@ from wlb.job.memory.step import MemoryLimit, limit_of_gpu
 from wlb.job.model import TransformerConfig
 from wlb.job.prices import priced_as_sharded, sharded_prices
 from wlb.job.pricing import Pricing
-from wlb.packing import PACKERS
 from wlb.packing.arrange import Pipeline
 from wlb.packing.options import Pools
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
+from wlb.packing.registry import PACKERS
 from wlb.schedules.layer_split import split_layers
 from wlb.schedules.layout import Layout
-from wlb.schedules.operations import ZERO_BUBBLE, rank_operations
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
@@ -45,8 +44,8 @@ _FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
 class JobSpec:
     """A job on the GPUs of ``layout``, or processes on CPUs.
 
-    A simulation may run any schedule of ``wlb.simulate.SCHEDULES``. ``packing.micro_batches`` counts all data-parallel
-    ranks. ``data`` says in which order documents come and what happens to overlong ones; its store is not opened.
+    ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
+    happens to overlong ones; its store is not opened.
     Where ``packing`` is elastic, ``pool`` of the dp x cp ranks make a pool; ``with_pools`` gives the job whose
     context-parallel groups are these pools. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while
     a checkpoint is written) decide what the job holds in memory and nothing else. ``limit`` is what a process may hold,
@@ -77,7 +76,7 @@ class JobSpec:
                 raise UserError(
                     f"{micro_batches} micro-batches cannot be dealt evenly to dp = {layout.dp} ranks; give a multiple"
                 )
-            rank_operations(layout.schedule, layout.pp, self.micro_batches_per_rank, layout.virtual_pp)
+            layout.operations(self.micro_batches_per_rank)
         make_workload(self.shape, self.hardware, layout.tp, layout.cp)
         check_divisible(self.shape, layout.tp)
         self.pricing.check(self.shape, layout.world_size // layout.pp)
@@ -229,14 +228,11 @@ class JobSpec:
 
     @property
     def memory_settings(self) -> MemorySettings:
-        """What the memory model asks. Zero-bubble schedules count as 1F1B of as many stages, which is less."""
-        layout = self.layout
-        if layout.schedule in ZERO_BUBBLE:
-            layout = replace(layout, schedule="interleaved_1f1b")
+        """What the memory model asks."""
         return MemorySettings(
             shape=self.shape,
-            stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, layout.stages)),
-            parallel=layout,
+            stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, self.layout.stages)),
+            parallel=self.layout,
             micro_batches=_EVEN_MICRO_BATCHES if self.levels_steps else self.micro_batches_per_rank,
             compute_bytes=self.hardware.bytes_per_value,
             activation_checkpointing=self.activation_checkpointing,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from wlb.errors import UserError
 from wlb.packing.bins import fitting_bins, into_lightest
 from wlb.packing.differencing import differenced
 from wlb.packing.levelling import Indices, Limits, Prices, level, level_equal_sizes, sums_of
-from wlb.packing.phases import level_phases, slowest_sum
 
 if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
@@ -47,36 +46,6 @@ _SLOT_EXCHANGES = 64  # in all slots together, of which the first gain most
 _EXCHANGES = 64  # documents times parts for each exchange between others
 
 
-@overload
-def balance(
-    lengths: Sequence[int] | NDArray[np.integer[Any]],
-    parts: int | None = ...,
-    max_tokens: int | None = ...,
-    equal_size: bool = ...,
-    multiple_of: int = ...,
-    *,
-    workload: DocumentPrices | Literal["tokens"] | None = ...,
-    costs: Sequence[float] | NDArray[Any] | None = ...,
-    ranks: None = ...,
-    phases: DocumentPhases | None = ...,
-) -> list[list[int]]: ...
-
-
-@overload
-def balance(
-    lengths: Sequence[int] | NDArray[np.integer[Any]],
-    parts: int | None = ...,
-    max_tokens: int | None = ...,
-    equal_size: bool = ...,
-    multiple_of: int = ...,
-    *,
-    workload: DocumentPrices | Literal["tokens"] | None = ...,
-    costs: Sequence[float] | NDArray[Any] | None = ...,
-    ranks: int,
-    phases: DocumentPhases | None = ...,
-) -> list[list[list[int]]]: ...
-
-
 def balance(
     lengths: Sequence[int] | NDArray[np.integer[Any]],
     parts: int | None = None,
@@ -88,7 +57,7 @@ def balance(
     costs: Sequence[float] | NDArray[Any] | None = None,
     ranks: int | None = None,
     phases: DocumentPhases | None = None,
-) -> list[list[int]] | list[list[list[int]]]:
+) -> list[list[Any]]:
     """Divide documents of ``lengths`` tokens into micro-batches of equal work, for all data-parallel ranks of a step.
 
     Stateless, and the same for the same arguments. No micro-batch is empty.
@@ -112,12 +81,12 @@ def balance(
             the price is the length, as for a model without attention.
         costs: The price of each document, in any unit, in place of ``workload``.
         ranks: Number of data-parallel ranks.
-        phases: What documents cost before the language model, in the unit of their prices. Where these are
-            synchronised, the sum over phases of the dearest micro-batch (of every slot) is kept low, and is never more
-            than without them; ``memory_tokens`` count against ``max_tokens``.
+        phases: What documents cost before the language model, in the unit of their prices, to which it is added;
+            ``memory_tokens`` count against ``max_tokens``.
 
     Returns:
-        For every micro-batch the indices of its documents, ascending; with ``ranks`` a list of them for every rank.
+        For every micro-batch the indices of its documents, ascending: ``list[list[int]]``; with ``ranks`` a list of
+        these for every rank.
 
     Raises:
         UserError: A length that is no whole number, or a length or size below 1; 2**63 tokens or more together; a
@@ -128,12 +97,15 @@ def balance(
     """
     tokens = _checked(lengths)
     even = 0.0 if ranks is None else _LEVEL_STEP
-    task = _Task(tokens, _prices(tokens, workload, costs), _positive("max_tokens", max_tokens), equal_size, even)
+    prices = _prices(tokens, workload, costs)
+    if phases is not None:
+        phases.check(len(tokens))
+        documents = np.column_stack([np.arange(len(tokens)), np.zeros_like(tokens), tokens])
+        tokens, prices = phases.held_tokens(documents), prices + phases.of(documents).sum(axis=1)
+    task = _Task(tokens, prices, _positive("max_tokens", max_tokens), equal_size, even)
     multiple = (_positive("multiple_of", multiple_of) or 1) * (_positive("ranks", ranks) or 1)
     number = _positive("parts", parts)
-    slots = (
-        _slotted(task, number, multiple, ranks) if phases is None else _phased(task, number, multiple, ranks, phases)
-    )
+    slots = _slotted(task, number, multiple, ranks)
     named = [[sorted(part.tolist()) for part in slot] for slot in slots]
     return named[0] if ranks is None else [list(of_rank) for of_rank in zip(*named, strict=True)]
 
@@ -147,26 +119,6 @@ def _slotted(task: _Task, parts: int | None, multiple: int, ranks: int | None) -
     if ranks is None:
         return [_divided(task, number, start)]
     return [list(slot) for slot in zip(*_in_lock_step(task, number, ranks, start), strict=True)]
-
-
-def _phased(
-    task: _Task, parts: int | None, multiple: int, ranks: int | None, phases: DocumentPhases
-) -> list[list[Indices]]:
-    """The same by the prices of all phases; where ranks wait between these, levelled from there or from without."""
-    phases.check(len(task.tokens))
-    documents = np.column_stack([np.arange(len(task.tokens)), np.zeros_like(task.tokens), task.tokens])
-    costs = np.column_stack([task.prices, phases.of(documents)])
-    together = task._replace(tokens=phases.held_tokens(documents), prices=costs.sum(axis=1))
-    slots = _slotted(together, parts, multiple, ranks)
-    if not phases.synchronised:
-        return slots
-    without = _slotted(together._replace(prices=task.prices), sum(map(len, slots)), multiple, ranks)
-    most, equal_size = task.most_tokens, task.equal_size
-    levelled = [
-        [level_phases(slot, costs, together.tokens, most, equal_size=equal_size) for slot in start]
-        for start in (slots, without)
-    ]
-    return min(levelled, key=lambda found: sum(slowest_sum(slot, costs) for slot in found))
 
 
 class _Task(NamedTuple):

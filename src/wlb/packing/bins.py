@@ -72,57 +72,42 @@ def fitting_bins(
 ) -> list[Indices] | None:
     """``bins`` bins of at most ``capacity`` tokens, none empty, and ``size`` documents each unless None.
 
+    Longest first, each into the fullest bin that it fits, and elsewhere where that leads nowhere: depth first.
+
     Returns the documents of every bin, or None where the search found no way or gave up.
     """
-    search = _Search(tokens, bins, capacity, size or len(tokens), placements)
-    return [np.array(bin_, np.int64) for bin_ in search.bins] if search.fits() else None
+    order = sorted(range(len(tokens)), key=lambda document: -tokens[document])
+    held: list[list[int]] = [[] for _ in range(bins)]
+    rooms = [capacity] * bins
 
-
-class _Search:
-    """Longest first, each into the fullest bin that it fits, and elsewhere where that leads nowhere."""
-
-    def __init__(self, tokens: Sequence[int], bins: int, capacity: int, size: int, placements: int) -> None:
-        self._tokens, self._size, self._placements = tokens, size, placements
-        self._order = sorted(range(len(tokens)), key=lambda document: -tokens[document])
-        self.bins: list[list[int]] = [[] for _ in range(bins)]
-        self._room = [capacity] * bins
-
-    def fits(self) -> bool:
-        """Depth first, without recursion: ``untried[d]`` are the bins left to try for the d-th document."""
-        untried = [self._candidates(0)]
-        while untried:
-            depth = len(untried) - 1
-            document = self._order[depth]
-            if untried[depth]:
-                self._placements -= 1
-                if self._placements < 0:
-                    return False
-                bin_ = untried[depth].pop()
-                self.bins[bin_].append(document)
-                self._room[bin_] -= self._tokens[document]
-                if depth + 1 == len(self._order):
-                    return True
-                untried.append(self._candidates(depth + 1))
-            else:
-                untried.pop()
-                if untried:
-                    self._take_back(self._order[depth - 1])
-        return False
-
-    def _take_back(self, document: int) -> None:
-        bin_ = next(index for index, held in enumerate(self.bins) if held and held[-1] == document)
-        self.bins[bin_].pop()
-        self._room[bin_] += self._tokens[document]
-
-    def _candidates(self, depth: int) -> list[int]:
+    def candidates(depth: int) -> list[int]:
         """Bins for the next document, the fullest last; of bins that are alike only one."""
-        length = self._tokens[self._order[depth]]
-        empty = [index for index, held in enumerate(self.bins) if not held]
-        if len(empty) >= len(self._order) - depth:  # every document left has to open a bin
-            return empty[:1] if self._room[empty[0]] >= length else []
+        length = tokens[order[depth]]
+        empty = [index for index, documents in enumerate(held) if not documents]
+        if len(empty) >= len(order) - depth:  # every document left has to open a bin
+            return empty[:1] if rooms[empty[0]] >= length else []
         alike = {
-            (room, len(held)): index
-            for index, (room, held) in enumerate(zip(self._room, self.bins, strict=True))
-            if room >= length and len(held) < self._size
+            (room, len(documents)): index
+            for index, (room, documents) in enumerate(zip(rooms, held, strict=True))
+            if room >= length and len(documents) < (size or len(tokens))
         }
         return [alike[key] for key in sorted(alike, reverse=True)]
+
+    chosen: list[int] = []  # the bin of each document placed, in order
+    untried = [candidates(0)]  # bins left to try for each of these and for the next
+    while untried and placements:
+        if untried[-1]:
+            placements -= 1
+            bin_, document = untried[-1].pop(), order[len(chosen)]
+            chosen.append(bin_)
+            held[bin_].append(document)
+            rooms[bin_] -= tokens[document]
+            if len(chosen) == len(order):
+                return [np.array(documents, np.int64) for documents in held]
+            untried.append(candidates(len(chosen)))
+        else:
+            untried.pop()
+            if chosen:
+                bin_ = chosen.pop()
+                rooms[bin_] += tokens[held[bin_].pop()]
+    return None

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from wlb.documents.segments import Segment
 from wlb.packing.options import DelayOptions
 from wlb.packing.packer import Packer, PackingTask, Pending
-from wlb.packing.phases import level_micro_batches
 from wlb.packing.placement import OpenMicroBatches, longest_first
-from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.plan import StepPlan
 
 Options = TypeVar("Options", bound=DelayOptions)
 
@@ -100,13 +99,10 @@ class CarryingPacker(Packer[Options]):
 
     def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:
         plans = []
-        micro_batches: Sequence[MicroBatch]
         for micro_batches, members in filled.steps(self.micro_batches):
             step = self._step
             waits = [(step - item[2], item[0]) for item in members if item[2] < step]
             delay = sum([wait * length for wait, length in waits])
-            if self.phased and self.phased.phases.synchronised:
-                micro_batches = level_micro_batches(micro_batches, self.phased, self.capacity)
             plans.append(self._emit(micro_batches, delay, max(waits, default=(0, 0))[0]))
         return plans
 

@@ -16,8 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
-from wlb.markup import bar_table
-from wlb.terminal import number_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +95,6 @@ class StepPlan:
             workloads = [of_ranks[rank] for rank in range(max(of_ranks) + 1)]
         total = sum(workloads)
         return max(workloads) * len(workloads) / total if total else 1.0
-
-    def _repr_html_(self) -> str:
-        micro_batches = self.micro_batches
-        longest = [max(micro_batch.lengths, default=0) for micro_batch in micro_batches]
-        work = [{"work": micro_batch.workload} for micro_batch in micro_batches]
-        tokens = [
-            {"longest document": most, "other documents": micro_batch.tokens - most}
-            for most, micro_batch in zip(longest, micro_batches, strict=True)
-        ]
-        columns = {
-            "rank, micro-batch": [
-                f"{rank}, {place}" for rank, run in enumerate(self.ranks) for place in range(len(run))
-            ],
-            "work, s": [f"{micro_batch.workload:.3g}" for micro_batch in micro_batches],
-            "tokens": [f"{micro_batch.tokens:,}" for micro_batch in micro_batches],
-            "longest": [f"{most:,}" for most in longest],
-            "documents": [f"{len(micro_batch.segments):,}" for micro_batch in micro_batches],
-        }
-        if any(micro_batch.ranks for micro_batch in micro_batches):
-            columns["on ranks"] = [", ".join(map(str, micro_batch.ranks)) or "all" for micro_batch in micro_batches]
-        heading = (
-            f"Step {self.step}: {self.tokens:,} tokens in {number_of(len(micro_batches), 'micro-batch')}, "
-            f"imbalance {self.imbalance:.3f}"
-        )
-        colours = {"work": "green", "longest document": "orange", "other documents": "grey"}
-        return bar_table(heading, columns, [work, tokens], colours)
 
     def to_json(self) -> dict[str, Any]:
         return {

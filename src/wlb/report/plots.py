@@ -76,12 +76,11 @@ def profile_lines(profile: WorkloadProfile) -> dict[str, dict[str, tuple[Sequenc
         seconds[f"everything else, {phase}"] = profile.linear.tokens, linear
         flops = attention_flops(shape, profile.attention.tokens, phase) / profile.tp
         rates[f"documents, {phase}"] = profile.attention.tokens, (flops / attention).tolist()
-        if table is not None:
-            work = ATTENTION_BACKWARD_FACTOR if phase == "backward" else 1.0
-            pairs = np.array(table.queries) * table.keys[-1] * work / profile.tp
-            of_table = np.array(getattr(table, f"{phase}_seconds"))[:, -1]
-            reached = 4.0 * shape.layers * shape.heads * shape.head_dim * pairs / of_table
-            rates[f"queries over {table.keys[-1]:,} keys, {phase}"] = table.queries, reached.tolist()
+        work = ATTENTION_BACKWARD_FACTOR if phase == "backward" else 1.0
+        pairs = np.array(table.queries) * table.keys[-1] * work / profile.tp
+        of_table = np.array(getattr(table, f"{phase}_seconds"))[:, -1]
+        reached = 4.0 * shape.layers * shape.heads * shape.head_dim * pairs / of_table
+        rates[f"queries over {table.keys[-1]:,} keys, {phase}"] = table.queries, reached.tolist()
     return {"seconds, all layers": seconds, "achieved FLOP/s of attention": rates}
 
 

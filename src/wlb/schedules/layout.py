@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wlb.errors import UserError
-from wlb.schedules.operations import stages_of_rank
+from wlb.schedules.operations import RankOperations, rank_operations
 
 DIMENSIONS = ("tp", "cp", "pp", "dp", "virtual_pp")
 
@@ -35,8 +35,12 @@ class Layout:
 
     @property
     def rank_stages(self) -> list[list[int]]:
-        """The stages of every pipeline rank."""
-        return [list(stages_of_rank(self.schedule, rank, self.pp, self.virtual_pp)) for rank in range(self.pp)]
+        """The stages of every pipeline rank: every pp-th."""
+        return [[*range(rank, self.stages, self.pp)] for rank in range(self.pp)]
+
+    def operations(self, micro_batches: int) -> RankOperations:
+        """What every pipeline rank runs in a step of so many micro-batches."""
+        return rank_operations(self.schedule, self.pp, micro_batches, self.virtual_pp)
 
     @property
     def world_size(self) -> int:

@@ -19,114 +19,85 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
-from wlb.schedules.operations import ZERO_BUBBLE, Operation, rank_operations, stages_of_rank
+from wlb.schedules.operations import Operation, RankOperations, rank_operations
 
-_WEIGHT_SHARE = 0.5  # of a backward: one of its two matrix products with each weight gives the weight's gradient
+Array = NDArray[np.float64]
 
 
 class PipelineTimes(NamedTuple):
     """When every operation of many pipelines starts and ends, in seconds after the step's start.
 
-    ``starts`` and ``ends`` have shape (operations, ...), in the order of ``operations``; ``rank_ends`` is when each
+    ``seconds`` and ``ends`` have shape (operations, ...), in the order of ``operations``; ``rank_ends`` is when each
     rank has run all of its own, shape (pp, ...).
     """
 
     operations: tuple[Operation, ...]
-    starts: NDArray[np.float64]
-    ends: NDArray[np.float64]
-    rank_ends: NDArray[np.float64]
+    seconds: Array
+    ends: Array
+    rank_ends: Array
+
+    @property
+    def starts(self) -> Array:
+        return self.ends - self.seconds
 
 
 def pipeline_makespan(
-    schedule: str,
-    forward: ArrayLike,
-    backward: ArrayLike,
-    virtual_stages: int = 1,
-    *,
-    weight: ArrayLike | None = None,
-    transfer: ArrayLike = 0.0,
+    schedule: str, forward: ArrayLike, backward: ArrayLike, virtual_stages: int = 1, *, transfer: ArrayLike = 0.0
 ) -> float:
     """Return the seconds from the first forward to the last backward of one pipeline.
 
-    ``forward`` and ``backward`` are seconds of shape (stages, micro_batches), stages in model order; which rank runs
-    stage s is the schedule's (``stages_of_rank``), where pp = stages / ``virtual_stages``. ``schedule`` is one of
-    ``SCHEDULES``. ``weight`` is the part of ``backward`` that the zero-bubble schedules put off, by default half of
-    it. ``transfer`` is what a micro-batch takes from one rank to the next, forwards as well as backwards, a number
-    or of shape (micro_batches,).
+    ``forward`` and ``backward`` are seconds of shape (stages, micro_batches), stages in model order; rank r of
+    pp = stages / ``virtual_stages`` runs every pp-th stage from stage r on. ``schedule`` is one of ``SCHEDULES``.
+    ``transfer`` is what a micro-batch takes from one rank to the next, forwards as well as backwards, a number or of
+    shape (micro_batches,).
 
     Raises ``UserError`` for times of any other shape or sign, and for what ``rank_operations`` refuses.
     """
     times = np.asarray(forward, dtype=np.float64)
     if times.ndim != 2:
         raise UserError(f"forward seconds have shape {times.shape}; expected (stages, micro_batches)")
-    return float(pipeline_makespans(schedule, times, backward, virtual_stages, weight=weight, transfer=transfer))
+    return float(pipeline_makespans(schedule, times, backward, virtual_stages, transfer=transfer))
 
 
 def pipeline_makespans(
-    schedule: str,
-    forward: ArrayLike,
-    backward: ArrayLike,
-    virtual_stages: int = 1,
-    *,
-    weight: ArrayLike | None = None,
-    transfer: ArrayLike = 0.0,
-) -> NDArray[np.float64]:
+    schedule: str, forward: ArrayLike, backward: ArrayLike, virtual_stages: int = 1, *, transfer: ArrayLike = 0.0
+) -> Array:
     """``pipeline_makespan`` of many pipelines at once.
 
-    ``forward``, ``backward`` and ``weight`` have shape (..., stages, micro_batches), ``transfer`` one that broadcasts
-    to (..., micro_batches); the result has shape (...).
+    ``forward`` and ``backward`` have shape (..., stages, micro_batches), ``transfer`` one that broadcasts to
+    (..., micro_batches); the result has shape (...).
     """
-    *_, rank_ends = _run(schedule, forward, backward, virtual_stages, weight, transfer)
-    makespans: NDArray[np.float64] = rank_ends.max(axis=0)
+    stages, micro_batches = _shape(forward)
+    if virtual_stages < 1 or stages % virtual_stages:
+        raise UserError(f"{stages} stages cannot be dealt {virtual_stages} to a rank; give pp * virtual_stages rows")
+    operations = rank_operations(schedule, stages // virtual_stages, micro_batches, virtual_stages)
+    makespans: Array = pipeline_times(operations, forward, backward, transfer=transfer).rank_ends.max(axis=0)
     return makespans
 
 
 def pipeline_times(
-    schedule: str,
+    operations: RankOperations,
     forward: ArrayLike,
     backward: ArrayLike,
-    virtual_stages: int = 1,
     *,
-    weight: ArrayLike | None = None,
     transfer: ArrayLike = 0.0,
     together: ArrayLike | None = None,
 ) -> PipelineTimes:
-    """When each operation of the pipelines runs; arguments as for ``pipeline_makespans``.
+    """When each operation of pipelines runs whose ranks have these ``operations``; seconds as ``pipeline_makespans``.
 
     ``together``, shape (..., micro_batches), joins pipelines: those that have the same number in a micro-batch, from 0
     to the number of pipelines, begin each of its operations when all of them can.
     """
-    waves, seconds, ends, rank_ends = _run(schedule, forward, backward, virtual_stages, weight, transfer, together)
-    batch = rank_ends.shape[1:]
-    return PipelineTimes(
-        waves.in_order,
-        (ends[1:] - seconds).reshape(-1, *batch),
-        ends[1:].reshape(-1, *batch),
-        rank_ends,
-    )
-
-
-def _run(
-    schedule: str,
-    forward: ArrayLike,
-    backward: ArrayLike,
-    virtual_stages: int,
-    weight: ArrayLike | None,
-    transfer: ArrayLike,
-    together: ArrayLike | None = None,
-) -> tuple[_Waves, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Waves, seconds and ends of all operations, shapes (operations, pipelines), ends with a row 0 of zeros before
-    them; and ends of ranks, (pp, ...)."""
-    phases = _checked_times(forward, backward, virtual_stages)
+    phases = _checked_times(forward, backward)
     *batch, stages, micro_batches = phases[0].shape
-    waves = _waves(schedule, stages // virtual_stages, micro_batches, virtual_stages)
-    if schedule in ZERO_BUBBLE:
-        phases = [phases[0], *_split_backward(phases[1], weight)]
+    waves = _waves(operations)
+    if waves.shape != (stages, micro_batches):
+        raise ValueError(f"seconds are of {stages} stages and {micro_batches} micro-batches, operations {waves.shape}")
     by_operation = np.concatenate([times.reshape(-1, stages * micro_batches) for times in phases], axis=1)
-    seconds = by_operation.T[waves.operations]
+    stage, micro_batch, goes_back = waves.table
+    seconds = by_operation.T[(goes_back * stages + stage) * micro_batches + micro_batch]
     delays = _delays(transfer, batch, micro_batches)
     joined = None if together is None else np.asarray(together, np.int64).reshape(-1, micro_batches).T
-    micro_batch = waves.operations % micro_batches
     # Row 0 is the start of the step; row k + 1 is when the k-th operation ends.
     ends = np.zeros((len(seconds) + 1, seconds.shape[1]))
     for start, stop in waves.bounds:
@@ -137,10 +108,11 @@ def _run(
         if joined is not None:
             arrival = _latest(arrival, joined[micro_batch[start:stop]])
         np.add(arrival, seconds[start:stop], out=ends[start + 1 : stop + 1])
-    return waves, seconds, ends, ends[waves.last_of_rank].reshape(-1, *batch)
+    by_pipeline = (seconds, ends[1:], ends[waves.last_of_rank])
+    return PipelineTimes(waves.in_order, *(times.reshape(-1, *batch) for times in by_pipeline))
 
 
-def _latest(arrival: NDArray[np.float64], joined: NDArray[np.int64]) -> NDArray[np.float64]:
+def _latest(arrival: Array, joined: NDArray[np.int64]) -> Array:
     """The latest arrival among joined pipelines, for each of them; shapes (operations, pipelines)."""
     operations, pipelines = arrival.shape
     place = joined + pipelines * np.arange(operations)[:, None]
@@ -149,39 +121,29 @@ def _latest(arrival: NDArray[np.float64], joined: NDArray[np.int64]) -> NDArray[
     return np.asarray(latest[place], np.float64)
 
 
-def _checked_times(forward: ArrayLike, backward: ArrayLike, virtual_stages: int) -> list[NDArray[np.float64]]:
-    forward_times = np.asarray(forward, dtype=np.float64)
-    backward_times = np.asarray(backward, dtype=np.float64)
+def _shape(seconds: ArrayLike) -> tuple[int, int]:
+    """Stages and micro-batches of ``seconds``."""
+    shape = np.shape(seconds)
+    if len(shape) < 2 or 0 in shape:
+        raise UserError(f"pipeline seconds have shape {shape}; expected (..., stages, micro_batches), none of them 0")
+    return shape[-2], shape[-1]
+
+
+def _checked_times(forward: ArrayLike, backward: ArrayLike) -> tuple[Array, Array]:
+    forward_times, backward_times = (np.asarray(seconds, dtype=np.float64) for seconds in (forward, backward))
     if forward_times.shape != backward_times.shape:
         raise UserError(
             f"forward seconds have shape {forward_times.shape}, backward seconds {backward_times.shape}; "
             "they must be the same"
         )
-    if forward_times.ndim < 2 or forward_times.size == 0:
-        raise UserError(
-            f"pipeline seconds have shape {forward_times.shape}; expected (..., stages, micro_batches), none of them 0"
-        )
-    if virtual_stages < 1 or forward_times.shape[-2] % virtual_stages:
-        raise UserError(
-            f"{forward_times.shape[-2]} stages cannot be dealt {virtual_stages} to a rank; "
-            "give pp * virtual_stages rows"
-        )
+    _shape(forward_times)
     # The negated form also catches NaN.
     if not (forward_times.min() >= 0 and backward_times.min() >= 0):
         raise UserError("pipeline seconds contain a negative value or NaN; every time must be 0 or more")
-    return [forward_times, backward_times]
+    return forward_times, backward_times
 
 
-def _split_backward(backward: NDArray[np.float64], weight: ArrayLike | None) -> tuple[NDArray[np.float64], ...]:
-    weights = _WEIGHT_SHARE * backward if weight is None else np.asarray(weight, dtype=np.float64)
-    if weights.shape != backward.shape:
-        raise UserError(f"weight seconds have shape {weights.shape}, backward seconds {backward.shape}")
-    if not (weights.min() >= 0 and np.all(weights <= backward)):
-        raise UserError("weight seconds must lie between 0 and the backward seconds of which they are a part")
-    return backward - weights, weights
-
-
-def _delays(transfer: ArrayLike, batch: list[int], micro_batches: int) -> NDArray[np.float64] | None:
+def _delays(transfer: ArrayLike, batch: list[int], micro_batches: int) -> Array | None:
     """Seconds under way of nothing, then of every micro-batch; (1 + micro_batches, pipelines), None if all are 0."""
     seconds = np.asarray(transfer, dtype=np.float64)
     if not np.all(seconds >= 0):
@@ -196,7 +158,8 @@ class _Waves(NamedTuple):
     """Operations in wave order, and for each the row of ``ends`` of the two operations it waits for."""
 
     in_order: tuple[Operation, ...]
-    operations: NDArray[np.intp]  # index into the times of forwards, then backwards (then weights); (operations,)
+    table: NDArray[np.intp]  # the same: stage, micro-batch, and 1 for a backward; (3, operations)
+    shape: tuple[int, int]  # stages, micro-batches
     previous_on_rank: NDArray[np.intp]  # (operations,), 0 where there is none
     input: NDArray[np.intp]  # (operations,), 0 where there is none
     travelling: NDArray[np.intp]  # (operations,), 1 + the micro-batch where the input comes from another rank, or 0
@@ -205,34 +168,33 @@ class _Waves(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _waves(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> _Waves:
-    pending = [list(reversed(ops)) for ops in rank_operations(schedule, pp, micro_batches, virtual_stages)]
-    stages = pp * virtual_stages
-    home = {s: rank for rank in range(pp) for s in stages_of_rank(schedule, rank, pp, virtual_stages)}
+def _waves(operations: RankOperations) -> _Waves:
+    pending = [list(reversed(of_rank)) for of_rank in operations]
+    home = {operation.stage: rank for rank, of_rank in enumerate(operations) for operation in of_rank}
     row: dict[Operation | None, int] = {None: 0}
-    last_of_rank = [0] * pp
+    last_of_rank = [0] * len(operations)
     in_order: list[Operation] = []
     previous_on_rank: list[int] = []
     inputs: list[int] = []
     travelling: list[int] = []
     bounds: list[tuple[int, int]] = []
     while any(pending):
-        ready = [rank for rank in range(pp) if pending[rank] and _input_of(pending[rank][-1], stages) in row]
+        ready = [rank for rank, of_rank in enumerate(pending) if of_rank and _input_of(of_rank[-1], len(home)) in row]
         assert ready, "the schedule deadlocks"
         bounds.append((len(in_order), len(in_order) + len(ready)))
         for rank in ready:
             operation = pending[rank].pop()
-            waits_for = _input_of(operation, stages)
+            waits_for = _input_of(operation, len(home))
             inputs.append(row[waits_for])
             from_afar = waits_for is not None and home[waits_for.stage] != rank
             travelling.append(1 + operation.micro_batch if from_afar else 0)
             previous_on_rank.append(last_of_rank[rank])
             in_order.append(operation)
             last_of_rank[rank] = row[operation] = len(in_order)
-    phase = {"whole": 1, "input": 1, "weight": 2}
     return _Waves(
         tuple(in_order),
-        np.array([(phase[o.part] * o.backward * stages + o.stage) * micro_batches + o.micro_batch for o in in_order]),
+        np.array(in_order).T,
+        (len(home), 1 + max(operation.micro_batch for operation in in_order)),
         np.array(previous_on_rank),
         np.array(inputs),
         np.array(travelling),
@@ -242,11 +204,9 @@ def _waves(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> _
 
 
 def _input_of(operation: Operation, stages: int) -> Operation | None:
-    stage, micro_batch, backward, part = operation
+    stage, micro_batch, backward = operation
     if not backward:
         return Operation(stage - 1, micro_batch, False) if stage else None
-    if part == "weight":
-        return Operation(stage, micro_batch, True, "input")
     if stage == stages - 1:
         return Operation(stage, micro_batch, False)
-    return Operation(stage + 1, micro_batch, True, part)
+    return Operation(stage + 1, micro_batch, True)

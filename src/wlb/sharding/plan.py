@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.markup import bar_table
-from wlb.terminal import number_of
 from wlb.workload.flops import attended_pairs
 
 Table = NDArray[np.int64]
@@ -97,31 +95,6 @@ class ShardPlan:
         """Positions in the micro-batch of the tokens that ``rank`` holds, in its order; shape (local tokens,)."""
         segment, start, stop = self.pieces[rank].T
         return ranges(self.segment_starts[segment] + start, stop - start)
-
-    def _repr_html_(self) -> str:
-        longest = int(np.argmax(self.segment_lengths))
-        tokens, pairs = self.tokens_per_rank.tolist(), self.attended_pairs
-        of_longest = [
-            int((stop - start)[segment == longest].sum()) for segment, start, stop in map(np.transpose, self.pieces)
-        ]
-        attention = [{"attention": int(of_rank)} for of_rank in pairs]
-        held = [
-            {"longest document": part, "other documents": of_rank - part}
-            for part, of_rank in zip(of_longest, tokens, strict=True)
-        ]
-        columns = {
-            "rank": [str(rank) for rank in range(self.cp_size)],
-            "attention over mean": [f"{share:.3f}" for share in pairs / pairs.mean()],
-            "tokens": [f"{of_rank:,}" for of_rank in tokens],
-            "longest document": [f"{part:,}" for part in of_longest],
-            "K/V received": [f"{received:,}" for received in self.kv_traffic.sum(axis=0).tolist()],
-        }
-        heading = (
-            f"{self.strategy}: {self.tokens:,} tokens on {number_of(self.cp_size, 'rank')}, "
-            f"K/V of {self.kv_gather_fraction:.0%} are sent"
-        )
-        colours = {"attention": "green", "longest document": "orange", "other documents": "grey"}
-        return bar_table(heading, columns, [attention, held], colours)
 
     def to_json(self) -> dict[str, Any]:
         return {

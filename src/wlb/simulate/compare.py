@@ -19,18 +19,19 @@ import numpy as np
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing import PACKERS, checked_name, make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.fixed import FixedSolverPacker
 from wlb.packing.packer import Packer
-from wlb.packing.phases import phase_imbalance
 from wlb.packing.plan import StepPlan
+from wlb.packing.registry import PACKERS, checked_name, make_packer
 from wlb.packing.statistics import PackingStatistics
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.rate import Rate, in_groups
 from wlb.simulate.step import Steps
+from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
+from wlb.workload.phases import PhasedPrices
 
 DEFAULT_METHODS = (
     "sequential",
@@ -217,7 +218,7 @@ def compare_packer(
         tokens_in=sum(document.length for document in documents),
         tokens_out=statistics.tokens,
         optimality_gap=float(np.mean(gaps)) if gaps else None,
-        phase_imbalance=phase_imbalance(whole, job.work_prices),
+        phase_imbalance=_phase_imbalance(whole, job.work_prices),
     )
 
 
@@ -290,3 +291,15 @@ class _TokenLedger:
         for document, _, length in documents:
             self._tokens[document] = self._tokens.get(document, 0) - length
         return sum(tokens == 0 for tokens in self._tokens.values())
+
+
+def _phase_imbalance(plans: Sequence[StepPlan], prices: DocumentPrices) -> dict[str, float]:
+    """By phase, the dearest over the mean micro-batch, mean over steps; nothing where ``prices`` know no phases."""
+    if not isinstance(prices, PhasedPrices):
+        return {}
+    degrees = [] if plans else [np.ones(len(prices.names))]
+    for plan in plans:
+        costs = np.array([prices.costs(micro_batch.segments).sum(axis=0) for micro_batch in plan.micro_batches])
+        largest, mean = costs.max(axis=0), costs.mean(axis=0)
+        degrees.append(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
+    return dict(zip(prices.names, np.mean(degrees, axis=0).tolist(), strict=True))

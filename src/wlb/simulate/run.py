@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 
 from wlb.documents.filling import check_filling
 from wlb.documents.mixture import joined_lengths
-from wlb.markup import bar_table
 from wlb.packing.plan import StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import Rate, first_steps
 from wlb.simulate.step import CAUSES, Steps
-from wlb.terminal import number_of
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 
@@ -71,22 +69,6 @@ class SimulationResult:
     def speed_at_equal_work(self, base: SimulationResult) -> float:
         """How many times faster than ``base`` the same work is done."""
         return self.work_rate / base.work_rate
-
-    def _repr_html_(self) -> str:
-        where = {cause: seconds for cause, seconds in self.where.items() if seconds}
-        columns = {
-            "cause": [*where],
-            "seconds": [f"{seconds:.3g}" for seconds in where.values()],
-            "share": [f"{seconds / self.mean_step_seconds:.1%}" for seconds in where.values()],
-        }
-        gpus, steps = self.job.layout.world_size, number_of(self.steps, "step")
-        heading = (
-            f"Simulated, {steps} of {number_of(gpus, 'GPU')}: {self.mean_step_seconds:.3g} s a step, "
-            f"{self.tokens_per_second:,.0f} tokens/s, slowest GPU over mean {self.imbalance['gpus']:.3f}, "
-            f"token delay {self.token_delay:.2f} steps"
-        )
-        lane = [{"seconds of a step": seconds} for seconds in where.values()]
-        return bar_table(heading, columns, [lane], {"seconds of a step": "green"})
 
     def to_json(self) -> dict[str, Any]:
         return {

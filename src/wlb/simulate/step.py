@@ -26,9 +26,6 @@ from wlb.simulate.shards import Shards, price_shards
 from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
 from wlb.workload.phases import LANGUAGE_MODEL
 
-# Of a matrix product's backward, which multiplies once for the input's gradient and once for the weight's.
-_WEIGHT_SHARE = 0.5
-
 Array = NDArray[np.float64]
 
 CAUSES = {
@@ -59,11 +56,10 @@ IMBALANCES = {
 
 
 class Phases(NamedTuple):
-    """Seconds of forwards, of backwards, and of the part of backwards that zero-bubble schedules put off."""
+    """Seconds of forwards and of backwards."""
 
     forward: Array
     backward: Array
-    weight: Array
 
 
 @dataclass(frozen=True)
@@ -121,15 +117,15 @@ class Steps:
     @property
     def computing(self) -> Phases:
         """What each rank computes, without waiting; shape (steps, dp, stages, micro-batches, cp)."""
-        shards, (forward, backward, weight) = self.shards, self.blocks
-        blocks = Phases(shards.attention_forward + forward, shards.attention_backward + backward, weight)
+        shards, (forward, backward) = self.shards, self.blocks
+        blocks = Phases(shards.attention_forward + forward, shards.attention_backward + backward)
         return self._with_encoders(self._over_stages(blocks, self.head))
 
     @property
     def groups(self) -> Phases:
         """What context-parallel groups take for all blocks; shape (steps, dp, micro-batches)."""
         shards, costs = self.shards, self.costs
-        rest_forward, rest_backward, weight = self.blocks
+        rest_forward, rest_backward = self.blocks
         if "tp collectives" in self.modelled:
             rest_forward = rest_forward + costs.tensor_collectives(shards.tokens, "forward")
             rest_backward = rest_backward + costs.tensor_collectives(shards.tokens, "backward")
@@ -160,7 +156,6 @@ class Steps:
         return Phases(
             forward_seconds(ranks, exchange, shards.parts, self._together),
             backward_seconds(again, exchange, shards.parts, kept, self._together, ahead=ahead),
-            self._together(weight),
         )
 
     @cached_property
@@ -183,16 +178,16 @@ class Steps:
     @property
     def pipelines(self) -> PipelineTimes:
         layout = self.costs.layout
-        forward, backward, weight = self.stages
+        forward, backward = self.stages
         if "weight gathers" in self.modelled:
             forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
         if not weights_kept(self.costs) and "dp ranks" in self.modelled:
             # FSDP gathers weights in every micro-batch, so data-parallel ranks wait for each other.
-            slowest = map(self._slowest, (forward, backward), self._encoding or (None, None))
-            forward, backward = (np.broadcast_to(seconds, weight.shape) for seconds in slowest)
+            shape, slowest = forward.shape, map(self._slowest, (forward, backward), self._encoding or (None, None))
+            forward, backward = (np.broadcast_to(seconds, shape) for seconds in slowest)
         sent = layout.pp > 1 and "stage transfers" in self.modelled
         transfer = self.costs.transfer(self.shards.tokens.max(axis=3)) if sent else 0.0
-        return pipeline_times(layout.schedule, forward, backward, layout.virtual_pp, weight=weight, transfer=transfer)
+        return pipeline_times(layout.operations(forward.shape[-1]), forward, backward, transfer=transfer)
 
     @property
     def late_reduction(self) -> Array:
@@ -270,7 +265,7 @@ class Steps:
 
     @cached_property
     def _computed(self) -> Array:
-        forward, backward, _ = self.computing
+        forward, backward = self.computing
         return forward + backward
 
     @property
@@ -291,13 +286,11 @@ class Steps:
             return stages
         forward, backward = (seconds.sum(axis=-1) for seconds in self._encoding)
         ranks = (..., *[None] * (stages.forward.ndim - forward.ndim))
-        weight = stages.weight + _WEIGHT_SHARE * backward[ranks]
-        return Phases(stages.forward + forward[ranks], stages.backward + backward[ranks], weight)
+        return Phases(stages.forward + forward[ranks], stages.backward + backward[ranks])
 
     def _slowest(self, seconds: Array, encoding: Array | None) -> Array:
-        """Of data-parallel ranks, which wait for each other in every micro-batch, and between phases that do."""
-        phases = self.costs.job.phases
-        if encoding is None or phases is None or not phases.synchronised:
+        """Of data-parallel ranks, which wait for each other in every phase of every micro-batch."""
+        if encoding is None:
             return np.asarray(seconds.max(axis=1, keepdims=True))
         model = (seconds - encoding.sum(axis=-1)).max(axis=1, keepdims=True)
         return np.asarray(model + encoding.max(axis=1, keepdims=True).sum(axis=-1))
@@ -317,8 +310,7 @@ class Steps:
 
 
 def _priced(tokens: NDArray[np.int64], price: Callable[[NDArray[np.int64], Direction], Array]) -> Phases:
-    forward, backward = price(tokens, "forward"), price(tokens, "backward")
-    return Phases(forward, backward, _WEIGHT_SHARE * backward)
+    return Phases(price(tokens, "forward"), price(tokens, "backward"))
 
 
 def _ranks(attention: Array, own_share: Array, rest: Array) -> RankSeconds:

@@ -97,6 +97,5 @@ def _level(plan: StepPlan, steps: LevelSteps) -> Timeline:
 
 
 def _compute(operations: tuple[Operation, ...], steps: Steps) -> Array:
-    forward, backward, weight = (seconds[0] for seconds in steps.computing)  # (dp, stages, micro-batches, cp)
-    of_part = {"whole": backward, "input": backward - weight, "weight": weight}
-    return np.stack([(of_part[o.part] if o.backward else forward)[:, o.stage, o.micro_batch] for o in operations])
+    forward, backward = (seconds[0] for seconds in steps.computing)  # (dp, stages, micro-batches, cp)
+    return np.stack([(backward if o.backward else forward)[:, o.stage, o.micro_batch] for o in operations])

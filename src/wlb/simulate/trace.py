@@ -123,9 +123,7 @@ def _after_the_last(line: Timeline, dp: int, pp: int, thread: int) -> Iterator[d
 
 
 def _phase(operation: Operation) -> str:
-    if not operation.backward:
-        return "forward"
-    return "backward" if operation.part == "whole" else f"backward {operation.part}"
+    return "backward" if operation.backward else "forward"
 
 
 def _span(

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from wlb.job.config import PRESETS
 from wlb.job.memory.fit import fits
-from wlb.markup import COLOURS, bar_table
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.run import SimulationResult, simulate
@@ -197,17 +196,6 @@ class Verdict:
             )
         none = "Keep what you have: no preset" if PRESETS.keys() >= {*self.names} else "No job"
         return f"{self.loses}. {none} is at least {LEAST_GAIN:.0%} faster, and faster in every draw.{found}"
-
-    def _repr_html_(self) -> str:
-        parts = [self.parts(name) for name in self.names]
-        columns = {
-            "system": self.names,
-            "lost": [f"{sum(of_system[part] for part in LOST):.1%}" for of_system in parts],
-            "speed at equal work": [f"{self.speed(name):.2f}x" for name in self.names],
-            "token delay, steps": [f"{self.token_delay(name):.2f}" for name in self.names],
-        }
-        heading = f"{self} Bars: time for the work of a step of {self.base}."
-        return bar_table(heading, columns, [parts], dict(zip(PARTS, COLOURS, strict=True)))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -1,13 +1,12 @@
 """What a document and a micro-batch cost: W_a and W_l, in predicted seconds.
 
-``make_workload`` computes prices from a model's shape and a GPU's rates, ``load_profile`` reads measured ones.
+``make_workload`` computes prices from a model's shape and a GPU's rates, ``wlb.workload.profile.load_profile`` reads
+measured ones.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 from wlb.workload.analytic import AnalyticWorkload, analytic_workload
 from wlb.workload.base import Phase, Seconds, Workload
@@ -16,9 +15,6 @@ from wlb.workload.hardware import HARDWARE, Hardware, hardware_preset
 from wlb.workload.published import MODEL_SHAPES, model_shape
 from wlb.workload.shapes import ModelShape
 
-if TYPE_CHECKING:  # importing it needs more than NumPy, which ``wlb.balance`` does without
-    from wlb.workload.profile import ProfileWorkload, load_profile
-
 __all__ = [
     "HARDWARE",
     "MODEL_SHAPES",
@@ -26,13 +22,11 @@ __all__ = [
     "Hardware",
     "ModelShape",
     "Phase",
-    "ProfileWorkload",
     "Seconds",
     "Workload",
     "attention_flops",
     "default_workload",
     "linear_flops",
-    "load_profile",
     "make_workload",
     "model_shape",
 ]
@@ -54,17 +48,3 @@ def make_workload(
 def default_workload() -> AnalyticWorkload:
     """The 7B model on one H100: prices where none are given, computed once."""
     return make_workload()
-
-
-if not TYPE_CHECKING:  # a type checker sees the import above
-
-    def __getattr__(name: str) -> object:
-        if name not in ("ProfileWorkload", "load_profile"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module("wlb.workload.profile"), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -25,7 +25,6 @@ from wlb.workload.base import EXCHANGES, Phase, Seconds
 from wlb.workload.flops import (
     ATTENTION_BACKWARD_FACTOR,
     LINEAR_BACKWARD_FACTOR,
-    delta_net_flops_per_token,
     elementwise_values_per_token,
     gemm_flops_per_token,
     pair_flops,
@@ -49,8 +48,6 @@ _MERGED = {"forward": 17.0, "backward": 13.0, "both": 30.0}
 # Less where a segment is alone: its rows follow each other, so queries need not be picked, and all is added in place.
 _SENT_ALONE = {"forward": 4.0, "backward": 5.0, "both": 9.0}
 _MERGED_ALONE = {"forward": 11.0, "backward": 3.0, "both": 14.0}
-_PIECES = 2  # of documents that are cut: a head and a tail on each rank
-_STATE_BYTES = 4
 _ENDS = 0.5  # embedding and output head together, in blocks' collectives
 
 
@@ -126,11 +123,7 @@ class AnalyticWorkload:
     def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int, nodes: int | None = None) -> Seconds:
         """Receiving K and V of ``tokens`` tokens from other ranks, returning their gradients; shape of ``tokens``."""
         link = group_link(self.hardware, "all_to_all", cp_size, self.tp, nodes)
-        layers = self.shape.layers_of("full", "sliding")
-        seconds: Seconds = EXCHANGES * layers * link.seconds(np.asarray(tokens) * self._token_bytes)
-        if linear := self.shape.layers_of("linear"):
-            states = np.where(np.asarray(tokens) > 0, _state_bytes(self.shape, self.tp, cp_size), 0.0)
-            seconds = seconds + EXCHANGES * linear * link.seconds(states)
+        seconds: Seconds = EXCHANGES * self.shape.layers * link.seconds(np.asarray(tokens) * self._token_bytes)
         return seconds
 
     def kv_copy_seconds(
@@ -147,7 +140,7 @@ class AnalyticWorkload:
         moved = of_sent * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
         query_bytes = self.shape.heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
         touched = self._token_bytes * moved + query_bytes * of_merged * np.asarray(merged)
-        layers = self.shape.layers_of("full", "sliding")
+        layers = self.shape.layers
         seconds: Seconds = layers / self.hardware.memory_bandwidth * touched
         if expansion := latent_expansion(self.shape):
             factor = {"forward": 1.0, "backward": LINEAR_BACKWARD_FACTOR, "both": 1.0 + LINEAR_BACKWARD_FACTOR}[phase]
@@ -197,7 +190,7 @@ def _analytic_workload(shape: ModelShape, hardware: Hardware, tp: int, cp: int) 
 
 def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, backward: bool) -> PhaseCost:
     share = 1.0 / (tp * cp)
-    of_pair, state_flops = pair_flops(shape), delta_net_flops_per_token(shape)
+    of_pair = pair_flops(shape)
     head_flops = 2.0 * shape.vocab_size * shape.hidden
     expert_flops = _routed_flops(shape)
     block_flops = gemm_flops_per_token(shape) - head_flops - expert_flops + expert_flops / hardware.grouped_rate
@@ -208,7 +201,6 @@ def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, back
     if backward:
         of_pair *= ATTENTION_BACKWARD_FACTOR
         token_flops *= LINEAR_BACKWARD_FACTOR
-        state_flops *= LINEAR_BACKWARD_FACTOR
     pair_seconds = share * (shape.layers_of("full") * of_pair) / rate
     window_pair_seconds = share * (shape.layers_of("sliding") * of_pair) / rate
     drain_tiles = 0.0 if backward else kernel.drain_tiles
@@ -221,7 +213,7 @@ def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, back
         pair_seconds=pair_seconds,
         padding_seconds=(pair_seconds + window_pair_seconds) * half_length / 2,
         fixed_seconds=fixed_seconds,
-        token_seconds=share * (token_flops / gemm_rate + element_bytes / hardware.memory_bandwidth + state_flops / rate)
+        token_seconds=share * (token_flops / gemm_rate + element_bytes / hardware.memory_bandwidth)
         + collective_seconds,
         window_pair_seconds=window_pair_seconds,
         drain_seconds=shape.layers_of("full") * of_drain,
@@ -247,33 +239,18 @@ def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tup
     tp_link = group_link(hardware, "all_gather", tp, stride=1)
     cp_link = group_link(hardware, "all_to_all", cp, stride=tp)
     tp_values, cp_values = 4.0 * shape.hidden / cp, _exchanged_values(shape, tp)
-    exchanging = shape.layers_of("full", "sliding")
     per_token = fixed = 0.0
     if tp > 1:
         per_token += shard_bytes((shape.layers + _ENDS) * tp_values * hardware.bytes_per_value, tp) / tp_link.bandwidth
         fixed += (shape.layers + _ENDS) * 4 * tp_link.latency
     if cp > 1:
-        per_token += shard_bytes(exchanging * cp_values * hardware.bytes_per_value, cp) / cp_link.bandwidth
-        fixed += exchanging * cp_link.latency
-    if cp > 1 and exchanging < shape.layers:
-        fixed += (shape.layers - exchanging) * float(cp_link.seconds(_state_bytes(shape, tp, cp)))
+        per_token += shard_bytes(shape.layers * cp_values * hardware.bytes_per_value, cp) / cp_link.bandwidth
+        fixed += shape.layers * cp_link.latency
     return per_token, fixed
 
 
 def _exchanged_values(shape: ModelShape, tp: int) -> float:
-    """What a tensor-parallel rank receives of a token of another context-parallel rank, in one layer with softmax."""
+    """What a tensor-parallel rank receives of a token of another context-parallel rank, in one layer."""
     if shape.latent is not None:
         return float(shape.latent.kv_rank + shape.latent.rope_dim)
     return 2.0 * shape.kv_heads * shape.head_dim / tp
-
-
-def _state_bytes(shape: ModelShape, tp: int, cp: int) -> float:
-    """What a rank receives of the others in one layer of linear attention, for two pieces of documents on each.
-
-    Of every piece and head, what it adds to the state and the matrix by which it changes what came before it, in
-    float32; all ranks gather them at once and combine them (as LASP-2, arXiv 2502.07563, section 3).
-    """
-    net = shape.delta_net
-    assert net is not None
-    one = net.value_heads * net.key_dim * (net.value_dim + net.key_dim) / tp
-    return (cp - 1) * _PIECES * one * _STATE_BYTES

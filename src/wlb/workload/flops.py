@@ -10,15 +10,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.workload.base import Phase
-from wlb.workload.shapes import BlockKind, ModelShape
+from wlb.workload.shapes import ModelShape
 from wlb.workload.weights import feed_forward_width, parameters
 
 # A backward multiplies once for the gradient of the input and once for that of the weight.
 LINEAR_BACKWARD_FACTOR = 2.0
 # Flash attention's backward has five matrix products (it recomputes the scores), the forward two.
 ATTENTION_BACKWARD_FACTOR = 2.5
-# Tokens that linear attention computes together, the default of flash-linear-attention's kernels.
-DELTA_NET_CHUNK = 64
 
 
 def attended_pairs(lengths: ArrayLike) -> NDArray[np.float64]:
@@ -41,7 +39,6 @@ def attention_flops(shape: ModelShape, lengths: ArrayLike, phase: Phase = "both"
     """Operations of attention over each document, all layers; shape of ``lengths`` (tokens).
 
     ``pair_flops`` for each attended pair, times 2.5 for the backward (FlashAttention-2, arXiv 2307.08691, section 4.1).
-    Linear attention is not counted here: it grows with tokens.
     """
     forward = shape.layers_of("full") * pair_flops(shape) * attended_pairs(lengths)
     if sliding := shape.layers_of("sliding"):
@@ -55,28 +52,14 @@ def pair_flops(shape: ModelShape) -> float:
 
 
 def linear_flops(shape: ModelShape, tokens: ArrayLike, phase: Phase = "both") -> NDArray[np.float64]:
-    """Operations of all that grows with tokens, output head and linear attention included; shape of ``tokens``."""
-    forward = (gemm_flops_per_token(shape) + delta_net_flops_per_token(shape)) * np.asarray(tokens, dtype=np.float64)
+    """Operations of all that grows with tokens, output head included; shape of ``tokens``."""
+    forward = gemm_flops_per_token(shape) * np.asarray(tokens, dtype=np.float64)
     return _in_phase(forward, LINEAR_BACKWARD_FACTOR, phase)
 
 
 def gemm_flops_per_token(shape: ModelShape) -> float:
     """Forward operations for one token: projections, feed-forward or chosen experts, and output head."""
     return 2.0 * parameters(shape, active=True, tied_embeddings=True)  # the embedding is a lookup; the head is none
-
-
-def delta_net_flops_per_token(shape: ModelShape) -> float:
-    """Forward operations of linear attention for one token, all layers; 0 without it.
-
-    In chunks of C tokens (gated delta net, arXiv 2412.06464, section 3.3), for each value head: three products with the
-    state, of key_dim x value_dim; among the tokens of a chunk, scores of keys with keys and with queries, and the
-    products of the solved triangle with keys and values and of scores with values.
-    """
-    net = shape.delta_net
-    if net is None:
-        return 0.0
-    in_chunk = DELTA_NET_CHUNK * (3 * net.key_dim + 2 * net.value_dim)
-    return 2.0 * shape.layers_of("linear") * net.value_heads * (3 * net.key_dim * net.value_dim + in_chunk)
 
 
 def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
@@ -86,29 +69,25 @@ def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
     kernel of its own that reads its inputs and writes its output once. Variants have others beside them, or in place
     of rotary embedding.
     """
+    more_forward, more_backward = _attention_values(shape)
     forward = backward = 0
     for kind, count in shape.blocks.items():
         width = feed_forward_width(shape, kind)
-        more_forward, more_backward = _attention_values(shape, kind)
         moved = _dispatched_values(shape) if kind.routed else 0
         forward += count * (2 * (2 + 3) * shape.hidden + more_forward + moved + 3 * width)
         backward += count * (2 * (3 + 3) * shape.hidden + more_backward + moved + 5 * width)
     return float(forward), float(backward)
 
 
-def _attention_values(shape: ModelShape, kind: BlockKind) -> tuple[int, int]:
+def _attention_values(shape: ModelShape) -> tuple[int, int]:
     """Of element-wise kernels around attention, forward and backward."""
-    net, latent, query = shape.delta_net, shape.latent, shape.heads * shape.head_dim
-    if kind.attention == "linear" and net is not None:
-        # Convolution with its activation, norms of queries and keys, and the gated norm of the output.
-        normed, gated = 2 * net.key_heads * net.key_dim, net.value_heads * net.value_dim
-        return 2 * net.mixed + 2 * normed + 3 * gated, 3 * net.mixed + 3 * normed + 5 * gated
+    latent = shape.latent
     if latent is not None:
         # Rotary embedding, putting keys together of both their parts, and the norms of both latents.
-        kept = 2 * latent.rope_dim * (shape.heads + 1) + 2 * query
+        kept = 2 * latent.rope_dim * (shape.heads + 1) + 2 * shape.heads * shape.head_dim
         return kept + 2 * (latent.q_rank + latent.kv_rank), kept + 3 * (latent.q_rank + latent.kv_rank)
     rotary = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
-    return (rotary, rotary) if net is None else (rotary + 3 * query, rotary + 5 * query)  # with a gate
+    return rotary, rotary
 
 
 def _dispatched_values(shape: ModelShape) -> int:

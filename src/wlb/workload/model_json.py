@@ -1,6 +1,6 @@
 """The shape of a Hugging Face model, from its ``config.json``.
 
-This is the only reader of sizes, and of which blocks have windows, linear attention or experts. What the trainer needs
+This is the only reader of sizes, and of which blocks have windows or experts. What the trainer needs
 beside the shape, and what it refuses, is in ``wlb.job.config_json``, which takes the shape from here.
 Keys that are absent have the defaults of the model's class in ``transformers``, where that class has one default for
 models of all sizes. Where keys disagree, ``layer_types`` decides, as there.
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from wlb.errors import UserError
-from wlb.workload.shapes import DeltaNet, Experts, LatentAttention, ModelShape
+from wlb.workload.shapes import Experts, LatentAttention, ModelShape
 
 Keys = Mapping[str, Any]
 
 # Where config.json does not say.
-_HEAD_DIMS = {"qwen3": 128, "qwen3_next": 256, "gemma3_text": 256, "gpt_oss": 64}
+_HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}
 _GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
 _WINDOW, _GPT_OSS_WINDOW, _QWEN_FULL = 4096, 128, 28  # sliding_window, and Qwen's max_window_layers
-_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
@@ -108,10 +108,6 @@ def _qwen(document: Keys) -> ModelShape:
     return _with_windows(dense(document), document, window, lambda layer: window is not None and layer >= first)
 
 
-def _qwen_moe(document: Keys) -> ModelShape:
-    return replace(_qwen_routed(document), sliding_window=_qwen_window(document))
-
-
 def _qwen_window(document: Keys) -> int | None:
     used = document.get("use_sliding_window")
     if used not in (None, True, False):
@@ -119,7 +115,7 @@ def _qwen_window(document: Keys) -> int | None:
     return _window(document, _WINDOW) if used else None
 
 
-def _qwen_routed(document: Keys) -> ModelShape:
+def _qwen_moe(document: Keys) -> ModelShape:
     if _size(document, "decoder_sparse_step", 1) != 1:
         raise UserError(f"decoder_sparse_step = {document['decoder_sparse_step']} is not priced; choose another model")
     first = document.get("mlp_only_layers") or []
@@ -129,23 +125,9 @@ def _qwen_routed(document: Keys) -> ModelShape:
         document,
         "num_experts" if "num_experts" in document else "num_local_experts",  # as transformers 5 writes it
         "moe_intermediate_size",
-        shared_hidden=_size(document, "shared_expert_intermediate_size", 0, least=0),
         dense_layers=len(first),
     )
-    return dense(document, experts=experts)
-
-
-def _qwen3_next(document: Keys) -> ModelShape:
-    shape, every = _qwen_routed(document), _size(document, "full_attention_interval", 4)
-    types = _layer_types(document, shape.layers, _LINEAR, lambda layer: (layer + 1) % every != 0)
-    net = DeltaNet(
-        key_heads=_size(document, "linear_num_key_heads"),
-        value_heads=_size(document, "linear_num_value_heads"),
-        key_dim=_size(document, "linear_key_head_dim"),
-        value_dim=_size(document, "linear_value_head_dim"),
-        conv_width=_size(document, "linear_conv_kernel_dim", 4),
-    )
-    return replace(shape, delta_net=net, full_attention_every=_period(types))
+    return dense(document, experts=experts, sliding_window=_qwen_window(document))
 
 
 def _deepseek(document: Keys) -> ModelShape:
@@ -195,7 +177,6 @@ FAMILIES: dict[str, Callable[[Keys], ModelShape]] = {
     "mistral": _mistral,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen_moe,
-    "qwen3_next": _qwen3_next,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,
     "gemma3_text": _gemma3,
@@ -210,7 +191,7 @@ def _window(document: Keys, default: int | None) -> int | None:
 
 def _with_windows(shape: ModelShape, document: Keys, window: int | None, slides: Callable[[int], bool]) -> ModelShape:
     """``shape`` with a window in the blocks of which ``layer_types`` says so, or else ``slides`` of their number."""
-    types = _layer_types(document, shape.layers, _SLIDING, slides)
+    types = _layer_types(document, shape.layers, slides)
     if _SLIDING not in types:
         return shape
     if window is None:
@@ -224,12 +205,12 @@ def _with_windows(shape: ModelShape, document: Keys, window: int | None, slides:
     return replace(shape, sliding_window=window, full_attention_every=_period(types))
 
 
-def _layer_types(document: Keys, layers: int, other: str, is_other: Callable[[int], bool]) -> list[str]:
-    """Of every block whether its attention is full or of the ``other`` type; ``layer_types`` says so, if given."""
+def _layer_types(document: Keys, layers: int, slides: Callable[[int], bool]) -> list[str]:
+    """Of every block whether its attention is full or has a window; ``layer_types`` says so, if given."""
     types = document.get("layer_types")
     if types is None:
-        return [other if is_other(layer) else _FULL for layer in range(layers)]
-    unknown = [name for name in types if name not in (_FULL, other)] if isinstance(types, list) else [types]
+        return [_SLIDING if slides(layer) else _FULL for layer in range(layers)]
+    unknown = [name for name in types if name not in (_FULL, _SLIDING)] if isinstance(types, list) else [types]
     if unknown:
         raise UserError(f"layer_types has {unknown[0]!r}, which is not supported; choose another model")
     if len(types) != layers:

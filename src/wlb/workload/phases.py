@@ -1,9 +1,9 @@
 """Several costs per document: what encoders of images or audio take before the language model does.
 
 A document's images and its text are two sizes that say little about each other. So a document may have, beside its
-tokens for the language model, seconds of further phases. Where ranks wait for each other between the phases of a
-micro-batch (FSDP gathers the weights of every block; an encoder is a pipeline's first stage), a step takes the sum over
-phases of the slowest micro-batch, and packers keep that low; elsewhere they keep the largest sum low.
+tokens for the language model, seconds of further phases. Packers balance the sum over a document's phases. Where ranks
+wait for each other between the phases of a micro-batch (FSDP gathers the weights of every block; an encoder is a
+pipeline's first stage), a simulated step takes the sum over phases of the slowest micro-batch.
 
 Nothing is moved between ranks: the encoder runs where the document's tokens are. OrchMLLM (arXiv 2503.23830) moves the
 inputs of encoders instead.
@@ -37,7 +37,6 @@ class DocumentPhases:
             (documents,), in the order of the data set. A document without images costs 0.
         memory_tokens: What a document holds in memory for these phases until its backward, in tokens of the language
             model; shape (documents,). It counts against L_max as the document's tokens do. None is nothing.
-        synchronised: Whether ranks wait for each other between the phases of a micro-batch.
 
     A document that is cut has these phases where it begins. Raises ``UserError`` for arrays that differ in length, and
     for what is negative or not finite.
@@ -45,7 +44,6 @@ class DocumentPhases:
 
     seconds: Mapping[str, ArrayLike]
     memory_tokens: ArrayLike | None = None
-    synchronised: bool = True
 
     def __post_init__(self) -> None:
         columns = {name: _column(f"seconds of {name!r}", values) for name, values in self.seconds.items()}
@@ -88,13 +86,13 @@ class DocumentPhases:
         """Those of segments, as if each were a document."""
         columns = dict(zip(self.names, self.of(table).T, strict=True))
         memory = self.held_tokens(table) - np.asarray(table, np.int64).reshape(-1, 3)[:, 2]
-        return DocumentPhases(columns, memory, self.synchronised)
+        return DocumentPhases(columns, memory)
 
     @property
     def digest(self) -> str:
         """What processes compare, as they plan by these numbers."""
         held = b"" if self.memory_tokens is None else np.asarray(self.memory_tokens).astype("<i8").tobytes()
-        content = repr((self.names, self.synchronised)).encode() + self._rows.astype("<f8").tobytes() + held
+        content = repr(self.names).encode() + self._rows.astype("<f8").tobytes() + held
         return hashlib.blake2b(content, digest_size=8).hexdigest()
 
     @property

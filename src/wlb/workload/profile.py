@@ -5,8 +5,6 @@ token, which is a straight line between two lengths if attention costs a d^2 + b
 it is. Beyond the longest measurement attention grows with the attended pairs and the linear part with the tokens; below
 the shortest both are proportional. ``PrefixTable`` prices queries over the keys before them: bilinearly between
 measurements, which is exact for any a q k + b q + c k + d of q queries and k keys, and in proportion beyond them.
-
-Version 2 of the file adds the clock, the threads and ``prefix_attention``; files of version 1 read as before.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ class PrefixMeasurements(BaseModel):
 
 
 class WorkloadProfile(BaseModel):
-    """A measured profile file, version 1 or 2; unknown fields are refused.
+    """A measured profile file; unknown fields are refused.
 
     ``attention`` has one document of each length, ``linear`` one micro-batch of each number of tokens.
     """
@@ -93,18 +91,18 @@ class WorkloadProfile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["wlb-workload-profile"] = "wlb-workload-profile"
-    version: Literal[1, 2] = 2
+    version: Literal[2] = 2
     machine: Annotated[str, Field(min_length=1)]
     versions: dict[str, str]
     dtype: Annotated[str, Field(min_length=1)]
-    clock: Annotated[str, Field(min_length=1)] | None = None  # since version 2
-    threads: PositiveInt | None = None  # of the CPU; since version 2
+    clock: Annotated[str, Field(min_length=1)]
+    threads: PositiveInt  # of the CPU
     model: ModelShape
     tp: PositiveInt = 1
     cp: PositiveInt = 1
     attention: Measurements
     linear: Measurements
-    prefix_attention: PrefixMeasurements | None = None  # since version 2
+    prefix_attention: PrefixMeasurements
 
     def workload(self) -> ProfileWorkload:
         """Prices that pass through the measurements."""
@@ -117,7 +115,7 @@ class WorkloadProfile(BaseModel):
             attention_rates=_by_phase(*attention),
             linear_tokens=np.concatenate([[0.0], linear_tokens, [_FAR]]),
             linear_totals=_by_phase(*linear),
-            prefix_attention=None if self.prefix_attention is None else self.prefix_attention.table(),
+            prefix_attention=self.prefix_attention.table(),
         )
 
 
@@ -152,7 +150,7 @@ class ProfileWorkload:
     attention_rates: dict[Phase, NDArray[np.float64]]  # seconds per token of a document, (knots,) each
     linear_tokens: NDArray[np.float64]  # (knots,)
     linear_totals: dict[Phase, NDArray[np.float64]]  # seconds, (knots,) each
-    prefix_attention: PrefixTable | None
+    prefix_attention: PrefixTable
 
     def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_a of each document alone; shape of ``lengths`` (tokens)."""
@@ -163,12 +161,9 @@ class ProfileWorkload:
     def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """Attention of each piece of a document: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens).
 
-        As context-parallel ranks run it: W_a of the piece alone, and what its queries cost over the keys before it. A
-        profile without ``prefix_attention`` prices the piece by what it adds to the document.
+        As context-parallel ranks run it: W_a of the piece alone, and what its queries cost over the keys before it.
         """
         start, stop = np.asarray(starts), np.asarray(stops)
-        if self.prefix_attention is None:
-            return self.attention_seconds(stop, phase) - self.attention_seconds(start, phase)
         alone = self.attention_seconds(stop - start, phase)
         return alone + self.prefix_attention.price(stop - start, start, phase)
 
@@ -251,7 +246,7 @@ def load_profile(path: str | Path) -> ProfileWorkload:
 def write_profile(profile: WorkloadProfile, path: str | Path) -> None:
     """Write ``profile`` to ``path``, whole or not at all; raises ``UserError`` where that is not possible."""
     try:
-        replace_text(Path(path), profile.model_dump_json(indent=1, exclude_none=True) + "\n")
+        replace_text(Path(path), profile.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise UserError(f"profile {path} cannot be written: {error.strerror}") from None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wlb.errors import UserError, choose_from
 from wlb.workload.model_json import read_shape
-from wlb.workload.shapes import DeltaNet, Experts, LatentAttention, ModelShape
+from wlb.workload.shapes import Experts, LatentAttention, ModelShape
 
 _DEEPSEEK_LATENT = LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128)
 
@@ -63,13 +63,6 @@ MODEL_SHAPES: dict[str, ModelShape] = {
     ),
     # All blocks with a window (arXiv 2310.06825, Table 1); later versions of it have full attention.
     "mistral-7b": ModelShape(4096, 32, 32, 8, 128, 14_336, 32_000, sliding_window=4096),
-    # Three blocks of gated delta net to each of gated full attention (config.json).
-    "qwen3-next-80b-a3b": ModelShape(
-        *(2048, 48, 16, 2, 256, 5120, 151_936),
-        full_attention_every=4,
-        experts=Experts(512, 10, 512, shared_hidden=512),
-        delta_net=DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
-    ),
 }
 
 

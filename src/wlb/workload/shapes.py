@@ -1,7 +1,7 @@
 """Shapes of the language models that the workload model prices, and which of them the trainer builds.
 
 A model is a row of blocks, each of attention and a feed-forward layer. Blocks of one model may differ: in whether
-attention is full, confined to a window or linear, and in whether the feed-forward layer is one of experts.
+attention is full or confined to a window, and in whether the feed-forward layer is one of experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_LAYERS = 10_000  # ten times the deepest transformer that was trained (Dee
 class BlockKind(NamedTuple):
     """What a block is made of; ``routed`` says that its feed-forward layer is a mixture of experts."""
 
-    attention: Literal["full", "sliding", "linear"]
+    attention: Literal["full", "sliding"]
     routed: bool
 
 
@@ -67,39 +67,14 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """Linear attention by the gated delta rule (arXiv 2412.06464), as in Qwen3-Next.
-
-    Every value head has a state of ``key_dim`` x ``value_dim``, and a token costs the same wherever it stands. Queries,
-    keys and values first pass a depthwise convolution over ``conv_width`` tokens. The full attention in the blocks
-    between is gated: its output is multiplied by one more projection as wide as the queries.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int = 4
-
-    def __post_init__(self) -> None:
-        _check_sizes("delta_net", vars(self))
-
-    @property
-    def mixed(self) -> int:
-        """Columns of queries, keys and values together."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """A decoder-only transformer with grouped-query attention and a SwiGLU feed-forward layer, or a variant of it.
 
     ``layers`` counts all blocks of the model, ``head_dim`` is the width of one attention head's query and key.
 
-    With ``sliding_window`` w, a token attends the w tokens that end with it. With ``delta_net`` attention is linear. Of
-    either kind are all blocks but the first ``full_attention_layers`` and every ``full_attention_every``-th, where
-    these are given: they have full attention. ``experts`` take the place of the feed-forward layer, whose width
-    ``ffn_hidden`` is then that of dense blocks.
+    With ``sliding_window`` w, a token attends the w tokens that end with it, in all blocks but the first
+    ``full_attention_layers`` and every ``full_attention_every``-th, where these are given. ``experts`` take the place
+    of the feed-forward layer, whose width ``ffn_hidden`` is then that of dense blocks.
 
     Raises ``UserError`` for a size below 1, for more than 10,000 layers, for query heads that do not share the
     key/value heads evenly, and for variants that do not go together.
@@ -117,7 +92,6 @@ class ModelShape:
     full_attention_every: int | None = None
     experts: Experts | None = None
     latent: LatentAttention | None = None
-    delta_net: DeltaNet | None = None
 
     def __post_init__(self) -> None:
         _check_sizes("", vars(self))
@@ -137,15 +111,11 @@ class ModelShape:
                 f"rope_dim = {self.latent.rope_dim} for head_dim = {self.head_dim}; give every head a key/value head, "
                 "and a head_dim of at least rope_dim"
             )
-        if self.delta_net is not None and (self.sliding_window is not None or self.full_attention_every is None):
-            raise UserError(
-                "model shape has delta_net; it needs full_attention_every, and there can be no sliding_window"
-            )
         for name in ("full_attention_layers", "full_attention_every"):
-            if getattr(self, name) is not None and self.sliding_window is None and self.delta_net is None:
+            if getattr(self, name) is not None and self.sliding_window is None:
                 raise UserError(
                     f"model shape has {name} = {getattr(self, name)} and no blocks of another kind; give "
-                    "sliding_window or delta_net too"
+                    "sliding_window too"
                 )
 
     def block_kind(self, layer: int) -> BlockKind:
@@ -154,8 +124,6 @@ class ModelShape:
         routed = self.experts is not None and layer >= self.experts.dense_layers
         if layer < (self.full_attention_layers or 0) or (every is not None and (layer + 1) % every == 0):
             return BlockKind("full", routed)
-        if self.delta_net is not None:
-            return BlockKind("linear", routed)
         return BlockKind("full" if self.sliding_window is None else "sliding", routed)
 
     @property
@@ -200,8 +168,6 @@ def _divided_sizes(shape: ModelShape) -> dict[str, int]:
     sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size")}
     if shape.experts is not None:
         sizes |= {f"experts.{name}": getattr(shape.experts, name) for name in ("count", "shared_hidden")}
-    if shape.delta_net is not None:
-        sizes |= {f"delta_net.{name}": getattr(shape.delta_net, name) for name in ("key_heads", "value_heads")}
     return sizes
 
 
@@ -211,7 +177,7 @@ def check_built(shape: ModelShape) -> None:
     Windows are built where the blocks with full attention come first. Models in which they alternate (Gemma, gpt-oss)
     differ in more than that.
     """
-    for name in ("full_attention_every", "experts", "latent", "delta_net"):
+    for name in ("full_attention_every", "experts", "latent"):
         if getattr(shape, name) is not None:
             raise UserError(
                 f"the model has {_VARIANTS[name]}, which can be priced and simulated but not trained or profiled; "
@@ -224,5 +190,4 @@ _VARIANTS = {
     "full_attention_every": "full attention in every few blocks (full_attention_every)",
     "experts": "a mixture of experts (experts)",
     "latent": "multi-head latent attention (latent)",
-    "delta_net": "linear attention (delta_net)",
 }

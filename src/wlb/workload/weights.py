@@ -1,13 +1,13 @@
 """How many weights a model has: in all, and those that one token meets.
 
-Matrices are counted, and the convolutions of linear attention; norms, biases and scalars for each head or expert are
+Matrices are counted; norms, biases and scalars for each head or expert are
 not, less than 0.1% of any model here. ``tests/workload/test_weights.py`` compares with published counts, and with what
 ``transformers`` builds.
 """
 
 from __future__ import annotations
 
-from wlb.workload.shapes import BlockKind, DeltaNet, ModelShape
+from wlb.workload.shapes import BlockKind, ModelShape
 
 
 def parameters(shape: ModelShape, *, active: bool = False, tied_embeddings: bool = False) -> int:
@@ -24,12 +24,7 @@ def mean_block_weights(shape: ModelShape, *, active: bool = False) -> float:
 
 def block_weights(shape: ModelShape, kind: BlockKind, *, active: bool = False) -> int:
     """Weights of a block of this kind."""
-    if kind.attention == "linear":
-        assert shape.delta_net is not None
-        attention = _delta_net_weights(shape.hidden, shape.delta_net)
-    else:
-        attention = _attention_weights(shape)
-    return attention + _feed_forward_weights(shape, kind, active=active)
+    return _attention_weights(shape) + _feed_forward_weights(shape, kind, active=active)
 
 
 def expert_weights(shape: ModelShape) -> int:
@@ -52,12 +47,11 @@ def feed_forward_width(shape: ModelShape, kind: BlockKind) -> int:
 def _attention_weights(shape: ModelShape) -> int:
     """Projections to queries, keys and values and back; with latents, those down to a latent and up from it."""
     query, hidden, latent = shape.heads * shape.head_dim, shape.hidden, shape.latent
-    gate = hidden * query if shape.delta_net is not None else 0
     if latent is None:
-        return hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) + gate
+        return hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     to_query = latent.q_rank * (hidden + query) if latent.q_rank else hidden * query
     to_latent = hidden * (latent.kv_rank + latent.rope_dim)
-    return to_query + to_latent + latent_expansion(shape) + shape.heads * latent.value_dim * hidden + gate
+    return to_query + to_latent + latent_expansion(shape) + shape.heads * latent.value_dim * hidden
 
 
 def latent_expansion(shape: ModelShape) -> int:
@@ -66,12 +60,6 @@ def latent_expansion(shape: ModelShape) -> int:
     if latent is None:
         return 0
     return latent.kv_rank * shape.heads * (shape.head_dim - latent.rope_dim + latent.value_dim)
-
-
-def _delta_net_weights(hidden: int, net: DeltaNet) -> int:
-    """Queries, keys, values and the gate of the output; decay and strength of each head; the way back; convolution."""
-    value = net.value_heads * net.value_dim
-    return hidden * (net.mixed + value + 2 * net.value_heads) + value * hidden + net.mixed * net.conv_width
 
 
 def _feed_forward_weights(shape: ModelShape, kind: BlockKind, *, active: bool) -> int:

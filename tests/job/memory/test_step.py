@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
-from wlb.job.config import ParallelConfig
 from wlb.job.memory.layers import LayerMemory, MemorySettings
 from wlb.job.memory.step import _Walk, predict_even_step, predict_memory, predict_rank_memory
 from wlb.schedules.layout import Layout
@@ -128,9 +127,7 @@ class _Forgetful(dict[Any, Any]):
 def test_passes_that_begin_alike_change_what_is_held_alike(settings_, thousands, keeps_weights):
     settings_ = replace(settings_, keeps_weights=keeps_weights)
     rows = [1000 * count for count in thousands]
-    parallel = settings_.parallel
-    operations = rank_operations(parallel.schedule, parallel.pp, settings_.micro_batches, parallel.virtual_pp)
-    for rank, of_rank in enumerate(operations):
+    for rank, of_rank in enumerate(settings_.parallel.operations(settings_.micro_batches)):
         each = _Walk(settings_, rank, rows, passes=_Forgetful()).over(of_rank)
         assert predict_rank_memory(settings_, rows, rank) == each
 
@@ -173,10 +170,3 @@ def test_weights_that_are_kept_are_there_when_a_forward_has_left_its_activations
     assert 5 * block < kept - freed < 8 * block
     pipeline = job(Layout(dp=4, pp=2))
     assert total(pipeline, 8) == total(replace(pipeline, keeps_weights=True), 8)  # which keeps them anyhow
-
-
-def test_a_section_of_a_configuration_gives_the_same():
-    """``parallel`` was documented as a ``ParallelConfig``; programs that pass one go on."""
-    section: Any = ParallelConfig(pp=2, cp=2, tp=2)
-    of_section, of_layout = (MemorySettings(SHAPE, (4, 4), parallel, 2, 4) for parallel in (section, section.layout))
-    assert predict_memory(of_section, [64, 64]) == predict_memory(of_layout, [64, 64])

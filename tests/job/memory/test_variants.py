@@ -1,4 +1,4 @@
-"""Memory of experts, latent and linear attention: all weights count, and what travels is what is kept."""
+"""Memory of experts and latent attention: all weights count, and what travels is what is kept."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,13 +9,12 @@ from wlb.job.memory.layers import LayerMemory, MemorySettings
 from wlb.job.memory.step import predict_memory
 from wlb.schedules.layout import Layout
 from wlb.workload import ModelShape
-from wlb.workload.shapes import BlockKind, DeltaNet, Experts, LatentAttention
+from wlb.workload.shapes import BlockKind, Experts, LatentAttention
 from wlb.workload.weights import parameters
 
 DENSE = ModelShape(hidden=64, layers=6, heads=8, kv_heads=8, head_dim=16, ffn_hidden=96, vocab_size=64)
 ROUTED = replace(DENSE, experts=Experts(8, 2, 32, shared_hidden=16, dense_layers=2))
 LATENT = replace(DENSE, latent=LatentAttention(q_rank=24, kv_rank=20, rope_dim=4, value_dim=12))
-LINEAR = replace(DENSE, full_attention_every=3, delta_net=DeltaNet(2, 4, 8, 12))
 WINDOWED = replace(DENSE, full_attention_every=3, sliding_window=16)
 ROWS = 128
 
@@ -29,7 +28,7 @@ def held(shape: ModelShape, kind: BlockKind, **layout: Any) -> int:
     return LayerMemory(settings(shape, **layout), ROWS).block(kind).held
 
 
-@pytest.mark.parametrize("shape", [DENSE, ROUTED, LATENT, LINEAR, WINDOWED])
+@pytest.mark.parametrize("shape", [DENSE, ROUTED, LATENT, WINDOWED])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_weight_is_held_whether_a_token_meets_it_or_not(shape, tp):
     norms = (2 * shape.layers + 1) * shape.hidden
@@ -54,11 +53,6 @@ def test_of_other_ranks_latents_are_kept_and_not_what_they_expand_to():
     kind = BlockKind("full", False)
     assert held(LATENT, kind, cp=2) - held(LATENT, kind) == ROWS * (20 + 4) * 2
     assert held(DENSE, kind, cp=2) - held(DENSE, kind) == ROWS * 2 * 8 * 16 * 2
-
-
-def test_linear_attention_keeps_nothing_of_other_ranks():
-    kind = BlockKind("linear", False)
-    assert held(LINEAR, kind, cp=2) == held(LINEAR, kind)
 
 
 def test_a_window_saves_no_memory():

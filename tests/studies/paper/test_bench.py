@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.limits import examples
 from wlb.job.config import NO_BOUND, PRESETS
-from wlb.packing import PACKERS
+from wlb.packing.registry import PACKERS
 from wlb.packing.variable_length import VariableLengthOptions
 from wlb.schedules.layout import Layout
 from wlb.simulate.job import PAPER_JOBS, NamedJob

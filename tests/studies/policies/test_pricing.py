@@ -15,6 +15,7 @@ from tests.studies.policies.ranks import lengths_of, ranks
 from wlb.errors import UserError
 from wlb.job.memory.step import predict_even_step
 from wlb.job.planner import StepPlanner
+from wlb.schedules.operations import rank_operations
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulate, simulate_step, simulated_job
 from wlb.simulate.costs import JobCosts
@@ -62,9 +63,10 @@ def test_groups_of_one_size_take_what_the_simulator_says(layout):
 def test_pipelines_that_run_a_micro_batch_together_begin_it_together():
     """One stage: the second pipeline's 1 + 1 s are over when the first ends its 3 + 3 s, and both go on from there."""
     forward = np.array([[[3.0, 1.0]], [[1.0, 1.0]]])
-    times = pipeline_times("1f1b", forward, forward, together=[[0, 0], [1, 0]])
+    operations = rank_operations("1f1b", 1, 2)
+    times = pipeline_times(operations, forward, forward, together=[[0, 0], [1, 0]])
     assert times.rank_ends.tolist() == [[8.0, 8.0]]
-    apart = pipeline_times("1f1b", forward, forward)
+    apart = pipeline_times(operations, forward, forward)
     assert apart.rank_ends.tolist() == [[8.0, 4.0]]
 
 

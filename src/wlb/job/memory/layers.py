@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from wlb.schedules.layout import Layout
-from wlb.workload.flops import DELTA_NET_CHUNK
 from wlb.workload.shapes import DENSE, BlockKind, ModelShape
 from wlb.workload.weights import block_weights, feed_forward_width
 
@@ -124,17 +123,16 @@ class LayerMemory:
     def block(self, kind: BlockKind = DENSE) -> Unit:
         """One block; one with a window counts as one without."""
         shape, settings, rows = self.settings.shape, self.settings, self.rows
-        linear = kind.attention == "linear"
-        attention_out = rows * (self._linear_out() if linear else self.out) * self.compute
-        received = 0 if linear else self._kept_received()
-        kept_attention = attention_out + (0 if linear else self.log_sum_exp) + received
-        projected = self._projected(kind)
+        attention_out = rows * self.out * self.compute
+        received = self._kept_received()
+        kept_attention = attention_out + self.log_sum_exp + received
+        projected = self._projected()
         wide = rows * (feed_forward_width(shape, kind) // settings.parallel.tp) * self.compute
         routed = self._routed() if kind.routed else 0
         everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide + routed
         last_half = self.norm + self.gathered + 4 * wide + routed  # released before attention's backward begins
 
-        work_forward, work_backward = self._attention_work(kind)
+        work_forward, work_backward = self._attention_work()
         attending = self.norm + self.gathered + projected + kept_attention + work_forward
         # Of SwiGLU: its last product, then the gate, then the first two products, when four results are two gradients.
         # The gradients of their matrices wait for the end of the block where they are to be added up in a wider type.
@@ -162,24 +160,12 @@ class LayerMemory:
             received=received if selective else 0,
         )
 
-    def _projected(self, kind: BlockKind) -> int:
+    def _projected(self) -> int:
         """What attention's projections leave for its backward."""
-        shape, tp = self.settings.shape, self.settings.parallel.tp
-        net, latent = shape.delta_net, shape.latent
-        width = self.query + self.key_value
-        if kind.attention == "linear" and net is not None:
-            # Queries, keys and values before and after the convolution, the gate, and the triangle of every chunk.
-            width = (2 * net.mixed + net.value_heads * (net.value_dim + DELTA_NET_CHUNK)) // tp
-        elif net is not None:
-            width += 2 * self.query  # the gate, and the output that it has passed
-        elif latent is not None:
+        latent, width = self.settings.shape.latent, self.query + self.key_value
+        if latent is not None:
             width += 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim  # before and after their norms
         return self.rows * width * self.compute
-
-    def _linear_out(self) -> int:
-        net = self.settings.shape.delta_net
-        assert net is not None
-        return net.value_heads * net.value_dim // self.settings.parallel.tp
 
     def _routed(self) -> int:
         """A token as each of its experts gets it, and what they return, and its scores for all of them.
@@ -194,14 +180,12 @@ class LayerMemory:
     def _kept_received(self) -> int:
         return self.exchange.kept * self.exchanged * self.compute
 
-    def _attention_work(self, kind: BlockKind) -> tuple[int, int]:
+    def _attention_work(self) -> tuple[int, int]:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
 
         A run's result lies beside its place for a moment. Under context parallelism a rank sends, receives and lines up
         keys and values; where these are latents, it expands them too.
         """
-        if kind.attention == "linear":
-            return self.rows * self._linear_out() * self.compute, self._projected(kind)
         own = self.rows * self.out * self.compute + self.log_sum_exp
         own_grads = self.rows * (self.query + self.key_value) * self.compute
         if self.settings.parallel.cp == 1:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from wlb.job.memory.layers import Exchange, LayerMemory, MemorySettings, Unit
-from wlb.schedules.operations import Operation, rank_operations, round_size
+from wlb.schedules.operations import Operation, round_size
 
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
 USABLE_SHARE = 0.9
@@ -83,20 +83,16 @@ def predict_rank_memory(
 
     ``exchanges`` are what it exchanges in each; without them, the most that a plan may ask for.
     """
-    parallel = settings.parallel
-    operations = rank_operations(parallel.schedule, parallel.pp, settings.micro_batches, parallel.virtual_pp)
+    operations = settings.parallel.operations(settings.micro_batches)
     return _Walk(settings, pipeline_rank, rows, exchanges).over(operations[pipeline_rank])
 
 
 def predict_even_step(settings: MemorySettings, tokens: int, limit: float = math.inf) -> MemoryEstimate:
     """``predict_memory`` of a step whose micro-batches hold ``tokens`` tokens each, at once however many they are.
 
-    A full pipeline of equal micro-batches holds the same round after round, but for their token ids; GPipe alone holds
-    all of them.
+    A full pipeline of equal micro-batches holds the same round after round, but for their token ids.
     """
     walked = min(settings.micro_batches, EVEN_ROUNDS * round_size(settings.parallel.pp, settings.micro_batches))
-    if settings.parallel.schedule not in ("1f1b", "interleaved_1f1b"):
-        walked = settings.micro_batches
     more = (settings.micro_batches - walked) * _largest_share(settings, tokens) * _BATCH_BYTES
     estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked, limit - more)
     return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})
@@ -157,7 +153,7 @@ class _Walk:
                 for index, unit in enumerate(units):
                     self._gather(index, unit)
             self.states[stage] = frozenset(self.gathered), frozenset()
-        for stage, micro_batch, backward, _ in operations:
+        for stage, micro_batch, backward in operations:
             self._pass(stage, micro_batch, backward=backward)
         self._note(working=shard)  # the optimizer's own
         return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})

@@ -70,15 +70,15 @@ def _measured(profile: WorkloadProfile) -> dict[str, list[_Point]]:
     shape, table = profile.model, profile.prefix_attention
     flops = attention_flops(shape, profile.attention.tokens, "forward") / profile.tp
     rows = zip(profile.attention.tokens, profile.attention.forward_seconds, flops, strict=True)
-    found = {f"documents, one layer, {profile.machine}": [_point(d, s, float(f), shape) for d, s, f in rows]}
-    if table is not None:
-        per_pair = 4.0 * shape.layers * shape.heads * shape.head_dim / profile.tp
-        keys = int(table.keys[-1])
-        seconds = np.asarray(table.forward_seconds)[:, -1].tolist()
-        found[f"queries over {keys:,} keys, one layer, {profile.machine}"] = [
+    per_pair = 4.0 * shape.layers * shape.heads * shape.head_dim / profile.tp
+    keys = int(table.keys[-1])
+    seconds = np.asarray(table.forward_seconds)[:, -1].tolist()
+    return {
+        f"documents, one layer, {profile.machine}": [_point(d, s, float(f), shape) for d, s, f in rows],
+        f"queries over {keys:,} keys, one layer, {profile.machine}": [
             _point(q, s, per_pair * int(q) * keys, shape) for q, s in zip(table.queries, seconds, strict=True)
-        ]
-    return found
+        ],
+    }
 
 
 def _point(tokens: int, seconds: float, flops: float, shape: ModelShape) -> _Point:

@@ -167,10 +167,9 @@ def step_seconds(
     slots = -(-forward.shape[-1] // job.layout.pp) * job.layout.pp if job.layout.virtual_pp > 1 else forward.shape[-1]
     forwards, backwards = (_filled(values, slots) for values in staged)
     times = pipeline_times(
-        job.layout.schedule,
+        job.layout.operations(slots),
         forwards,
         backwards,
-        job.layout.virtual_pp,
         transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.layout.pp > 1 else 0.0,
         together=np.concatenate([began, np.zeros((len(began), slots - began.shape[1]), np.int64)], axis=1)[None],
     )
@@ -194,7 +193,7 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
     starts = np.zeros_like(lengths)
     attention = [float(costs.attention(starts, lengths, d).sum()) / ranks.count / slots for d in _DIRECTIONS]
     alike = _alone(costs, *(np.array([of_slot]) for of_slot in (tokens / slots, *attention)))
-    forward, backward = (np.repeat(phase[0], slots, axis=2) for phase in alike.stages[:2])
+    forward, backward = (np.repeat(phase[0], slots, axis=2) for phase in alike.stages)
     seconds = SlotSeconds(forward, backward, np.full((1, slots), tokens / slots))
     return step_seconds(seconds, np.zeros((1, slots), np.int64), ranks)
 
@@ -237,7 +236,7 @@ def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Simula
     costs = group_costs(job, size, plan.sharding, nodes)
     shards = price_shards(lengths, costs)
     steps = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)
-    forward, backward, moving = (phase[0, 0] for phase in (*steps.stages[:2], steps.moving))
+    forward, backward, moving = (phase[0, 0] for phase in (*steps.stages, steps.moving))
     return _Stages(forward, backward, moving, received_bytes(shards, job))
 
 
@@ -257,7 +256,7 @@ def _priced_over_heads(
     wire, received = all_to_all_of_heads(job, tokens, size, nodes)
     of_wire = costs.stage_shares[:, None] * wire
     again = 2 if job.activation_checkpointing == "full" else 1
-    forward, backward, moving = (phase[0, 0] for phase in (*steps.stages[:2], steps.moving))
+    forward, backward, moving = (phase[0, 0] for phase in (*steps.stages, steps.moving))
     passed = float(received.sum()) * size * (1 + again) * job.shape.layers
     return _Stages(forward + of_wire, backward + again * of_wire, moving + of_wire, passed)
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.schedules.operations import rank_operations
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
@@ -108,9 +109,10 @@ def _seconds(plan: GroupPlan, ranks: Ranks) -> float:
     """
     hardware, gpus = ranks.job.hardware, ranks.count
     seconds, _ = group_seconds(plan, ranks)
-    times = pipeline_times(
-        "1f1b", seconds.forward[None], seconds.backward[None], together=begun_together(plan, ranks)[None]
-    )
+    slots = seconds.forward.shape[-1]
+    operations = rank_operations("1f1b", 1, slots)
+    together = begun_together(plan, ranks)[None]
+    times = pipeline_times(operations, seconds.forward[None], seconds.backward[None], together=together)
     weights = parameters(SHAPE, tied_embeddings=True)
     reduced = group_link(hardware, "all_gather", gpus, 1).seconds(shard_bytes(_GRADIENT_BYTES * weights, gpus))
     update = JobCosts(ranks.job.with_layout(dp=1)).optimizer.sum() * weights / parameters(SHAPE)

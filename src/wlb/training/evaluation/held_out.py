@@ -25,9 +25,9 @@ from wlb.documents.store.shards import open_store
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, EvaluationConfig
 from wlb.job.job import JobSpec
-from wlb.packing import make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.registry import make_packer
 from wlb.terminal import number_of
 from wlb.training.data.batch import check_first_tokens, labels_of_segments
 
