@@ -15,7 +15,7 @@ from wlb.documents.store.reader import TokenStore
 _write(Path("STORE"), 1200000)
 written, virtual = TokenStore.open("STORE"), _VirtualStore(1200000)
 assert (written.lengths == virtual.lengths).all()
-assert written.tokens == virtual.tokens == virtual.stored_lengths.counts.tokens
+assert written.tokens == virtual.tokens == virtual.stored_lengths.tokens
 """
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from wlb.documents.order import summarise_epoch
+from wlb.documents.order import check_trainable
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
@@ -156,7 +156,7 @@ def trained_memory(case: Case) -> Memory:
 
 
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
-    summarise_epoch(case.documents.lengths, case.config.data)
+    check_trainable(case.documents.lengths, case.config.data)
     job = _decided(case)
     with StepLoader(case.store, job, case.config.training, share=RankShare.in_job(job, dp_rank, 0)) as loader:
         return [*islice(loader, STEPS)]

@@ -100,7 +100,7 @@ def prepare(
         return
     if out is None:
         raise UserError("--out is missing; name the store to make, or one to --check")
-    from wlb.documents.lengths import stored_lengths, what_was_read
+    from wlb.documents.lengths import read_lengths, what_was_read
     from wlb.documents.prepare import prepare_parts, prepare_store
     from wlb.documents.prepare.chat import ChatFormat
     from wlb.documents.prepare.parts import TaskShard
@@ -157,8 +157,7 @@ def prepare(
     if json:
         emit_json(report.to_json())
         return
-    _, lengths = stored_lengths(out)
-    stdout.print(what_was_read(corpus.name, lengths), markup=False, highlight=False)
+    stdout.print(what_was_read(corpus.name, read_lengths(out)), markup=False, highlight=False)
     _show(report)
     if "missing_field" in report.rejects:
         stdout.print(corpus.described_fields(), markup=False, highlight=False)

@@ -173,7 +173,7 @@ def test_a_remote_store_is_the_same_as_on_the_disk(place, local, tmp_path, capsy
     assert same_tokens(pickle.loads(pickle.dumps(store)), local)
     assert not place.gets  # all of it is in the cache
 
-    assert TokenStore.open(f"{place.url}/corpus").stored_lengths.counts.tokens == local.tokens
+    assert TokenStore.open(f"{place.url}/corpus").stored_lengths.tokens == local.tokens
 
 
 def test_eight_processes_fetch_everything_once(place, local):

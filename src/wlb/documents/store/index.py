@@ -49,6 +49,7 @@ _COUNTS = struct.Struct("<QQ")
 _CHUNK = 1 << 18  # entries converted or checked at a time: a few MiB of memory
 # Opening checks all of an index of up to a million documents, and of a larger one so many blocks of documents.
 _CHECKED_WHOLE, _BLOCK, _SAMPLED_BLOCKS = 1 << 20, 1 << 11, 32
+_IDENTIFIED_WHOLE, _IDENTIFIED = 1 << 16, 1 << 10  # entries in an identity: all of up to so many, or about so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,14 @@ class TokenIndex:
         return self._pointer(len(self.sequence_lengths)) // self.dtype.itemsize
 
     @property
-    def is_checked_whole(self) -> bool:
-        """Whether ``check_sample`` reads all of it."""
-        return self.documents <= _CHECKED_WHOLE
+    def identity(self) -> bytes:
+        """What it says of documents: their number and type, all tokens, and where documents begin.
+
+        That is a sum over all lengths before. Of a large index it is taken at a thousand evenly spaced places: another
+        order of documents, or another length, changes it, unless all lengths between two of these places add up alike.
+        """
+        places = [_spaced(array).astype("<i8").tobytes() for array in (self.pointers, self.firsts)]
+        return b"".join([f"{self.dtype.name} {self.documents} {self.tokens} ".encode(), *places])
 
     def run(self, document: int) -> tuple[int, int]:
         """The first token of a document in the token file, and its tokens."""
@@ -125,9 +131,10 @@ class TokenIndex:
     def check_sample(self) -> None:
         """Read its ends and blocks at random places; all of it where it has no more than that."""
         self.check_ends()
-        size = _CHUNK if self.is_checked_whole else _BLOCK
+        is_checked_whole = self.documents <= _CHECKED_WHOLE
+        size = _CHUNK if is_checked_whole else _BLOCK
         blocks: Sequence[int] = range(-(-self.documents // size))
-        if not self.is_checked_whole and len(blocks) > _SAMPLED_BLOCKS:
+        if not is_checked_whole and len(blocks) > _SAMPLED_BLOCKS:
             drawn = Permutation(len(blocks), 0).between(0, _SAMPLED_BLOCKS - 2)
             blocks = sorted({0, *drawn.tolist(), blocks[-1]})
         for block in blocks:
@@ -177,6 +184,10 @@ class TokenIndex:
     def _uncovered(self) -> UserError:
         sequences = len(self.sequence_lengths)
         return UserError(f"{self.path} is corrupt: its documents do not cover its {sequences} sequences in order")
+
+
+def _spaced(array: NDArray[Any]) -> NDArray[Any]:
+    return array[:: 1 if len(array) <= _IDENTIFIED_WHOLE else len(array) // _IDENTIFIED]
 
 
 def index_path(prefix: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import DocumentLengths
+from wlb.documents.store.lengths import DocumentLengths
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.store.shards import gathered, open_store
 from wlb.documents.store.sources import StoreSource, refuse_twice, store_prefixes

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import StoredLengths, chunks
 from wlb.documents.store.index import (
     TokenIndex,
     bin_path,
@@ -28,7 +27,7 @@ from wlb.documents.store.index import (
     read_index,
     sidecar_path,
 )
-from wlb.documents.store.lengths import IndexLengths
+from wlb.documents.store.lengths import IndexLengths, StoredLengths, chunks
 from wlb.documents.store.remote import RemoteArray, RemotePath, store_prefix
 from wlb.documents.store.sources import StoreSource, store_prefixes
 from wlb.documents.store.stamps import Stamps, check_unchanged, stamps_of
@@ -132,14 +131,12 @@ class TokenStore:
 
     @cached_property
     def identity(self) -> str:
-        """sha256 in hex over the index, the size of the token file and, where the sidecar has it, its own sha256.
+        """sha256 in hex over ``TokenIndex.identity`` and, where the sidecar has it, its sha256 of the tokens.
 
         The tokens are not read: the writer of the store hashed them, and their mask, if there is one. A store without
         that, such as one made by Megatron-Core, keeps its identity when tokens change and lengths do not.
         """
-        with self._index.path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-        digest.update(str(self._data.nbytes).encode())
+        digest = hashlib.sha256(self._index.identity)
         digest.update(self.sidecar.get("content_sha256", "").encode())
         if self._mask is not None:
             digest.update(b"mask" + self.sidecar.get("mask_sha256", "").encode())

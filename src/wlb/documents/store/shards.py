@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import LengthCounts, StoredLengths, added_counts, counted
 from wlb.documents.store.index import index_path, read_index
-from wlb.documents.store.lengths import IndexLengths
+from wlb.documents.store.lengths import IndexLengths, StoredLengths
 from wlb.documents.store.reader import TokenStore, check_store, identity_of_tokenizer
 from wlb.documents.store.sources import StoreSource, source_name, store_prefixes
 from wlb.documents.store.stamps import Stamps, check_unchanged, stamps_of
@@ -45,17 +44,12 @@ class Shard:
 
 
 class ShardedLengths:
-    """``StoredLengths`` of shards of so many ``documents`` each, of which ``shard`` opens those of one.
+    """``StoredLengths`` of shards of so many ``documents`` each, of which ``shard`` opens those of one."""
 
-    ``counts`` are those of all, where they are known.
-    """
-
-    def __init__(
-        self, documents: Sequence[int], shard: Callable[[int], StoredLengths], counts: LengthCounts | None = None
-    ) -> None:
+    def __init__(self, documents: Sequence[int], shard: Callable[[int], StoredLengths], tokens: int) -> None:
         self._ends = np.cumsum(documents, dtype=np.int64)
         self._shard = shard
-        self._counts = counts
+        self.tokens = tokens
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -72,10 +66,6 @@ class ShardedLengths:
             lengths[place - start : end - start] = self._shard(number)[in_shard : in_shard + end - place]
             place = end
         return lengths
-
-    @property
-    def counts(self) -> LengthCounts:
-        return self._counts or counted([self])
 
 
 def place_in(ends: NDArray[np.int64], document: int) -> tuple[int, int]:
@@ -110,8 +100,8 @@ class ShardedStore(TokenStore):
     Raises ``UserError`` where no shard has documents, and where two have another token type, tokenizer or vocabulary.
     """
 
-    def __init__(self, source: StoreSource, root: Path, shards: Sequence[Shard], counts: LengthCounts) -> None:
-        self._arguments = source, root, shards, counts
+    def __init__(self, source: StoreSource, root: Path, shards: Sequence[Shard]) -> None:
+        self._arguments = source, root, shards
         self.prefix = Path(source_name(source))  # for messages
         self._root = root
         self._shards = [shard for shard in shards if shard.documents]
@@ -122,7 +112,7 @@ class ShardedStore(TokenStore):
         self._lengths_at = lru_cache(_OPEN_INDEXES)(self._open_lengths)
         self._store_at = lru_cache(_OPEN_STORES)(self._open_store)
         documents = [shard.documents for shard in self._shards]
-        self.stored_lengths = ShardedLengths(documents, lambda number: self._lengths_at(number), counts)
+        self.stored_lengths = ShardedLengths(documents, lambda number: self._lengths_at(number), self.tokens)
         vocabularies = {shard.vocab_size for shard in self._shards}
         self._vocab_size = vocabularies.pop() if len(vocabularies) == 1 else None
         tokenizers = (shard.tokenizer for shard in self._shards if shard.tokenizer is not None)
@@ -133,8 +123,7 @@ class ShardedStore(TokenStore):
         """The stores at ``prefixes``, in this order, which ``source`` names."""
         root = Path(os.path.commonpath([os.path.abspath(prefix.parent) for prefix in prefixes]))
         names = (os.path.relpath(prefix, root).replace(os.sep, "/") for prefix in prefixes)
-        shards, counts = zip(*map(_described, names, prefixes), strict=True)
-        return cls(source, root, shards, added_counts(counts))
+        return cls(source, root, [*map(_described, names, prefixes)])
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return ShardedStore, self._arguments
@@ -218,15 +207,12 @@ class ShardedStore(TokenStore):
         return self._prefix(shard)
 
 
-def _described(name: str, prefix: Path) -> tuple[Shard, LengthCounts]:
-    """Read all of the index of a shard, which has no documents where a task of the tool that wrote it had none."""
+def _described(name: str, prefix: Path) -> Shard:
+    """Open a shard, which has no documents where a task of the tool that wrote it had none."""
     stamps = stamps_of(prefix)
-    index = read_index(index_path(prefix), whole=True, sample=False, may_be_empty=True)
-    index.check_ends()
-    counts = counted([IndexLengths(index)])  # checks all else
-    store = TokenStore.with_index(prefix, index, stamps)
+    store = TokenStore.with_index(prefix, read_index(index_path(prefix), may_be_empty=True), stamps)
     found = len(store), store.tokens, store.dtype.str, store.vocab_size, store.tokenizer, store.identity
-    return Shard(name, stamps, *found), counts
+    return Shard(name, stamps, *found)
 
 
 def open_store(source: StoreSource) -> TokenStore:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wlb.documents.mixture import stored_documents
 from wlb.documents.store.mixture import TrainedStore, document_lengths
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
@@ -123,7 +122,6 @@ class StepLoader(Iterator[LoadedStep]):
         epochs = 1 if training.steps is None else None
         lengths = document_lengths(store)
         planner = StepPlanner(job, lengths, epochs=epochs)
-        self.epoch_summary = stored_documents(lengths, job.data).summary
         self.changed_data: str | None = None
         if state is not None:
             changed = check_identity(state, store, job, allow_changes=allow_changes)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.order import summarise_epoch
+from wlb.documents.order import check_trainable
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.documents.store.mixture import TrainedStore
@@ -163,7 +163,7 @@ def bucket_boundaries(evaluation: EvaluationConfig, context_window: int) -> list
 
 def _segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig) -> list[Segment]:
     lengths = store.stored_lengths[: evaluation.documents]
-    summarise_epoch(lengths, data.changed(store=evaluation.store, mixture=()))
+    check_trainable(lengths, data.changed(store=evaluation.store, mixture=()))
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist()) if length]
     return split_overlong(whole, data.context_window, data.overlong)[0]
 
