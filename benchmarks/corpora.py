@@ -40,9 +40,9 @@ from numpy.typing import NDArray
 from parts.measurement import CpuTimer, command, console, facts, freeze_imports, make_parser, show, write
 from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
+from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.index import IndexWriter, TokenIndex, bin_path, index_path
 from wlb.documents.store.reader import TokenStore
-from wlb.documents.store.shards import open_store
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
@@ -135,11 +135,11 @@ def _measured_shards(folder: Path, shards: int) -> dict[str, Any]:
     freeze_imports()
     handles = len(os.listdir("/proc/self/fd"))
     since = _Clock()
-    store = open_store(folder)
+    store = StoreGroup.open([folder])
     opening = since()
     order = Permutation(len(store), 0, 0, 0)
     blocks = [order.between(start, start + BLOCK) for start in range(0, BLOCK * SHARD_BLOCKS, BLOCK)]
-    lengths = store.stored_lengths
+    lengths: Any = store.stored_lengths
     turn_seconds = _cpu_seconds(lambda: [lengths[block] for block in blocks])
     read_seconds = _cpu_seconds(lambda: [store.read(document, 0, 1) for document in np.concatenate(blocks).tolist()])
     return {
@@ -220,7 +220,7 @@ def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:
         return TokenStore.open(prefix) if written else _VirtualStore(documents)
 
     since = _Clock()
-    lengths = opened().stored_lengths
+    lengths: Any = StoreGroup([opened()]).stored_lengths
     opening = since()
     planner = StepPlanner(decide(job, lengths), lengths)
     next(planner)
@@ -230,7 +230,7 @@ def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:
     place = int(np.random.default_rng(0).integers(documents))
     state["stream"] |= {"epoch": 3, "cursor": place}
     since = _Clock()
-    lengths = opened().stored_lengths
+    lengths = StoreGroup([opened()]).stored_lengths
     resumed = StepPlanner(decide(job, lengths), lengths)
     resumed.load_state_dict(state)
     next(resumed)

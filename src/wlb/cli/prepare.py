@@ -167,9 +167,10 @@ def prepare(
 
 
 def _check(source: str, json: bool) -> None:
-    from wlb.documents.store.shards import check_stores
+    from wlb.documents.store.group import StoreGroup
 
-    store = check_stores(source)
+    store = StoreGroup.open([source])
+    store.check_content()
     if json:
         emit_json({"store": source, "documents": len(store), "tokens": store.tokens})
     else:

@@ -29,9 +29,7 @@ from numpy.typing import NDArray
 
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
-from wlb.documents.store.lengths import IndexLengths, StoredLengths
 from wlb.documents.store.remote import RemotePath, store_prefix
-from wlb.documents.store.shards import ShardedLengths
 from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
@@ -305,39 +303,37 @@ def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
 
 
 def _from_store(source: StoreSource) -> tuple[Path, Integers]:
-    """What to call a store, and all lengths; of a large one those of blocks of documents from all over it, in order."""
-    path, lengths = _stored_lengths(source)
-    if len(lengths) <= _MOST_READ:
-        return path, lengths[:]
-    blocks = np.sort(Permutation(len(lengths) // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
-    sample = np.concatenate([lengths[first : first + _BLOCK] for first in (blocks * _BLOCK).tolist()])
-    tell(
-        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its {len(lengths):,} documents, "
-        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0"
-    )
-    return path, sample
+    """What to call a store, whose token files need not be there, and the lengths of its documents in order.
 
-
-def _stored_lengths(source: StoreSource) -> tuple[Path, StoredLengths]:
-    """What to call a store, whose token files need not be there, and its lengths on the disk."""
+    Those of a large one are of blocks of documents from all over it.
+    """
     try:
         prefixes = store_prefixes(source)
     except UserError as error:
         path = Path(source_name(source))
         raise UserError(f"{error}{_if_text(path)}") if path.is_dir() else error from None
-    if len(prefixes) == 1:
-        path = index_path(prefixes[0])
-        may_be_file = not (isinstance(path, RemotePath) or str(source).endswith(".idx"))
-        if may_be_file and not path.exists():
-            raise _no_lengths(prefixes[0])
-        return path, IndexLengths(read_index(path))
-
-    def shard(number: int) -> IndexLengths:
-        return IndexLengths(read_index(index_path(prefixes[number]), sample=False, may_be_empty=True))
-
-    shards = [*map(shard, range(len(prefixes)))]
-    tokens = sum(lengths.tokens for lengths in shards)
-    return Path(source_name(source)), ShardedLengths([*map(len, shards)], shard, tokens)
+    path = index_path(prefixes[0]) if len(prefixes) == 1 else Path(source_name(source))
+    may_be_file = len(prefixes) == 1 and not (isinstance(path, RemotePath) or str(source).endswith(".idx"))
+    if may_be_file and not path.exists():
+        raise _no_lengths(prefixes[0])
+    ends = np.cumsum([0, *(read_index(index_path(prefix)).documents for prefix in prefixes)])
+    documents = int(ends[-1])
+    if documents <= _MOST_READ:
+        indexes = (read_index(index_path(prefix), sample=False) for prefix in prefixes)
+        return path, np.concatenate([index.lengths_between(0, index.documents) for index in indexes])
+    blocks = np.sort(Permutation(documents // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
+    chosen = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+    sample = [
+        read_index(index_path(prefix), sample=False).lengths(of_shard - first)
+        for prefix, first, of_shard in zip(
+            prefixes, ends, np.split(chosen, chosen.searchsorted(ends[1:-1])), strict=False
+        )
+    ]
+    tell(
+        f"wlb: note: {path}: lengths are those of a sample of {len(chosen):,} of its {documents:,} documents, "
+        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0"
+    )
+    return path, np.concatenate(sample)
 
 
 def _no_lengths(path: Path) -> UserError:

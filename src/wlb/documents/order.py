@@ -184,7 +184,7 @@ def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | N
     store, window = source_name(store or config.stores[0]), config.context_window
     limit = window if config.overlong == "drop" else MAX_DOCUMENT_TOKENS
     found = False
-    for first, chunk in chunks(lengths):
+    for first, chunk in chunks(lambda start, stop: lengths[start:stop], len(lengths)):
         if config.overlong == "error" and (chunk > window).any():
             place = int(np.argmax(chunk > window))
             where = f" of {store}" if config.mixture else ""

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from wlb.documents.lengths import read_lengths
 from wlb.documents.store import index as index_module
-from wlb.documents.store.index import MAGIC, index_path, read_index
-from wlb.documents.store.lengths import IndexLengths
+from wlb.documents.store.group import GroupLengths, StoreGroup
+from wlb.documents.store.index import MAGIC, index_path
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, check_store
 from wlb.errors import UserError
 
@@ -51,7 +51,8 @@ def test_any_documents_in_any_order(tmp_path, monkeypatch):
         expected = np.array([sum(document) for document in documents])
         assert np.array_equal(store.lengths, expected)
         chosen = np.array(data.draw(st.lists(st.integers(0, len(documents) - 1))), np.int64)
-        lengths = store.stored_lengths
+        lengths = StoreGroup([store]).stored_lengths
+        assert isinstance(lengths, GroupLengths)
         assert len(lengths) == len(documents)
         assert lengths.tokens == expected.sum()
         assert np.array_equal(lengths[chosen], expected[chosen])
@@ -74,7 +75,7 @@ def test_an_index_is_not_held_in_memory(tmp_path):
     tracemalloc.start()
     try:
         store = TokenStore.open(tmp_path / "s")
-        assert store.stored_lengths[np.array([0, 5 * 10**7, documents - 1])].tolist() == [0, 0, 0]
+        assert StoreGroup([store]).lengths_of(np.array([0, 5 * 10**7, documents - 1])).tolist() == [0, 0, 0]
         assert store.identity == TokenStore.open(tmp_path / "s").identity
         held = tracemalloc.get_traced_memory()[1]
     finally:
@@ -85,7 +86,6 @@ def test_an_index_is_not_held_in_memory(tmp_path):
 @pytest.fixture
 def few_checked(monkeypatch):
     """Opening checks the first block of four documents, the last, and no other."""
-    monkeypatch.setattr(index_module, "_CHECKED_WHOLE", 0)
     monkeypatch.setattr(index_module, "_BLOCK", 4)
     monkeypatch.setattr(index_module, "_SAMPLED_BLOCKS", 2)
 
@@ -112,7 +112,7 @@ def test_damage_that_opening_does_not_meet_is_found_where_it_lies(tmp_path, few_
     assert store.lengths_of(np.array([0, 5, 39])).tolist() == [3, 3, 3]
     for find in (
         lambda: store.lengths_of(np.array([5, 20, 3])),
-        lambda: store.stored_lengths[:],
+        lambda: store.lengths,
         lambda: store.read(20),
         lambda: check_store(prefix),
     ):
@@ -164,4 +164,4 @@ def test_lengths_of_a_large_store_are_those_of_a_sample(tmp_path, monkeypatch, c
         "drawn with seed 0\n"
     )
     assert np.array_equal(read_lengths(prefix), sample)
-    assert IndexLengths(read_index(index_path(prefix)))[:].tolist() == lengths.tolist()
+    assert StoreGroup.open([prefix]).lengths.tolist() == lengths.tolist()

@@ -23,9 +23,9 @@ from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
 from wlb.documents.store import remote
 from wlb.documents.store.cache import cache_folder
+from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, check_store, stored_vocab_size
 from wlb.documents.store.remote import RemotePath, store_prefix
-from wlb.documents.store.shards import check_stores, open_store
 from wlb.documents.store.sources import names_store
 from wlb.errors import UserError
 
@@ -157,11 +157,12 @@ def test_a_remote_store_is_the_same_as_on_the_disk(place, local, tmp_path, capsy
         mask, expected = store.loss_mask(document, start, length), local.loss_mask(document, start, length)
         assert mask is not None
         assert mask.tolist() == expected.tolist()
-    store.check_labels()
+    assert store.has_labels()
     assert np.array_equal(read_lengths(f"{place.url}/corpus"), read_lengths(tmp_path / "corpus"))
     for source in (f"{place.url}/corpus.idx", [f"{place.url}/corpus"]):
-        assert type(open_store(source)) is TokenStore
-        assert check_stores(source).identity == local.identity
+        group = StoreGroup.open([source])
+        group.check_content()
+        assert group.identity == StoreGroup([local]).identity
         assert np.array_equal(read_lengths(source), read_lengths(tmp_path / "corpus"))
         assert stored_vocab_size(source) == VOCAB
     assert check_store(RemotePath(f"{place.url}/corpus")).tokens == local.tokens
@@ -173,7 +174,7 @@ def test_a_remote_store_is_the_same_as_on_the_disk(place, local, tmp_path, capsy
     assert same_tokens(pickle.loads(pickle.dumps(store)), local)
     assert not place.gets  # all of it is in the cache
 
-    assert TokenStore.open(f"{place.url}/corpus").stored_lengths.tokens == local.tokens
+    assert TokenStore.open(f"{place.url}/corpus").tokens == local.tokens
 
 
 def test_eight_processes_fetch_everything_once(place, local):
@@ -245,7 +246,7 @@ def test_an_object_that_changes_is_refused(place, local, tmp_path):
     with pytest.raises(UserError, match=r"token file \S+/corpus.bin does not exist"):
         TokenStore.open(f"{place.url}/corpus")
     place.remove("corpus.idx")
-    for use in (open_store, read_lengths):
+    for use in (TokenStore.open, read_lengths):
         with pytest.raises(UserError, match=r"token store index \S+://\S+/corpus.idx does not exist; name one store"):
             use(f"{place.url}/corpus")
 
@@ -395,7 +396,7 @@ def test_urls_that_would_mean_something_else_are_refused(url, message):
 )
 def test_shards_at_urls_are_refused(source, message):
     assert not names_store(source)
-    for use in (open_store, read_lengths, check_stores):
+    for use in (lambda source: StoreGroup.open([source]), read_lengths):
         with pytest.raises(UserError, match=message):
             use(source)
 

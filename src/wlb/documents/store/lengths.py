@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-from wlb.documents.store.index import TokenIndex
 
 _CHUNK = 1 << 14  # documents looked at together
 
@@ -33,26 +31,6 @@ Lengths: TypeAlias = "NDArray[np.int64] | StoredLengths"
 DocumentLengths: TypeAlias = "Lengths | Sequence[Lengths]"
 
 
-class IndexLengths:
-    """``StoredLengths`` of an index."""
-
-    def __init__(self, index: TokenIndex) -> None:
-        self.index = index
-
-    def __len__(self) -> int:
-        return self.index.documents
-
-    def __getitem__(self, documents: NDArray[np.int64] | slice) -> NDArray[np.int64]:
-        if isinstance(documents, slice):
-            start, stop, _ = documents.indices(len(self))
-            return self.index.lengths_between(start, stop)
-        return self.index.lengths(documents)
-
-    @property
-    def tokens(self) -> int:
-        return self.index.tokens
-
-
 def tokens_of(lengths: DocumentLengths) -> int:
     """Tokens of all documents; of a store its index says so."""
     if isinstance(lengths, Sequence):
@@ -65,7 +43,7 @@ def documents_in(lengths: DocumentLengths) -> int:
     return sum(map(len, lengths)) if isinstance(lengths, Sequence) else len(lengths)
 
 
-def chunks(lengths: Lengths) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """All lengths, a chunk at a time, each with the number of its first document."""
-    for first in range(0, len(lengths), _CHUNK):
-        yield first, lengths[first : first + _CHUNK]
+def chunks(between: Callable[[int, int], NDArray[np.int64]], documents: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """The lengths ``between`` two of ``documents`` documents, a chunk at a time, each with the number of its first."""
+    for first in range(0, documents, _CHUNK):
+        yield first, between(first, min(first + _CHUNK, documents))

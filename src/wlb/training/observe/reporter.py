@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from wlb.documents.store.mixture import StoreMixture
 from wlb.documents.store.sources import source_name
 from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
@@ -172,7 +171,7 @@ class Reporter:
         return diagnosis
 
     def _store_tokens(self, plan: StepPlan) -> tuple[int, ...] | None:
-        if not isinstance(self._store, StoreMixture):
+        if not self._config.data.mixture:
             return None
         document, _, tokens = plan.table.T
         return self._store.tokens_by_store(document, tokens)
