@@ -75,7 +75,7 @@ class TokenIndex:
     def identity(self) -> bytes:
         """What it says of documents: their number and type, all tokens, and where documents begin.
 
-        That is a sum over all lengths before. Of a large index it is taken at some hundred evenly spaced places: another
+        That is a sum over all lengths before. Of a large index it is taken at a few hundred places: another
         order of documents, or another length, changes it, unless all lengths between two of these places add up alike.
         """
         places = [_spaced(array).astype("<i8").tobytes() for array in (self.pointers, self.firsts)]
