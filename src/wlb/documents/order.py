@@ -183,9 +183,9 @@ def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | N
     """
     store, window = source_name(store or config.stores[0]), config.context_window
     limit = window if config.overlong == "drop" else MAX_DOCUMENT_TOKENS
-    found = False
+    refuses, found = config.overlong == "error", False
     for first, chunk in chunks(lambda start, stop: lengths[start:stop], len(lengths)):
-        if config.overlong == "error" and (chunk > window).any():
+        if refuses and (chunk > window).any():
             place = int(np.argmax(chunk > window))
             where = f" of {store}" if config.mixture else ""
             raise UserError(
@@ -193,8 +193,8 @@ def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | N
                 "raise it or set data.overlong = 'split'"
             )
         found = found or bool(((chunk > 0) & (chunk <= limit)).any())
-        if found and config.overlong != "error":
-            return
+        if found and not refuses:
+            break
     if not found:
         dropped = f" or dropped as longer than data.context_window = {window}" * (config.overlong == "drop")
         raise UserError(

@@ -128,7 +128,7 @@ class TokenIndex:
     def check_sample(self) -> None:
         """Read its ends and a few evenly spaced blocks of documents; all of it where it has no more than that."""
         self.check_ends()
-        last = -(-self.documents // _BLOCK) - 1
+        last = max(0, self.documents - 1) // _BLOCK
         for block in sorted({last * number // (_SAMPLED_BLOCKS - 1) for number in range(_SAMPLED_BLOCKS)}):
             self._offsets(_BLOCK * block, min(_BLOCK * (block + 1), self.documents))
 

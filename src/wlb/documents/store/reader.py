@@ -3,8 +3,8 @@
 A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format, so that
 existing Megatron corpora open as they are. ``wlb prepare`` adds a sidecar ``PREFIX.json`` that names the tokenizer, and
 where only some tokens are labels, ``PREFIX.mask`` says which. ``TokenStore`` maps all of them into memory,
-so a store of any size opens at once: any slice of any document is an array view, O(1). ``TokenStoreWriter`` (in
-``store_writer``) makes stores.
+so a store of any size opens at once: any slice of any document is an array view, O(1). ``TokenStoreWriter`` makes
+stores.
 """
 
 from __future__ import annotations
