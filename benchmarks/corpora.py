@@ -11,8 +11,8 @@ length, taken in blocks of 64; the first time, pages of the index come from the 
 These are CPU times.
 
 Up to ``--on-disk`` documents the index is really written, 20 bytes for each, to ``--directory``, and dropped from the
-page cache before it is opened; the token file is sparse. Above that, index and counts are virtual: a million lengths
-that repeat, computed where the reader asks for them, so that nothing is read from a disk or counted. Needs Linux.
+page cache before it is opened; the token file is sparse. Above that, the index is virtual: a million lengths that
+repeat, computed where the reader asks for them, so that nothing is read from a disk. Needs Linux.
 
 Last come ``--shards`` stores of ``SHARD_DOCUMENTS`` documents that are opened as one. Their token files are sparse. The
 documents of a block of 64 lie in as many shards, whose indexes are mapped for it; a read maps the token file as well,
@@ -38,12 +38,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parts.measurement import CpuTimer, command, console, facts, freeze_imports, make_parser, show, write
-from wlb.documents.length_counts import LengthCounts, counted
 from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
+from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.index import IndexWriter, TokenIndex, bin_path, index_path
 from wlb.documents.store.reader import TokenStore
-from wlb.documents.store.shards import open_store
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
@@ -136,11 +135,11 @@ def _measured_shards(folder: Path, shards: int) -> dict[str, Any]:
     freeze_imports()
     handles = len(os.listdir("/proc/self/fd"))
     since = _Clock()
-    store = open_store(folder)
+    store = StoreGroup.open([folder])
     opening = since()
     order = Permutation(len(store), 0, 0, 0)
     blocks = [order.between(start, start + BLOCK) for start in range(0, BLOCK * SHARD_BLOCKS, BLOCK)]
-    lengths = store.stored_lengths
+    lengths: Any = store.stored_lengths
     turn_seconds = _cpu_seconds(lambda: [lengths[block] for block in blocks])
     read_seconds = _cpu_seconds(lambda: [store.read(document, 0, 1) for document in np.concatenate(blocks).tolist()])
     return {
@@ -210,11 +209,6 @@ class _VirtualStore(TokenStore):
         index = TokenIndex(Path("virtual"), TOKENS, *arrays)
         index.check_sample()
         super().__init__(Path("virtual"), index, np.broadcast_to(np.zeros(1, TOKENS), index.tokens), {})
-        times, rest = divmod(documents, PERIOD)
-        of_period, of_rest = counted([lengths]), counted([lengths[:rest]])
-        counts = times * of_period.documents
-        counts[np.searchsorted(of_period.lengths, of_rest.lengths)] += of_rest.documents
-        vars(self.stored_lengths)["counts"] = LengthCounts(of_period.lengths, counts)
 
 
 def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:
@@ -226,7 +220,7 @@ def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:
         return TokenStore.open(prefix) if written else _VirtualStore(documents)
 
     since = _Clock()
-    lengths = opened().stored_lengths
+    lengths: Any = StoreGroup([opened()]).stored_lengths
     opening = since()
     planner = StepPlanner(decide(job, lengths), lengths)
     next(planner)
@@ -236,7 +230,7 @@ def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:
     place = int(np.random.default_rng(0).integers(documents))
     state["stream"] |= {"epoch": 3, "cursor": place}
     since = _Clock()
-    lengths = opened().stored_lengths
+    lengths = StoreGroup([opened()]).stored_lengths
     resumed = StepPlanner(decide(job, lengths), lengths)
     resumed.load_state_dict(state)
     next(resumed)

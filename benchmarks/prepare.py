@@ -5,7 +5,7 @@
 Measured on this machine: seconds until the store of the standard library's documents is there (``--copies`` times, as
 JSON Lines, with a BPE of 1,024 tokens trained on them). The Ray cluster has as many cores as the others have processes
 and is running beforehand, as clusters are; starting it is shown apart. Shards are processes that start at the same
-time. All stores must have equal bytes. Methods take turns; speed is the median time of ``--workers`` over a method's.
+time. All stores must have equal tokens. Methods take turns; speed is the median time of ``--workers`` over a method's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from parts.measurement import command, facts, in_turns, make_parser, show, write
-from wlb.documents.prepare import prepare_parts, prepare_store, train_tokenizer
+from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
 from wlb.documents.prepare.batches import documents_of
 from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer
-from wlb.documents.store.writer import store_files
+from wlb.documents.store.index import bin_path
+from wlb.documents.store.sources import store_prefixes
 from wlb.errors import UserError, require
 
 _COLUMNS = {"method": "{method}", "seconds": "{seconds:.2f}", "MB/s": "{rate:.2f}", "speed": "{speed:.2f}"}
@@ -46,8 +47,7 @@ def methods(
         prepare_store(corpus, prefix, tokenizer, workers=workers)
 
     def on_ray(prefix: Path) -> None:
-        prepare_parts(corpus, prefix, tokenizer, ray="auto")
-        prepare_store(corpus, prefix, tokenizer)
+        prepare_shards(corpus, prefix, tokenizer, ray="auto", shards=workers)
 
     def by_shards(prefix: Path) -> None:
         wlb = [sys.executable, "-m", "wlb", "prepare", str(source), "--tokenizer", str(saved), "--workers", "1"]
@@ -63,13 +63,12 @@ def methods(
 
 
 def seconds_of(make: Callable[[Path], None], directory: Path) -> tuple[float, str]:
-    """Seconds to make a store, and the sha256 of its tokens and index."""
+    """Seconds to make a store, of one shard or many, and the sha256 of its tokens."""
     with tempfile.TemporaryDirectory(dir=directory) as place:
         prefix, began = Path(place, "store"), time.perf_counter()
         make(prefix)
         seconds = time.perf_counter() - began
-        files = store_files(prefix, with_tokenizer=False, with_mask=False)
-        content = b"".join(path.read_bytes() for path in files if path.suffix != ".json")
+        content = b"".join(bin_path(shard).read_bytes() for shard in store_prefixes(place))
     return seconds, hashlib.sha256(content).hexdigest()
 
 

@@ -20,15 +20,13 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 class Faults:
     """An application whose next answers to requests for ranges of ``.bin`` files are those in ``faults``, one each.
 
-    "error" is the status 503, "short" half of what was asked for, "cut" a connection that ends in the middle, and
-    "hang" no answer until ``released`` is set.
+    "error" is the status 503, "short" half of what was asked for, and "cut" a connection that ends in the middle.
     """
 
     def __init__(self, application: Application) -> None:
         self._application = application
         self.faults: deque[str] = deque()
         self.gets: list[str] = []  # names of the files of which ranges were asked for
-        self.released = threading.Event()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         name = environ["PATH_INFO"].rpartition("/")[2]
@@ -39,8 +37,6 @@ class Faults:
         if fault == "error":
             start_response("503 Slow Down", [("Content-Length", "0")])
             return [b""]
-        if fault == "hang":
-            self.released.wait()
         if fault == "short":
             first, last = map(int, environ["HTTP_RANGE"].removeprefix("bytes=").split("-"))
             environ["HTTP_RANGE"] = f"bytes={first}-{(first + last) // 2}"

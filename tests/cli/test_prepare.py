@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
@@ -103,22 +104,18 @@ def test_stdlib(wlb, tmp_path, unit):
     assert TokenStore.open(tmp_path / "s").tokens == result["tokens"] > 5_000_000
 
 
-def test_shards_say_what_is_missing_and_the_last_one_reports(wlb, tmp_path, corpus):
-    assert wlb("prepare", corpus, "--out", tmp_path / "alone", "--json")[0] == 0
+def test_shards_are_stores_that_a_glob_checks(wlb, tmp_path, corpus):
     command = ("prepare", corpus, "--out", tmp_path / "s", "--shard")
     status, out, _ = wlb(*command, "2/2")
-    assert (status, out.splitlines()[-1]) == (
-        0,
-        "shard 2/2 is done; 1 of 2 parts are missing, and the last shard to finish makes the store",
-    )
+    assert status == 0
+    assert f"Token store {tmp_path / 's-2-of-2'}" in out
     status, out, err = wlb(*command, "1/2", "--json")
     assert (status, err) == (0, "")
-    assert json.loads(out)["documents_out"] == 2
-    for suffix in (".bin", ".idx", ".json"):
-        assert (tmp_path / f"s{suffix}").read_bytes() == (tmp_path / f"alone{suffix}").read_bytes()
-    assert "s.bin exists; choose another --out" in wlb(*command, "1/2")[2]
-    # One that comes late and has nothing to do is no failure.
-    assert json.loads(wlb(*command, "9/9", "--json")[1]) == {"shard": "9/9", "parts": 2, "missing": 0}
+    assert [Path(file).name for file in json.loads(out)["files"]] == ["s-1-of-2.bin", "s-1-of-2.json", "s-1-of-2.idx"]
+    assert "s-1-of-2.bin exists; choose another --out" in wlb(*command, "1/2")[2]
+    alone = json.loads(wlb("prepare", corpus, "--out", tmp_path / "alone", "--json")[1])
+    whole = json.loads(wlb("prepare", "--check", tmp_path / "s-*-of-2", "--json")[1])
+    assert (whole["documents"], whole["tokens"]) == (alone["documents_out"], alone["tokens"])
 
 
 @pytest.mark.parametrize(

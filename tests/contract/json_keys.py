@@ -140,7 +140,6 @@ OUTPUTS: dict[str, Any] = {
         "end_token": int,
         "files": [str],
     },
-    "prepare --shard": {"shard": str, "parts": int, "missing": int},
     "prepare --check": {"store": str, "documents": int, "tokens": int},
     "compare": {
         "methods": [_METHOD],

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from wlb.documents.order import summarise_epoch
-from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.documents.order import check_trainable
+from wlb.documents.store.group import StoreGroup
+from wlb.documents.store.reader import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.job.config import JobConfig
@@ -87,8 +88,8 @@ class Case:
         printer.text(repr(self))  # Hypothesis would print every default of the configuration
 
     @property
-    def store(self) -> TokenStore:
-        return cast(TokenStore, self.documents)
+    def store(self) -> StoreGroup:
+        return cast(StoreGroup, self.documents)
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def trained_memory(case: Case) -> Memory:
 
 
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
-    summarise_epoch(case.documents.lengths, case.config.data)
+    check_trainable(case.documents.lengths, case.config.data)
     job = _decided(case)
     with StepLoader(case.store, job, case.config.training, share=RankShare.in_job(job, dp_rank, 0)) as loader:
         return [*islice(loader, STEPS)]

@@ -111,8 +111,6 @@ def test_what_the_policy_did_is_counted_over_all_stores():
         stream.take(1)
     report = stream.state_dict()["overlong"]
     assert report["documents"] >= 2
-    assert stream.summary.overlong == 2
-    assert stream.summary.documents == 3
 
 
 def test_stores_of_one_size_have_orders_of_their_own():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.documents.order import DocumentStream, StorePlace
+from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
@@ -115,49 +115,17 @@ def test_epochs_and_seeds_differ_in_order():
 def test_refuses_data_without_anything_to_train():
     with pytest.raises(UserError, match=r"document 1 has 11 tokens, over data\.context_window = 10"):
         stream_of([3, 11], overlong="error")
-    with pytest.raises(UserError, match="nothing to train on"):
+    with pytest.raises(UserError, match=r"nothing to train on .* 2 documents is empty or dropped as longer than"):
         stream_of([0, 11], overlong="drop")
+    with pytest.raises(UserError, match=r"nothing to train on .* each of 2 documents is empty$"):
+        stream_of([0, 0])
 
 
-def test_summary_counts_what_is_passed_over():
-    summary = stream_of([0, 3, 11, 12, 0]).summary
-    assert (summary.documents, summary.empty, summary.overlong) == (5, 2, 2)
-
-
-OLD_ORDER = {
-    0: [2, 4, 7, 3, 5, 1, 8, 9, 0, 6],
-    1: [1, 9, 6, 5, 0, 7, 2, 8, 3, 4],
-}  # of ten documents, seed 7, epoch 3, by store
-
-
-@pytest.mark.parametrize("store", [0, 1])
-def test_a_state_of_an_older_version_goes_on_in_its_order_to_the_end_of_the_epoch(store):
-    state: dict[str, Any] = {"documents": 20, "epoch": 3, "cursor": 4, "seed": 7, "shuffle": True}
-    state |= {"overlong": {"documents": 0, "pieces": 0, "tokens_dropped": 0}}  # all that it saved
-    config = {"store": None, "mixture": [{"store": "a", "weight": 1}, {"store": "b", "weight": 1}], "seed": 7}
-    place = StorePlace(store, 10 * store, 20)
-
-    def stream() -> DocumentStream:
-        return DocumentStream(np.ones(10, np.int64), DataConfig.model_validate(config), place)
-
-    def rest(stream: DocumentStream) -> list[int]:
-        return [segment.document - 20 * stream.epoch - place.first for segment in read_epoch(stream, 3)]
-
-    first = stream()
-    first.load_state_dict(state)
-    assert [segment.document - 60 - place.first for segment in first.take(2)] == OLD_ORDER[store][4:6]
-    again = stream()
-    again.load_state_dict(json.loads(json.dumps(first.state_dict())))  # saved anew, still of the old order
-    assert rest(again) == OLD_ORDER[store][6:]
-    again.next_epoch()
-    assert again.state_dict()["order"] == "feistel"
-    assert rest(again) == Permutation(10, 7, 4, store).between(0, 10).tolist()
-
-
-def test_an_order_of_a_later_version_is_refused():
-    stream = stream_of([1, 2])
-    with pytest.raises(UserError, match="in the order 'sobol', which this version does not know; continue with the"):
-        stream.load_state_dict(stream.state_dict() | {"order": "sobol"})
+def test_a_document_that_is_refused_is_found_wherever_it_is(monkeypatch):
+    monkeypatch.setattr("wlb.documents.store.lengths._CHUNK", 2)
+    with pytest.raises(UserError, match=r"document 6 has 12 tokens, over data\.context_window = 10"):
+        stream_of([3, 0, 9, 1, 5, 5, 12, 40], overlong="error")
+    assert stream_of([0, 0, 0, 11, 0, 4], overlong="drop").take(6) == [Segment(5, 0, 4)]
 
 
 def test_what_the_policy_did_is_counted_over_epochs_and_continued():

@@ -59,7 +59,7 @@ def test_the_fastest_of_all_choices_is_taken():
 def test_pools_that_fit_are_taken_where_any_do(window: int, global_batch: int):
     """Level steps, and more than one micro-batch, hold whole gathered weights and gradients, which do not fit here."""
     packing = {"micro_batches": 32, "global_batch": global_batch}
-    sizes = {"tp": 1, "cp": 8, "dp": 32, "activation_checkpointing": "full"}
+    sizes: dict[str, Any] = {"tp": 1, "cp": 8, "dp": 32, "activation_checkpointing": "full"}
     job = simulated_job("llama3-70b", window, "elastic", packing=packing, **sizes)
     assert fits(decide(job, np.full(2 * global_batch * window // 4096, 4096)))
 

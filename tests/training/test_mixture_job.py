@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import pytest
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of, write_store
 from tests.web import Faults, files_of, served
+from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.reader import TokenStoreWriter
-from wlb.documents.store.shards import open_store
 from wlb.job.config import JobConfig
 
 WEIGHTS = {"store": 2.0, "chats": 1.0}
@@ -62,7 +61,7 @@ def test_stores_on_a_server_train_the_steps_of_those_on_the_disk(tmp_path: Path)
     server.faults.extend(["error", "cut", "short"])
     with served(server) as url:
         configs = _configure(tmp_path, "local", 2, pp=2), _configure(tmp_path, "remote", 2, url, pp=2)
-        run_ranks(2, _train_each, configs, tmp_path / "cache")
+        run_ranks(2, _train_each, configs)
     assert not server.faults
     assert set(server.gets) == {f"{store}.{ending}" for store in WEIGHTS for ending in ("bin", "idx", "json")} | {
         "chats.mask"
@@ -73,8 +72,7 @@ def test_stores_on_a_server_train_the_steps_of_those_on_the_disk(tmp_path: Path)
         assert [row[key] for row in remote] == [row[key] for row in local], key
 
 
-def _train_each(configs: Sequence[JobConfig], cache: Path) -> None:
-    os.environ["WLB_CACHE_DIR"] = str(cache)
+def _train_each(configs: Sequence[JobConfig]) -> None:
     for config in configs:
         _train(config)
 
@@ -89,7 +87,7 @@ def _write_stores(folder: Path, shards: int = 1) -> None:
 
 def _labels(folder: Path, segments: list[tuple[int, int, int]]) -> int:
     """Tokens of ``segments`` with a label, document by document."""
-    plain, chats = (open_store(folder / name) for name in WEIGHTS)
+    plain, chats = (StoreGroup.open([folder / name]) for name in WEIGHTS)
     labels = 0
     for document, start, length in segments:
         index = document % (len(plain) + len(chats))

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from tests.programs import finished
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_config, write_store
-from wlb.documents.store.mixture import document_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
@@ -45,7 +44,7 @@ def test_a_model_that_cannot_be_built_is_refused(tmp_path, changes, said):
 def test_a_store_of_which_nothing_would_be_learnt_is_refused(tmp_path):
     store = write_store(tmp_path / "store")
     (tmp_path / "store.mask").write_bytes(bytes(store.tokens))
-    with pytest.raises(UserError, match=r"has no label in .*store\.mask, so nothing would be learnt"):
+    with pytest.raises(UserError, match=r"store has no label \(PREFIX\.mask\), or .*, so nothing would be learnt"):
         check_job(job(tmp_path), 1)
 
 
@@ -102,7 +101,7 @@ def test_a_huge_size_is_planned_or_refused_in_one_line(tmp_path, section, preset
 def first_step_or_error(config: Path, setting: str) -> str:
     try:
         checked = check_job(load_config(config, [setting]), 1)
-        return f"{next(StepPlanner(checked.job, document_lengths(checked.store))).plan.tokens} tokens"
+        return f"{next(StepPlanner(checked.job, checked.store.stored_lengths)).plan.tokens} tokens"
     except UserError as error:
         return str(error)
 

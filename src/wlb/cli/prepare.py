@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,8 +19,7 @@ from wlb.terminal import number_of
 
 if TYPE_CHECKING:
     from wlb.documents.prepare import PrepareReport
-    from wlb.documents.prepare.parts import TaskShard
-    from wlb.documents.prepare.sources import Corpus
+    from wlb.documents.prepare.sources import Corpus, CorpusShard
     from wlb.documents.prepare.tokenization import Tokenizer
 
 
@@ -67,17 +66,17 @@ def prepare(
         metavar="N",
         min=1,
         max=1024,
-        help="Tokenising processes (default: one for bytes, else one per core; all cores of a Ray cluster).",
+        help="Tokenising processes (default: one for bytes, else one per core); with --ray shards, one per core.",
     ),
     shard: str | None = typer.Option(
         None,
         metavar="I/N|slurm",
-        help="Do the I-th of N shares, as one of N processes on any machines; slurm: as an element of a job array.",
+        help="Write only the I-th of N shares, to PREFIX-I-of-N; slurm: as an element of a job array.",
     ),
     ray: str | None = typer.Option(
         None,
         metavar="auto|local|ADDRESS",
-        help="Tokenise on a Ray cluster: the running one, a new one on this machine, or that at ADDRESS.",
+        help="Write all shares on a Ray cluster: the running one, a new one on this machine, or that at ADDRESS.",
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing store."),
     *,
@@ -89,8 +88,7 @@ def prepare(
     The store is in Megatron's .bin/.idx format, with one end token after every document. It appears whole or not at
     all, and documents that cannot be taken are counted by reason.
 
-    With --shard and --ray, what is done is kept in PREFIX.parts until the store is made. After a kill, the same command
-    does only what is missing. The last shard to finish makes the store; so does the command without --shard.
+    With --shard and --ray there is a store of each share, PREFIX-I-of-N. Train them as one by the glob 'PREFIX-*-of-N'.
 
     Example: wlb prepare corpus/ more.jsonl.zst --out data/corpus --train-bpe 32000
     """
@@ -100,16 +98,15 @@ def prepare(
         return
     if out is None:
         raise UserError("--out is missing; name the store to make, or one to --check")
-    from wlb.documents.lengths import stored_lengths, what_was_read
-    from wlb.documents.prepare import prepare_parts, prepare_store
+    from wlb.documents.lengths import read_lengths, what_was_read
+    from wlb.documents.prepare import prepare_shards, prepare_store
     from wlb.documents.prepare.chat import ChatFormat
-    from wlb.documents.prepare.parts import TaskShard
+    from wlb.documents.prepare.sources import CorpusShard
     from wlb.documents.store.writer import check_target
 
-    chosen_shard = None if shard is None else TaskShard.parse(shard)
-    if chosen_shard is None:
-        check_target(out, overwrite)
-    else:
+    chosen_shard = None if shard is None else CorpusShard.parse(shard)
+    check_target(chosen_shard.prefix(out) if chosen_shard else out, overwrite)
+    if chosen_shard is not None:
         refuse_unused(context, ["ray"], "runs all shards at once")
         refuse_unused(
             context, ["bpe_size"], "learns from all documents; make a tokenizer first and name it in --tokenizer"
@@ -120,57 +117,50 @@ def prepare(
         refuse_unused(context, ["bpe_size"], "learns from text, not from conversations")
     if ray is not None:  # processes of Ray have working directories of their own
         sources, out = [path.absolute() for path in sources or []], out.absolute()
-    corpus = _corpus(sources or [], stdlib, text, unit, out)
+    corpus = _corpus(sources or [], stdlib, text, unit, chosen_shard.prefix(out) if chosen_shard else out)
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
     chat_format = ChatFormat.of_tokenizer(tokenizer, chosen.special_tokens) if text.chat else None
     # Bytes cost less to tokenise than to send to another process.
     cores = workers or (1 if chosen.identity["kind"] == "bytes" else usable_cores())
-    what = "tokenising"
-    if chosen_shard is not None or ray is not None:
-        with _progress(what, corpus, chosen_shard) as on_progress:
-            parts = prepare_parts(
+    kept: dict[str, Any] = {"chat": chat_format, "save_tokenizer": bpe_size is not None}
+    with _progress("tokenising", corpus, chosen_shard) as on_progress:
+        if ray is not None:
+            report = prepare_shards(
+                corpus, out, chosen, ray=ray, shards=workers, overwrite=overwrite, on_progress=on_progress, **kept
+            )
+        else:
+            report = prepare_store(
                 corpus,
                 out,
                 chosen,
-                chat=chat_format,
-                shard=chosen_shard or TaskShard(1, 1),
-                ray=ray,
-                workers=cores if ray is None else workers,
+                shard=chosen_shard,
+                workers=cores,
                 overwrite=overwrite,
                 on_progress=on_progress,
+                **kept,
             )
-        if chosen_shard is not None and not parts.claim_merging(chosen_shard):
-            _show_shard(chosen_shard, len(parts.tasks), len(parts.missing()), json)
-            return
-        what = "merging"
-    with _progress(what, corpus) as on_progress:
-        report = prepare_store(
-            corpus,
-            out,
-            chosen,
-            chat=chat_format,
-            save_tokenizer=bpe_size is not None,
-            workers=cores,
-            overwrite=overwrite,
-            on_progress=on_progress,
-        )
     if json:
         emit_json(report.to_json())
         return
-    _, lengths = stored_lengths(out)
-    stdout.print(what_was_read(corpus.name, lengths), markup=False, highlight=False)
-    _show(report)
+    stdout.print(
+        what_was_read(corpus.name, read_lengths([file for file in report.files if file.endswith(".idx")])),
+        markup=False,
+        highlight=False,
+    )
+    made = f"{out}-*" if ray is not None else report.files[-1].removesuffix(".idx")
+    _show(report, made)
     if "missing_field" in report.rejects:
         stdout.print(corpus.described_fields(), markup=False, highlight=False)
     if chat_format is not None and chat_format.is_chatml:
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
-    show_next("check", out)
+    show_next("check", made)
 
 
 def _check(source: str, json: bool) -> None:
-    from wlb.documents.store.shards import check_stores
+    from wlb.documents.store.group import StoreGroup
 
-    store = check_stores(source)
+    store = StoreGroup.open([source])
+    store.check_content()
     if json:
         emit_json({"store": source, "documents": len(store), "tokens": store.tokens})
     else:
@@ -212,7 +202,7 @@ def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_tok
 
 
 @contextmanager
-def _progress(what: str, corpus: Corpus, shard: TaskShard | None = None) -> Iterator[Callable[[int], None]]:
+def _progress(what: str, corpus: Corpus, shard: CorpusShard | None = None) -> Iterator[Callable[[int], None]]:
     mebibyte = 1 << 20
     with progress_bar() as progress:
         total = corpus.total_bytes / (shard.count if shard else 1)
@@ -220,22 +210,14 @@ def _progress(what: str, corpus: Corpus, shard: TaskShard | None = None) -> Iter
         yield lambda source_bytes: progress.advance(task, source_bytes / mebibyte)
 
 
-def _show_shard(shard: TaskShard, parts: int, missing: int, json: bool) -> None:
-    if json:
-        emit_json({"shard": str(shard), "parts": parts, "missing": missing})
-        return
-    rest = "the last shard to finish makes the store" if missing else "another shard makes the store"
-    stdout.print(f"shard {shard} is done; {missing:,} of {parts:,} parts are missing, and {rest}", highlight=False)
-
-
-def _show(report: PrepareReport) -> None:
+def _show(report: PrepareReport, made: str) -> None:
     rows = {"in": (f"{report.documents_in:,}", "")}
     rows |= {f"rejected: {reason.replace('_', ' ')}": (f"{count:,}", "") for reason, count in report.rejects.items()}
     rows["out"] = (f"{report.documents_out:,}", f"{report.tokens:,}")
     if report.labelled_tokens is not None:
         rows["labels"] = ("", f"{report.labelled_tokens:,}")
     documents, tokens = zip(*rows.values(), strict=True)
-    title = f"Token store {report.files[-1].removesuffix('.idx')}"
+    title = f"Token store {made}"
     show_columns({"": [*rows], "documents": documents, "tokens": tokens}, title=title)
     skipped = f"; skipped {number_of(report.skipped_files, 'file')} of other kinds" if report.skipped_files else ""
     stdout.print(f"vocabulary {report.vocab_size:,}, end token {report.end_token}{skipped}", highlight=False)

@@ -27,12 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import LengthCounts, Lengths, StoredLengths, counts_of
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
-from wlb.documents.store.lengths import IndexLengths
 from wlb.documents.store.remote import RemotePath, store_prefix
-from wlb.documents.store.shards import ShardedLengths
 from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
@@ -55,46 +52,44 @@ class ReadLengths(NamedTuple):
     lengths: NDArray[np.int64]
 
 
-def what_was_read(source: str, lengths: Lengths, context_window: int | None = None) -> str:
+def what_was_read(source: str, lengths: NDArray[np.int64], context_window: int | None = None) -> str:
     """What was read from ``source``, in a line: documents and tokens, how long they are, how many over the window."""
-    counts = counts_of(lengths)
-    empty = f" and {counts.empty:,} empty" if counts.empty else ""
-    said = f"read {source}: {number_of(counts.over(0), 'document')}{empty}, {number_of(counts.tokens, 'token')}"
-    if not counts.tokens:
+    trained, tokens = _ascending(lengths)
+    empty = f" and {len(lengths) - len(trained):,} empty" if len(trained) < len(lengths) else ""
+    said = f"read {source}: {number_of(len(trained), 'document')}{empty}, {number_of(int(trained.sum()), 'token')}"
+    if not len(trained):
         return said
-    documents = np.where(counts.lengths > 0, counts.documents, 0)
-    said += f"; median {_reaching(50, counts, documents):,}, longest {counts.lengths[-1]:,}"
-    said += f"; documents up to {_reaching(95, counts, _tokens(counts)):,} hold 95% of all tokens"
+    said += f"; median {trained[(len(trained) - 1) // 2]:,}, longest {trained[-1]:,}"
+    said += f"; documents up to {_holding(95, trained, tokens):,} hold 95% of all tokens"
     if context_window is not None:
-        over = counts.over(context_window)
+        over = len(trained) - int(np.searchsorted(trained, context_window, side="right"))
         said += f"; {f'{over:,}' if over else 'none'} over the window of {context_window:,}"
     return said
 
 
-def assumed_window(lengths: Lengths) -> int:
+def assumed_window(lengths: NDArray[np.int64]) -> int:
     """The power of two, from 4K to 128K, up to which documents hold 95% of all tokens; 128K where none is enough."""
-    counts = counts_of(lengths)
-    longest = _reaching(95, counts, _tokens(counts))
+    trained, tokens = _ascending(lengths)
+    longest = _holding(95, trained, tokens) if len(trained) else 1
     return min(max(_LEAST_WINDOW, 1 << (longest - 1).bit_length()), _MOST_WINDOW)
 
 
-def described_window(window: int, lengths: Lengths) -> str:
+def described_window(window: int, lengths: NDArray[np.int64]) -> str:
     """How to say that ``window`` is ``assumed_window``."""
-    counts = counts_of(lengths)
-    tokens = _tokens(counts)
-    share = 100 * int(tokens[counts.lengths <= window].sum()) // max(1, int(tokens.sum()))
+    share = 100 * int(lengths[lengths <= window].sum()) // max(1, int(lengths.sum()))
     longest = ", the longest that is assumed" if share < 95 else ""
     return f"window {window:,}{longest}: documents up to it hold {share}% of all tokens (--context-window)"
 
 
-def _tokens(counts: LengthCounts) -> NDArray[np.int64]:
-    return counts.lengths * counts.documents
+def _ascending(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The lengths of documents that are not empty, the shortest first, and the tokens of each and all before it."""
+    trained = np.sort(lengths[lengths > 0])
+    return trained, np.cumsum(trained)
 
 
-def _reaching(percent: int, counts: LengthCounts, weights: NDArray[np.int64]) -> int:
-    """The least length such that it and shorter ones have ``percent`` of all ``weights``."""
-    reached = weights.cumsum()
-    return int(counts.lengths[np.searchsorted(100 * reached, percent * reached[-1])])
+def _holding(percent: int, ascending: NDArray[np.int64], tokens: NDArray[np.int64]) -> int:
+    """The least length such that documents up to it hold ``percent`` of all tokens."""
+    return int(ascending[np.searchsorted(100 * tokens, percent * tokens[-1])])
 
 
 def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np.int64]:
@@ -308,38 +303,37 @@ def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
 
 
 def _from_store(source: StoreSource) -> tuple[Path, Integers]:
-    """What to call a store, and all lengths; of a large one those of blocks of documents from all over it, in order."""
-    path, lengths = stored_lengths(source)
-    if len(lengths) <= _MOST_READ:
-        return path, lengths[:]
-    blocks = np.sort(Permutation(len(lengths) // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
-    sample = np.concatenate([lengths[first : first + _BLOCK] for first in (blocks * _BLOCK).tolist()])
-    tell(
-        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its {len(lengths):,} documents, "
-        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0"
-    )
-    return path, sample
+    """What to call a store, whose token files need not be there, and the lengths of its documents in order.
 
-
-def stored_lengths(source: StoreSource) -> tuple[Path, StoredLengths]:
-    """What to call a store, whose token files need not be there, and its lengths on the disk."""
+    Those of a large one are of blocks of documents from all over it.
+    """
     try:
         prefixes = store_prefixes(source)
     except UserError as error:
         path = Path(source_name(source))
         raise UserError(f"{error}{_if_text(path)}") if path.is_dir() else error from None
-    if len(prefixes) == 1:
-        path = index_path(prefixes[0])
-        may_be_file = not (isinstance(path, RemotePath) or str(source).endswith(".idx"))
-        if may_be_file and not path.exists():
-            raise _no_lengths(prefixes[0])
-        return path, IndexLengths(read_index(path))
-
-    def shard(number: int) -> IndexLengths:
-        return IndexLengths(read_index(index_path(prefixes[number]), sample=False, may_be_empty=True))
-
-    documents = [len(shard(number)) for number in range(len(prefixes))]
-    return Path(source_name(source)), ShardedLengths(documents, shard)
+    path = index_path(prefixes[0]) if len(prefixes) == 1 else Path(source_name(source))
+    may_be_file = len(prefixes) == 1 and not (isinstance(path, RemotePath) or str(source).endswith(".idx"))
+    if may_be_file and not path.exists():
+        raise _no_lengths(prefixes[0])
+    ends = np.cumsum([0, *(read_index(index_path(prefix)).documents for prefix in prefixes)])
+    documents = int(ends[-1])
+    if documents <= _MOST_READ:
+        indexes = (read_index(index_path(prefix), sample=False) for prefix in prefixes)
+        return path, np.concatenate([index.lengths_between(0, index.documents) for index in indexes])
+    blocks = np.sort(Permutation(documents // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
+    chosen = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+    sample = [
+        read_index(index_path(prefix), sample=False).lengths(of_shard - first)
+        for prefix, first, of_shard in zip(
+            prefixes, ends, np.split(chosen, chosen.searchsorted(ends[1:-1])), strict=False
+        )
+    ]
+    tell(
+        f"wlb: note: {path}: lengths are those of a sample of {len(chosen):,} of its {documents:,} documents, "
+        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0"
+    )
+    return path, np.concatenate(sample)
 
 
 def _no_lengths(path: Path) -> UserError:

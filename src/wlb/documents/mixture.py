@@ -12,17 +12,17 @@ the stores before it, and the id ``epoch * documents of all stores + first + i``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.arriving import ArrivingDocuments
-from wlb.documents.length_counts import DocumentLengths, Lengths
-from wlb.documents.order import DataConfig, DocumentStream, EpochSummary, StorePlace, ids_used
+from wlb.documents.order import DataConfig, DocumentStream, StorePlace, ids_used
 from wlb.documents.overlong import OverlongReport
 from wlb.documents.segments import Segment
+from wlb.documents.store.lengths import DocumentLengths, Lengths
 
 _DOCUMENTS_AT_ONCE = 64
 
@@ -81,7 +81,6 @@ class MixtureStream:
         self._tokens = [0] * len(lengths)  # taken from each store, since these weights hold
         self._round = 0
         self._unfinished = set(range(len(lengths)))  # stores that have not finished an epoch in this round
-        self.summary = _added(EpochSummary, [stream.summary for stream in self._streams])
 
     @property
     def epoch_is_over(self) -> bool:
@@ -124,7 +123,7 @@ class MixtureStream:
 
     def state_dict(self) -> dict[str, Any]:
         states = [stream.state_dict() for stream in self._streams]
-        overlong = _added(OverlongReport, [OverlongReport(**state["overlong"]) for state in states])
+        overlong = sum((OverlongReport(**state["overlong"]) for state in states), OverlongReport())
         return {
             "documents": self._documents,
             "stores": states,
@@ -132,7 +131,7 @@ class MixtureStream:
             "tokens": list(self._tokens),
             "round": self._round,
             "unfinished": sorted(self._unfinished),
-            "overlong": {field.name: getattr(overlong, field.name) for field in fields(overlong)},
+            "overlong": asdict(overlong),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,8 +152,3 @@ class MixtureStream:
 
     def _progress(self, number: int) -> float:
         return self._tokens[number] / self._weights[number]
-
-
-def _added(kind: Any, parts: Sequence[Any]) -> Any:
-    """A ``kind`` whose every field is the sum of those of ``parts``."""
-    return kind(*(sum(getattr(part, field.name) for part in parts) for field in fields(kind)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,17 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from wlb.documents.length_counts import Lengths, chunks, counts_of
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
+from wlb.documents.store.index import MAX_DOCUMENT_TOKENS
+from wlb.documents.store.lengths import Lengths, chunks
 from wlb.documents.store.sources import StoreSetting, StoreSource, source_name, source_parts
 from wlb.errors import UserError
 from wlb.settings import NonNegativeInt, Number, Section, Tokens
 from wlb.terminal import number_of
-
-_ORDER = "feistel"  # of every epoch that begins
-_OLD_ORDER = "sorted"  # of epochs that older versions began; their states do not name it
 
 
 class MixtureStore(Section):
@@ -78,15 +76,6 @@ class DataConfig(Section):
         return self
 
 
-@dataclass(frozen=True)
-class EpochSummary:
-    """What one epoch does with the documents of a store, known from their lengths before it starts."""
-
-    documents: int
-    empty: int
-    overlong: int
-
-
 _Between = Callable[[int, int], NDArray[np.int64]]  # the documents from one place in an epoch to another
 
 
@@ -110,12 +99,11 @@ class DocumentStream:
         self._lengths = lengths
         self._config = config
         self._place = among or StorePlace(0, 0, len(lengths))
-        self.summary = summarise_epoch(lengths, config, config.stores[self._place.number])
+        check_trainable(lengths, config, config.stores[self._place.number])
         self._epoch = 0
         self._cursor = 0
         self._overlong = OverlongReport()  # of all documents taken, over all epochs
         self._seed, self._shuffle = config.seed, config.shuffle  # of this epoch
-        self._order = _ORDER
         self._between: _Between | None = None  # documents by their place in this epoch, once they are asked for
 
     @property
@@ -154,23 +142,13 @@ class DocumentStream:
             "cursor": self._cursor,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "order": self._order,
             "overlong": asdict(self._overlong),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue an epoch of the same documents, in the order that it began with.
-
-        Raises ``UserError`` for an order that a later version began.
-        """
-        order = state.get("order", _OLD_ORDER)
-        if order not in (_ORDER, _OLD_ORDER):
-            raise UserError(
-                f"the state is of documents in the order {order!r}, which this version does not know; continue with "
-                "the version that wrote it"
-            )
+        """Continue an epoch of the same documents, in the order that it began with."""
         self._epoch, self._cursor, self._between = state["epoch"], state["cursor"], None
-        self._seed, self._shuffle, self._order = state["seed"], state["shuffle"], order
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
         self._overlong = OverlongReport(**state["overlong"])
 
     def begin_after(self, state: dict[str, Any]) -> None:
@@ -181,17 +159,13 @@ class DocumentStream:
     def begin(self, epoch: int) -> None:
         """Go to the first document of ``epoch``, in the order that the configuration asks for."""
         self._epoch, self._cursor, self._between = epoch, 0, None
-        self._seed, self._shuffle, self._order = self._config.seed, self._config.shuffle, _ORDER
+        self._seed, self._shuffle = self._config.seed, self._config.shuffle
 
     def _ordered(self) -> _Between:
         """The documents of this epoch by their place in it."""
         if not self._shuffle:
             return np.arange
-        key = len(self._lengths), self._seed, self._epoch, self._place.number
-        if self._order == _OLD_ORDER:
-            documents = _sorted_draws(*key)
-            return lambda start, stop: documents[start:stop]
-        return Permutation(*key).between
+        return Permutation(len(self._lengths), self._seed, self._epoch, self._place.number).between
 
 
 def ids_used(state: dict[str, Any]) -> int:
@@ -201,41 +175,29 @@ def ids_used(state: dict[str, Any]) -> int:
     return epochs * documents
 
 
-def summarise_epoch(lengths: Lengths, config: DataConfig, store: StoreSource | None = None) -> EpochSummary:
-    """What an epoch does with documents of ``lengths`` of ``store``, by default the first of ``config``.
+def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | None = None) -> None:
+    """Raise ``UserError`` where documents of ``lengths`` of ``store`` leave nothing to train on, or one is refused.
 
-    Raises ``UserError`` if it leaves nothing to train on.
+    ``store`` is by default the first of ``config``. All lengths are read where ``data.overlong`` refuses long ones;
+    otherwise up to the first document that is trained.
     """
-    store = source_name(store or config.stores[0])
-    counts = counts_of(lengths)
-    summary = EpochSummary(len(lengths), counts.empty, counts.over(config.context_window))
-    if summary.overlong and config.overlong == "error":
-        document, tokens = _first_over(config.context_window, lengths)
-        where = f" of {store}" if config.mixture else ""
+    store, window = source_name(store or config.stores[0]), config.context_window
+    limit = window if config.overlong == "drop" else MAX_DOCUMENT_TOKENS
+    refuses, found = config.overlong == "error", False
+    for first, chunk in chunks(lambda start, stop: lengths[start:stop], len(lengths)):
+        if refuses and (chunk > window).any():
+            place = int(np.argmax(chunk > window))
+            where = f" of {store}" if config.mixture else ""
+            raise UserError(
+                f"document {first + place}{where} has {chunk[place]} tokens, over data.context_window = {window}; "
+                "raise it or set data.overlong = 'split'"
+            )
+        found = found or bool(((chunk > 0) & (chunk <= limit)).any())
+        if found and not refuses:
+            break
+    if not found:
+        dropped = f" or dropped as longer than data.context_window = {window}" * (config.overlong == "drop")
         raise UserError(
-            f"document {document}{where} has {tokens} tokens, over data.context_window = "
-            f"{config.context_window} ({number_of(summary.overlong, 'document')} in all); raise it or set "
-            "data.overlong = 'split'"
+            f"nothing to train on in token store {store}: each of {number_of(len(lengths), 'document')} is empty"
+            f"{dropped}"
         )
-    dropped = summary.overlong if config.overlong == "drop" else 0
-    if summary.documents - summary.empty - dropped <= 0:
-        raise UserError(
-            f"nothing to train on in token store {store}: of "
-            f"{number_of(summary.documents, 'document')}, {summary.empty} are empty and {dropped} dropped as longer "
-            f"than data.context_window = {config.context_window}"
-        )
-    return summary
-
-
-def _first_over(limit: int, lengths: Lengths) -> tuple[int, int]:
-    """The first document of more than ``limit`` tokens, of which there is one, and its tokens."""
-    first, chunk = next((first, chunk) for first, chunk in chunks(lengths) if (chunk > limit).any())
-    place = int(np.argmax(chunk > limit))
-    return first + place, int(chunk[place])
-
-
-def _sorted_draws(documents: int, seed: int, epoch: int, store: int) -> NDArray[np.int64]:
-    """All documents in ``_OLD_ORDER``: each drew a number, and they were sorted by it."""
-    entropy = [seed, epoch, store] if store else [seed, epoch]
-    drawn = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(documents)
-    return np.argsort(drawn, kind="stable")

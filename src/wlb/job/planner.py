@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from wlb.documents.arriving import ArrivingDocuments
-from wlb.documents.length_counts import DocumentLengths, counts_of
 from wlb.documents.mixture import document_stream
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
+from wlb.documents.store.lengths import DocumentLengths, documents_in, tokens_of
 from wlb.errors import UserError
 from wlb.job.job import JobSpec
 from wlb.packing.arrange import arrange
@@ -211,10 +211,8 @@ class StepPlanner(Iterator[PlannedStep]):
 
 def documents_together(job: JobSpec, lengths: DocumentLengths) -> int:
     """Documents of ``lengths`` that are packed together, on average: those of a step, or of more with ``window``."""
-    stores = [counts_of(store) for store in (lengths if isinstance(lengths, Sequence) else [lengths])]
-    tokens = max(1, sum(store.tokens for store in stores))
     windows = job.packing.options.global_batches * job.global_batch
-    return round(windows * job.context_window / tokens * sum(store.over(0) for store in stores))
+    return round(windows * job.context_window / max(1, tokens_of(lengths)) * documents_in(lengths))
 
 
 def _check_step(job: JobSpec, lengths: DocumentLengths) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from wlb.documents.mixture import document_stream
-from wlb.documents.store.mixture import StoreMixture, TrainedStore, document_lengths, open_stores
+from wlb.documents.store.group import StoreGroup
 from wlb.errors import UserError, require
 from wlb.job.config import JobConfig
 from wlb.job.job import JobSpec
@@ -45,7 +45,7 @@ class CheckedJob:
     config: JobConfig
     job: JobSpec
     model: TransformerConfig
-    store: TrainedStore
+    store: StoreGroup
     saved: dict[str, Any] | None
 
     def check_data(self) -> None:
@@ -88,7 +88,7 @@ def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None
     """
     device = torch.device(device_type(config.training, local_processes))
     limit = limit or memory_limit(device.type, local_processes)
-    store = open_stores(config.data.stores)
+    store = StoreGroup.open(config.data.stores)
     job = checked(config, store, hardware_name(device), limit, _check_writable, lambda check: check())
     job.check_data()
     return job
@@ -96,7 +96,7 @@ def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None
 
 def checked(
     config: JobConfig,
-    store: TrainedStore,
+    store: StoreGroup,
     hardware: str,
     limit: MemoryLimit,
     check_writable: Callable[[str, Path], object],
@@ -116,21 +116,20 @@ def checked(
     saved = tried(lambda: _saved_loader_state(config, model))
     if saved is not None:
         job = _as_saved(job, saved["identity"])
-    lengths = document_lengths(store)
+    lengths = store.stored_lengths
     job = tried(lambda: decide(job, lengths)) or decide(job.with_length_factor(job.least_length_factor), lengths)
     tried(lambda: _check_memory(job, resumes=saved is not None))
     return CheckedJob(config, job, model, store, saved)
 
 
-def _settings_checks(config: JobConfig, store: TrainedStore, model: TransformerConfig) -> list[Check]:
+def _settings_checks(config: JobConfig, store: StoreGroup, model: TransformerConfig) -> list[Check]:
     """What can be said of settings and data before anything is decided; each raises ``UserError``."""
     checks: list[Check] = [
-        lambda: document_stream(document_lengths(store), config.data),  # refuses what leaves nothing to train on
+        lambda: document_stream(store.stored_lengths, config.data),  # refuses what leaves nothing to train on
         store.check_labels,
         lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size),
+        partial(check_first_tokens, store, model.shape.vocab_size),
     ]
-    parts = store.stores if isinstance(store, StoreMixture) else (store,)
-    checks += [partial(check_first_tokens, part, model.shape.vocab_size) for part in parts]
     if config.packing.method == "fixed_solver":
         checks.append(lambda: require("scipy.optimize", "solver"))
     if config.metrics.tensorboard:

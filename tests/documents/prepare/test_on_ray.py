@@ -1,4 +1,4 @@
-"""A real Ray cluster of several processes on this machine makes the store that one process makes."""
+"""A real Ray cluster of several processes on this machine makes shards of the store that one process makes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import wlb.documents.prepare.sources as prepare_sources
-from tests.documents.prepare.test_parts import write_corpus
-from tests.documents.prepare.test_prepare import contents
-from wlb.documents.prepare import prepare_parts, prepare_store, train_tokenizer
+from tests.documents.prepare.test_shards import write_corpus
+from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
 from wlb.documents.prepare.on_ray import cluster, map_on_ray
 from wlb.documents.prepare.tokenization import BytesTokenizer
+from wlb.documents.store.group import StoreGroup
 from wlb.errors import UserError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (the extra ray)")
@@ -49,17 +50,16 @@ class DeadlyTokenizer(BytesTokenizer):
         return super().encode(text)
 
 
-def test_any_number_of_processes_writes_the_same_bytes(tmp_path, corpus):
+def test_any_number_of_shards_is_the_store(tmp_path, corpus):
     tokenizer = train_tokenizer(corpus, 300)
-    prepare_store(corpus, tmp_path / "alone", tokenizer)
-    for workers in (1, 2, 4):
-        prefix, progress = tmp_path / f"ray-{workers}", list[int]()
-        parts = prepare_parts(corpus, prefix, tokenizer, ray="auto", workers=workers, on_progress=progress.append)
-        assert parts.missing() == []
-        assert len(progress) == 1 + len(parts.tasks)
-        assert sum(progress) == corpus.total_bytes
-        prepare_store(corpus, prefix, tokenizer)
-        assert contents(prefix) == contents(tmp_path / "alone")
+    alone = prepare_store(corpus, tmp_path / "alone", tokenizer)
+    for count in (1, 2, 4):
+        prefix, progress = tmp_path / f"ray-{count}", list[int]()
+        report = prepare_shards(corpus, prefix, tokenizer, ray="auto", shards=count, on_progress=progress.append)
+        assert len(progress) == count
+        assert report.to_json() | {"files": None} == alone.to_json() | {"files": None}
+        store = StoreGroup.open([f"{prefix}-*-of-{count}"])
+        assert np.array_equal(store.lengths, StoreGroup.open([tmp_path / "alone"]).lengths)
 
 
 @pytest.mark.parametrize("kills", [1, 9])
@@ -71,21 +71,23 @@ def test_a_killed_process_loses_nothing(tmp_path, corpus, kills):
     tokenizer = DeadlyTokenizer(str(lives))
     if kills > 1:  # more than Ray retries
         with pytest.raises(UserError, match=r"Ray lost a task, and again in 3 retries.*goes on from here$") as caught:
-            prepare_parts(corpus, prefix, tokenizer, ray="auto")
+            prepare_shards(corpus, prefix, tokenizer, ray="auto")
         assert "\n" not in str(caught.value)
         assert len(list(lives.iterdir())) == kills - 4
-    prepare_parts(corpus, prefix, BytesTokenizer() if kills > 1 else tokenizer, ray="auto")
+    prepare_shards(corpus, prefix, BytesTokenizer() if kills > 1 else tokenizer, ray="auto")
     assert kills > 1 or not list(lives.iterdir())
-    prepare_store(corpus, prefix, BytesTokenizer())
     prepare_store(corpus, tmp_path / "alone", BytesTokenizer())
-    assert contents(prefix) == contents(tmp_path / "alone")
+    tokens = b"".join((tmp_path / f"s-{index}-of-4.bin").read_bytes() for index in range(1, 5))
+    assert tokens == (tmp_path / "alone.bin").read_bytes()
+    with pytest.raises(UserError, match=r"all 4 shards .* exist; choose another --out or pass --overwrite"):
+        prepare_shards(corpus, prefix, BytesTokenizer(), ray="auto")
 
 
 def test_a_damaged_source_is_one_line(tmp_path, corpus):
     damaged = tmp_path / "corpus" / "b.jsonl.gz"
     damaged.write_bytes(damaged.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"^[^\n]*b\.jsonl\.gz is damaged[^\n]*$"):
-        prepare_parts(corpus, tmp_path / "s", BytesTokenizer(), ray="auto")
+        prepare_shards(corpus, tmp_path / "s", BytesTokenizer(), ray="auto")
 
 
 class Uninstalled:

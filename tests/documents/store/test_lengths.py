@@ -1,4 +1,4 @@
-"""Lengths read from the index where they are asked for, and how many there are of each."""
+"""Lengths read from the index where they are asked for, and the identity of an index."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
-from wlb.documents.length_counts import counted
 from wlb.documents.lengths import read_lengths
 from wlb.documents.store import index as index_module
-from wlb.documents.store.index import MAGIC, index_path, read_index
-from wlb.documents.store.lengths import IndexLengths
+from wlb.documents.store.group import GroupLengths, StoreGroup
+from wlb.documents.store.index import MAGIC, index_path
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, check_store
 from wlb.errors import UserError
 
@@ -52,8 +51,10 @@ def test_any_documents_in_any_order(tmp_path, monkeypatch):
         expected = np.array([sum(document) for document in documents])
         assert np.array_equal(store.lengths, expected)
         chosen = np.array(data.draw(st.lists(st.integers(0, len(documents) - 1))), np.int64)
-        lengths = store.stored_lengths
+        lengths = StoreGroup([store]).stored_lengths
+        assert isinstance(lengths, GroupLengths)
         assert len(lengths) == len(documents)
+        assert lengths.tokens == expected.sum()
         assert np.array_equal(lengths[chosen], expected[chosen])
         assert np.array_equal(store.lengths_of(chosen), expected[chosen])
         start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(documents))] * 2)))
@@ -74,7 +75,7 @@ def test_an_index_is_not_held_in_memory(tmp_path):
     tracemalloc.start()
     try:
         store = TokenStore.open(tmp_path / "s")
-        assert store.stored_lengths[np.array([0, 5 * 10**7, documents - 1])].tolist() == [0, 0, 0]
+        assert StoreGroup([store]).lengths_of(np.array([0, 5 * 10**7, documents - 1])).tolist() == [0, 0, 0]
         assert store.identity == TokenStore.open(tmp_path / "s").identity
         held = tracemalloc.get_traced_memory()[1]
     finally:
@@ -85,7 +86,6 @@ def test_an_index_is_not_held_in_memory(tmp_path):
 @pytest.fixture
 def few_checked(monkeypatch):
     """Opening checks the first block of four documents, the last, and no other."""
-    monkeypatch.setattr(index_module, "_CHECKED_WHOLE", 0)
     monkeypatch.setattr(index_module, "_BLOCK", 4)
     monkeypatch.setattr(index_module, "_SAMPLED_BLOCKS", 2)
 
@@ -112,10 +112,9 @@ def test_damage_that_opening_does_not_meet_is_found_where_it_lies(tmp_path, few_
     assert store.lengths_of(np.array([0, 5, 39])).tolist() == [3, 3, 3]
     for find in (
         lambda: store.lengths_of(np.array([5, 20, 3])),
-        lambda: store.stored_lengths[:],
+        lambda: store.lengths,
         lambda: store.read(20),
         lambda: check_store(prefix),
-        lambda: store.stored_lengths.counts,
     ):
         with pytest.raises(UserError, match=message):
             find()
@@ -130,25 +129,22 @@ def test_a_damaged_sample_is_found_when_it_is_opened(tmp_path, few_checked):
         TokenStore.open(prefix)
 
 
-@settings(max_examples=examples(60))
-@given(st.lists(st.lists(st.integers(0, 40) | st.integers(0, 2**31 - 1)), max_size=3), st.integers(0, 50))
-def test_counts_are_those_of_the_lengths(parts, limit):
-    every = np.array([length for part in parts for length in part], np.int64)
-    counts = counted([np.array(part, np.int64) for part in parts])
-    lengths, documents = np.unique(every, return_counts=True)
-    assert counts.lengths.tolist() == lengths.tolist()
-    assert counts.documents.tolist() == documents.tolist()
-    assert (counts.total_documents, counts.tokens) == (len(every), every.sum())
-    assert (counts.empty, counts.over(limit)) == ((every == 0).sum(), (every > limit).sum())
+@pytest.mark.parametrize("whole", [1 << 16, 4])
+def test_another_order_of_documents_is_another_identity(tmp_path, monkeypatch, whole):
+    """Though there are as many documents and tokens, of all places or of about four."""
+    monkeypatch.setattr(index_module, "_IDENTIFIED_WHOLE", whole)
+    monkeypatch.setattr(index_module, "_IDENTIFIED", 4)
 
+    def identity(lengths: Sequence[int]) -> str:
+        return TokenStore.open(write_index(tmp_path / "s", [[length] for length in lengths])).identity
 
-@settings(max_examples=examples(30))
-@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1))
-def test_a_store_counts_its_lengths(tmp_path_factory, documents):
-    store = TokenStore.open(write_index(tmp_path_factory.mktemp("counted") / "s", documents))
-    lengths, number = np.unique([sum(document) for document in documents], return_counts=True)
-    counts = store.stored_lengths.counts
-    assert (counts.lengths.tolist(), counts.documents.tolist()) == (lengths.tolist(), number.tolist())
+    lengths = [*range(1, 41)]
+    first = identity(lengths)
+    assert identity(lengths) == first
+    assert identity(lengths[::-1]) != first
+    assert identity([lengths[-1], *lengths[1:-1], lengths[0]]) != first
+    assert identity([*lengths[:-1], 41]) != first
+    assert (identity([2, 1, *lengths[2:]]) != first) == (whole > 4)  # between two places
 
 
 def test_lengths_of_a_large_store_are_those_of_a_sample(tmp_path, monkeypatch, capsys):
@@ -168,4 +164,4 @@ def test_lengths_of_a_large_store_are_those_of_a_sample(tmp_path, monkeypatch, c
         "drawn with seed 0\n"
     )
     assert np.array_equal(read_lengths(prefix), sample)
-    assert IndexLengths(read_index(index_path(prefix)))[:].tolist() == lengths.tolist()
+    assert StoreGroup.open([prefix]).lengths.tolist() == lengths.tolist()

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from tests.limits import examples
 from wlb.documents.store import reader
+from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.index import MAGIC, read_index
-from wlb.documents.store.mixture import StoreMixture
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.documents.store.writer import token_type
 from wlb.errors import UserError
@@ -447,11 +447,11 @@ def test_a_byte_of_the_mask_is_0_or_1(tmp_path):
 
 
 def test_a_store_without_a_label_to_learn_is_found(tmp_path, monkeypatch):
-    def stored(name: str, documents: list[list[bool]], masked: bool = True) -> TokenStore:
+    def stored(name: str, documents: list[list[bool]], masked: bool = True) -> StoreGroup:
         with TokenStoreWriter(tmp_path / name, vocab_size=50, masked=masked) as writer:
             for mask in documents:
                 writer.add([1] * len(mask), mask if masked else None)
-        return TokenStore.open(tmp_path / name)
+        return StoreGroup.open([tmp_path / name])
 
     monkeypatch.setattr(reader, "_MASK_CHUNK", 2)
     nothing = [False] * 3
@@ -461,11 +461,13 @@ def test_a_store_without_a_label_to_learn_is_found(tmp_path, monkeypatch):
         if any(learnt[1:]):
             store.check_labels()
         else:
-            with pytest.raises(UserError, match=r"token store .* has no label in .*\.mask, so nothing would be learnt"):
+            with pytest.raises(
+                UserError, match=r"token store .* has no label \(PREFIX\.mask\), .* nothing would be learnt"
+            ):
                 store.check_labels()
     stored("whole", [[True], [True, True]], masked=False).check_labels()
-    with pytest.raises(UserError, match="has documents of one token only"):
-        StoreMixture([stored("short", [[True]] * 4, masked=False)]).check_labels()
+    with pytest.raises(UserError, match="or documents of one token only"):
+        stored("short", [[True]] * 4, masked=False).check_labels()
 
 
 def test_a_store_without_a_mask_leaves_none_of_the_one_it_replaces(tmp_path):

@@ -4,17 +4,17 @@
 writes the results in their order, so the store is the same for any number of workers and memory does not grow with
 the corpus. Documents that cannot be taken are counted by reason; in = out + rejects, in the report and in the sidecar.
 
-On many machines ``prepare_parts`` comes first, in any number of processes or on Ray: each task of the corpus becomes a
-part on the disk (``parts.py``), and ``prepare_store`` makes the same store of them.
+On many machines each process makes the store of one shard of the corpus; ``prepare_shards`` does so on Ray. A glob of
+these stores trains as one, with the documents in the same order.
 """
 
 from __future__ import annotations
 
-import hashlib
+import glob
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,9 @@ from wlb.documents.prepare.batches import (
 )
 from wlb.documents.prepare.chat import ChatFormat
 from wlb.documents.prepare.on_ray import cluster, map_on_ray
-from wlb.documents.prepare.parts import StoreParts, TaskShard, parts_directory, write_part
-from wlb.documents.prepare.sources import Corpus, CorpusTask
+from wlb.documents.prepare.sources import Corpus, CorpusShard
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
+from wlb.documents.store.index import index_path
 from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
 from wlb.errors import UserError
 from wlb.terminal import number_of, tell
@@ -88,6 +88,7 @@ def prepare_store(
     *,
     chat: ChatFormat | None = None,
     save_tokenizer: bool = False,
+    shard: CorpusShard | None = None,
     workers: int = 1,
     overwrite: bool = False,
     on_progress: OnProgress = _ignore,
@@ -96,32 +97,30 @@ def prepare_store(
 
     With ``chat``, they are conversations, and the store has a mask in which only the assistant's tokens are labels.
     ``save_tokenizer`` keeps a trained tokenizer beside the store; ``on_progress`` is called with the bytes of source
-    used up by each batch. The store appears at the end, whole, or not at all. Where ``prepare_parts`` has begun the
-    store, it is made of the parts, after those that are missing are made too. Raises ``UserError`` when the store
-    exists (without ``overwrite``), cannot be written, a source is damaged, no document is left, or the parts were begun
-    with other arguments.
+    used up by each batch. With ``shard``, only its documents are written, to ``PREFIX-I-of-N``. The store appears at
+    the end, whole, or not at all. Raises ``UserError`` when it exists (without ``overwrite``), cannot be written, a
+    source is damaged, no document is left, or shards of another number are there.
     """
     if workers < 1:
         raise UserError(f"--workers must be at least 1, got {workers}")
+    if shard:
+        _check_number(prefix, shard.count)
+        prefix = shard.prefix(prefix)
     check_target(prefix, overwrite)
-    parts = None
-    if parts_directory(prefix).exists():
-        parts = prepare_parts(corpus, prefix, tokenizer, chat=chat, workers=workers, overwrite=overwrite)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
-    tokenize, dtype = _tokenize(tokenizer, chat), token_type(tokenizer.vocab_size)
-    size, masked = tokenizer.vocab_size, chat is not None
+    tokenize, size, masked = _tokenize(tokenizer, chat), tokenizer.vocab_size, chat is not None
     with (
         TokenStoreWriter(
             prefix, vocab_size=size, tokenizer_json=definition, masked=masked, overwrite=overwrite
         ) as writer,
-        closing(parts.batches(dtype) if parts else map_in_order(tokenize, corpus.batches(), workers)) as batches,
+        closing(map_in_order(tokenize, corpus.batches(shard), workers)) as batches,
     ):
         rejects, text_bytes = _write(batches, writer, corpus, on_progress)
         report = PrepareReport(
             documents_in=writer.documents + rejects.total(),
             documents_out=writer.documents,
             rejects=dict(sorted(rejects.items())),
-            skipped_files=parts.skipped_files if parts else corpus.skipped_files,
+            skipped_files=corpus.skipped_files,
             tokens=writer.tokens,
             text_bytes=text_bytes,
             vocab_size=size,
@@ -131,54 +130,71 @@ def prepare_store(
         )
         counts = {key: value for key, value in report.to_json().items() if key != "files"}
         writer.details = counts | {"tokenizer": tokenizer.identity, "source": corpus.description}
-    if parts:
-        parts.remove()
+        if shard:
+            writer.details["shard"] = str(shard)
     return report
 
 
-def prepare_parts(
+def prepare_shards(
     corpus: Corpus,
     prefix: Path,
     tokenizer: Tokenizer,
     *,
-    chat: ChatFormat | None = None,
-    shard: TaskShard = TaskShard(1, 1),
-    ray: str | None = None,
-    workers: int | None = 1,
+    ray: str,
+    shards: int | None = None,
     overwrite: bool = False,
     on_progress: OnProgress = _ignore,
-) -> StoreParts:
-    """Make those parts of the store ``prefix`` that are missing and that ``shard`` is to make, each from one task.
+    **options: Any,
+) -> PrepareReport:
+    """``prepare_store`` of every shard on the Ray cluster at the address ``ray`` (see ``cluster``); what all came to.
 
-    ``workers`` processes of this machine do so, or the Ray cluster at the address ``ray`` (see ``cluster``), on all
-    its cores or ``workers`` of them; its nodes must have the files of ``corpus`` and ``prefix`` under the same paths.
-    ``on_progress`` is called with the bytes of source of the parts that ``shard`` has. Raises ``UserError`` as
-    ``prepare_store`` does.
+    There are ``shards`` of them, by default as many as the cluster has cores. Those that exist are kept, unless
+    ``overwrite`` is set, so the same arguments go on after a failure. All nodes must have the files of ``corpus`` and
+    ``prefix`` under the same paths. Raises ``UserError`` as ``prepare_store``, and where all exist.
     """
-    tasks = [*corpus.tasks()]
-    chosen = shard.chosen(len(tasks))
-    parts = StoreParts(prefix, tasks)
-    if not chosen:  # the other shards may have made the store already
-        return parts
-    check_target(prefix, overwrite)
-    make = partial(_make_part, tokenize=_tokenize(tokenizer, chat))
-    with nullcontext() if ray is None else cluster(ray):
-        parts.begin(_settings(corpus, tokenizer, chat), corpus.skipped_files)
-        missing = {*parts.missing()}
-        on_progress(sum(tasks[number].bytes for number in chosen if number not in missing))
-        todo = [(parts.path(number), tasks[number]) for number in chosen if number in missing]
-        with closing(
-            map_in_order(make, todo, workers or 1) if ray is None else map_on_ray(make, todo, workers)
-        ) as done:
-            for source_bytes in done:
-                on_progress(source_bytes)
-    return parts
+    with cluster(ray) as cores:
+        count = min(shards or cores, sum(1 for _ in corpus.tasks()))
+        _check_number(prefix, count)
+        every = [CorpusShard(number + 1, count) for number in range(count)]
+        todo = [shard for shard in every if overwrite or not index_path(shard.prefix(prefix)).exists()]
+        if not todo:
+            raise UserError(f"all {count} shards {prefix}-*-of-{count} exist; choose another --out or pass --overwrite")
+        if len(todo) < count:
+            tell(f"wlb: note: {count - len(todo)} of {count} shards exist and are kept; --overwrite makes them anew")
+        make = partial(_prepare_shard, corpus=corpus, prefix=prefix, tokenizer=tokenizer, options=options)
+        reports = []
+        with closing(map_on_ray(make, todo)) as done:
+            for report in done:
+                reports.append(report)
+                on_progress(corpus.total_bytes // count)
+    return _added(reports)
 
 
-def _make_part(item: tuple[Path, CorpusTask], tokenize: Callable[[Batch], TokenizedBatch]) -> int:
-    path, task = item
-    write_part(path, map(tokenize, task.batches()))
-    return task.bytes
+def _prepare_shard(
+    shard: CorpusShard, corpus: Corpus, prefix: Path, tokenizer: Tokenizer, options: dict[str, Any]
+) -> PrepareReport:
+    # Ray may do a shard again whose process died after the store was there.
+    return prepare_store(corpus, prefix, tokenizer, shard=shard, overwrite=True, **options)
+
+
+def _check_number(prefix: Path, count: int) -> None:
+    """Raise ``UserError`` where ``prefix`` has shards of another number, which a glob would train as well."""
+    for path in prefix.parent.glob(f"{glob.escape(prefix.name)}-*-of-*.idx"):
+        if not path.stem.endswith(f"-of-{count}"):
+            raise UserError(
+                f"{path} is one of another number of shards than {count}; remove those, or choose another --out"
+            )
+
+
+def _added(reports: list[PrepareReport]) -> PrepareReport:
+    def total(name: str) -> int:
+        return sum(getattr(report, name) for report in reports)
+
+    rejects = sum((Counter(report.rejects) for report in reports), Counter[str]())
+    counts = {name: total(name) for name in ("documents_in", "documents_out", "tokens", "text_bytes")}
+    labelled = None if reports[0].labelled_tokens is None else total("labelled_tokens")
+    files = [file for report in sorted(reports, key=lambda report: report.files) for file in report.files]
+    return replace(reports[0], **counts, rejects=dict(sorted(rejects.items())), labelled_tokens=labelled, files=files)
 
 
 def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> ReadLengths:
@@ -214,12 +230,6 @@ def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:
     if rejects[Reject.NO_FIELD]:
         why += f"; {corpus.described_fields()}"
     return UserError(why)
-
-
-def _settings(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None) -> dict[str, Any]:
-    """What decides about the tokens of a store, beside the files of the corpus."""
-    template = chat and hashlib.sha256(repr((chat.template, chat.special_tokens, chat.marks)).encode()).hexdigest()
-    return {"source": corpus.description, "tokenizer": tokenizer.identity, "chat": template}
 
 
 def _tokenize(tokenizer: Tokenizer, chat: ChatFormat | None) -> Callable[[Batch], TokenizedBatch]:

@@ -8,15 +8,14 @@ name) and, for the same files, in the same way; each task is read as a stream, h
 from __future__ import annotations
 
 import ast
-import hashlib
 import io
-import json
 import os
 import platform
+import re
 import sysconfig
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, pairwise
@@ -75,13 +74,9 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 class CorpusTask:
     """A part of a corpus that is read on its own: some whole files, or a range of one.
 
-    ``bytes`` is about its size; ``state`` changes with its files; ``items`` gives its raw items, and ``texts`` the
-    documents of one.
+    ``items`` gives its raw items, and ``texts`` the documents of one.
     """
 
-    name: str
-    state: str
-    bytes: int
     items: Callable[[], Iterator[Item]]
     texts: Callable[[Any], Iterable[Any]]
 
@@ -100,6 +95,46 @@ class CorpusTask:
             yield Batch(batch, self.texts, progress)
 
 
+@dataclass(frozen=True, slots=True)
+class CorpusShard:
+    """The ``index``-th of ``count`` shares of a corpus, from 1; in their order they have its documents in order."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def prefix(self, prefix: Path) -> Path:
+        """``PREFIX-I-of-N``, the store of this share."""
+        return prefix.with_name(f"{prefix.name}-{self.index}-of-{self.count}")
+
+    @classmethod
+    def parse(cls, text: str, environment: Mapping[str, str] = os.environ) -> CorpusShard:
+        """``I/N``, or ``slurm`` for the element of a job array that this process is. Raises ``UserError``."""
+        if text == "slurm":
+            return cls._of_slurm(environment)
+        match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise UserError(f"--shard {text} is neither slurm nor I/N with I from 1 to N, such as 3/100")
+        return cls(int(match[1]), int(match[2]))
+
+    @classmethod
+    def _of_slurm(cls, environment: Mapping[str, str]) -> CorpusShard:
+        names = ("ID", "COUNT", "MIN", "MAX", "STEP")
+        try:
+            this, count, least, most, step = (int(environment[f"SLURM_ARRAY_TASK_{name}"]) for name in names)
+            tasks = range(least, most + 1, step)
+        except (KeyError, ValueError):
+            raise UserError("--shard slurm needs a SLURM job array (sbatch --array); give --shard I/N") from None
+        if len(tasks) != count or this not in tasks or tasks[-1] != most:
+            raise UserError(
+                f"--shard slurm cannot number {count} tasks from {least} to {most}, of which this is {this}; give an "
+                "array A-B, or --shard I/N"
+            )
+        return cls(tasks.index(this) + 1, count)
+
+
 class Corpus:
     """Documents that are always read in the same order; ``tasks`` divides them, in the same way every time."""
 
@@ -116,9 +151,18 @@ class Corpus:
         """Which field was looked for in JSON, and which ones the first entry without it has."""
         raise NotImplementedError
 
-    def batches(self) -> Iterator[Batch]:
-        """All documents in order, in batches of about a megabyte."""
-        return chain.from_iterable(task.batches() for task in self.tasks())
+    def batches(self, shard: CorpusShard | None = None) -> Iterator[Batch]:
+        """All documents in order, or those of ``shard``, in batches of about a megabyte.
+
+        Raises ``UserError`` where there are more shards than tasks.
+        """
+        if shard is None:
+            return chain.from_iterable(task.batches() for task in self.tasks())
+        tasks = [*self.tasks()]
+        if shard.count > len(tasks):
+            raise UserError(f"{self.name} divides into {len(tasks)} shards at most, and shard {shard} is asked for")
+        first, stop = (len(tasks) * number // shard.count for number in (shard.index - 1, shard.index))
+        return chain.from_iterable(task.batches() for task in tasks[first:stop])
 
 
 class StdlibCorpus(Corpus):
@@ -140,13 +184,7 @@ class StdlibCorpus(Corpus):
 
     def tasks(self) -> Iterator[CorpusTask]:
         texts = partial(stdlib_documents, unit=self._unit)
-        # The release of Python says what the files hold; where they lie and since when is a matter of each machine.
-        return _of_whole_files(
-            stdlib_files(self._root),
-            _task_bytes(self.total_bytes),
-            texts,
-            lambda path: [path.relative_to(self._root).as_posix(), path.stat().st_size],
-        )
+        return _of_whole_files(stdlib_files(self._root), _task_bytes(self.total_bytes), texts)
 
 
 class FileCorpus(Corpus):
@@ -234,7 +272,7 @@ class FileCorpus(Corpus):
         most = _task_bytes(self.total_bytes)
         for kind, paths in groupby(self.files(), self._kind):
             if kind == "text":
-                yield from _of_whole_files(paths, most, read_text, _file_state)
+                yield from _of_whole_files(paths, most, read_text)
                 continue
             for path in paths:
                 yield from self._of_one_file(path, kind, most)
@@ -246,16 +284,14 @@ class FileCorpus(Corpus):
         return f"the first entry without field {self._field!r} has {names}; {choose_field(other)}"
 
     def _of_one_file(self, path: Path, kind: str, most: int) -> Iterator[CorpusTask]:
-        size, state = path.stat().st_size, _file_state(path)
+        size = path.stat().st_size
         read_whole = is_compressed(path) or kind in ("json", "csv")
         shares = 1 if read_whole else -(-size // most) or 1
         cuts = [size * share // shares for share in range(shares)]
         for share, (start, end) in enumerate(pairwise([*cuts, size])):
-            name = str(path) if shares == 1 else f"{path} ({share + 1} of {shares})"
             # The last share has no end: a pipe has no size.
             lines = partial(file_lines, path, start, None if share + 1 == shares else end)
-            items, texts = self._reader(path, kind, lines, share, shares)
-            yield CorpusTask(name, _digest([state, share, shares]), end - start, items, texts)
+            yield CorpusTask(*self._reader(path, kind, lines, share, shares))
 
     def _reader(
         self, path: Path, kind: str, lines: Callable[[], Iterator[Item]], share: int, shares: int
@@ -346,9 +382,7 @@ def _task_bytes(corpus_bytes: int) -> int:
     return min(most, max(least, corpus_bytes // _TASKS))
 
 
-def _of_whole_files(
-    paths: Iterable[Path], most: int, texts: Callable[[Any], Iterable[Any]], state: Callable[[Path], Any]
-) -> Iterator[CorpusTask]:
+def _of_whole_files(paths: Iterable[Path], most: int, texts: Callable[[Any], Iterable[Any]]) -> Iterator[CorpusTask]:
     """Tasks of consecutive files, of ``most`` bytes or somewhat more each."""
     group: list[Path] = []
     size = 0
@@ -356,26 +390,10 @@ def _of_whole_files(
         group.append(path)
         size += path.stat().st_size
         if size >= most:
-            yield _of_group(group, size, texts, state)
+            yield CorpusTask(partial(_sized, group), texts)
             group, size = [], 0
     if group:
-        yield _of_group(group, size, texts, state)
-
-
-def _of_group(
-    group: list[Path], size: int, texts: Callable[[Any], Iterable[Any]], state: Callable[[Path], Any]
-) -> CorpusTask:
-    name = str(group[0]) if len(group) == 1 else f"{group[0]} to {group[-1]}, {len(group)} files"
-    return CorpusTask(name, _digest(map(state, group)), size, partial(_sized, tuple(group)), texts)
-
-
-def _file_state(path: Path) -> Any:
-    status = path.stat()
-    return [str(path.absolute()), status.st_size, status.st_mtime_ns]
-
-
-def _digest(states: Iterable[Any]) -> str:
-    return hashlib.sha256(json.dumps([*states]).encode()).hexdigest()
+        yield CorpusTask(partial(_sized, group), texts)
 
 
 def _sized(paths: Iterable[Path]) -> Iterator[Item]:

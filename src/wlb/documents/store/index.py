@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +31,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.permutation import Permutation
 from wlb.documents.store.remote import RemotePath
 from wlb.errors import UserError
 
@@ -47,8 +45,8 @@ MAX_DOCUMENT_TOKENS = 2**31 - 1
 _HEADER = struct.Struct("<9sQBQQ")
 _COUNTS = struct.Struct("<QQ")
 _CHUNK = 1 << 18  # entries converted or checked at a time: a few MiB of memory
-# Opening checks all of an index of up to a million documents, and of a larger one so many blocks of documents.
-_CHECKED_WHOLE, _BLOCK, _SAMPLED_BLOCKS = 1 << 20, 1 << 11, 32
+_BLOCK, _SAMPLED_BLOCKS = 1 << 11, 8  # documents that opening checks
+_IDENTIFIED_WHOLE, _IDENTIFIED = 1 << 16, 1 << 8  # entries in an identity: all of up to so many, or about so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +72,14 @@ class TokenIndex:
         return self._pointer(len(self.sequence_lengths)) // self.dtype.itemsize
 
     @property
-    def is_checked_whole(self) -> bool:
-        """Whether ``check_sample`` reads all of it."""
-        return self.documents <= _CHECKED_WHOLE
+    def identity(self) -> bytes:
+        """What it says of documents: their number and type, all tokens, and where documents begin.
+
+        That is a sum over all lengths before. Of a large index it is taken at a few hundred places: another
+        order of documents, or another length, changes it, unless all lengths between two of these places add up alike.
+        """
+        places = [_spaced(array).astype("<i8").tobytes() for array in (self.pointers, self.firsts)]
+        return b"".join([f"{self.dtype.name} {self.documents} {self.tokens} ".encode(), *places])
 
     def run(self, document: int) -> tuple[int, int]:
         """The first token of a document in the token file, and its tokens."""
@@ -123,15 +126,11 @@ class TokenIndex:
             self._offsets(first, min(first + _CHUNK, self.documents))
 
     def check_sample(self) -> None:
-        """Read its ends and blocks at random places; all of it where it has no more than that."""
+        """Read its ends and a few evenly spaced blocks of documents; all of it where it has no more than that."""
         self.check_ends()
-        size = _CHUNK if self.is_checked_whole else _BLOCK
-        blocks: Sequence[int] = range(-(-self.documents // size))
-        if not self.is_checked_whole and len(blocks) > _SAMPLED_BLOCKS:
-            drawn = Permutation(len(blocks), 0).between(0, _SAMPLED_BLOCKS - 2)
-            blocks = sorted({0, *drawn.tolist(), blocks[-1]})
-        for block in blocks:
-            self._offsets(size * block, min(size * (block + 1), self.documents))
+        last = max(0, self.documents - 1) // _BLOCK
+        for block in sorted({last * number // (_SAMPLED_BLOCKS - 1) for number in range(_SAMPLED_BLOCKS)}):
+            self._offsets(_BLOCK * block, min(_BLOCK * (block + 1), self.documents))
 
     def _offsets(self, start: int, stop: int) -> NDArray[np.int64]:
         firsts = self.firsts[start : stop + 1]
@@ -179,6 +178,10 @@ class TokenIndex:
         return UserError(f"{self.path} is corrupt: its documents do not cover its {sequences} sequences in order")
 
 
+def _spaced(array: NDArray[Any]) -> NDArray[Any]:
+    return array[:: 1 if len(array) <= _IDENTIFIED_WHOLE else len(array) // _IDENTIFIED]
+
+
 def index_path(prefix: Path) -> Path:
     """``PREFIX.idx``."""
     return store_path(prefix, ".idx")
@@ -209,13 +212,12 @@ def store_path(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
 
 
-def read_index(path: Path, *, whole: bool = False, sample: bool = True, may_be_empty: bool = False) -> TokenIndex:
+def read_index(path: Path, *, whole: bool = False, sample: bool = True) -> TokenIndex:
     """Open an index file and check a sample of it, unless that has been done before (not ``sample``).
 
     With ``whole`` it is to be read from its beginning to its end.
 
-    Raises ``UserError`` when the file is missing, foreign, truncated, contradicts itself, or holds floats or, unless
-    it ``may_be_empty``, no documents.
+    Raises ``UserError`` when the file is missing, foreign, truncated, contradicts itself, or holds floats.
     """
     try:
         with path.open("rb") as file:
@@ -229,8 +231,8 @@ def read_index(path: Path, *, whole: bool = False, sample: bool = True, may_be_e
         raise UserError(f"token store index {path} does not exist; {remedy}") from None
     except OSError as error:
         raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
-    if starts < 2 - may_be_empty:
-        raise UserError(f"{path} holds no documents")
+    if not starts:
+        raise UserError(f"{path} is corrupt: it does not say where its documents begin")
     if whole and hasattr(content, "madvise"):
         content.madvise(mmap.MADV_SEQUENTIAL)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)

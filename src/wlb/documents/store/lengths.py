@@ -1,34 +1,49 @@
-"""The lengths of a store's documents, read from its index where they are asked for."""
+"""Tokens per document: in an array, or in a store's index, where they are read when they are asked for."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import LengthCounts, counted
-from wlb.documents.store.index import TokenIndex, read_index
+_CHUNK = 1 << 14  # documents looked at together
 
 
-class IndexLengths:
-    """``StoredLengths`` of an index."""
+class StoredLengths(Protocol):
+    """Tokens per document of a store, and ``tokens`` of all of them.
 
-    def __init__(self, index: TokenIndex) -> None:
-        self.index = index
+    ``lengths[documents]`` are those of an int64 array of documents, in any order, or of a slice of them.
+    """
 
-    def __len__(self) -> int:
-        return self.index.documents
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, documents: NDArray[np.int64] | slice) -> NDArray[np.int64]:
-        if isinstance(documents, slice):
-            start, stop, _ = documents.indices(len(self))
-            return self.index.lengths_between(start, stop)
-        return self.index.lengths(documents)
+    def __getitem__(self, documents: NDArray[np.int64] | slice, /) -> NDArray[np.int64]: ...
 
-    @cached_property
-    def counts(self) -> LengthCounts:
-        """Takes a pass over the index, and raises ``UserError`` where that finds it damaged."""
-        if self.index.is_checked_whole:
-            return counted([self])
-        return counted([IndexLengths(read_index(self.index.path, whole=True, sample=False))])  # which reads ahead
+    @property
+    def tokens(self) -> int: ...
+
+
+# Tokens per document of one store: an array of shape (documents,), or what stands for one.
+Lengths: TypeAlias = "NDArray[np.int64] | StoredLengths"
+# Those of one store, or of every store of a mixture.
+DocumentLengths: TypeAlias = "Lengths | Sequence[Lengths]"
+
+
+def tokens_of(lengths: DocumentLengths) -> int:
+    """Tokens of all documents; of a store its index says so."""
+    if isinstance(lengths, Sequence):
+        return sum(map(tokens_of, lengths))
+    return int(lengths.sum()) if isinstance(lengths, np.ndarray) else lengths.tokens
+
+
+def documents_in(lengths: DocumentLengths) -> int:
+    """How many documents there are, empty ones too."""
+    return sum(map(len, lengths)) if isinstance(lengths, Sequence) else len(lengths)
+
+
+def chunks(between: Callable[[int, int], NDArray[np.int64]], documents: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """The lengths ``between`` two of ``documents`` documents, a chunk at a time, each with the number of its first."""
+    for first in range(0, documents, _CHUNK):
+        yield first, between(first, min(first + _CHUNK, documents))

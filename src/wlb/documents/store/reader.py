@@ -3,8 +3,8 @@
 A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format, so that
 existing Megatron corpora open as they are. ``wlb prepare`` adds a sidecar ``PREFIX.json`` that names the tokenizer, and
 where only some tokens are labels, ``PREFIX.mask`` says which. ``TokenStore`` maps all of them into memory,
-so a store of any size opens at once: any slice of any document is an array view, O(1). ``TokenStoreWriter`` (in
-``store_writer``) makes stores.
+so a store of any size opens at once: any slice of any document is an array view, O(1). ``TokenStoreWriter`` makes
+stores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import StoredLengths, chunks
 from wlb.documents.store.index import (
     TokenIndex,
     bin_path,
@@ -28,7 +27,7 @@ from wlb.documents.store.index import (
     read_index,
     sidecar_path,
 )
-from wlb.documents.store.lengths import IndexLengths
+from wlb.documents.store.lengths import chunks
 from wlb.documents.store.remote import RemoteArray, RemotePath, store_prefix
 from wlb.documents.store.sources import StoreSource, store_prefixes
 from wlb.documents.store.stamps import Stamps, check_unchanged, stamps_of
@@ -57,23 +56,25 @@ class TokenStore:
         self.prefix = prefix
         self.sidecar = sidecar
         self._index = index
-        self._stamps = stamps
-        self.stored_lengths: StoredLengths = IndexLengths(index)
+        self.stamps = stamps
         self._data = data
         self._mask = mask
         self._vocab_size: int | None = sidecar.get("vocab_size")
 
     @classmethod
-    def open(cls, prefix: str | Path) -> TokenStore:
+    def open(cls, prefix: str | Path, *, may_be_empty: bool = False) -> TokenStore:
         """Open ``PREFIX.idx``, ``PREFIX.bin`` and, if they are there, ``PREFIX.json`` and ``PREFIX.mask``.
 
         ``prefix`` may be a URL, such as ``s3://bucket/corpus``. Raises ``UserError`` when a file is missing, truncated,
-        corrupt or does not belong to the others, or cannot be read. For stores in many shards there is
-        ``wlb.documents.store.shards.open_store``.
+        corrupt or does not belong to the others, or cannot be read, and unless it ``may_be_empty`` for a store without
+        documents. Stores in many shards are opened by ``wlb.documents.store.group.StoreGroup.open``.
         """
         prefix = store_prefix(prefix)
         stamps = stamps_of(prefix)
-        return TokenStore.with_index(prefix, read_index(index_path(prefix)), stamps)
+        store = TokenStore.with_index(prefix, read_index(index_path(prefix)), stamps)
+        if not (len(store) or may_be_empty):
+            raise UserError(f"{index_path(prefix)} holds no documents")
+        return store
 
     @classmethod
     def with_index(cls, prefix: Path, index: TokenIndex, stamps: Stamps) -> TokenStore:
@@ -90,11 +91,12 @@ class TokenStore:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every document, its end token included; shape (documents,), which are 8 bytes for each in memory.
+        """Tokens of every document, its end token included; shape (documents,), 8 bytes for each in memory."""
+        return self.lengths_between(0, len(self))
 
-        ``stored_lengths`` are the same without that memory.
-        """
-        return self._index.lengths_between(0, len(self))
+    def lengths_between(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens of the documents from ``start`` to ``stop``."""
+        return self._index.lengths_between(start, stop)
 
     def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of some documents, in any order; int64 of their shape."""
@@ -125,21 +127,14 @@ class TokenStore:
         """Identity of the tokenizer from the sidecar: kind, name, sha256 of its definition."""
         return self.sidecar.get("tokenizer")
 
-    @property
-    def tokenizer_identity(self) -> dict[str, Any] | None:
-        """Equal for stores of the same tokenizer: ``tokenizer`` without its name, which is only that of a file."""
-        return identity_of_tokenizer(self.tokenizer)
-
     @cached_property
     def identity(self) -> str:
-        """sha256 in hex over the index, the size of the token file and, where the sidecar has it, its own sha256.
+        """sha256 in hex over ``TokenIndex.identity`` and, where the sidecar has it, its sha256 of the tokens.
 
         The tokens are not read: the writer of the store hashed them, and their mask, if there is one. A store without
         that, such as one made by Megatron-Core, keeps its identity when tokens change and lengths do not.
         """
-        with self._index.path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-        digest.update(str(self._data.nbytes).encode())
+        digest = hashlib.sha256(self._index.identity)
         digest.update(self.sidecar.get("content_sha256", "").encode())
         if self._mask is not None:
             digest.update(b"mask" + self.sidecar.get("mask_sha256", "").encode())
@@ -151,7 +146,7 @@ class TokenStore:
         Called after a read, it says that what was read is of the store that was opened; called before, that no part of
         a mapped file is missing, of which a read would kill the process. Remote files are compared by their reader.
         """
-        check_unchanged(self.prefix, self._stamps)
+        check_unchanged(self.prefix, self.stamps)
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """``length`` tokens of a document from token ``start`` on (default: the rest), as a read-only view.
@@ -188,21 +183,13 @@ class TokenStore:
         labels: NDArray[np.bool_] = flags.view(np.bool_)
         return labels
 
-    def check_labels(self) -> None:
-        """Raise ``UserError`` unless some document has a token that follows another and is a label.
+    def has_labels(self) -> bool:
+        """Whether some document has a token that follows another and is a label.
 
         Reads the mask, if there is one, up to the first such token.
         """
-        if not self.has_labels():
-            reason = (
-                "has documents of one token only" if self._mask is None else f"has no label in {mask_path(self.prefix)}"
-            )
-            raise UserError(f"token store {self.prefix} {reason}, so nothing would be learnt; prepare it again")
-
-    def has_labels(self) -> bool:
-        """Whether ``check_labels`` finds one."""
         if self._mask is None:
-            return any((lengths > 1).any() for _, lengths in chunks(self.stored_lengths))
+            return any((lengths > 1).any() for _, lengths in chunks(self.lengths_between, len(self)))
         return any(map(self._labels_from, range(0, self.tokens, _MASK_CHUNK)))
 
     def _labels_from(self, start: int) -> bool:
@@ -226,11 +213,6 @@ class TokenStore:
             )
         if view.dtype.kind == "i" and view.min() < 0:
             raise UserError(f"document {document} of {self.prefix} holds the negative token {view.min()}")
-
-
-def identity_of_tokenizer(tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A sidecar's ``tokenizer`` without its name."""
-    return {key: value for key, value in tokenizer.items() if key != "name"} if tokenizer else None
 
 
 def _map_tokens(path: Path, index: TokenIndex) -> NDArray[Any] | RemoteArray:
@@ -301,7 +283,7 @@ def stored_vocab_size(source: StoreSource) -> int | None:
     """The vocabulary of the store that ``source`` names; None where there is no store, or it does not say."""
     for prefix in store_prefixes(source):
         if index_path(prefix).exists():
-            index = read_index(index_path(prefix), may_be_empty=True)
+            index = read_index(index_path(prefix))
             return _read_sidecar(prefix, index).get("vocab_size")  # all shards have the same
     return None
 

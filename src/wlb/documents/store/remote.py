@@ -1,43 +1,39 @@
 """Stores on object storage and web servers: prefixes that are URLs of ``fsspec``, such as ``s3://bucket/corpus``.
 
 A ``RemotePath`` is such a URL as a ``Path``, so a store opens by the same steps wherever it lies. Files that are
-mapped or parsed (``.idx``, ``.json``) are brought whole into a cache on this machine. Of token files and
-masks, ``RemoteArray`` reads blocks, which go through the same cache. The processes of a machine share it: one of them
-fetches a file or block, and the others wait for it.
+mapped or parsed (``.idx``, ``.json``) are brought whole into a temporary file. Of token files and masks,
+``RemoteArray`` reads blocks, of which ``fsspec`` keeps the last ones in memory.
 
 The size and version (ETag, checksum or date) of a file are noted when it is first looked at, and compared after every
-read, so tokens of two versions are never mixed. A read that fails, is cut short or takes too long is repeated a few
-times; after that it is a ``UserError``.
+read, so tokens of two versions are never mixed. A read that fails or is cut short is repeated a few times; after that
+it is a ``UserError``.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import stat
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PosixPath
-from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.store.cache import cached_bytes, cached_file
 from wlb.errors import UserError, require
 
 _T = TypeVar("_T")
 
 _TRIES = 6
 _FIRST_DELAY = 1.0  # seconds before the second try; doubles with each
-_TIMEOUT = 60.0  # seconds for one request
 _BLOCK = 2 << 20  # bytes read of a token file: no more takes the time that a request takes anyway, on 1 Gbit/s
+_BLOCKS = 64  # that are kept of a file
 _PIECE = 32 << 20  # bytes of a file that is read whole
 # What file systems call the version of a file; all that are there are compared.
 _VERSIONS = (
@@ -61,7 +57,7 @@ class _Version:
 class RemotePath(PosixPath):
     """A URL as a path: ``exists``, ``is_file``, ``stat`` (of which the size is set), ``open`` and ``read_bytes`` work.
 
-    All raise ``UserError`` where the server or the cache fail; ``open`` brings the whole file into the cache.
+    All raise ``UserError`` where the server fails; ``open`` brings the whole file into a temporary one.
     """
 
     def __str__(self) -> str:
@@ -76,37 +72,19 @@ class RemotePath(PosixPath):
     def open(self, mode: str = "rb", buffering: int = -1, *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
         if mode != "rb":
             raise UserError(f"{self} cannot be written; write to a path and copy the files")
-        return self.local().open("rb", buffering)
-
-    def local(self) -> Path:
-        """The whole file in the cache of this machine. Raises ``FileNotFoundError`` where the server has none."""
-        return cached_file(f"{self._key}-{self.name}", self._found.size, self.pieces)
+        file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+        file.writelines(self.pieces())
+        file.seek(0)
+        return file
 
     def pieces(self) -> Iterator[bytes]:
-        """The file in order, not through the cache. Raises ``UserError`` if it is no longer what it was."""
-        size = self._found.size
-        for start in range(0, size, _PIECE):
-            yield self._read_range(start, min(start + _PIECE, size))
+        """The file in order. Raises ``UserError`` if it is no longer what it was."""
+        for start in range(0, self._found.size, _PIECE):
+            yield self.read(start, start + _PIECE)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes from ``start`` to ``stop``, in blocks through the cache."""
-        parts = []
-        for number in range(start // _BLOCK, -(-stop // _BLOCK)):
-            first = number * _BLOCK
-            parts.append(self._read_block(number, max(start - first, 0), min(stop - first, _BLOCK)))
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _read_block(self, number: int, start: int, stop: int) -> bytes:
-        first = number * _BLOCK
-        size = min(_BLOCK, self._found.size - first)
-
-        def fetch() -> bytes:
-            return self._read_range(first, first + size)
-
-        return cached_bytes(f"{self._key}-{number}", size, start, stop, fetch)
-
-    def _read_range(self, start: int, stop: int) -> bytes:
-        """These bytes from the server, of the version that was found at first."""
+        """Bytes from ``start`` to ``stop``, or to the end, of the version that was found at first."""
+        stop = min(stop, self._found.size)
 
         def read(files: Any, path: str) -> bytes:
             found: bytes
@@ -164,11 +142,6 @@ class RemotePath(PosixPath):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         return self._version
 
-    @property
-    def _key(self) -> str:
-        """Names this version of the file in the cache."""
-        return hashlib.sha256(f"{self}\n{self._found}".encode()).hexdigest()[:32]
-
     def _tried(self, ask: Callable[[Any, str], _T]) -> _T:
         """The answer to ``ask``, several times if need be. Raises ``FileNotFoundError`` where that is the answer."""
         files, path = self._opened()
@@ -176,7 +149,7 @@ class RemotePath(PosixPath):
             if attempt:
                 time.sleep(_FIRST_DELAY * 2 ** (attempt - 1))
             try:
-                return _within(_TIMEOUT, lambda: ask(files, path))
+                return ask(files, path)
             except UserError:
                 raise
             except Exception as error:  # of whatever kind the file system has
@@ -228,9 +201,9 @@ class RemoteArray:
     """A remote file as a one-dimensional array of which slices are read; safe to share between threads."""
 
     def __init__(self, path: RemotePath, dtype: np.dtype[Any]) -> None:
-        self._path = path
         self._dtype = dtype
         self.nbytes = path.stat().st_size
+        self._cache = require("fsspec.caching", "remote").BlockCache(_BLOCK, path.read, self.nbytes, _BLOCKS)
 
     def __getitem__(self, places: slice) -> NDArray[Any]:
         """A read-only copy. Raises ``UserError`` where it cannot be read, or the file has changed."""
@@ -238,7 +211,7 @@ class RemoteArray:
         start, stop, _ = places.indices(self.nbytes // size)
         if start >= stop:
             return np.empty(0, self._dtype)
-        return np.frombuffer(self._path.read(start * size, stop * size), self._dtype)
+        return np.frombuffer(self._cache._fetch(start * size, stop * size), self._dtype)
 
 
 def store_prefix(prefix: str | Path) -> Path:
@@ -273,23 +246,3 @@ def _version_of(files: Any, path: str) -> _Version | None:
         raise OSError("the server does not say how large it is")
     marks = (f"{name} {found[name]}" for name in _VERSIONS if found.get(name) is not None)
     return _Version(int(found["size"]), ", ".join(marks))
-
-
-def _within(seconds: float, ask: Callable[[], _T]) -> _T:
-    """What ``ask`` returns or raises; ``TimeoutError`` if that takes too long, and nobody waits for it then."""
-    answers: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
-
-    def answer() -> None:
-        try:
-            answers.put((ask(), None))
-        except BaseException as error:
-            answers.put((None, error))
-
-    threading.Thread(target=answer, name="wlb-remote", daemon=True).start()
-    try:
-        value, error = answers.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]

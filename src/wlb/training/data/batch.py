@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.documents.segments import Segment
-from wlb.documents.store.mixture import TrainedStore
+from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -101,7 +102,7 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     )
 
 
-def read_batch(micro_batch: MicroBatch, store: TrainedStore, vocab_size: int | None = None) -> TokenBatch:
+def read_batch(micro_batch: MicroBatch, store: TokenStore | StoreGroup, vocab_size: int | None = None) -> TokenBatch:
     """``make_batch`` from a store that must not change while it is in use.
 
     Raises ``UserError`` where a file of one of the documents has changed since the store was opened, and for a token
@@ -127,23 +128,24 @@ def check_vocabulary(batch: TokenBatch, micro_batch: MicroBatch, vocab_size: int
         )
 
 
-def check_first_tokens(store: TokenStore, vocab_size: int) -> None:
+def check_first_tokens(store: StoreGroup, vocab_size: int) -> None:
     """Raise ``UserError`` where a store that does not say its vocabulary begins with a token outside ``vocab_size``.
 
     So a wrong ``model.vocab_size`` nearly always shows before a job starts; ``read_batch`` finds what is left.
     """
     if store.vocab_size is not None:
         return
-    left = _FIRST_TOKENS
-    for document in range(min(len(store), _FIRST_DOCUMENTS)):
-        length = min(left, int(store.lengths_of(np.array([document]))[0]))
-        largest = int(store.read(document, 0, length).max(initial=0))
-        if largest >= vocab_size:
-            raise UserError(
-                f"document {document} of {store.prefix} has token {largest}, outside the vocabulary of "
-                f"model.vocab_size = {vocab_size}; raise it"
-            )
-        left -= length
+    for first, stop in pairwise(store.firsts):
+        left = _FIRST_TOKENS
+        for document in range(first, min(stop, first + _FIRST_DOCUMENTS)):
+            length = min(left, int(store.lengths_of(np.array([document]))[0]))
+            largest = int(store.read(document, 0, length).max(initial=0))
+            if largest >= vocab_size:
+                raise UserError(
+                    f"document {document} of {store.prefix} has token {largest}, outside the vocabulary of "
+                    f"model.vocab_size = {vocab_size}; raise it"
+                )
+            left -= length
 
 
 def labelled_tokens(step_plan: StepPlan, store: TokenSource) -> int:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wlb.documents.mixture import stored_documents
-from wlb.documents.store.mixture import TrainedStore, document_lengths
+from wlb.documents.store.group import StoreGroup
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
 from wlb.job.job import JobSpec
@@ -108,7 +107,7 @@ class StepLoader(Iterator[LoadedStep]):
 
     def __init__(
         self,
-        store: TrainedStore,
+        store: StoreGroup,
         job: JobSpec,
         training: TrainingConfig,
         *,
@@ -121,9 +120,8 @@ class StepLoader(Iterator[LoadedStep]):
         self._share = share or RankShare()
         self._identity = data_identity(store, job)
         epochs = 1 if training.steps is None else None
-        lengths = document_lengths(store)
+        lengths = store.stored_lengths
         planner = StepPlanner(job, lengths, epochs=epochs)
-        self.epoch_summary = stored_documents(lengths, job.data).summary
         self.changed_data: str | None = None
         if state is not None:
             changed = check_identity(state, store, job, allow_changes=allow_changes)
@@ -198,7 +196,7 @@ def micro_batches_of(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[int]:
     return [index for index, named in enumerate(ranks) if not named or cp_rank in named]
 
 
-def data_identity(store: TrainedStore, job: JobSpec) -> dict[str, Any]:
+def data_identity(store: StoreGroup, job: JobSpec) -> dict[str, Any]:
     """What a loader state is valid for: the data, and every setting that decides which document trains when.
 
     Parallel sizes, micro-batches, the model, the dealing of micro-batches to ranks and settings that the packing method
@@ -216,9 +214,7 @@ def data_identity(store: TrainedStore, job: JobSpec) -> dict[str, Any]:
     }
 
 
-def check_identity(
-    state: dict[str, Any], store: TrainedStore, job: JobSpec, *, allow_changes: bool = False
-) -> list[str]:
+def check_identity(state: dict[str, Any], store: StoreGroup, job: JobSpec, *, allow_changes: bool = False) -> list[str]:
     """The names in which the identity of ``store`` and ``job`` differs from what loader ``state`` is valid for.
 
     Raises ``UserError``, naming the first of them, unless there is none or ``allow_changes`` is set.

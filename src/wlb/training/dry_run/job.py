@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from wlb.documents.lengths import read_lengths
-from wlb.documents.store.mixture import document_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.job import JobSpec
@@ -29,7 +28,7 @@ from wlb.simulate.traffic import PURPOSES, received_bytes
 from wlb.simulate.verdict import Verdict
 from wlb.training.data.loader import micro_batches_of
 from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
-from wlb.training.dry_run.problems import FoundJob, SyntheticStore, find_problems
+from wlb.training.dry_run.problems import FoundJob, find_problems
 from wlb.training.dry_run.rank import Place, RankRun, run_ranks
 from wlb.training.parallel.mesh import mesh_shape
 
@@ -115,7 +114,7 @@ class DryRun:
             "gpus": job.layout.world_size,
             "layout": job.sizes,
             "hardware": self.found.hardware,
-            "data": "synthetic" if isinstance(self.found.store, SyntheticStore) else "store",
+            "data": "synthetic" if self.found.synthetic else "store",
             "problems": list(self.found.problems),
             "step": self.step,
             "step_tokens": self.plan.tokens,
@@ -152,7 +151,7 @@ def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = 
 
 def _judged(found: FoundJob) -> Verdict | None:
     """What ``wlb simulate`` says of the job."""
-    if isinstance(found.store, SyntheticStore):
+    if found.synthetic:
         return None
     lengths = [read_lengths(store, keep_empty=True) for store in found.config.data.stores]
     job = JobSpec.from_config(found.config, found.hardware, model=found.model)
@@ -166,7 +165,7 @@ def _heaviest_step(found: FoundJob) -> tuple[int, StepPlan, Shards]:
     """Of the first steps, the one with the most exchanged and then the most tokens; its number, from 1."""
     steps = min(_LOOK_AHEAD, found.config.training.steps or _LOOK_AHEAD)
     planner = StepPlanner(
-        found.job, document_lengths(found.store), epochs=1 if found.config.training.steps is None else None
+        found.job, found.store.stored_lengths, epochs=1 if found.config.training.steps is None else None
     )
     plans = [planned.plan for planned in islice(planner, steps)]
     choices = [(step, plan, _shards(plan, found.job)) for step, plan in enumerate(plans, 1)]

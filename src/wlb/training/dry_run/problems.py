@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.index import TokenIndex
-from wlb.documents.store.mixture import open_stores
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
@@ -59,10 +59,11 @@ def synthetic_store(config: JobConfig) -> SyntheticStore:
 
 @dataclass(frozen=True)
 class FoundJob(CheckedJob):
-    """A checked job, the documents it is tried on, and what would stop it."""
+    """A checked job, whether synthetic documents stand for its own, and what would stop it."""
 
     hardware: str
     problems: tuple[str, ...]
+    synthetic: bool
 
 
 def find_problems(config: JobConfig, hardware: str) -> FoundJob:
@@ -83,11 +84,12 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     limit = limit_of_gpu(rates.memory_bytes)
     if rates.device_type == "cpu":
         limit = memory_limit("cpu", config.parallel.world_size)
-    store = tried(lambda: open_stores(config.data.stores)) or synthetic_store(config)
+    stored = tried(lambda: StoreGroup.open(config.data.stores))
+    store = stored or StoreGroup([synthetic_store(config)])
     job = checked(config, store, hardware, limit, _check_could_write, tried)
-    if not isinstance(store, SyntheticStore):
+    if stored:
         tried(job.check_data)
-    return FoundJob(**vars(job), hardware=hardware, problems=tuple(problems))
+    return FoundJob(**vars(job), hardware=hardware, problems=tuple(problems), synthetic=stored is None)
 
 
 def _check_could_write(name: str, directory: Path) -> None:

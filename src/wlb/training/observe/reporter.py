@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from wlb.documents.store.mixture import StoreMixture
 from wlb.documents.store.sources import source_name
 from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
@@ -41,7 +40,6 @@ from wlb.training.runtime.environment import (
 )
 from wlb.workload import ModelShape, attention_flops, hardware_preset, linear_flops
 
-_OVERLONG = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
 _PASSES = 3.0  # one forward, and a backward of twice its operations
 
 
@@ -173,19 +171,14 @@ class Reporter:
         return diagnosis
 
     def _store_tokens(self, plan: StepPlan) -> tuple[int, ...] | None:
-        if not isinstance(self._store, StoreMixture):
+        if not self._config.data.mixture:
             return None
         document, _, tokens = plan.table.T
         return self._store.tokens_by_store(document, tokens)
 
     def _startup(self, loader: StepLoader) -> Iterator[str]:
-        config, job, data = self._config, self._job, loader.epoch_summary
-        documents = number_of(data.documents, "document")
-        if data.empty:
-            documents += f", {data.empty:,} empty passed over"
-        if data.overlong:
-            overlong = _OVERLONG[config.data.overlong]
-            documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
+        config, job = self._config, self._job
+        documents = number_of(len(self._store), "document")
         origin = f"resuming after step {self._first}" if self._first else "starting"
         processes = number_of(job.layout.world_size, f"{self._execution.device.type} process")
         pools, longest = "", f"{job.longest_micro_batch:,} tokens"

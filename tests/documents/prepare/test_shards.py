@@ -1,0 +1,102 @@
+"""A corpus in shards: stores that are the one store, in order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+import wlb.documents.prepare.sources as prepare_sources
+from tests.cases import in_turn
+from tests.documents.prepare.test_sources import compressed
+from wlb.documents.prepare import prepare_store
+from wlb.documents.prepare.sources import CorpusShard, FileCorpus
+from wlb.documents.prepare.tokenization import BytesTokenizer
+from wlb.documents.store.group import StoreGroup
+from wlb.errors import UserError
+
+
+def write_corpus(directory: Path) -> FileCorpus:
+    """Of every kind of file, in tasks of about 2,000 bytes, some of them without documents."""
+    directory.mkdir()
+    lines = "".join(json.dumps({"text": f"{i} " * (i % 90)}) + "\n" for i in range(200)).encode()
+    (directory / "a.jsonl").write_bytes(lines + b'{oops\n{"text": "' + b"x" * 5000 + b'"}\n')
+    compressed(directory / "b.jsonl.gz", lines)
+    table = arrow.table({"text": [f"cell {i} " * 20 for i in range(100)]})
+    parquet.write_table(table, directory / "c.parquet", row_group_size=30, compression="none")
+    for i in range(30):
+        (directory / f"d{i}.txt").write_text(f"text {i} " * 40 * (i % 3))
+    (directory / "e.png").write_bytes(b"")
+    return FileCorpus([directory])
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_sources, "_TASK_BYTES", (2000, 2000))
+    return write_corpus(tmp_path / "corpus")
+
+
+def test_shards_are_the_store_in_order(tmp_path, corpus):
+    prepare_store(corpus, tmp_path / "alone", BytesTokenizer())
+    alone = StoreGroup.open([tmp_path / "alone"])
+    assert 20 < len(list(corpus.tasks())) < 100
+    for count in (1, 3, 11):
+        shards = [CorpusShard(index, count) for index in range(1, count + 1)]
+        reports = [
+            prepare_store(corpus, tmp_path / f"s{count}", BytesTokenizer(), shard=shard, workers=1 + (shard.index == 3))
+            for shard in reversed(shards)
+        ]
+        store = StoreGroup.open([tmp_path / f"s{count}-*-of-{count}"])
+        assert sum(report.documents_out for report in reports) == len(store)
+        assert np.array_equal(store.lengths, alone.lengths)
+        tokens = b"".join((tmp_path / f"s{count}-{index}-of-{count}.bin").read_bytes() for index in range(1, count + 1))
+        assert tokens == (tmp_path / "alone.bin").read_bytes()
+
+
+def test_a_shard_is_made_whole_or_not_at_all_and_once(tmp_path, corpus):
+    prefix, shard = tmp_path / "s", CorpusShard(2, 3)
+    prepare_store(corpus, prefix, BytesTokenizer(), shard=shard)
+    assert sorted(path.name for path in tmp_path.glob("s*")) == ["s-2-of-3.bin", "s-2-of-3.idx", "s-2-of-3.json"]
+    assert json.loads((tmp_path / "s-2-of-3.json").read_text())["shard"] == "2/3"
+    with pytest.raises(UserError, match=r"s-2-of-3\.bin exists; choose another --out or pass --overwrite"):
+        prepare_store(corpus, prefix, BytesTokenizer(), shard=shard)
+    with pytest.raises(UserError, match=r"s-2-of-3\.idx is one of another number of shards than 4; remove those, or"):
+        prepare_store(corpus, prefix, BytesTokenizer(), shard=CorpusShard(1, 4))
+    tasks = len(list(corpus.tasks()))
+    with pytest.raises(UserError, match=rf"divides into {tasks} shards at most, and shard 1/1000 is asked for"):
+        prepare_store(corpus, tmp_path / "t", BytesTokenizer(), shard=CorpusShard(1, 1000))
+
+
+def array(this: int, count: int, least: int, most: int, step: int = 1) -> dict[str, str]:
+    names = ("ID", "COUNT", "MIN", "MAX", "STEP")
+    return {f"SLURM_ARRAY_TASK_{n}": str(v) for n, v in zip(names, (this, count, least, most, step), strict=True)}
+
+
+@in_turn(
+    ("text", "environment", "expected"),
+    [
+        ("1/1", {}, "1/1"),
+        ("3/100", {}, "3/100"),
+        ("slurm", array(0, 10, 0, 9), "1/10"),
+        ("slurm", array(10, 10, 1, 10), "10/10"),
+        ("slurm", array(8, 5, 0, 16, 4), "3/5"),
+        ("slurm", array(5, 1, 5, 5), "1/1"),
+        ("slurm", array(7, 2, 3, 7), "cannot number 2 tasks from 3 to 7, of which this is 7; give an array A-B"),
+        ("slurm", array(11, 10, 1, 10), "cannot number 10 tasks from 1 to 10, of which this is 11"),
+        ("slurm", array(3, 5, 0, 16, 4), "cannot number 5 tasks from 0 to 16, of which this is 3"),
+        ("slurm", array(1, 1, 1, 1, 0), "needs a SLURM job array"),
+        ("slurm", array(1, 0, 1, 0), "cannot number 0 tasks"),
+        ("slurm", {}, r"needs a SLURM job array \(sbatch --array\)"),
+        *((text, {}, f"--shard {text} is neither slurm nor I/N") for text in ("0/3", "4/3", "3", "a/b", "-1/3", "1/0")),
+    ],
+)
+def test_shards_are_named(text, environment, expected):
+    if "/" in expected and " " not in expected:
+        assert str(CorpusShard.parse(text, environment)) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            CorpusShard.parse(text, environment)
