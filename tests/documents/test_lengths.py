@@ -64,6 +64,8 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
     assert read_lengths(tmp_path / "l.jsonl").tolist() == [3, 2]
     (tmp_path / "l.json").write_text('[3, {"input_ids": [1, 2]}]')
     assert read_lengths(tmp_path / "l.json").tolist() == [3, 2]
+    (tmp_path / "n.csv").write_text("id,num_tokens\n1,8\n")
+    assert read_lengths(tmp_path / "n.csv").tolist() == [8]
     (tmp_path / "l.csv").write_text(f"length,text\n7,{'x' * 200_000}\n")
     assert read_lengths(tmp_path / "l.csv").tolist() == [7]
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n9\n"))
@@ -179,13 +181,13 @@ def test_unsigned_values_do_not_wrap(tmp_path):
         ("l.txt", b"5\nnan\n", "line 2 is 'nan'"),
         ("l.txt", "5\n１２\n".encode(), "line 2 is '１２'"),
         ("l.txt", b"9" * 5000, "line 1 is '9999"),
-        ("l.txt", b"\xff\xfe\x00", "is not text"),
+        ("l.txt", b"\xff\xfe\x00", "is not UTF-8"),
         ("l.npy", b"not numpy", "not a NumPy array of numbers; write"),
         ("l.npy", b"", "not a NumPy array of numbers; write"),
         ("l.parquet", b"not parquet", "not a readable Parquet file"),
         ("l.idx", b"not an index", "not a Megatron index"),
         ("l.bed", b"1,2", "of no known kind"),
-        ("l.csv", b"1,2", "has no column 'length'; it has 1, 2"),
+        ("l.csv", b"1,2", "has no column 'length', but 1, 2"),
         ("l.csv", b"id,length\n1,5\n2,x\n", "line 3 is 'x'"),
         ("l.csv", b"id,length\n1\n", "line 2 is ''"),
         ("l.csv", b"", "holds no document lengths"),
@@ -206,14 +208,14 @@ def test_wrong_content_is_one_clear_line(tmp_path, name, content, message):
     ("name", "content", "found", "options"),
     [
         ("d.txt", "Once upon\na time\n", "line 1 is 'Once upon'; a whole number is needed", " --documents lines"),
-        ("d.csv", "id,text\n1,Once\n", "has no column 'length'; it has id, text", ""),
-        ("d.tsv", "id\tbody\n1\tOnce\n", "has no column 'length'; it has id, body", " --text-field NAME"),
-        ("d.csv", "text\nOnce\n", "line 2 is 'Once'; a whole number is needed", ""),
+        ("d.csv", "id,text\n1,Once\n", "has no column 'length', but id, text", ""),
+        ("d.tsv", "id\tbody\n1\tOnce\n", "has no column 'length', but id, body", " --text-field NAME"),
+        ("d.csv", "text\nOnce\n", "has no column 'length', but text", ""),
         ("d.jsonl", '{"text": "Once"}\n', "line 1 has neither length nor input_ids, but text", ""),
         ("d.jsonl", '{"messages": []}\n', "line 1 has neither length nor input_ids, but messages", " --chat"),
         ("d.jsonl", '"Once"\n', "line 1 is 'Once'; a whole number is needed", ""),
         ("d.json", '["Once"]', "entry 0 is 'Once'; a whole number is needed", ""),
-        ("d.json", '[{"body": "Once"}]', "entry 0 has neither length nor input_ids, but body", " --text-field NAME"),
+        ("d.json", '[{"body": "Once"}]', "entry 0 has neither length nor input_ids, but body", " --text-field body"),
         (
             "d.json",
             '{"text": "Once"}\n{"text": "more"}\n',
@@ -349,3 +351,16 @@ def test_directories_are_no_lengths(source, tmp_path, monkeypatch):
 def test_names_that_no_file_can_have():
     with pytest.raises(UserError, match="cannot be read: File name too long"):
         read_lengths("a" * 5000)
+
+
+def test_windows_programs_write_lengths_too(tmp_path):
+    (tmp_path / "LENGTHS.TXT").write_text("5\r\n6\r\n", encoding="utf-8-sig")
+    assert read_lengths(str(tmp_path / "LENGTHS.TXT")).tolist() == [5, 6]
+
+
+def test_a_lone_column_that_is_named_otherwise_may_be_no_lengths(tmp_path):
+    (tmp_path / "ids.csv").write_text("id\n1\n2\n")
+    with pytest.raises(
+        UserError, match=r"no column 'length', but id; give the column of lengths that name; .*-field id"
+    ):
+        read_lengths(str(tmp_path / "ids.csv"))

@@ -42,6 +42,7 @@ _LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # that are assumed
 _BLOCK = 1 << 10  # documents that lie together in a sample: reading one costs as much as reading its page
 
 Integers = NDArray[np.integer[Any]]
+_NAMES = ("length", "lengths", "tokens", "num_tokens")  # of a column of lengths
 _ENCODED = "_tokens"  # how columns of encoders' tokens end
 
 
@@ -107,10 +108,14 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
     try:
         if source == "-":
             path, lengths, where = _STDIN, _from_txt(_STDIN), "line"
-        elif isinstance(path, RemotePath) or path.suffix not in _READERS or (not path.exists() and names_store(source)):
+        elif (
+            isinstance(path, RemotePath)
+            or path.suffix.lower() not in _READERS
+            or (not path.exists() and names_store(source))
+        ):
             (path, lengths), where = _from_store(source), "document"
         else:
-            read, where = _READERS[path.suffix]
+            read, where = _READERS[path.suffix.lower()]
             lengths = read(path)
     except FileNotFoundError:
         raise UserError(f"lengths {path} does not exist") from None
@@ -168,7 +173,9 @@ def _if_text(path: Path, fields: Collection[str] = ("text",)) -> str:
     if path.suffix == ".txt":
         option, instead = " --documents lines", f"{instead}, files for lines"
     elif "text" not in fields:
-        option = " --chat" if "messages" in fields else " --text-field NAME"
+        option = (
+            " --chat" if "messages" in fields else f" --text-field {next(iter(fields)) if len(fields) == 1 else 'NAME'}"
+        )
     name = shlex.quote(str(path))
     return (
         f"; if it is text, count its tokens with: wlb check {name} --tokenizer bytes{option}, or store them with: "
@@ -205,25 +212,30 @@ def _json_rows(path: Path) -> list[Any]:
 
 def _from_txt(path: Path) -> Integers:
     try:
-        lines = (sys.stdin.read() if path == _STDIN else path.read_text(encoding="utf-8")).rstrip().splitlines()
+        lines = (sys.stdin.read() if path == _STDIN else path.read_text(encoding="utf-8-sig")).rstrip().splitlines()
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not text; one length per line is needed") from None
+        raise UserError(f"{path} is not UTF-8; write one length per line as plain text") from None
     return _from_integers(path, [_whole(path, number, line) for number, line in enumerate(lines, 1)], "line")
 
 
 def _from_csv(path: Path) -> Integers:
-    """The column ``length``; or the only one, with or without a heading."""
+    """The column ``length``, or another of ``_NAMES``; or the only one, if it has no heading."""
     from wlb.documents.prepare.raw_files import csv_rows  # not above, as that package imports this file
 
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         rows = csv_rows(path, file)
         first = next(rows, (0, []))
         heading = [name.strip() for name in first[1]]
-        if "length" not in heading and len(heading) > 1:
-            raise UserError(f"{path} has no column 'length'; it has {beginning_of(heading)}{_if_text(path, heading)}")
-        if len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None:
+        bare = len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None
+        if bare:
             rows = chain([first], rows)
-        column = heading.index("length") if "length" in heading else 0
+        named = [heading.index(name) for name in _NAMES if name in heading]
+        if first[1] and not (bare or named):
+            raise UserError(
+                f"{path} has no column 'length', but {beginning_of(heading)}; give the column of lengths that name"
+                f"{_if_text(path, heading)}"
+            )
+        column = named[0] if named else 0
         cells = ((number, row[column] if column < len(row) else "") for number, row in rows)
         return _from_integers(path, [_whole(path, number, cell) for number, cell in cells], "line")
 

@@ -232,7 +232,7 @@ def test_bad_lines_are_rejected_by_reason(tmp_path):
 def test_bad_cells_and_files_are_rejected_by_reason(tmp_path):
     raw = pa.array([b"good", b"\xff", b"", None], pa.binary())
     pq.write_table(pa.table({"text": raw}), tmp_path / "a.parquet")
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
     (tmp_path / "c.txt").write_bytes(b"")
     expected = ["good", Reject.UNDECODABLE, Reject.EMPTY, Reject.NOT_TEXT, Reject.UNDECODABLE, Reject.EMPTY]
     assert read(tmp_path) == expected
@@ -365,3 +365,9 @@ def test_the_whole_library_reads(unit):
     assert len(documents) > {"definition": 5000, "module": 500}[unit]
     # Heavy-tailed, as pre-training corpora are: that is why it is the default corpus.
     assert max(documents) > 50 * sorted(documents)[len(documents) // 2]
+
+
+def test_utf_16_is_refused_with_the_command_that_converts_it(tmp_path):
+    (tmp_path / "lines.txt").write_text("one document\n", encoding="utf-16")
+    with pytest.raises(UserError, match=r"lines.txt is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8"):
+        list(FileCorpus([tmp_path / "lines.txt"], documents="lines").batches())

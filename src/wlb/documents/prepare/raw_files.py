@@ -7,6 +7,7 @@ document of an item, or why there is none. A damaged container is an error of th
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -248,6 +249,9 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The decompressed file, and the raw one, whose position tells progress."""
     try:
         with path.open("rb") as raw:
+            if raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UserError(f"{path} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {path} > NEW")
+            raw.seek(0)
             yield _decompressed(path, raw), raw
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is damaged or no gzip file: {error}") from None
