@@ -273,7 +273,7 @@ def test_one_outlier_does_not_choose_the_window():
         described_window(4096, lengths) == "window 4,096: documents up to it hold 96% of all tokens (--context-window)"
     )
     lengths = np.array([200_000, 200_000, 1000])
-    why = "the longest that is assumed: documents up to it hold 0% of all tokens (--context-window)"
+    why = "the longest we assume: documents up to it hold 0% of all tokens (--context-window)"
     assert described_window(assumed_window(lengths), lengths) == f"window 131,072, {why}"
 
 
