@@ -221,8 +221,8 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*COMPARE, "--methods", "fixed_greedy:0"], "method 'fixed_greedy:0': '0' is not a whole number of at least 1"),
         ([*COMPARE, "--max-length-factor", 1e300], "--max-length-factor"),
         (
-            [*SEARCH, "--gpus", 3, "--batch-tokens", "32K"],
-            "no layout of 3 GPUs divides a global batch of 8 windows of",
+            [*SEARCH, "--gpus", 1009, "--batch-tokens", "32K"],
+            "no layout of 1,009 GPUs divides a global batch of 8 windows of",
         ),
         ([*SEARCH, "--gpus", 2, "--batch-tokens", "1024M"], "holds 262144 windows of 4096, over 65536; lower it"),
         ([*SEARCH, "--gpus", 2, "--steps", 10**9], "--steps"),

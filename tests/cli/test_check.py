@@ -134,7 +134,7 @@ def test_every_kind_of_text_is_counted_and_the_same_is_prepared(wlb, texts, give
         (["d.csv", *SMALL, "--documents", "lines"], "--documents is for text files, and d.csv has none; leave it out"),
         (
             ["d.csv"],
-            "has no column 'length'; it has id, text; if it is text, count its tokens with: wlb check d.csv --tok",
+            "has no column 'length', but id, text; give the column of lengths that name; if it is text, count its tok",
         ),
         (
             ["folder"],

@@ -117,7 +117,7 @@ def test_reproduce(tmp_path: Path):
 
 
 def test_report_of_lengths(tmp_path: Path):
-    job = ("--context-window", WINDOW, "--model", "tiny", "--parallel", "pp=2,cp=2", "--steps", 2)
+    job = ("--context-window", WINDOW, "--model", "tiny", "--parallel", "dp=1,pp=2,cp=2,tp=1", "--steps", 2)
     check("report LENGTHS", wlb("report", LENGTHS, *job, "--out", tmp_path / "report.html"))
 
 

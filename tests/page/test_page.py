@@ -159,7 +159,7 @@ def test_what_is_wrong_is_one_line(page: PageServer):
         ({"lengths": dropped(page, "bad.npy", b"none")}, "bad.npy is not a NumPy array"),
         ({"lengths": dropped(page, "my docs.csv", b"id,text\n1,Once\n")}, "wlb check 'my docs.csv' --tokenizer bytes"),
         ({"lengths": "nowhere.json"}, "lengths nowhere.json does not exist"),
-        ({"lengths": "synthetic:200:4K", "gpus": "3"}, "no layout"),
+        ({"lengths": "synthetic:200:4K", "gpus": "1009"}, "no layout"),
         ({"lengths": "synthetic:200:4K", "model": "gpt-0"}, "unknown model 'gpt-0'"),
     ):
         found = asked(page, **question)

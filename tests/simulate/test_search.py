@@ -117,8 +117,9 @@ def test_mistakes_are_named_in_one_line(arguments, message):
 
 
 def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():
-    with pytest.raises(UserError, match=r"no layout of 3 GPUs divides a global batch of 16 windows .* another number"):
-        fastest_layout(search_space(SHAPE, 3, WINDOW, batch_tokens=16 * WINDOW), documents(), "best")
+    space = search_space(SHAPE, 37, WINDOW, batch_tokens=16 * WINDOW, fixed={"cp": 1})
+    with pytest.raises(UserError, match=r"no layout of 37 GPUs, cp = 1 divides a global batch of 16 .* another number"):
+        fastest_layout(space, documents(), "best")
     tiny = replace(SMALL, memory_bytes=1e6)
     with pytest.raises(UserError, match=r"no layout of 2 GPUs with 0.* GiB each fits this model"):
         fastest_layout(search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW), documents(), "best")

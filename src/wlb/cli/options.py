@@ -261,6 +261,7 @@ class JobOptions(GpuOptions):
             gpus, fixed = layout.world_size, vars(layout)
         else:
             gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
+            self._check(sizes)
             fixed = sizes | ({"tp": gpu.tp} if gpu.measured else {})
             together = math.prod(fixed.get(name, 1) for name in PINNED)
             gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
@@ -293,6 +294,19 @@ class JobOptions(GpuOptions):
         if unknown := [name for name in sizes if name not in _SIZES]:
             raise UserError(f"parallel.{unknown[0]} is no size; {choose_from(unknown[0], _SIZES)}")
         return sizes
+
+    def _check(self, sizes: dict[str, Any]) -> None:
+        """Raise ``UserError`` for sizes that no layout has."""
+        from wlb.job.config import ParallelConfig
+        from wlb.job.config_file import validated
+        from wlb.schedules.layer_split import split_layers
+        from wlb.sharding import check_group_size
+        from wlb.workload import model_shape
+
+        layout = validated(ParallelConfig, {"pp": 4} | sizes, "parallel").layout
+        check_group_size(layout.cp)
+        if "pp" in sizes:
+            split_layers(model_shape(self.model), layout.pp)
 
     def _layout(
         self, context: typer.Context, window: int, sizes: dict[str, Any], windows: int | None
