@@ -108,7 +108,7 @@ def test_a_mixture_is_simulated_on_the_lengths_of_its_stores(tmp_path: Path):
     assert plain["tokens"] == 10 * 4 * 4096
     assert plain["epochs"] == 4  # of the smaller store, with 16 warm-up steps
     result = CliRunner().invoke(app, ["simulate", str(path), "--steps", "10", "--hardware", "cpu"])
-    assert "the documents are too few for that, so some were read 4 times" in result.stdout
+    assert "the documents are too few for so many steps, so some were read 4 times" in result.stdout
 
 
 def test_a_named_job_prints_where_the_time_goes():

@@ -13,6 +13,7 @@ from wlb.cli.groups import given_again
 from wlb.terminal import number_of
 
 if TYPE_CHECKING:
+    from wlb.simulate.estimate import too_few
     from wlb.studies.policies.policy import Outcome
 
 
@@ -87,7 +88,7 @@ def rivals(
     if question.encoders:
         note("the encoders of these documents are left out, as the policies do not know them")
     if passes > 1:
-        note(f"the corpus is too small for so many steps, so it was repeated {passes} times in each draw")
+        note(too_few(passes))
     for name, why in without.items():
         note(f"{name}: {why}")
     show_next("check", lengths, *given_again(context, ["gpus", "model", "context_window", "hardware", "batch_tokens"]))

@@ -428,7 +428,7 @@ def about(found: Estimate) -> list[str]:
 def too_few(passes: int) -> str:
     """What to say where the documents do not fill the steps."""
     often = "twice" if passes == 2 else f"{passes} times"
-    return f"the documents are too few for that, so some were read {often}: other documents may differ by more"
+    return f"the documents are too few for so many steps, so some were read {often}: other documents may differ by more"
 
 
 def columns_of(verdict: Verdict) -> dict[str, list[str]]:
