@@ -255,13 +255,13 @@ class JobOptions(GpuOptions):
 
         window = self.context_window or assumed_window(lengths)
         sizes = self._sizes(context)
+        layout = self._validated(sizes)
         pinned = self.gpus is None and (windows is not None or sizes.keys() >= PINNED)
         if pinned:
-            layout, gpu = self._layout(context, window, sizes, windows)
+            layout, gpu = self._layout(context, window, layout, sizes, windows)
             gpus, fixed = layout.world_size, vars(layout)
         else:
             gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
-            self._check(sizes)
             fixed = sizes | ({"tp": gpu.tp} if gpu.measured else {})
             together = math.prod(fixed.get(name, 1) for name in PINNED)
             gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
@@ -295,8 +295,8 @@ class JobOptions(GpuOptions):
             raise UserError(f"parallel.{unknown[0]} is no size; {choose_from(unknown[0], _SIZES)}")
         return sizes
 
-    def _check(self, sizes: dict[str, Any]) -> None:
-        """Raise ``UserError`` for sizes that no layout has."""
+    def _validated(self, sizes: dict[str, Any]) -> Layout:
+        """A layout of ``sizes``. Raises ``UserError`` for those that no layout has."""
         from wlb.job.config import ParallelConfig
         from wlb.job.config_file import validated
         from wlb.schedules.layer_split import split_layers
@@ -307,15 +307,12 @@ class JobOptions(GpuOptions):
         check_group_size(layout.cp)
         if "pp" in sizes:
             split_layers(model_shape(self.model), layout.pp)
+        return layout
 
     def _layout(
-        self, context: typer.Context, window: int, sizes: dict[str, Any], windows: int | None
+        self, context: typer.Context, window: int, layout: Layout, sizes: dict[str, Any], windows: int | None
     ) -> tuple[Layout, PricedGpu]:
-        """The layout of ``sizes``, with defaults for those that are not given."""
-        from wlb.job.config import ParallelConfig
-        from wlb.job.config_file import validated
-
-        layout = validated(ParallelConfig, {"pp": 4} | sizes, "parallel").layout
+        """``layout``, with defaults for what is not among ``sizes``."""
         if "pp" not in sizes and layout.virtual_pp == 1 and windows is not None:
             layout = replace(layout, pp=min(4, max(1, windows // layout.dp)))
         gpu = replace(self, tp=sizes.get("tp")).priced(context, window, sizes.get("cp"), layout.pp, reads=["hardware"])
@@ -334,7 +331,11 @@ class PackedOptions(JobOptions):
     """A job whose documents are packed by several methods."""
 
     micro_batches: Annotated[
-        int | None, number("Micro-batches of a step, over all data-parallel ranks: --batch-tokens in windows.")
+        int | None,
+        number(
+            "Micro-batches of a step, over all data-parallel ranks: --batch-tokens in windows. With it and no --gpus, "
+            "sizes that are not given are dp 1, pp up to 4, and cp one rank for every 65,536 tokens."
+        ),
     ] = None
     methods: Methods = None
     max_delay: Annotated[

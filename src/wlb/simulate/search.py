@@ -45,7 +45,7 @@ DRAWS = 3
 BATCH_TOKENS = 2**22  # of a step, where nobody says
 # Layouts are rated on steps of so many windows, then those that are near the fastest on more of them, at most _STEPS
 # steps, and in the end those not _NEARER slower than the best so far on the other draws too. A rate is less certain
-# the fewer windows it is of: _NEAR is near in _CERTAIN of them, and never more than _FARTHEST.
+# the fewer windows it is of: in _CERTAIN windows those within _NEAR are near, in fewer those within up to _FARTHEST.
 _FIRST_WINDOWS, _WINDOWS = 16, 256
 _STEPS = 4
 _NEAR, _FARTHEST, _NEARER = 0.1, 0.15, 0.03
