@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel._attention import (
     _templated_ring_attention,
@@ -46,7 +46,7 @@ from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.sharding.compare import sample_micro_batches
-from wlb.workload import ModelShape, Seconds, make_workload
+from wlb.workload import Costs, ModelShape, Phase, Seconds, hardware_preset
 
 CP_SIZE = 2
 HEADS, HEAD_DIM = 4, 64
@@ -130,17 +130,13 @@ def _attend_backward(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
     return grads
 
 
-class AttentionOnly:
-    """A workload without W_l, as nothing but attention is run here."""
+class AttentionOnly(Costs):
+    """Prices without blocks, head and loss, as nothing but attention is run here."""
 
-    def __init__(self) -> None:
-        self._workload = make_workload(SHAPE, "cpu")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._workload, name)
-
-    def linear_seconds(self, tokens: Any, phase: str = "both") -> Seconds:
+    def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         return np.zeros(np.shape(tokens))
+
+    head_seconds = blocks_seconds
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,10 @@ class Method:
 
 def methods(lengths: NDArray[np.int64], rank: int, seed: int) -> dict[str, Method]:
     """Every method on the same random inputs."""
-    plans = {name: make_shard_plan(lengths, CP_SIZE, name, workload=AttentionOnly()) for name in STRATEGIES}
+    plans = {
+        name: make_shard_plan(lengths, CP_SIZE, name, workload=AttentionOnly(SHAPE, hardware_preset("cpu")))
+        for name in STRATEGIES
+    }
     alone = make_shard_plan(lengths, 1, "per_sequence")
     generator = torch.Generator().manual_seed(seed)
     whole = [torch.randn(int(lengths.sum()), HEADS, HEAD_DIM, generator=generator) for _ in range(4)]

@@ -176,7 +176,7 @@ def planning(turns: int) -> list[Row]:
 def _shard_all(plan: StepPlan, job: SimulatedJob) -> None:
     """The micro-batches of one pool."""
     for micro_batch in filter(len, (held.lengths for held in plan.ranks[0])):
-        make_shard_plan(micro_batch, job.layout.cp, "elastic", workload=job.sharding_workload)
+        make_shard_plan(micro_batch, job.layout.cp, "elastic", workload=job.costs)
 
 
 def _simulated(job: SimulatedJob, steps: int, base: SimulationResult | None = None) -> SimulationResult:

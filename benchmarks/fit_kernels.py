@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from wlb.simulate.costs import Direction
 from wlb.studies.published.distributed_attention import SHAPE, packs, stated_flops
 from wlb.studies.published.kernels import CALL, CUDNN_CALL, cut_launches, kernel_rows, launch_seconds
 from wlb.studies.published.reading import read_measurements
 from wlb.workload import Hardware, hardware_preset
+from wlb.workload.base import Phase
 
 SOFT = 0.1  # errors beyond which a launch counts less than squared
 Array = NDArray[np.float64]
@@ -71,7 +71,7 @@ def of_launches(tables: dict[str, Any]) -> Iterator[Fitted]:
 def of_bars(tables: dict[str, Any]) -> Iterator[Fitted]:
     """Rates of each kernel, and the half length of its backward."""
     charts = tables["magi_varlen_causal"]["rows"]
-    directions: tuple[Direction, Direction] = ("forward", "backward")
+    directions: tuple[Phase, Phase] = ("forward", "backward")
     for direction in directions:
         for name in ("fa2", "fa3", "cudnn"):
             if direction == "forward" and name == "fa2":
@@ -87,7 +87,7 @@ def of_bars(tables: dict[str, Any]) -> Iterator[Fitted]:
             def predict(
                 values: Array,
                 hardware: Hardware = hardware,
-                direction: Direction = direction,
+                direction: Phase = direction,
                 mixes: list[list[list[int]]] = mixes,
                 flops: list[Array] = flops,
                 call: float = call,

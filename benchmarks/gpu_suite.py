@@ -35,7 +35,7 @@ from parts.gpu.sharding import sharding
 from parts.measurement import chosen, command, console, facts, make_parser, show, write
 from wlb.errors import UserError
 from wlb.training.runtime.environment import hardware_name
-from wlb.workload import Workload, make_workload
+from wlb.workload import Costs, make_workload
 
 DIGITS = 5  # of a number in the file
 SECTIONS: dict[str, Callable[[Setting, Workloads], Result]] = {
@@ -73,7 +73,7 @@ def run(names: Sequence[str], setting: Setting, out: Path) -> int:
     if setting.device == "cpu":
         torch.set_num_threads(1)  # whose CPU time is measured
     preset = hardware_name(torch.device(setting.device))
-    workloads: dict[str, Workload] = {f"{preset} preset": make_workload(setting.shape, preset)}
+    workloads: dict[str, Costs] = {f"{preset} preset": make_workload(setting.shape, preset)}
     content: dict[str, Any] = facts("torch", "triton")
     content["machine"] |= _device(setting)
     content |= {"setting": asdict(setting) | {"dtype": str(setting.dtype)}, "sections": {}}
@@ -88,7 +88,7 @@ def run(names: Sequence[str], setting: Setting, out: Path) -> int:
         content["sections"][name] = {"seconds": seconds, "problem": result.problem, "rows": result.rows}
         content |= {"comparisons": [*map(asdict, comparisons)], "errors": _errors(comparisons)}
         if result.profile is not None:
-            workloads[PROFILE] = result.profile.workload()
+            workloads[PROFILE] = make_workload(setting.shape, profile=result.profile)
             content["profile"] = result.profile.model_dump(mode="json", exclude_none=True)
         write(_rounded(content), out, indent=None)
         console.print(f"{name}, {seconds:.0f} s" + (f": {result.problem}" if result.problem else ""))

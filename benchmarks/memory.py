@@ -26,7 +26,7 @@ from parts.measurement import command, facts, make_parser, show, write
 from parts.ranks import on_ranks
 from wlb.errors import UserError
 from wlb.job.config import ParallelConfig, TrainingConfig
-from wlb.job.memory.layers import Checkpointing, MemorySettings
+from wlb.job.memory.layers import MemorySettings
 from wlb.job.memory.step import predict_memory
 from wlb.models.transformer import TransformerConfig
 from wlb.schedules.layer_split import split_layers
@@ -39,6 +39,7 @@ from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.runtime.environment import bound_compiled_products
 from wlb.workload import ModelShape
+from wlb.workload.base import Checkpointing
 
 # Read by the C library when a process starts: an own mapping for every tensor from 64 KiB on, one pool for the rest.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "MALLOC_ARENA_MAX": "1"}

@@ -17,7 +17,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.packing.plan import StepPlan
 from wlb.packing.registry import make_packer
 from wlb.report.plots import pyplot_without_display
-from wlb.workload import Workload, make_workload
+from wlb.workload import Costs, make_workload
 
 WINDOW, MICRO_BATCHES, SEED = 131_072, 4, 4
 FIRST, STEPS = 4, 5  # steps shown
@@ -47,7 +47,7 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _draw_step(panel: Any, plan: StepPlan, starts: Sequence[int], workload: Workload, *, looks_ahead: bool) -> None:
+def _draw_step(panel: Any, plan: StepPlan, starts: Sequence[int], workload: Costs, *, looks_ahead: bool) -> None:
     """Micro-batches as bars: long documents one by one, the longest at the bottom, short ones together."""
     for index, micro_batch in enumerate(plan.micro_batches):
         long: list[tuple[float, str]] = []

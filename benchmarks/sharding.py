@@ -34,7 +34,7 @@ from parts.documents import Lengths, add_length_options, chosen_lengths, describ
 from parts.measurement import CpuTimer, command, console, facts, freeze_imports, in_turns, make_parser, show, write
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
 from wlb.sharding.compare import sample_micro_batches
-from wlb.workload import Workload, make_workload
+from wlb.workload import Costs, make_workload
 
 Row = dict[str, Any]
 MODEL, HARDWARE, TP = "7b", "h100", 8
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write(results, options.out)
 
 
-def measure(micro_batches: Sequence[Lengths], cp_size: int, workload: Workload, turns: int) -> list[Row]:
+def measure(micro_batches: Sequence[Lengths], cp_size: int, workload: Costs, turns: int) -> list[Row]:
     """One row a method: balance on all micro-batches, and planning time."""
     theirs = balancers(cp_size)
 
@@ -158,7 +158,7 @@ def measure(micro_batches: Sequence[Lengths], cp_size: int, workload: Workload, 
     ]
 
 
-def _balance(name: str, sharded: Iterable[Sharded], micro_batches: Sequence[Lengths], workload: Workload) -> Row:
+def _balance(name: str, sharded: Iterable[Sharded], micro_batches: Sequence[Lengths], workload: Costs) -> Row:
     imbalances, token_imbalances, gathered, latencies = [], [], [], []
     tokens = 0
     for one in sharded:

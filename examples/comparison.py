@@ -30,7 +30,7 @@ from wlb.documents.prepare.sources import stdlib_documents, stdlib_files, stdlib
 from wlb.integrations.huggingface import balanced, check_batch, register_attention
 from wlb.integrations.packed import FlatteningCollator
 from wlb.training.observe.compute_clock import thread_seconds
-from wlb.workload import ModelShape, Workload, make_workload
+from wlb.workload import Costs, ModelShape, make_workload
 
 Train = Callable[[str, "Run", Sequence[Any], argparse.Namespace], None]
 WAYS = ("original", "balanced")
@@ -89,7 +89,7 @@ def stdlib_texts(count: int, longest: int) -> list[dict[str, Any]]:
     return documents
 
 
-def prices() -> Workload:
+def prices() -> Costs:
     """Predicted seconds of a document in the examples' model on a CPU."""
     return make_workload(SHAPE, "cpu")
 

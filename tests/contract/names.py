@@ -95,7 +95,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.serving.batching.PrefillPlanner.plan": "waiting, ranks=...",
     "wlb.schedules.operations.rank_operations": "schedule, pp, micro_batches, virtual_stages=...",
     "wlb.schedules.layout.Layout": "tp=..., cp=..., pp=..., dp=..., virtual_pp=..., schedule=...",
-    "wlb.sharding.shard_latency": "plan, workload",
+    "wlb.sharding.shard_latency": "plan, costs",
     "wlb.sharding.ShardLatency.imbalance": None,
     "wlb.simulate.pipeline_makespans": "schedule, forward, backward, virtual_stages=...",
     "wlb.simulate.simulate": "job, lengths, steps",
@@ -110,7 +110,6 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.profiling.measure_profile": "settings, on_progress=...",
     "wlb.profiling.prediction_errors": "workload, held_out",
     "wlb.training.data.sharded_batch.shard_batch": "batch, shard_plan, rank, multiple_of=...",
-    "wlb.workload.profile.load_profile": "path",
     "wlb.workload.HARDWARE": None,
     "wlb.workload.MODEL_SHAPES": None,
     "wlb.workload.model_shape": "name",
@@ -118,15 +117,15 @@ PUBLISHED: dict[str, str | None] = {
         "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size, sliding_window=..., "
         "full_attention_layers=..., full_attention_every=..., experts=..., latent=..."
     ),
-    "wlb.workload.Workload.attention_seconds": "lengths, phase=...",
-    "wlb.workload.Workload.document_seconds": "lengths",
-    "wlb.workload.Workload.linear_seconds": "tokens, phase=...",
+    "wlb.workload.profile.read_profile": "path",
+    "wlb.workload.Costs.attention_seconds": "lengths, phase=...",
+    "wlb.workload.Costs.document_seconds": "lengths",
+    "wlb.workload.Costs.linear_seconds": "tokens, phase=...",
     "wlb.job.memory.layers.MemorySettings": (
         "shape, stage_blocks, parallel, micro_batches, compute_bytes, activation_checkpointing=..., fused_norms=..., "
         "tied_embeddings=..., uneven_shards=..., checkpoint_copy=..."
     ),
     "wlb.job.memory.step.predict_memory": "settings, tokens",
-    "wlb.workload.profile.WorkloadProfile.workload": "",
     "wlb.workload.profile.write_profile": "profile, path",
 }
 

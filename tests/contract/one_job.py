@@ -27,11 +27,10 @@ from wlb.job.memory.step import USABLE_SHARE, MemoryEstimate, predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import StepPlan
-from wlb.sharding import ShardPlan
+from wlb.sharding import ShardPlan, price_shards
 from wlb.simulate import SimulatedJob, simulate
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
-from wlb.simulate.shards import price_shards
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.dry_run.problems import find_problems
 from wlb.training.preflight import check_job
@@ -192,8 +191,8 @@ def _described(plan: ShardPlan, costs: JobCosts) -> Shards:
 
 
 def _attention(starts: NDArray[np.int64], stops: NDArray[np.int64], costs: JobCosts) -> float:
-    drain = costs.attention_drain(stops.max(initial=0), "forward")
-    return float(costs.attention(starts, stops, "forward").sum() + drain)
+    drain = costs.rank.drain_seconds(stops.max(initial=0), "forward")
+    return float(costs.rank.piece_seconds(starts, stops, "forward").sum() + drain)
 
 
 # The simulator
@@ -226,7 +225,7 @@ def simulated_shards(case: Case) -> list[Shards]:
         return []
     plans, costs = simulated_plans(case), JobCosts(simulated_job(case))
     lengths = [m.lengths for plan in plans for m in plan.ranks[-1] if m.segments]
-    shards = price_shards(lengths, costs)
+    shards = price_shards(lengths, costs.layout.cp, costs.job.sharding.strategy, costs.rank)
     columns = (shards.tokens, shards.attention_forward, shards.received, shards.kept)
     return [Shards(*row) for row in zip(lengths, *(column.tolist() for column in columns), strict=True)]
 

@@ -6,9 +6,8 @@ import pytest
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.planner import StepPlanner
 from wlb.job.prices import sharded_prices
-from wlb.sharding import MicroBatches, shard_many
+from wlb.sharding import price_shards
 from wlb.sharding.latency import group_seconds
-from wlb.sharding.pieces import locality
 from wlb.simulate import simulate_step, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.step import Steps
@@ -28,10 +27,7 @@ def mixes(seed):
 
 
 def spent(micro_batches, cp, strategy, workload):
-    counts = np.array([len(lengths) for lengths in micro_batches])
-    sizes = np.concatenate(micro_batches)
-    pieces = shard_many(MicroBatches(sizes, counts), cp, strategy, workload)
-    return group_seconds(pieces, locality(pieces, len(sizes), len(counts), cp), workload)
+    return group_seconds(price_shards(micro_batches, cp, strategy, workload), workload).both
 
 
 def misjudged(seconds, micro_batches, prices):
@@ -45,14 +41,14 @@ def test_micro_batches_cost_what_their_documents_add_up_to(model, tp, cp):
     shape = model_shape(model)
     micro_batches = [lengths for seed in range(4) for lengths in mixes(seed)]
     seconds = spent(micro_batches, cp, "hybrid", make_workload(shape, H100, tp=tp))
-    known = misjudged(seconds, micro_batches, sharded_prices(shape, H100, tp, cp, "hybrid", WINDOW))
+    known = misjudged(seconds, micro_batches, sharded_prices(make_workload(shape, H100, tp=tp), cp, "hybrid", WINDOW))
     alone = misjudged(seconds, micro_batches, make_workload(shape, H100, tp=tp, cp=cp))
     assert known < 0.9 * alone
 
 
 def test_one_rank_shares_nothing():
     shape = model_shape("7b")
-    prices = sharded_prices(shape, H100, 8, 1, "hybrid", WINDOW)
+    prices = sharded_prices(make_workload(shape, H100, tp=8), 1, "hybrid", WINDOW)
     lengths = [1, 1000, WINDOW]
     assert np.array_equal(prices.document_seconds(lengths), make_workload(shape, H100, tp=8).document_seconds(lengths))
 
@@ -60,7 +56,7 @@ def test_one_rank_shares_nothing():
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 100])
 @pytest.mark.parametrize("strategy", ["per_sequence", "hybrid"])
 def test_windows_too_short_to_probe_still_give_prices(window, strategy):
-    prices = sharded_prices(model_shape("tiny"), hardware_preset("cpu"), 1, 2, strategy, window)
+    prices = sharded_prices(make_workload("tiny", "cpu"), 2, strategy, window)
     seconds = prices.document_seconds(np.arange(1, window + 1))
     assert (seconds > 0).all()
     assert np.isfinite(seconds).all()
@@ -68,7 +64,7 @@ def test_windows_too_short_to_probe_still_give_prices(window, strategy):
 
 def test_the_longest_window_is_priced_at_once():
     """Elastic slices of a document of 2**31 tokens are no smaller than tells them apart."""
-    prices = sharded_prices(model_shape("tiny"), hardware_preset("h100"), 1, 4, "elastic", 2**31 - 1)
+    prices = sharded_prices(make_workload("tiny"), 4, "elastic", 2**31 - 1)
     assert 0 < prices.document_seconds([2**30])[0] < prices.document_seconds([2**31 - 1])[0]
 
 

@@ -15,7 +15,7 @@ from wlb.documents.segments import Segment
 from wlb.packing.plan import StepPlan
 from wlb.packing.registry import PACKERS, make_packer
 from wlb.workload import Phase, make_workload
-from wlb.workload.profile import ProfileWorkload
+from wlb.workload.profile import MeasuredSeconds
 
 SETTINGS = settings()  # of the profile that the run was started with; see tests/conftest.py
 METHODS = tuple(PACKERS)
@@ -47,7 +47,7 @@ def profile_workload():
         "backward": np.array([2.0, 5.0]),
         "both": np.array([3.0, 7.0]),
     }
-    return ProfileWorkload(np.array([16.0, 4096.0]), one, np.array([0.0, 4096.0]), one, PREFIX.table())
+    return MeasuredSeconds(np.array([16.0, 4096.0]), one, np.array([0.0, 4096.0]), one, PREFIX.table())
 
 
 WORKLOADS = {

@@ -20,7 +20,7 @@ from wlb.profiling.measure import Piece, held_out_sizes, profiled_sizes
 from wlb.profiling.timing import Case, Effort, ProcessClock, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.workload import make_workload, model_shape
-from wlb.workload.profile import load_profile, write_profile
+from wlb.workload.profile import read_profile, write_profile
 from wlb.workload.shapes import Experts
 
 TINY = model_shape("tiny")
@@ -40,7 +40,7 @@ def test_a_measured_profile_survives_its_file_and_prices_more_work_higher(measur
     path = tmp_path / "profile.json"
     write_profile(profile, path)
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
-    workload = load_profile(path)
+    workload = read_profile(path).seconds()
     lengths = np.arange(1, 600)
     for phase in ("forward", "backward", "both"):
         assert np.all(np.diff(workload.attention_seconds(lengths, phase)) > 0)
@@ -96,7 +96,7 @@ def test_errors_are_zero_for_the_workload_that_was_measured_and_as_large_as_its_
         return HeldOutSeconds(
             sizes,
             tuple(workload.attention_seconds(sizes.documents) / factor),
-            tuple((workload.attention_seconds(stops) - workload.attention_seconds(starts)) / factor),
+            tuple(workload.piece_seconds(starts, stops) / factor),
             tuple(
                 (workload.attention_seconds(lengths).sum() + workload.linear_seconds(sum(lengths))) / factor
                 for lengths in sizes.micro_batches

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.serving.jobs import job_of, jobs
 from wlb.serving.loongserve import SequencePrices, divide, loongserve
-from wlb.workload import ModelShape, hardware_preset, make_workload
-from wlb.workload.analytic import AnalyticWorkload, PhaseCost
+from wlb.workload import Costs, ModelShape, hardware_preset, make_workload
 from wlb.workload.links import group_link
 
 PRICES = SequencePrices(make_workload("llama3-8b"))
@@ -80,12 +79,18 @@ def test_the_oldest_prompt_is_in_every_macro_iteration(job):
             assert start[oldest] == now
 
 
+class Affine(Costs):
+    """W_l of 0.25 s and 10 us a token."""
+
+    def linear_seconds(self, tokens, phase="both"):
+        return 0.25 + 1e-5 * np.asarray(tokens)
+
+
 def test_degree_two_by_hand():
     """Two instances share 8,192 tokens: each holds 4,096, attends half and receives the other half."""
     shape = ModelShape(hidden=64, layers=2, heads=2, kv_heads=2, head_dim=16, ffn_hidden=128, vocab_size=100)
     hardware = hardware_preset("h100")
-    price = PhaseCost(pair_seconds=1e-9, padding_seconds=0.0, fixed_seconds=0.25, token_seconds=1e-5)
-    prices = SequencePrices(AnalyticWorkload(price, price, price + price, shape, hardware, tp=1))
+    prices = SequencePrices(Affine(shape, hardware))
     attention = 1e-9 * 8192 * 8193 / 2  # 33.6 ms, of which each instance has 16.8 ms, half of it over its own keys
     # K and V of a token in a layer: 2 x 2 x 16 values of 2 bytes. Two layers, 4,096 tokens, over NVLink.
     link = group_link(hardware, "all_to_all", 2, stride=1)

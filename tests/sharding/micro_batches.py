@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from tests.workload.profiles import analytic_profile
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import ShardPlan
-from wlb.workload import Workload, make_workload, model_shape
+from wlb.workload import Costs, make_workload, model_shape
 
 WINDOW = 131_072
 
-WORKLOADS: dict[str, Workload] = {
+WORKLOADS: dict[str, Costs] = {
     "7b": make_workload("7b", "h100"),
     "70b, tp 8": make_workload("70b", "a100", tp=8),
     "tiny": make_workload("tiny", "cpu"),
-    "profile": analytic_profile(model_shape("tiny")).workload(),
+    "profile": make_workload("tiny", "cpu", profile=analytic_profile(model_shape("tiny"))),
 }
 
 small_lengths = st.one_of(

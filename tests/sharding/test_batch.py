@@ -12,9 +12,9 @@ from tests.sharding.micro_batches import sampled_micro_batches
 from wlb.errors import UserError
 from wlb.job.prices import sharded_prices
 from wlb.sharding import STRATEGIES, MicroBatches, ShardPlan, make_shard_plan, shard_latency, shard_many
-from wlb.sharding.latency import group_seconds
+from wlb.sharding.latency import Shards, group_seconds
 from wlb.sharding.pieces import locality
-from wlb.workload import hardware_preset, make_workload, model_shape
+from wlb.workload import make_workload
 
 WORKLOAD = make_workload("llama3-8b", "h100", tp=2)
 
@@ -25,7 +25,7 @@ def check(micro_batches: list[list[int]], cp: int, strategy: str) -> None:
     )
     pieces = shard_many(together, cp, strategy, WORKLOAD)
     where = locality(pieces, len(together.sizes), len(micro_batches), cp)
-    seconds = group_seconds(pieces, where, WORKLOAD)
+    seconds = group_seconds(Shards.of_pieces(pieces, where, WORKLOAD), WORKLOAD).both
     for index, (sizes, first) in enumerate(zip(micro_batches, together.first, strict=True)):
         plan = make_shard_plan(sizes, cp, strategy, workload=WORKLOAD)
         for rank in range(cp):
@@ -87,4 +87,4 @@ def test_an_unknown_strategy_is_refused():
     with pytest.raises(UserError, match="'ring' is unknown; choose from per_sequence, per_document"):
         shard_many(MicroBatches(np.array([5, 3]), np.array([2])), 2, "ring", WORKLOAD)
     with pytest.raises(UserError, match="'ring' is unknown"):
-        sharded_prices(model_shape("tiny"), hardware_preset("h100"), 1, 2, "ring", 4096)
+        sharded_prices(make_workload("tiny"), 2, "ring", 4096)

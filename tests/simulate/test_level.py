@@ -13,11 +13,12 @@ from tests.workload.profiles import analytic_profile
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
+from wlb.job.prices import LevelPrices
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import CAUSES, SimulatedJob, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
-from wlb.simulate.level import LevelPrices, LevelSteps
+from wlb.simulate.level import LevelSteps
 from wlb.simulate.timeline import timeline
 from wlb.simulate.trace import write_trace
 from wlb.workload import model_shape
@@ -50,7 +51,9 @@ def test_ranks_that_are_planned_as_a_node_lie_on_one(dp, per_node):
     """A node has four ranks of two GPUs."""
     job = simulated_job("llama3-8b", WINDOW, "elastic", dp=dp, micro_batches=2, tp=2, packing={"grouping": "level"})
     assert job.pools is not None
-    assert LevelPrices(job.with_pools(replace(job.pools, size=dp))).per_node == per_node
+    prices = job.with_pools(replace(job.pools, size=dp)).packing_prices
+    assert isinstance(prices, LevelPrices)
+    assert prices.per_node == per_node
 
 
 def test_causes_sum_to_steps_that_are_together_what_they_are_alone(job, plans):
@@ -65,16 +68,16 @@ def test_causes_sum_to_steps_that_are_together_what_they_are_alone(job, plans):
 
 def test_prices_are_what_micro_batches_take(job, plans):
     steps = LevelSteps.of_plans(plans[:1], JobCosts(job))
-    expected = [micro_batch.workload / len(micro_batch.ranks) for micro_batch in plans[0].micro_batches]
-    np.testing.assert_allclose(sum(steps.phases), expected, rtol=0.02)
+    expected = [micro_batch.workload for micro_batch in plans[0].micro_batches]
+    np.testing.assert_allclose(sum(steps.phases), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_recomputation_is_in_the_prices(kind):
     job = level_job(activation_checkpointing=kind)
     plan = next(StepPlanner(job, documents()).plans())
-    expected = [micro_batch.workload / len(micro_batch.ranks) for micro_batch in plan.micro_batches]
-    np.testing.assert_allclose(sum(LevelSteps.of_plans([plan], JobCosts(job)).phases), expected, rtol=0.02)
+    expected = [micro_batch.workload for micro_batch in plan.micro_batches]
+    np.testing.assert_allclose(sum(LevelSteps.of_plans([plan], JobCosts(job)).phases), expected, rtol=1e-6)
 
 
 def test_measured_prices_replace_those_of_hardware():

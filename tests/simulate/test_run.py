@@ -28,7 +28,7 @@ def test_plans_are_those_of_packer_and_arrangement(preset, order):
     simulated = job(preset, pp=2, dp=2, packing={"order": order})
     packer = simulated.packing.packer(WINDOW, simulated.packing_prices)
     stream = DocumentStream(LENGTHS, simulated.data)
-    pipeline = Pipeline("1f1b", pp=2, workload=simulated.workload)
+    pipeline = Pipeline("1f1b", pp=2)
     count = 2 * int(LENGTHS.sum()) // (WINDOW * simulated.packing.micro_batches)  # into the third epoch
     packed: list[StepPlan] = []
     while len(packed) < count:
@@ -37,7 +37,7 @@ def test_plans_are_those_of_packer_and_arrangement(preset, order):
         packed += packer.plan(stream.take(64))
     packing = simulated.packing
     expected = [
-        arrange(plan, 2, assignment=packing.assignment, order=packing.order, pipeline=pipeline)
+        arrange(simulated.priced_as_run(plan), 2, assignment=packing.assignment, order=packing.order, pipeline=pipeline)
         for plan in packed[:count]
     ]
     assert [*islice(StepPlanner(simulated, LENGTHS).plans(), count)] == expected

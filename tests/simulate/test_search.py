@@ -17,7 +17,6 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import PRESETS
 from wlb.job.memory.fit import fits, largest_factor
-from wlb.job.memory.layers import Checkpointing
 from wlb.job.planner import StepPlanner
 from wlb.schedules.layout import Layout
 from wlb.simulate import SimulatedJob, search, simulated_job
@@ -25,6 +24,7 @@ from wlb.simulate.decide import decide
 from wlb.simulate.rate import rate, simulate_step
 from wlb.simulate.search import SearchSpace, drawn, fastest_layout, least_seconds, search_space
 from wlb.workload import hardware_preset, make_workload
+from wlb.workload.base import Checkpointing
 
 SMALL = replace(hardware_preset("h100"), memory_bytes=16e9)
 STEPS, DRAWS, WARM_UP = 4, 3, 4

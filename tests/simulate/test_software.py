@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW
-from wlb.job.pricing import Software
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import beside_computing, with_gathers
 from wlb.workload import hardware_preset
+from wlb.workload.costs import Software
 
 H100 = hardware_preset("h100")
 FORWARD, BACKWARD = np.full((1, 1, 1, 3), 0.02), np.full((1, 1, 1, 3), 0.04)  # of a step of three micro-batches
@@ -69,19 +69,22 @@ def test_gathers_wait_for_keys_and_values():
 
 def test_async_tp_hides_a_part_of_the_collectives():
     waiting, hiding = (costs(Software(async_tp=hidden), tp=8, dp=1) for hidden in (False, True))
-    assert hiding.tensor_collectives(4096, "forward") == pytest.approx(
-        0.6 * waiting.tensor_collectives(4096, "forward")
-    )
+    assert hiding.rank.tp_seconds(4096) == pytest.approx(0.6 * waiting.rank.tp_seconds(4096))
 
 
 def test_other_kernels_types_and_power_change_what_they_should():
     fused, eager, narrow, capped = (
-        costs(Software(), hardware) for hardware in (H100, H100.eager(), H100.computing_in("fp8"), H100.at_power(0.5))
+        costs(Software(), hardware).rank
+        for hardware in (H100, H100.eager(), H100.computing_in("fp8"), H100.at_power(0.5))
     )
-    assert eager.blocks(4096, "forward") > fused.blocks(4096, "forward") > narrow.blocks(4096, "forward")
-    assert capped.blocks(4096, "forward") > fused.blocks(4096, "forward")
+    assert (
+        eager.blocks_seconds(4096, "forward")
+        > fused.blocks_seconds(4096, "forward")
+        > narrow.blocks_seconds(4096, "forward")
+    )
+    assert capped.blocks_seconds(4096, "forward") > fused.blocks_seconds(4096, "forward")
     for other in (eager, narrow):
-        assert other.attention(0, 4096, "forward") == fused.attention(0, 4096, "forward")
-        assert other.head(4096, "forward") == pytest.approx(fused.head(4096, "forward"))
-    assert capped.attention(0, 4096, "forward") == pytest.approx(2**0.5 * fused.attention(0, 4096, "forward"))
+        assert other.piece_seconds(0, 4096, "forward") == fused.piece_seconds(0, 4096, "forward")
+        assert other.head_seconds(4096, "forward") == pytest.approx(fused.head_seconds(4096, "forward"))
+    assert capped.piece_seconds(0, 4096, "forward") == pytest.approx(2**0.5 * fused.piece_seconds(0, 4096, "forward"))
     assert H100.computing_in("fp8").computing_in("bfloat16") == H100

@@ -36,7 +36,6 @@ from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS
 from wlb.documents.segments import Segment
 from wlb.job.config import PRESETS, JobConfig
-from wlb.job.memory.layers import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
@@ -49,6 +48,7 @@ from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape, make_workload
+from wlb.workload.base import Checkpointing
 
 # Nothing that tensor parallelism does not need divides evenly: 5 blocks over up to 4 stages (with --all-layouts 9 over
 # up to 8), odd widths over 2 shards.

@@ -16,7 +16,6 @@ import wlb
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.workload import HARDWARE, make_workload, model_shape
-from wlb.workload.base import EXCHANGES
 from wlb.workload.links import Link, Traffic, group_link, shard_bytes
 
 H100 = HARDWARE["h100"]
@@ -136,10 +135,10 @@ def test_the_exchange_costs_the_same_whoever_asks(tp, cp):
     shape, tokens = model_shape("llama3-8b"), 16_384
     token_bytes = 2 * shape.kv_heads * shape.head_dim * H100.bytes_per_value / tp
     link = group_link(H100, "all_to_all", cp, stride=tp)
-    expected = EXCHANGES * shape.layers * float(link.seconds(tokens * token_bytes))
-    assert float(make_workload(shape, tp=tp).kv_gather_seconds(tokens, cp)) == pytest.approx(expected)
+    expected = shape.layers * float(link.seconds(tokens * token_bytes))
+    assert float(make_workload(shape, tp=tp).exchange_seconds(tokens, cp)) == pytest.approx(expected)
     costs = JobCosts(simulated_job(shape, 131_072, "plain-4d", tp=tp, cp=cp))
-    assert EXCHANGES * float(costs.exchange(tokens)) == pytest.approx(expected)
+    assert float(costs.rank.exchange_seconds(tokens, cp)) == pytest.approx(expected)
 
 
 def test_the_simulation_and_the_workload_model_price_tensor_parallelism_alike():
@@ -148,7 +147,7 @@ def test_the_simulation_and_the_workload_model_price_tensor_parallelism_alike():
     link = group_link(H100, "all_gather", 8, stride=1)
     expected = calls * float(link.seconds(shard_bytes(values * H100.bytes_per_value, 8)))
     costs = JobCosts(simulated_job(shape, 131_072, "plain-4d", tp=8))
-    assert float(costs.tensor_collectives(tokens, "forward")) == pytest.approx(expected)
+    assert float(costs.rank.tp_seconds(tokens)) == pytest.approx(expected)
 
 
 def test_nothing_else_reads_the_rates_of_links():

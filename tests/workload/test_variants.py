@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.workload import HARDWARE, ModelShape, attention_flops, linear_flops, make_workload, model_shape
-from wlb.workload.analytic import QUERY_TILE
 from wlb.workload.base import Phase
+from wlb.workload.costs import QUERY_TILE
 from wlb.workload.links import group_link
 from wlb.workload.shapes import BlockKind, Experts, LatentAttention, check_built, check_divisible
 
@@ -39,8 +39,9 @@ def test_a_window_counts_every_query_with_the_keys_inside_it(length, window):
 def test_pieces_of_a_document_are_priced_by_the_pairs_inside_the_window(start, tiles, window):
     workload = make_workload(replace(WINDOWED, sliding_window=window))
     start, stop = QUERY_TILE * start, QUERY_TILE * (start + tiles)
-    cost = workload.forward
-    expected = cost.window_pair_seconds * seen(range(start, stop), window) + cost.padding_seconds * (stop - start)
+    one, two, three = workload.attention_seconds([10**6, 10**6 + 1, 1], "forward")  # of ``window`` pairs more, of one
+    padding = (window * three - (two - one)) / (window - 1) if window > 1 else 0.0
+    expected = (three - padding) * seen(range(start, stop), window) + padding * (stop - start)
     assert float(workload.piece_seconds(start, stop, "forward")) == pytest.approx(expected)
 
 
@@ -59,7 +60,7 @@ def test_blocks_of_both_kinds_are_priced_together_and_apart():
 
 def test_a_block_with_a_window_exchanges_as_much_as_one_without():
     np.testing.assert_array_equal(
-        make_workload(HYBRID).kv_gather_seconds([100, 5000], 4), make_workload(DENSE).kv_gather_seconds([100, 5000], 4)
+        make_workload(HYBRID).exchange_seconds([100, 5000], 4), make_workload(DENSE).exchange_seconds([100, 5000], 4)
     )
 
 
@@ -75,19 +76,19 @@ def test_latent_attention_multiplies_keys_of_one_width_and_values_of_another():
 def test_of_latent_attention_the_latent_travels_whole_to_every_tensor_parallel_rank(tp):
     workload, link = make_workload(LATENT, tp=tp), group_link(H100, "all_to_all", 2, stride=tp)
     sent = 1000 * (20 + 4) * 2
-    assert float(workload.kv_gather_seconds(1000, 2)) == pytest.approx(2 * 6 * (link.latency + sent / link.bandwidth))
+    assert float(workload.exchange_seconds(1000, 2)) == pytest.approx(6 * (link.latency + sent / link.bandwidth))
     # What is received is copied, and expanded by kv_b: once forward, and its gradients backward.
     phases: tuple[tuple[Phase, int, int], ...] = (("forward", 2, 1), ("backward", 5, 2))
     for phase, copied, times in phases:
         expanded = 6 * times * 1000 * 2 * 20 * 4 * (12 + 12) / tp / (H100.peak_flops * H100.gemm_efficiency)
         expected = 6 * copied * sent / H100.memory_bandwidth + expanded
-        assert float(workload.kv_copy_seconds(0, 1000, 0, phase)) == pytest.approx(expected)
+        assert float(workload.copy_seconds(0, 1000, 0, phase)) == pytest.approx(expected)
 
 
 def test_the_latent_of_deepseek_v3_is_as_large_as_published():
     # 70.272 KB of keys and values for each token: arXiv 2505.09343, Table 1.
     workload, link = make_workload("deepseek-v3"), group_link(H100, "all_to_all", 2, stride=1)
-    seconds = float(workload.kv_gather_seconds(10**9, 2)) / 2 - 61 * link.latency
+    seconds = float(workload.exchange_seconds(10**9, 2)) - 61 * link.latency
     assert seconds * link.bandwidth / 1e9 == pytest.approx(70_272)
 
 

@@ -18,7 +18,7 @@ from wlb.profiling.accuracy import micro_batch_seconds
 from wlb.profiling.timing import Case
 from wlb.simulate import simulated_job
 from wlb.simulate.compare import packer_for
-from wlb.workload import Workload
+from wlb.workload import Costs
 
 METHODS = (
     "sequential",
@@ -55,7 +55,7 @@ def packing(setting: Setting, workloads: Workloads) -> Result:
     return Result(rows, [Comparison("packed micro-batches", measured, dict(zip(workloads, predicted, strict=True)))])
 
 
-def _steps(method: str, setting: Setting, pricing: Workload) -> list[StepPlan]:
+def _steps(method: str, setting: Setting, pricing: Costs) -> list[StepPlan]:
     job = simulated_job(setting.shape, setting.packed_window, micro_batches=MICRO_BATCHES, packed_by=pricing)
     packer = packer_for(method, job, max_length_factor=LONGEST_FACTOR, solver_seconds=SOLVER_SECONDS)
     lengths = sample_lengths(DOCUMENTS, setting.packed_window, setting.seed)

@@ -14,7 +14,7 @@ import torch
 from parts.gpu.setting import Comparison, Result, Setting, Workloads
 from wlb.profiling import ProfileSettings, crossover_tokens, measure_profile
 from wlb.profiling.accuracy import HeldOutSeconds, micro_batch_seconds
-from wlb.workload import Workload
+from wlb.workload import Costs, make_workload
 
 PROFILE = "profile"  # its name among the workloads
 
@@ -23,7 +23,7 @@ def profile(setting: Setting, workloads: Workloads) -> Result:
     device = torch.device(setting.device)
     settings = ProfileSettings(setting.shape, device, setting.dtype, setting.max_length, quick=setting.quick)
     measured, held_out = measure_profile(settings)
-    everyone = {**workloads, PROFILE: measured.workload()}
+    everyone = {**workloads, PROFILE: make_workload(setting.shape, profile=measured)}
     rows = [{"workload": name, "crossover_tokens": crossover_tokens(workload)} for name, workload in everyone.items()]
     return Result(rows, _comparisons(everyone, held_out), profile=measured)
 
@@ -32,7 +32,7 @@ def _comparisons(workloads: Workloads, held_out: HeldOutSeconds) -> list[Compari
     sizes = held_out.sizes
     starts, stops = np.array(sizes.pieces).T
 
-    def compare(what: str, measured: Sequence[float], predict: Callable[[Workload], Any]) -> Comparison:
+    def compare(what: str, measured: Sequence[float], predict: Callable[[Costs], Any]) -> Comparison:
         predicted = {name: [float(one) for one in predict(workload)] for name, workload in workloads.items()}
         return Comparison(what, list(measured), predicted)
 

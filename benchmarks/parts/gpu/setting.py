@@ -15,11 +15,11 @@ import torch
 from wlb.attention.backends import BACKENDS, AttentionBackend
 from wlb.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, measure_in_turns
 from wlb.profiling.workbench import Workbench
-from wlb.workload import ModelShape, Workload, model_shape
+from wlb.workload import Costs, ModelShape, model_shape
 from wlb.workload.profile import WorkloadProfile
 
 Row = dict[str, Any]
-Workloads = Mapping[str, Workload]  # that predict, by name
+Workloads = Mapping[str, Costs]  # that predict, by name
 K = TypeVar("K", bound=Hashable)
 
 

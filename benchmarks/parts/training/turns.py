@@ -27,9 +27,10 @@ from wlb.documents.store.reader import TokenStore
 from wlb.job.config import PRESETS
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
-from wlb.packing.arrange import micro_batch_seconds
+from wlb.profiling.accuracy import micro_batch_seconds
 from wlb.simulate import simulate_steps
 from wlb.training.preflight import check_job
+from wlb.workload import make_workload
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -199,8 +200,11 @@ def trained(
     if any(tokens != [row["tokens"] for row in repetition] for repetition in rows):
         raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
     simulated = [simulate_steps(plans, job.priced(profile=profile)) for profile in profiles]
-    prices = [profile.workload() for profile in profiles]
-    works = [sum(float(micro_batch_seconds(plan.ranks, workload).sum()) for plan in plans) for workload in prices]
+    prices = [make_workload(profile.model, "cpu", profile=profile) for profile in profiles]
+    works = [
+        sum(micro_batch_seconds(workload, one.lengths) for plan in plans for one in plan.micro_batches)
+        for workload in prices
+    ]
     return Trained(
         layout,
         preset,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from wlb.schedules.layout import Layout
     from wlb.simulate import SimulatedJob
     from wlb.simulate.estimate import Question
-    from wlb.workload import ModelShape, Workload
+    from wlb.workload import Costs, ModelShape
     from wlb.workload.profile import WorkloadProfile
 
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
@@ -190,7 +190,8 @@ class GpuOptions:
             measured = read_profile(self.profile)
             split_layers(measured.model, pp)
             said: dict[str, str | int] = {"profile": self.profile.name}
-            return PricedGpu(measured.model, measured.tp, measured.cp, measured.workload(), said, measured)
+            priced = make_workload(measured.model, self.hardware, measured.tp, profile=measured)
+            return PricedGpu(measured.model, measured.tp, measured.cp, priced, said, measured)
         shape = model_shape(self.model)
         split_layers(shape, pp)
         tp = self.tp
@@ -211,7 +212,7 @@ class PricedGpu:
     shape: ModelShape
     tp: int
     cp: int
-    workload: Workload
+    workload: Costs
     described: dict[str, str | int]
     measured: WorkloadProfile | None = None
 

@@ -15,7 +15,6 @@ from wlb.errors import UserError, require
 
 if TYPE_CHECKING:
     from wlb.profiling import Accuracy, ProfileSettings
-    from wlb.workload.base import Workload
 
 # Model, compute type and longest document, by device.
 _DEFAULTS = {"cpu": ("tiny", "float32", 4096), "cuda": (options.DEFAULT_MODEL, "bfloat16", 131_072)}
@@ -84,7 +83,7 @@ def profile(
 
     from wlb.profiling import crossover_tokens, measure_profile, prediction_errors, tensor_parallel_shard
     from wlb.training.runtime.environment import hardware_name
-    from wlb.workload import analytic_workload, hardware_preset
+    from wlb.workload import make_workload
     from wlb.workload.profile import write_profile
 
     with counted("measuring") as progress:
@@ -100,11 +99,9 @@ def profile(
             plot, title, panels, label="tokens of the document, micro-batch or queries", log=[*panels][:1]
         )
     preset = hardware_name(settings.device)
-    workloads: dict[str, Workload] = {
-        "profile": measured.workload(),
-        f"{preset} preset": analytic_workload(
-            tensor_parallel_shard(settings.shape, settings.tp), hardware_preset(preset)
-        ),
+    workloads = {
+        "profile": make_workload(settings.shape, preset, settings.tp, profile=measured),
+        f"{preset} preset": make_workload(tensor_parallel_shard(settings.shape, settings.tp), preset),
     }
     accuracy = {name: prediction_errors(workload, held_out) for name, workload in workloads.items()}
     crossover = {name: crossover_tokens(workload) for name, workload in workloads.items()}

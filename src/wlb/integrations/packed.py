@@ -263,9 +263,7 @@ class PackedSteps(Iterator[PackedStep]):
         of_step = (loss_tokens, self._processes.ranks)
         if self.job.layout.cp == 1:
             return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths, *of_step)
-        plan = make_shard_plan(
-            batch.segment_lengths, self.job.layout.cp, self._sharding, workload=self.job.sharding_workload
-        )
+        plan = make_shard_plan(batch.segment_lengths, self.job.layout.cp, self._sharding, workload=self.job.costs)
         mine = shard_batch(batch, plan, self._cp_rank)
         return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, *of_step, plan)
 

@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 
 from wlb.documents.order import DataConfig
 from wlb.documents.store.sources import StoreSetting
-from wlb.job.memory.layers import Checkpointing
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import LengthFactorOptions, PackerOptions, Pools
 from wlb.packing.packer import Packer, PackingTask
@@ -35,7 +34,7 @@ from wlb.settings import (
     one_of,
 )
 from wlb.sharding import STRATEGIES, checked_strategy
-from wlb.workload.base import DocumentPrices
+from wlb.workload.base import Checkpointing, DocumentPrices
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -300,6 +299,9 @@ class TrainingConfig(Section):
     gradient_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
     activation_checkpointing: Checkpointing = Field(
         "none", description="What the backward pass computes again: nothing, all but attention, or all"
+    )
+    profile: NonEmptyPath | None = Field(
+        None, description="Measured prices of the model, from wlb profile, to plan by; the same file on all machines"
     )
     memory_gib: Number | None = Field(
         None, gt=0, description="Memory of a process; default: 90% of its GPU's, or of its share of the machine's"

@@ -8,16 +8,20 @@ from a configuration, a name or keywords (``wlb.simulate.job``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal, Self
+
+import numpy as np
 
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_pool
 from wlb.job.configured_model import configured_model
-from wlb.job.memory.layers import Checkpointing, MemorySettings
+from wlb.job.memory.layers import MemorySettings
 from wlb.job.memory.step import MemoryLimit, limit_of_gpu
 from wlb.job.model import TransformerConfig
-from wlb.job.prices import priced_as_sharded, sharded_prices
+from wlb.job.prices import LevelPrices, micro_batch_phases, sharded_prices
 from wlb.job.pricing import Pricing
 from wlb.packing.arrange import Pipeline
 from wlb.packing.options import Pools
@@ -29,10 +33,11 @@ from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
-from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload
-from wlb.workload.base import DocumentPrices
+from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
+from wlb.workload.base import Checkpointing, DocumentPrices
+from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
 from wlb.workload.phases import DocumentPhases, with_phases
-from wlb.workload.profile import WorkloadProfile
+from wlb.workload.profile import read_profile
 from wlb.workload.shapes import check_divisible
 
 _MOST_OF_A_WINDOW = 64  # micro-batches of pools that a context window may make, on average: of some tokens each
@@ -77,7 +82,7 @@ class JobSpec:
                     f"{micro_batches} micro-batches cannot be dealt evenly to dp = {layout.dp} ranks; give a multiple"
                 )
             layout.operations(self.micro_batches_per_rank)
-        make_workload(self.shape, self.hardware, layout.tp, layout.cp)
+        _ = self.costs  # checks the profile, and that tp divides heads
         check_divisible(self.shape, layout.tp)
         self.pricing.check(self.shape, layout.world_size // layout.pp)
 
@@ -90,17 +95,18 @@ class JobSpec:
         model: TransformerConfig | None = None,
         vocab_size: int | None = None,
         limit: MemoryLimit | None = None,
-        profile: WorkloadProfile | None = None,
     ) -> Self:
         """The job that ``config`` describes, on ``hardware``.
 
         ``vocab_size`` is that of the token store, where it is known; a ``model`` that was resolved with it may be given
-        in its place. ``training.memory_gib`` is the limit where it is set, or else ``limit``.
+        in its place. ``training.memory_gib`` is the limit where it is set, or else ``limit``. Raises ``UserError`` for
+        a ``training.profile`` that cannot be read, or is of another model.
         """
         if config.training.memory_gib is not None:
             limit = MemoryLimit(config.training.memory_gib * 2**30, "training.memory_gib")
         model = model or configured_model(config.model, vocab_size)
         rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
+        profile = None if config.training.profile is None else read_profile(config.training.profile)
         return cls(
             shape=model.shape,
             pricing=Pricing(rates.computing_in(compute_type(config.training, rates.device_type)), profile),
@@ -179,15 +185,28 @@ class JobSpec:
         pools = self.pools
         return None if pools is None or pools.delays else (pools.global_batch + 1) * self.context_window
 
-    @property
-    def workload(self) -> Workload:
-        """W_a and W_l of a micro-batch on the tp x cp GPUs that run it."""
-        return make_workload(self.shape, self.hardware, tp=self.layout.tp, cp=self.layout.cp)
+    @cached_property
+    def costs(self) -> Costs:
+        """The prices of one of its GPUs: for sharding, planning and simulation alike."""
+        pricing = self.pricing
+        return Costs(
+            self.shape,
+            self.hardware,
+            self.layout.tp,
+            software=pricing.software,
+            recomputed=self.activation_checkpointing,
+            profile=pricing.profile,
+        )
 
     @property
-    def sharding_workload(self) -> Workload:
-        """The prices by which micro-batches are sharded: those of one of the cp GPUs."""
-        return make_workload(self.shape, self.hardware, tp=self.layout.tp)
+    def workload(self) -> Costs:
+        """The prices of a group that shares everything evenly: W_a and W_l."""
+        return replace(self.costs, cp=self.layout.cp)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of a pipeline stage that a node holds."""
+        return max(1, self.hardware.node_size // self.layout.tp)
 
     @property
     def work_prices(self) -> DocumentPrices:
@@ -195,36 +214,43 @@ class JobSpec:
 
         Measured where possible.
         """
-        profile = self.pricing.profile
-        prices = make_workload(self.shape, self.hardware) if profile is None else profile.workload()
-        return with_phases(prices, self.phases)
+        return with_phases(make_workload(self.shape, self.hardware, profile=self.pricing.profile), self.phases)
 
     @property
     def packing_prices(self) -> DocumentPrices:
         """The prices by which it packs: with what sharding really costs, where the packer asks for it, or W_a + W_l."""
-        prices: DocumentPrices = self.workload
-        if self.pricing.packed_by is not None:
-            prices = self.pricing.packed_by
-        elif PACKERS[self.packing.method].prices_sharding:
-            strategy, window = self.sharding.strategy, self.context_window
-            prices = sharded_prices(self.shape, self.hardware, self.layout.tp, self.layout.cp, strategy, window)
-        return with_phases(prices, self.phases)
+        layout, prices = self.layout, self.pricing.packed_by
+        if prices is None and self.levels_steps:
+            # All ranks of a node, or as many as divide both them and the stage: 4, where a node has 8 and the stage 12.
+            on_a_node = layout.cp if layout.cp <= self.ranks_per_node else gcd(layout.cp, self.ranks_per_node)
+            prices = LevelPrices(self.costs, layout.cp, on_a_node, -(-self.longest_micro_batch // layout.cp))
+        elif prices is None and PACKERS[self.packing.method].prices_sharding:
+            prices = sharded_prices(self.costs, layout.cp, self.sharding.strategy, self.context_window)
+        return with_phases(prices or self.workload, self.phases)
 
     def priced_as_run(self, plan: StepPlan) -> StepPlan:
-        """``plan`` with the workloads by which its micro-batches are dealt to ranks and ordered.
+        """``plan`` with the seconds that its micro-batches take, by which they are dealt to ranks and ordered.
 
-        In pools these are what the ranks of a pool take, as in large ones a document costs more or less with others
-        beside it. A single pool without a pipeline runs its micro-batches one after another, in any order.
+        Whole nanoseconds, so that machines agree.
         """
-        layout = self.layout
-        if self.pools is None or self.levels_steps or layout.cp == 1 or layout.dp * layout.pp == 1:
-            return plan
-        return priced_as_sharded(plan, self.sharding_workload, self.layout.cp, self.sharding.strategy)
+        micro_batches = plan.micro_batches
+        forward, backward = micro_batch_phases(
+            micro_batches, self.layout.cp, self.sharding.strategy, self.costs, self.ranks_per_node
+        )
+        if self.phases is not None:
+            encoders = np.array([self.phases.of(one.segments).sum() for one in micro_batches])
+            forward = forward + encoders / (1 + LINEAR_BACKWARD_FACTOR)
+            backward = backward + encoders * LINEAR_BACKWARD_FACTOR / (1 + LINEAR_BACKWARD_FACTOR)
+        priced = iter(
+            replace(one, workload=round(first + second, 9), forward=round(first, 9))
+            for one, first, second in zip(micro_batches, forward.tolist(), backward.tolist(), strict=True)
+        )
+        return replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
 
     @property
     def pipeline(self) -> Pipeline:
         """The pipeline that micro-batches are ordered for."""
-        return Pipeline(self.layout.schedule, self.layout.pp, self.workload, self.layout.virtual_pp)
+        return Pipeline(self.layout.schedule, self.layout.pp, self.layout.virtual_pp)
 
     @property
     def memory_settings(self) -> MemorySettings:

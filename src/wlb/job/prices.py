@@ -1,30 +1,32 @@
-"""What a document adds to the seconds of a micro-batch whose context-parallel group shards it.
+"""Prices of documents and micro-batches of a job, all of them from the one price of ``wlb.sharding.latency``.
 
-W_a + W_l says what a document costs a group that shares it evenly and exchanges everything. But a short document stays
-whole on one rank under hybrid sharding and exchanges nothing, while a long one is cut, and where ranks are far apart
-its keys and values take longer than the attention that hides them. So documents are probed: micro-batches with one
-document each, among short ones, are sharded and priced as a group (``wlb.sharding.latency``), and what the document
-adds, over W_a + W_l, is the correction for its length. Between probes it is interpolated.
+A packer needs prices that add up over documents, and what a document adds to a micro-batch depends on how the
+context-parallel group shards it: under hybrid sharding a short document stays whole on one rank and exchanges nothing,
+while a long one is cut, and where ranks are far apart its keys and values take longer than the attention that hides
+them. So documents are probed: micro-batches with one document each, among short ones, are sharded and priced, and what
+the document adds, over W_a + W_l, is the correction for its length. Between probes it is interpolated.
 
-Micro-batches that are even by these prices are closer to even when they run than by W_a + W_l. In large groups they are
-not quite even: what is added depends on what is there, as one exchange hides behind the attention of several documents.
+Micro-batches that are even by these prices are not quite even in large groups: what is added depends on what is there,
+as one exchange hides behind the attention of several documents. So once they are packed, they are priced as what they
+are (``micro_batch_phases``), and arranged by that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.sharding import MicroBatches, shard_many
-from wlb.sharding.latency import group_seconds
-from wlb.sharding.pieces import locality
-from wlb.workload import Hardware, ModelShape, Workload, make_workload
+from wlb.packing.plan import MicroBatch
+from wlb.sharding import price_shards
+from wlb.sharding.latency import Phases, group_seconds
+from wlb.workload import Costs
 from wlb.workload.base import DocumentPrices, Seconds
 
+LEVEL_SHARDING = "per_document"  # of a document that several ranks share: by its length alone, alike on every machine
 _PROBES = np.arange(2, 17) / 16  # lengths of documents, in context windows
 _SHORT = 64  # short documents fill a window
 _AMONG = (0.5, 0.75, 1.0, 1.25)  # windows of short documents beside the probed one; their mean evens out roundings
@@ -39,55 +41,93 @@ _LEAST, _MOST = 0.05, 4.0
 class ShardedPrices:
     """Documents priced with a correction that depends on their length; ``lengths`` in tokens, ascending."""
 
-    alone: Workload
+    evenly: Costs
     lengths: NDArray[np.float64]
     corrections: NDArray[np.float64]
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
         """Seconds that each document adds, forward and backward; shape of ``lengths`` (tokens)."""
         tokens = np.asarray(lengths, dtype=np.float64)
-        return self.alone.document_seconds(tokens) * np.interp(tokens, self.lengths, self.corrections)
+        return self.evenly.document_seconds(tokens) * np.interp(tokens, self.lengths, self.corrections)
 
 
 @lru_cache(maxsize=64)
-def sharded_prices(
-    shape: ModelShape, hardware: Hardware, tp: int, cp: int, strategy: str, context_window: int
-) -> DocumentPrices:
-    """Prices of documents of up to ``context_window`` tokens on tp x cp GPUs that shard by ``strategy``."""
-    alone = make_workload(shape, hardware, tp=tp, cp=cp)
+def sharded_prices(costs: Costs, cp: int, strategy: str, context_window: int) -> DocumentPrices:
+    """Prices of documents of up to ``context_window`` tokens on groups of ``cp`` ranks that shard by ``strategy``."""
+    evenly = replace(costs, cp=cp)
     if cp == 1:
-        return alone
+        return evenly
     short = max(1, context_window // _SHORT)
     probes = np.unique((_PROBES * context_window).astype(np.int64).clip(1))
     few, *among = [max(1, round(windows * context_window / short)) for windows in (_ALONE, *_AMONG)]
     many = 3 * few
     micro_batches = [[short] * few, [short] * many]
     micro_batches += [[probe, *[short] * count] for probe in probes.tolist() for count in among]
-    seconds = _group_seconds(micro_batches, make_workload(shape, hardware, tp=tp), cp, strategy)
+    seconds = group_seconds(price_shards(micro_batches, cp, strategy, costs), costs).both
     each = (seconds[1] - seconds[0]) / (many - few)  # of a short document
     fixed = seconds[0] - few * each  # of every micro-batch
     added = seconds[2:].reshape(len(probes), -1) - fixed - each * np.array(among)
-    ratios = [each / float(alone.document_seconds(short)), *(added.mean(axis=1) / alone.document_seconds(probes))]
+    ratios = [each / float(evenly.document_seconds(short)), *(added.mean(axis=1) / evenly.document_seconds(probes))]
     corrections = np.clip(np.round(ratios, _DECIMALS), _LEAST, _MOST)
-    return ShardedPrices(alone, np.array([short, *probes], np.float64), corrections)
+    return ShardedPrices(evenly, np.array([short, *probes], np.float64), corrections)
 
 
-def priced_as_sharded(plan: StepPlan, workload: Workload, cp: int, strategy: str) -> StepPlan:
-    """``plan`` with the seconds that groups of ``cp`` ranks take for its micro-batches, as sharded, for workloads.
+@dataclass(frozen=True)
+class LevelPrices:
+    """The ``StagePrices`` of a pipeline stage of so many ``ranks``, of which groups of any size share a document.
 
-    ``workload`` is that of one of these ranks. Seconds are whole nanoseconds, so that machines agree.
+    A micro-batch of one rank holds ``capacity`` tokens.
     """
-    filled = [list(micro_batch.lengths) for micro_batch in plan.micro_batches if micro_batch.segments]
-    seconds = iter(np.round(_group_seconds(filled, workload, cp, strategy), 9).tolist())
 
-    def priced(micro_batch: MicroBatch) -> MicroBatch:
-        return replace(micro_batch, workload=next(seconds)) if micro_batch.segments else micro_batch
+    costs: Costs
+    ranks: int
+    per_node: int
+    capacity: int
 
-    return replace(plan, ranks=tuple(tuple(map(priced, rank)) for rank in plan.ranks))
+    def alone(self, lengths: NDArray[np.int64]) -> Seconds:
+        return self.costs.attention_seconds(lengths) + self._rest[1] * lengths
+
+    def beginning(self, lengths: NDArray[np.int64]) -> Seconds:
+        return self._drain(lengths) + self._rest[0]
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        return self.alone(np.asarray(lengths, np.int64))
+
+    def shared(self, lengths: NDArray[np.int64], ranks: int) -> Seconds:
+        shards = price_shards([[length] for length in lengths.tolist()], ranks, LEVEL_SHARDING, self.costs)
+        return group_seconds(shards, self.costs).both
+
+    @cached_property
+    def _rest(self) -> tuple[float, float]:
+        """What a micro-batch of one rank takes outside attention: in any case, and for each token."""
+        lengths = np.array([max(1, self.capacity // 2), max(2, self.capacity)])
+        rest = self.shared(lengths, 1) - self.costs.attention_seconds(lengths) - self._drain(lengths)
+        token = float(rest[1] - rest[0]) / int(lengths[1] - lengths[0])
+        return max(0.0, float(rest[1]) - token * int(lengths[1])), token
+
+    def _drain(self, lengths: NDArray[np.int64]) -> Seconds:
+        forwards = 2 if self.costs.recomputed == "full" else 1
+        return forwards * self.costs.drain_seconds(lengths, "forward") + self.costs.drain_seconds(lengths, "backward")
 
 
-def _group_seconds(micro_batches: list[list[int]], workload: Workload, cp: int, strategy: str) -> NDArray[np.float64]:
-    counts = np.array([len(lengths) for lengths in micro_batches])
-    sizes = np.array([length for lengths in micro_batches for length in lengths])
-    pieces = shard_many(MicroBatches(sizes, counts), cp, strategy, workload)
-    return group_seconds(pieces, locality(pieces, len(sizes), len(counts), cp), workload)
+def micro_batch_phases(
+    micro_batches: Sequence[MicroBatch], cp: int, strategy: str, costs: Costs, ranks_per_node: int
+) -> Phases:
+    """What the context-parallel groups of ``micro_batches`` take; shape (micro-batches,).
+
+    Groups of ``cp`` ranks that shard by ``strategy``, or the ranks that a micro-batch names, of which a node has
+    ``ranks_per_node``.
+    """
+    kinds = np.array(
+        [
+            (len(one.ranks), len({rank // ranks_per_node for rank in one.ranks})) if one.ranks else (cp, 0)
+            for one in micro_batches
+        ]
+    )
+    seconds = np.zeros((2, len(micro_batches)))
+    for size, nodes in np.unique(kinds, axis=0).tolist():
+        places = np.flatnonzero((kinds == (size, nodes)).all(axis=1))
+        of_kind, sharded_by = (replace(costs, nodes=nodes), LEVEL_SHARDING) if nodes else (costs, strategy)
+        shards = price_shards([micro_batches[place].lengths for place in places.tolist()], size, sharded_by, of_kind)
+        seconds[:, places] = group_seconds(shards, of_kind)
+    return Phases(*seconds)

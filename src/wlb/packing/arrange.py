@@ -11,7 +11,7 @@ micro-batches, the more they gain, and a single step that is balanced already ma
 A rank takes the best of a few rules. Then, as a step takes as long as its slowest rank, that rank is searched: each
 round prices, all at once, orders that rise to a peak and fall again, one for every place of the peak, and the present
 order with two micro-batches swapped; the best one is taken until none is better or another rank has become the slowest.
-The stages share a micro-batch's workload equally. How much of it is the forward, the workload model says: attention and
+The stages share a micro-batch's workload equally. The micro-batch says how much of it is the forward: attention and
 the rest have different shares, and where workloads are balanced that difference decides. Prices are compared, sorted
 and added element by element or in a fixed order, so all machines choose alike.
 """
@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.timing import pipeline_makespans
-from wlb.workload.base import Phase, Workload
 
 Assignment = Literal["arrival", "balanced"]
 Order = Literal["arrival", "pipeline", "makespan"]
@@ -41,7 +40,7 @@ _ROUND_OPERATIONS = 2**19  # that a round may price: a few milliseconds, and 4 M
 _EVEN = 1e-3  # of the heaviest micro-batch: where micro-batches are this close, no order is worth a search
 _GAIN = 1e-4  # of the makespan: a round that gains less is the last
 _ALL_ORDERS_UP_TO = 4  # micro-batches
-_PHASES: tuple[Phase, ...] = ("forward", "backward")
+_FORWARD_SHARE = 1 / 3  # of a micro-batch whose forward is not known: a backward has twice its matrix products
 
 Indices = NDArray[np.intp]
 Seconds = NDArray[np.float64]
@@ -49,11 +48,10 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A schedule of ``wlb.schedules``, its pipeline ranks, the stages that each of them holds, and a step's prices."""
+    """A schedule of ``wlb.schedules``, its pipeline ranks, and the stages that each of them holds."""
 
     schedule: str
     pp: int
-    workload: Workload
     virtual_pp: int = 1
 
     @property
@@ -125,7 +123,7 @@ def _in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: Pipeline)
     """
     if pipeline.pp == 1:
         return [sorted(rank, key=lambda micro_batch: micro_batch.workload) for rank in ranks]
-    seconds = _phase_seconds(ranks, pipeline.workload)
+    seconds = _phase_seconds(ranks)
     if np.all(np.ptp(seconds, axis=2) <= _EVEN * seconds.max(axis=2)):
         return [list(rank) for rank in ranks]
     orders, makespans = _best_rule(seconds, pipeline)
@@ -138,26 +136,11 @@ def _in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: Pipeline)
     return [[rank[index] for index in order] for rank, order in zip(ranks, orders.tolist(), strict=True)]
 
 
-def micro_batch_seconds(ranks: Sequence[Sequence[MicroBatch]], workload: Workload) -> Seconds:
-    """Predicted seconds of all layers, shape (2, ranks, micro-batches per rank): forward, then backward."""
-    micro_batches = [micro_batch for rank in ranks for micro_batch in rank]
-    lengths = np.array([length for micro_batch in micro_batches for length in micro_batch.lengths], np.int64)
-    owner = np.repeat(np.arange(len(micro_batches)), [len(micro_batch.segments) for micro_batch in micro_batches])
-    tokens = np.bincount(owner, lengths, len(micro_batches))
-    rows = [
-        np.bincount(owner, workload.attention_seconds(lengths, phase), len(micro_batches))
-        + workload.linear_seconds(tokens, phase)
-        for phase in _PHASES
-    ]
-    return np.array(rows).reshape(2, len(ranks), -1)
-
-
-def _phase_seconds(ranks: Sequence[Sequence[MicroBatch]], workload: Workload) -> Seconds:
+def _phase_seconds(ranks: Sequence[Sequence[MicroBatch]]) -> Seconds:
     """Forward and backward of every micro-batch, shape (2, ranks, micro-batches), which add up to its workload."""
-    seconds = micro_batch_seconds(ranks, workload)
-    total = np.array([[micro_batch.workload for micro_batch in rank] for rank in ranks])
-    share = np.divide(seconds[0], seconds[0] + seconds[1], out=np.zeros_like(total), where=seconds[1] > 0)
-    return np.stack([share * total, (1 - share) * total])
+    both = np.array([[micro_batch.workload for micro_batch in rank] for rank in ranks])
+    known = [[_FORWARD_SHARE * one.workload if one.forward is None else one.forward for one in rank] for rank in ranks]
+    return np.stack([np.array(known), both - np.array(known)])
 
 
 def _best_rule(seconds: Seconds, pipeline: Pipeline) -> tuple[Indices, Seconds]:

@@ -140,7 +140,7 @@ class ElasticPacker(MakespanPacker):
             [
                 MicroBatch(
                     tuple(items[index].segment for index in group.documents),
-                    group.seconds * len(group.ranks),
+                    group.seconds,
                     group.ranks,
                 )
                 for group in groups

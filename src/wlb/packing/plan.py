@@ -22,13 +22,15 @@ from wlb.documents.segments import Segment
 class MicroBatch:
     """Segments that go through the model together; attention never crosses from one to another.
 
-    ``workload`` is its predicted seconds, forward and backward, on one GPU, all layers (W_a + W_l). ``ranks`` are those
-    of the context-parallel group that run it, ascending; none are named where all do.
+    ``workload`` is what its context-parallel group is predicted to take, in seconds, forward and backward, all layers;
+    ``forward`` is the forward's part, where it is known. ``ranks`` are those of the group that run it, ascending; none
+    are named where all do.
     """
 
     segments: tuple[Segment, ...]
     workload: float
     ranks: tuple[int, ...] = ()
+    forward: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -39,13 +41,15 @@ class MicroBatch:
         return [segment.length for segment in self.segments]
 
     def to_json(self) -> dict[str, Any]:
-        ranks = {"ranks": list(self.ranks)} if self.ranks else {}
-        return {"segments": [list(segment) for segment in self.segments], "workload": self.workload} | ranks
+        more: dict[str, Any] = {"ranks": list(self.ranks)} if self.ranks else {}
+        if self.forward is not None:
+            more["forward"] = self.forward
+        return {"segments": [list(segment) for segment in self.segments], "workload": self.workload} | more
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> MicroBatch:
         segments = tuple(Segment(*segment) for segment in data["segments"])
-        return cls(segments, data["workload"], tuple(data.get("ranks", ())))
+        return cls(segments, data["workload"], tuple(data.get("ranks", ())), data.get("forward"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class StepPlan:
         if any(micro_batch.ranks for micro_batch in self.micro_batches):
             of_ranks: Counter[int] = Counter()
             for micro_batch in self.micro_batches:
-                of_ranks.update(dict.fromkeys(micro_batch.ranks, micro_batch.workload / len(micro_batch.ranks)))
+                of_ranks.update(dict.fromkeys(micro_batch.ranks, micro_batch.workload))
             workloads = [of_ranks[rank] for rank in range(max(of_ranks) + 1)]
         total = sum(workloads)
         return max(workloads) * len(workloads) / total if total else 1.0

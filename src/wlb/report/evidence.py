@@ -69,10 +69,7 @@ class Evidence:
         if job.layout.cp == 1:
             return []
         heaviest = max(self.usual_steps[self.packed].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
-        return [
-            make_shard_plan(heaviest.lengths, job.layout.cp, name, workload=job.sharding_workload)
-            for name in STRATEGIES
-        ]
+        return [make_shard_plan(heaviest.lengths, job.layout.cp, name, workload=job.costs) for name in STRATEGIES]
 
 
 def gather_evidence(

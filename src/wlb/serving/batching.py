@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError, choose_from
-from wlb.workload.base import Workload
+from wlb.workload import Costs
 
 Method = Literal["count", "tokens", "workload", "workload:shortest"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -79,7 +79,7 @@ class PrefillPlanner:
     Raises ``UserError`` for an unknown method and sizes below 1.
     """
 
-    workload: Workload
+    workload: Costs
     token_budget: int
     method: Method = "workload"
     chunked: bool = True

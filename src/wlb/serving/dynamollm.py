@@ -32,7 +32,7 @@ from wlb.errors import UserError
 from wlb.serving.batching import PrefillPlanner, Prompt
 from wlb.serving.job import PrefillJob
 from wlb.serving.prefill import GpuGroup, PrefillRun, simulate_prefill
-from wlb.workload import Hardware, ModelShape, Workload
+from wlb.workload import Costs, Hardware, ModelShape
 from wlb.workload.power import POWER, GpuPower
 from wlb.workload.weights import parameters
 
@@ -51,7 +51,7 @@ class Instance(NamedTuple):
 
     tp: int
     clock: float
-    workload: Workload
+    workload: Costs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.workload import ModelShape, Workload, make_workload
+from wlb.workload import Costs, ModelShape, make_workload
 from wlb.workload.hardware import Hardware
 from wlb.workload.power import GpuPower
 
@@ -23,7 +23,7 @@ class PrefillJob:
 
     lengths: NDArray[np.int64]
     arrivals: NDArray[np.float64]
-    workload: Workload
+    workload: Costs
     token_budget: int  # of a rank in one pass
     dp: int = 1
     pp: int = 1
@@ -44,7 +44,7 @@ class PrefillJob:
         """Prompts of mean length that fill a budget."""
         return max(1, int(self.token_budget / self.lengths.mean()))
 
-    def instance(self, tp: int, clock: float = 1.0) -> Workload:
+    def instance(self, tp: int, clock: float = 1.0) -> Costs:
         """Prices of a GPU in a group of ``tp`` at a share of its full clock.
 
         Raises ``UserError`` where only a measured profile of another layout is known.

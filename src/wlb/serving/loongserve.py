@@ -31,8 +31,7 @@ from wlb.serving.job import PrefillJob
 from wlb.serving.prefill import LOOK_AHEAD, GpuGroup, Pass, PrefillRun
 from wlb.sharding.latency import RankSeconds, forward_seconds
 from wlb.sharding.plan import exchange_parts
-from wlb.workload import Seconds, Workload
-from wlb.workload.base import EXCHANGES
+from wlb.workload import Costs, Seconds
 
 _ANY_DEGREE = 8  # up to which every degree is tried; above it powers of two
 _MOST_PROMPTS = 128  # of a macro-iteration
@@ -44,7 +43,7 @@ Integers = NDArray[np.int64]
 class SequencePrices:
     """Seconds of batches whose tokens are striped over a group; ``workload`` is that of one instance."""
 
-    workload: Workload
+    workload: Costs
 
     def seconds(self, attention: ArrayLike, tokens: ArrayLike, degree: int) -> Seconds:
         """Of batches with so many seconds of attention on one instance, and so many tokens; shape of both.
@@ -60,9 +59,8 @@ class SequencePrices:
             return alone
         share, received = attention / degree, tokens - held
         parts = exchange_parts(received, tokens, degree)
-        copies = self.workload.kv_copy_seconds(received, received, parts * held, "forward")
-        # What ``kv_gather_seconds`` prices is received in the forward and returned in the backward.
-        exchange = self.workload.kv_gather_seconds(received, degree) / EXCHANGES
+        copies = self.workload.copy_seconds(received, received, parts * held, "forward")
+        exchange = self.workload.exchange_seconds(received, degree)
         ranks = RankSeconds(own=share / degree, received=share - share / degree, rest=linear + copies)
         alike = RankSeconds(*(seconds[..., None] for seconds in ranks))
         return forward_seconds(alike, exchange[..., None], parts)

@@ -6,7 +6,10 @@ operations; ``make_shard_plan`` is a batch of one. A new strategy is one new fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +19,32 @@ from wlb.settings import MOST_RANKS
 from wlb.sharding.adaptive import adaptive
 from wlb.sharding.elastic import elastic
 from wlb.sharding.hybrid import hybrid
-from wlb.sharding.latency import ShardLatency, shard_latency
-from wlb.sharding.pieces import MicroBatches, Pieces, rank_tables
+from wlb.sharding.latency import ShardLatency, Shards, shard_latency
+from wlb.sharding.pieces import MicroBatches, Pieces, locality, rank_tables
 from wlb.sharding.plan import ShardPlan
 from wlb.sharding.static import per_document, per_sequence
-from wlb.workload import Workload, default_workload
+from wlb.workload import Costs, default_workload
 
-__all__ = ["STRATEGIES", "MicroBatches", "ShardLatency", "ShardPlan", "make_shard_plan", "shard_latency", "shard_many"]
+__all__ = [
+    "STRATEGIES",
+    "MicroBatches",
+    "ShardLatency",
+    "ShardPlan",
+    "make_shard_plan",
+    "price_shards",
+    "shard_latency",
+    "shard_many",
+]
 
-STRATEGIES: dict[str, Callable[[MicroBatches, int, Workload], Pieces]] = {
+STRATEGIES: dict[str, Callable[[MicroBatches, int, Costs], Pieces]] = {
     "per_sequence": per_sequence,
     "per_document": per_document,
     "adaptive": adaptive,
     "hybrid": hybrid,
     "elastic": elastic,
 }
+_STATIC = {"per_sequence", "per_document"}
+_KEPT = 1024  # micro-batches that are not sharded again
 
 
 def make_shard_plan(
@@ -38,7 +52,7 @@ def make_shard_plan(
     cp_size: int,
     strategy: str,
     *,
-    workload: Workload | None = None,
+    workload: Costs | None = None,
 ) -> ShardPlan:
     """Share a micro-batch of segments of ``document_lengths`` tokens, in packed order, among ``cp_size`` ranks.
 
@@ -53,12 +67,65 @@ def make_shard_plan(
     return ShardPlan(strategy, tuple(lengths.tolist()), rank_tables(pieces, cp_size))
 
 
-def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Workload) -> Pieces:
+def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Costs) -> Pieces:
     """The pieces that ``make_shard_plan`` makes of each micro-batch; arguments and errors as there."""
     shard = STRATEGIES[checked_strategy(strategy)]
     if cp_size < 1:
         raise UserError(f"cp_size = {cp_size} is not a group size; it must be at least 1")
-    return shard(micro_batches, cp_size, workload)
+    if cp_size == 1:
+        sizes, counts = micro_batches
+        return Pieces(np.repeat(np.arange(len(counts)), counts), np.arange(len(sizes)), np.zeros_like(sizes), sizes)
+    if strategy in _STATIC:
+        return shard(micro_batches, cp_size, workload)
+    known, each = _known(strategy, cp_size, workload), micro_batches.each
+    keys = [lengths.tobytes() for lengths in each]
+    found = {key: before for key in keys if (before := known.get(key)) is not None}
+    if missing := {key: lengths for key, lengths in zip(keys, each, strict=True) if key not in found}:
+        left = MicroBatches(np.concatenate([*missing.values()]), np.array([*map(len, missing.values())]))
+        found |= zip(missing, _apart(shard(left, cp_size, workload), left, cp_size), strict=True)
+    known.update(found)
+    for oldest in list(known)[:-_KEPT]:  # a list, as another thread may be planning
+        known.pop(oldest, None)
+    pieces = [found[key] for key in keys]
+    lane, segment, start, stop = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    number = np.array([len(of_one.lane) for of_one in pieces])
+    lane = lane + cp_size * np.repeat(np.arange(len(pieces)), number)
+    return Pieces(lane, segment + np.repeat(micro_batches.first, number), start, stop)
+
+
+@lru_cache(maxsize=4)
+def _known(strategy: str, cp_size: int, costs: Costs) -> dict[bytes, Pieces]:
+    """Micro-batches that were sharded last: each is when it is planned, and again when it is simulated or run."""
+    return {}
+
+
+def _apart(pieces: Pieces, micro_batches: MicroBatches, cp_size: int) -> Iterator[Pieces]:
+    """The pieces of each micro-batch, as if there were no other."""
+    lane, segment, start, stop = pieces
+    bounds = np.searchsorted(segment, micro_batches.first).tolist()
+    for index, (first, last) in enumerate(pairwise([*bounds, len(segment)])):
+        mine = slice(first, last)
+        own = segment[mine] - micro_batches.first[index]
+        yield Pieces(lane[mine] - index * cp_size, own, start[mine], stop[mine])
+
+
+def price_shards(lengths: Sequence[Sequence[int]], cp_size: int, strategy: str, costs: Costs) -> Shards:
+    """What ranks compute and exchange in micro-batches with segments of ``lengths`` tokens; shape (micro_batches, cp).
+
+    They are sharded as ``make_shard_plan`` does. A micro-batch may be without segments; its ranks have nothing.
+    """
+    counts = np.array([len(of_one) for of_one in lengths], np.int64)
+    sizes = np.fromiter((length for of_one in lengths for length in of_one), np.int64, int(counts.sum()))
+    filled = np.flatnonzero(counts)
+    pieces = shard_many(MicroBatches(sizes, counts[filled]), cp_size, strategy, costs)
+    shards = Shards.of_pieces(pieces, locality(pieces, len(sizes), len(filled), cp_size), costs)
+
+    def among_all(column: NDArray[Any]) -> NDArray[Any]:
+        everything = np.zeros((len(lengths), *column.shape[1:]), column.dtype)
+        everything[filled] = column
+        return everything
+
+    return shards.map(among_all) if len(filled) < len(lengths) else shards
 
 
 def checked_strategy(name: str) -> str:

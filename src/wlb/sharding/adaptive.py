@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb.sharding.latency import group_seconds
+from wlb.sharding.latency import Shards, group_seconds
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces, locality
 from wlb.sharding.static import per_document, per_sequence
-from wlb.workload.base import Seconds, Workload
+from wlb.workload import Costs
+from wlb.workload.base import Seconds
 
 
 class Candidates(NamedTuple):
@@ -32,7 +33,7 @@ class Priced(NamedTuple):
     gathered: Integers  # tokens whose keys and values another rank attends
 
 
-def adaptive(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
+def adaptive(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Per-document sharding, unless per-sequence sharding makes the group faster."""
     candidates = joined(static_candidates(micro_batches, cp_size), micro_batches, cp_size)
     prices = price(candidates, micro_batches, cp_size, workload)
@@ -64,12 +65,13 @@ def joined(candidates: Sequence[Candidates], micro_batches: MicroBatches, cp_siz
     return Candidates(np.concatenate([micro_batch for micro_batch, _ in candidates]), together)
 
 
-def price(candidates: Candidates, micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Priced:
+def price(candidates: Candidates, micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Priced:
     """Price every plan with the ``workload`` of one GPU without context parallelism."""
     plans = len(candidates.micro_batch)
     segments = int(micro_batches.counts[candidates.micro_batch].sum())
     where = locality(candidates.pieces, segments, plans, cp_size)
-    return Priced(group_seconds(candidates.pieces, where, workload), where.gathered_tokens)
+    shards = Shards.of_pieces(candidates.pieces, where, workload)
+    return Priced(group_seconds(shards, workload).both, where.gathered_tokens)
 
 
 def pieces_of_plans(chosen: Integers, candidates: Candidates, micro_batches: MicroBatches, cp_size: int) -> Pieces:

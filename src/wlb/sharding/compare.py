@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.sharding import ShardPlan, make_shard_plan, shard_latency
-from wlb.workload.base import Workload
+from wlb.workload import Costs
 
 _CHOICES = ("per_document", "per_sequence")
 
@@ -67,7 +67,7 @@ def compare_strategy(
     strategy: str,
     micro_batches: Sequence[NDArray[np.int64]],
     cp_size: int,
-    workload: Workload,
+    workload: Costs,
     on_progress: Callable[[], None] = lambda: None,
 ) -> StrategyResult:
     """Shard every micro-batch and price the plans with the ``workload`` of one GPU without context parallelism.

@@ -22,17 +22,16 @@ gets that plan where it is predicted to be over one per cent faster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from wlb.sharding.adaptive import Candidates, joined, pieces_of_plans, price
 from wlb.sharding.hybrid import EVEN_TOKENS, TOLERANCE, levelled_candidates
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged, pieces_of_rows
-from wlb.workload.base import Seconds, Workload
+from wlb.workload import Costs
+from wlb.workload.base import Seconds
 
 # Cuts lie at multiples of the kernel's tile of queries, where that leaves enough places to cut in an even share.
 _TILE = 128
@@ -41,46 +40,9 @@ _MOST_CELLS = 2**18  # of a micro-batch: longer ones, of over 32M tokens, are cu
 _SHORT = 1 / 24  # of an even share: a document up to this is kept for the end
 _SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
 
-# Of micro-batches that were sharded last: each is when it is planned, and again when it is simulated or run.
-_KEPT = 1024
-_sharded: dict[tuple[bytes, int, Workload], Pieces] = {}
 
-
-def elastic(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
+def elastic(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Level tokens and attention of all ranks, moving keys and values only as far as that makes the group faster."""
-    each = np.split(micro_batches.sizes, micro_batches.first[1:])
-    keys = [(lengths.tobytes(), cp_size, workload) for lengths in each]
-    found = {key: known for key in keys if (known := _sharded.get(key)) is not None}
-    missing = {key: lengths for key, lengths in zip(keys, each, strict=True) if key not in found}
-    if missing:
-        counts = np.array([len(lengths) for lengths in missing.values()])
-        left = MicroBatches(np.concatenate([*missing.values()]), counts)
-        found |= zip(missing, _sharded_apart(left, cp_size, workload), strict=True)
-    _sharded.update(found)
-    for oldest in list(_sharded)[:-_KEPT]:  # a list, as another thread may be planning
-        _sharded.pop(oldest, None)
-    pieces = [found[key] for key in keys]
-    counts = np.array([len(of_one.lane) for of_one in pieces])
-    lane, segment, start, stop = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    return Pieces(
-        lane + cp_size * np.repeat(np.arange(len(pieces)), counts),
-        segment + np.repeat(micro_batches.first, counts),
-        start,
-        stop,
-    )
-
-
-def _sharded_apart(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Iterator[Pieces]:
-    """The pieces of each micro-batch, as if there were no other."""
-    lane, segment, start, stop = _sharded_together(micro_batches, cp_size, workload)
-    bounds = np.searchsorted(segment, micro_batches.first).tolist()
-    for index, (first, last) in enumerate(pairwise([*bounds, len(segment)])):
-        mine = slice(first, last)
-        own = segment[mine] - micro_batches.first[index]
-        yield Pieces(lane[mine] - index * cp_size, own, start[mine], stop[mine])
-
-
-def _sharded_together(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
     slices = Candidates(np.arange(len(micro_batches.counts)), uneven_slices(micro_batches, cp_size, workload))
     levelled = levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)
     candidates = joined([slices, levelled], micro_batches, cp_size)
@@ -91,10 +53,10 @@ def _sharded_together(micro_batches: MicroBatches, cp_size: int, workload: Workl
     return pieces_of_plans(fastest_first[first], candidates, micro_batches, cp_size)
 
 
-def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
+def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Level tokens and attention of all ranks, within a cell of about a hundredth of a rank's share."""
     lanes, tables = [], []
-    for index, lengths in enumerate(np.split(micro_batches.sizes, micro_batches.first[1:])):
+    for index, lengths in enumerate(micro_batches.each):
         ranks, table = _Slicing(lengths, cp_size, workload).rows()
         lanes.append(ranks + index * cp_size)
         tables.append(table + np.array([micro_batches.first[index], 0, 0]))
@@ -123,7 +85,7 @@ class _DocumentRow:
 class _Slicing:
     """One micro-batch of documents of ``lengths`` tokens among ``ranks`` ranks."""
 
-    def __init__(self, lengths: Integers, ranks: int, workload: Workload) -> None:
+    def __init__(self, lengths: Integers, ranks: int, workload: Costs) -> None:
         self._lengths, self._ranks, self._workload = lengths, ranks, workload
         self._attention = workload.attention_seconds(lengths)
         self._even_tokens = float(lengths.sum()) / ranks

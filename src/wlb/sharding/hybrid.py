@@ -25,7 +25,8 @@ import numpy as np
 from wlb.sharding.adaptive import Candidates, Priced, faster_static, joined, pieces_of_plans, price, static_candidates
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged, pieces_of_rows
 from wlb.sharding.plan import Table
-from wlb.workload.base import Seconds, Workload
+from wlb.workload import Costs
+from wlb.workload.base import Seconds
 
 MEMORY_FACTOR = 1.25  # tokens a rank may hold, over its even share
 TOLERANCE = 0.01  # of the fastest group's seconds, given up for gathering less
@@ -40,7 +41,7 @@ _PLACES = np.arange(_CUTS + 1)
 Share = tuple[int, float]  # rank and seconds
 
 
-def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
+def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Cut as few documents as make the group fastest.
 
     No rank holds more than ``MEMORY_FACTOR`` times its even share of the tokens, rounded up.
@@ -70,12 +71,12 @@ def _choose(adaptive: Integers, of_levelled: Integers, prices: Priced) -> Intege
 
 
 def levelled_candidates(
-    micro_batches: MicroBatches, cp_size: int, workload: Workload, memory_factor: float = MEMORY_FACTOR
+    micro_batches: MicroBatches, cp_size: int, workload: Costs, memory_factor: float = MEMORY_FACTOR
 ) -> Candidates:
     """The levelled plans of every micro-batch, with up to ``memory_factor`` even shares of the tokens on a rank."""
     of_plans: list[int] = []
     lanes, tables, segments = [], [], 0
-    for index, lengths in enumerate(np.split(micro_batches.sizes, micro_batches.first[1:])):
+    for index, lengths in enumerate(micro_batches.each):
         for ranks, table in _levelled(lengths, cp_size, workload, memory_factor):
             lanes.append(ranks + len(of_plans) * cp_size)
             tables.append(table + np.array([segments, 0, 0]))
@@ -87,7 +88,7 @@ def levelled_candidates(
 
 
 def _levelled(
-    lengths: Integers, cp_size: int, workload: Workload, memory_factor: float
+    lengths: Integers, cp_size: int, workload: Costs, memory_factor: float
 ) -> Iterator[tuple[Integers, Table]]:
     """Ranks and pieces (segment, start, stop), empty ones among them, for every level that makes another plan.
 
@@ -159,7 +160,7 @@ def _fill_ranks(
     load_seconds: Seconds,
     space: Integers,
     token_seconds: float,
-    workload: Workload,
+    workload: Costs,
 ) -> tuple[list[int], Table]:
     """Share the ``cut`` segments among ranks that hold ``load_seconds`` and have ``space`` tokens free.
 
@@ -218,7 +219,7 @@ def _gaps(seconds: float, loads: Seconds, most: Seconds) -> Seconds:
 
 
 def _cut(
-    length: int, shares: list[Share], space: list[int], token_seconds: float, workload: Workload
+    length: int, shares: list[Share], space: list[int], token_seconds: float, workload: Costs
 ) -> list[tuple[int, int, int]]:
     """Pieces (rank, start, stop) of one document: the largest share takes the tail, the others nested pairs."""
     outer, _ = max(shares, key=lambda share: share[1])

@@ -1,4 +1,8 @@
-"""Predicted seconds of a shard plan: of every context-parallel rank, and of the group, which synchronises every layer.
+"""The price of a micro-batch: what a context-parallel group takes, forward and backward.
+
+``Shards`` has what every rank computes and exchanges, ``group_seconds`` what that takes. It is the one price of a
+micro-batch: sharding chooses by it, packing is fitted to it (``wlb.job.prices``), plans are arranged by it, and the
+simulator and the report add it up.
 
 A rank pays attention over its pieces, W_l for the tokens that it holds, and copies in its own memory for what it
 exchanges. Where ranks wait follows from how ``wlb.attention.packed_attention`` runs a layer. Forward, keys and values
@@ -12,23 +16,71 @@ Every layer takes its share of the seconds, so those of all layers wait as those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.sharding.pieces import Locality, Pieces, last_keys, locality, pieces_of_rows
 from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, owners
-from wlb.workload.base import EXCHANGES, Phase, Workload
+from wlb.workload import Costs
+from wlb.workload.base import Phase
 
 # ``PART_CUTS`` by row, filled up with empty parts; a micro-batch without documents has none.
 _CUTS = np.array([[*cuts, *[1.0] * (1 + MOST_PARTS - len(cuts))] for cuts in [PART_CUTS[1], *PART_CUTS.values()]])
-_PHASES: tuple[Phase, Phase] = ("forward", "backward")
-
+GROUP_CAUSES = frozenset({"recomputation", "tp collectives", "expert exchange", "cp exchange"})  # beside computing
 Seconds = NDArray[np.float64]
+
+
+class Phases(NamedTuple):
+    """Seconds of forwards and of backwards."""
+
+    forward: Seconds
+    backward: Seconds
+
+    @property
+    def both(self) -> Seconds:
+        return self.forward + self.backward
+
+
+class Shards(NamedTuple):
+    """What each rank of each micro-batch computes and exchanges; arrays have shape (..., micro_batches, cp)."""
+
+    tokens: NDArray[np.int64]
+    attention_forward: Seconds
+    attention_backward: Seconds
+    own_share: NDArray[np.float64]  # of the rank's attention, which needs no keys of other ranks
+    received: NDArray[np.int64]  # tokens whose keys the rank receives
+    sent: NDArray[np.int64]  # tokens whose keys it sends, counted once for each receiver
+    waits_for: NDArray[np.int64]  # the most tokens that it, or a rank that it shares a segment with, moves
+    merged_tokens: NDArray[np.int64]  # of the rank, that attend received keys
+    kept: NDArray[np.bool_]  # whether ranks keep what they receive until the backward, shape (..., micro_batches)
+    parts: NDArray[np.int64]  # in which keys and values arrive, shape (..., micro_batches)
+    alone: NDArray[np.bool_]  # whether it has one segment only, shape (..., micro_batches)
+
+    @classmethod
+    def of_pieces(cls, pieces: Pieces, where: Locality, costs: Costs) -> Shards:
+        """Those of plans whose ``pieces`` lie as ``where`` says; shape (plans, cp)."""
+        longest = last_keys(pieces, where.tokens.size)
+
+        def attention(phase: Phase) -> Seconds:
+            seconds = costs.piece_seconds(pieces.start, pieces.stop, phase)
+            of_lanes = np.bincount(pieces.lane, seconds, where.tokens.size).astype(np.float64)
+            return (of_lanes + costs.drain_seconds(longest, phase)).reshape(where.tokens.shape)
+
+        columns = {name: getattr(where, name) for name in cls._fields if hasattr(where, name)}
+        return cls(attention_forward=attention("forward"), attention_backward=attention("backward"), **columns)
+
+    def map(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Shards:
+        """The same with every column changed."""
+        return Shards(*map(change, self))
+
+    def reshaped(self, *shape: int) -> Shards:
+        """The same with micro-batches, the first axis, arranged in ``shape``."""
+        return self.map(lambda column: column.reshape(*shape, *column.shape[1:]))
 
 
 class RankSeconds(NamedTuple):
@@ -103,6 +155,74 @@ def _cuts(parts: NDArray[np.int64]) -> Iterable[tuple[Seconds, Seconds]]:
     return pairwise(np.moveaxis(cuts, -1, 0)[..., None])
 
 
+def block_phases(tokens: NDArray[np.int64], costs: Costs) -> Phases:
+    """What ranks with so many ``tokens`` compute in blocks outside attention; the same shape."""
+    return Phases(costs.blocks_seconds(tokens, "forward"), costs.blocks_seconds(tokens, "backward"))
+
+
+def head_phases(tokens: NDArray[np.int64], costs: Costs) -> Phases:
+    """What they compute in the output head and loss; the same shape."""
+    return Phases(costs.head_seconds(tokens, "forward"), costs.head_seconds(tokens, "backward"))
+
+
+def group_phases(
+    shards: Shards,
+    blocks: Phases,
+    costs: Costs,
+    modelled: Container[str] = GROUP_CAUSES,
+    together: Callable[[Seconds], Seconds] = slowest_rank,
+) -> Phases:
+    """What groups take in all ``blocks``, if only the ``modelled`` of ``GROUP_CAUSES`` take time beside computing.
+
+    Shape (..., micro_batches). ``together`` makes a group's seconds of those of its ranks.
+    """
+    rest_forward, rest_backward = blocks
+    if "tp collectives" in modelled:
+        collectives = costs.tp_seconds(shards.tokens)
+        rest_forward, rest_backward = rest_forward + collectives, rest_backward + collectives
+    if "expert exchange" in modelled:
+        experts = costs.expert_seconds(shards.tokens)
+        rest_forward, rest_backward = rest_forward + experts, rest_backward + experts
+    exchange, cp = np.zeros(shards.waits_for.shape), shards.tokens.shape[-1]
+    if "cp exchange" in modelled and costs.software.gathers_context:
+        others = shards.tokens.sum(axis=-1, keepdims=True) - shards.tokens
+        moved, gathered = (np.zeros_like(others), others, np.zeros_like(others)), costs.exchange_seconds(others, cp)
+        rest_forward = rest_forward + gathered + costs.copy_seconds(*moved, "forward")
+        rest_backward = rest_backward + gathered + costs.copy_seconds(*moved, "backward")
+    elif "cp exchange" in modelled and cp > 1:
+        exchange = costs.exchange_seconds(shards.waits_for, cp)
+        moved = shards.sent, shards.received, shards.parts[..., None] * shards.merged_tokens
+        alone = shards.alone[..., None]
+        rest_forward = rest_forward + costs.copy_seconds(*moved, "forward", alone)
+        rest_backward = rest_backward + costs.copy_seconds(*moved, "backward", alone)
+    ranks = _ranks(shards.attention_forward, shards.own_share, rest_forward)
+    kept, ahead = shards.kept, True
+    if "recomputation" in modelled and costs.recomputed != "none":
+        rest_backward = rest_backward + rest_forward
+        if costs.recomputed == "full":
+            rest_backward = rest_backward + attending_seconds(ranks, exchange, shards.parts)
+            kept = np.ones_like(kept)  # what attention receives the second time
+        else:
+            ahead = False  # keys and values are there only when they are computed again
+    again = _ranks(shards.attention_backward, shards.own_share, rest_backward)
+    return Phases(
+        forward_seconds(ranks, exchange, shards.parts, together),
+        backward_seconds(again, exchange, shards.parts, kept, together, ahead=ahead),
+    )
+
+
+def group_seconds(shards: Shards, costs: Costs) -> Phases:
+    """What groups take for micro-batches, all layers, head and loss; shape (..., micro_batches)."""
+    blocks, head = block_phases(shards.tokens, costs), head_phases(shards.tokens, costs)
+    groups = group_phases(shards, blocks, costs)
+    return Phases(groups.forward + slowest_rank(head.forward), groups.backward + slowest_rank(head.backward))
+
+
+def _ranks(attention: Seconds, own_share: Seconds, rest: Seconds) -> RankSeconds:
+    own = own_share * attention
+    return RankSeconds(own, attention - own, rest)
+
+
 @dataclass(frozen=True)
 class ShardLatency:
     """Seconds, forward and backward over all layers; arrays are of ranks, shape (cp_size,)."""
@@ -124,41 +244,17 @@ class ShardLatency:
         return float(self.ranks.max() / self.ranks.mean())
 
 
-def shard_latency(plan: ShardPlan, workload: Workload) -> ShardLatency:
-    """Price ``plan`` with the ``workload`` of one GPU without context parallelism (``cp`` = 1)."""
-    segments, cp_size = len(plan.segment_lengths), plan.cp_size
+def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
+    """Price ``plan`` with the ``costs`` of one GPU."""
     pieces = pieces_of_rows([owners(plan.pieces)], plan.pieces)
-    where = locality(pieces, segments, 1, cp_size)
-    forward, backward = (_attention(pieces, where, workload, phase)[0] for phase in _PHASES)
+    where = locality(pieces, len(plan.segment_lengths), 1, plan.cp_size)
+    shards = Shards.of_pieces(pieces, where, costs)
+    tokens, exchange = where.tokens[0], costs.exchange_seconds(where.waits_for[0].max(), plan.cp_size)
+    linear = block_phases(tokens, costs).both + head_phases(tokens, costs).both
     return ShardLatency(
-        attention=forward + backward,
-        linear=workload.linear_seconds(where.tokens[0]),
-        gather=float(workload.kv_gather_seconds(where.waits_for[0].max(), cp_size)),
+        attention=shards.attention_forward[0] + shards.attention_backward[0],
+        linear=linear + 2 * (costs.tp_seconds(tokens) + costs.expert_seconds(tokens)),
+        gather=2 * float(exchange),
         gathered_tokens=int(where.gathered_tokens[0]),
-        slowest=float(group_seconds(pieces, where, workload)[0]),
+        slowest=float(group_seconds(shards, costs).both[0]),
     )
-
-
-def group_seconds(pieces: Pieces, where: Locality, workload: Workload) -> NDArray[np.float64]:
-    """What the group of each plan takes, forward and backward over all layers; shape (plans,)."""
-    exchange = workload.kv_gather_seconds(where.waits_for, where.tokens.shape[1]) / EXCHANGES
-    forward, backward = (_rank_seconds(pieces, where, workload, phase) for phase in _PHASES)
-    return forward_seconds(forward, exchange, where.parts) + backward_seconds(
-        backward, exchange, where.parts, where.kept
-    )
-
-
-def _rank_seconds(pieces: Pieces, where: Locality, workload: Workload, phase: Phase) -> RankSeconds:
-    attention = _attention(pieces, where, workload, phase)
-    own = where.own_share * attention
-    copies = workload.kv_copy_seconds(
-        where.sent, where.received, where.parts[:, None] * where.merged_tokens, phase, alone=where.alone[:, None]
-    )
-    return RankSeconds(own, attention - own, workload.linear_seconds(where.tokens, phase) + copies)
-
-
-def _attention(pieces: Pieces, where: Locality, workload: Workload, phase: Phase) -> NDArray[np.float64]:
-    """Of every rank of every plan, shape (plans, cp_size)."""
-    seconds = workload.piece_seconds(pieces.start, pieces.stop, phase)
-    of_lanes = np.bincount(pieces.lane, seconds, where.tokens.size).astype(np.float64)
-    return (of_lanes + workload.drain_seconds(last_keys(pieces, where.tokens.size), phase)).reshape(where.tokens.shape)

@@ -30,6 +30,11 @@ class MicroBatches(NamedTuple):
         """The first segment of every micro-batch."""
         return np.cumsum(self.counts) - self.counts
 
+    @property
+    def each(self) -> list[Integers]:
+        """The segments of every micro-batch."""
+        return np.split(self.sizes, self.first[1:])
+
 
 class Pieces(NamedTuple):
     """Queries ``start`` to ``stop`` of a segment, ascending by segment and start.

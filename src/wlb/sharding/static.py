@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged
-from wlb.workload.base import Workload
+from wlb.workload import Costs
 
 
-def per_document(micro_batches: MicroBatches, cp_size: int, workload: Workload | None = None) -> Pieces:
+def per_document(micro_batches: MicroBatches, cp_size: int, workload: Costs | None = None) -> Pieces:
     """Cut every document: every rank attends about the same area of each (WLB-LLM, section 5.1).
 
     The remainder of a length is dealt one token a chunk, rank after rank, going on with the micro-batch's next document
@@ -27,7 +27,7 @@ def per_document(micro_batches: MicroBatches, cp_size: int, workload: Workload |
     return merged(micro_batch * cp_size + ranks, segment, starts, stops)
 
 
-def per_sequence(micro_batches: MicroBatches, cp_size: int, workload: Workload | None = None) -> Pieces:
+def per_sequence(micro_batches: MicroBatches, cp_size: int, workload: Costs | None = None) -> Pieces:
     """Cut the micro-batch regardless of documents (Llama 3, Megatron; plain-4D): ranks differ where several fill it.
 
     Where the total is not a multiple of 2 x ``cp_size``, chunks and ranks differ by at most one token.

@@ -31,13 +31,11 @@ from wlb.errors import UserError
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import fits, largest_factor, too_large
 from wlb.job.planner import documents_together
-from wlb.job.pricing import Pricing
 from wlb.packing.options import Grouping, Pools
 from wlb.settings import MOST_MICRO_BATCHES
+from wlb.sharding import price_shards
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.level import SHARDING, LevelPrices, group_costs
 from wlb.simulate.rate import rate
-from wlb.simulate.shards import price_shards
 from wlb.simulate.step import Steps
 
 _STEPS = 4  # that are simulated, the same for every choice; fewer where they are large
@@ -73,15 +71,9 @@ def decide(job: JobSpec, lengths: DocumentLengths, *, lock_step: bool = False, l
 
 
 def _with_length(job: JobSpec) -> JobSpec:
-    """With the largest L_max that fits, where it is "auto"; where none does, with the least.
-
-    Level steps are planned by the prices of ranks that hold a part of it.
-    """
+    """With the largest L_max that fits, where it is "auto"; where none does, with the least."""
     if job.packing.length_factor == "auto":
         job = job.with_length_factor(largest_factor(job) or job.least_length_factor)
-    if job.levels_steps:
-        own = replace(job, pricing=Pricing(job.hardware))  # whatever a simulation prices steps by
-        job = job.priced(packed_by=LevelPrices(own))
     return job
 
 
@@ -108,8 +100,7 @@ def _fastest_for_part(
     part = replace(pools, global_batch=pools.global_batch // parts)
     if parts > 1 and pools.micro_batches != "auto":
         part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.layout.pp)) * job.layout.pp)
-    own = replace(job, pricing=Pricing(job.hardware))  # the trainer's prices, whatever a simulation prices steps by
-    fastest = _PoolSearch(own, part, parts, lock_step, lengths).fastest(1 / least_rate if least_rate else math.inf)
+    fastest = _PoolSearch(job, part, parts, lock_step, lengths).fastest(1 / least_rate if least_rate else math.inf)
     if fastest is None:
         if pools.micro_batches != "auto":
             size = job.layout.replicas if pools.size == "auto" else pools.size
@@ -227,12 +218,12 @@ class _PoolSearch:
     def _least_seconds(self, micro_batches: int) -> float:
         """For a second of work, if ranks share it evenly in so many ``micro_batches`` and exchange nothing."""
         layout, documents = self.job.layout, self._documents
-        alone = price_shards([documents.tolist()], group_costs(self.job, 1, SHARDING))
+        alone = price_shards([documents.tolist()], 1, self.job.sharding.strategy, self.job.costs)
         shares = self._steps * layout.replicas * micro_batches
         forward, backward = alone.attention_forward / shares, alone.attention_backward / shares
         share = alone._replace(tokens=alone.tokens // shares, attention_forward=forward, attention_backward=backward)
-        everywhere = share.repeated(micro_batches).reshaped(1, 1, micro_batches)  # all ranks are alike
-        seconds = float(Steps.of_shards(everywhere, JobCosts(self.job)).seconds[0])
+        everywhere = share.map(lambda column: np.repeat(column, micro_batches, axis=0))  # all ranks are alike
+        seconds = float(Steps.of_shards(everywhere.reshaped(1, 1, micro_batches), JobCosts(self.job)).seconds[0])
         bubbles = (layout.pp - 1) / (layout.virtual_pp * micro_batches + layout.pp - 1)
         work = float(self.job.work_prices.document_seconds(documents).sum())
         return (1 - _FEWER_BUBBLES * bubbles) * seconds * self._steps / work

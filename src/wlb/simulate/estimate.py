@@ -100,7 +100,7 @@ class Question:
 def completed(job: SimulatedJob, profile: WorkloadProfile | None, encoders: Encoders) -> SimulatedJob:
     """``job`` priced by a measured profile, if there is one, with the encoders that its documents go through."""
     if profile is not None:
-        job = job.priced(profile=profile, packed_by=profile.workload())
+        job = job.priced(profile=profile)
     if not encoders:
         return job
     tp, hardware = job.layout.tp, job.hardware

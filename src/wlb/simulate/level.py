@@ -1,4 +1,4 @@
-"""Level steps: what documents take on some ranks of a stage, by which such steps are planned, and what the steps take.
+"""What level steps take.
 
 In a level step (``wlb.packing.level``) every rank runs micro-batches of its own, and waits only for those that it
 shares a document with, and at the end of the step for all. Micro-batches are priced as those of every other step are
@@ -8,80 +8,28 @@ Weights stay gathered from the start of the step to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from math import gcd
-from typing import NamedTuple
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from wlb.job.config import PackingConfig, ShardingConfig
+from wlb.job.prices import LEVEL_SHARDING
 from wlb.packing.plan import StepPlan
-from wlb.simulate.costs import Direction, JobCosts
+from wlb.sharding import price_shards
+from wlb.sharding.latency import Shards
+from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import reduced_behind, waiting_for_weights
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.shards import Shards, price_shards
-from wlb.simulate.step import CAUSES, EVERYTHING, Phases, Steps
+from wlb.simulate.step import CAUSES, EVERYTHING, Steps
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 _AFTER_RANKS = ("dp ranks", "gradient reduction", "optimizer")
-SHARDING = "per_document"  # of a document that several ranks share: by its length alone, the same on every machine
-
-
-@dataclass(frozen=True)
-class LevelPrices:
-    """The ``StagePrices`` of a ``job`` whose steps are level and whose L_max is decided."""
-
-    job: SimulatedJob
-
-    @property
-    def ranks(self) -> int:
-        return self.job.layout.cp
-
-    @cached_property
-    def per_node(self) -> int:
-        """All of a node's, or as many as divide both it and all ranks: 4, where a node has 8 and the stage 12."""
-        on_a_node = max(1, self.job.hardware.node_size // self.job.layout.tp)
-        return self.ranks if self.ranks <= on_a_node else gcd(self.ranks, on_a_node)
-
-    def alone(self, lengths: Integers) -> Array:
-        start = np.zeros_like(lengths)
-        return self._again(lambda d: self._costs.attention(start, lengths, d)) + self._rest[1] * lengths
-
-    def beginning(self, lengths: Integers) -> Array:
-        return self._again(lambda d: self._costs.attention_drain(lengths, d)) + self._rest[0]
-
-    def document_seconds(self, lengths: ArrayLike) -> Array:
-        return self.alone(np.asarray(lengths, np.int64))
-
-    def shared(self, lengths: Integers, ranks: int) -> Array:
-        return _group_seconds([[length] for length in lengths.tolist()], self.job, ranks)
-
-    @cached_property
-    def _costs(self) -> JobCosts:
-        return group_costs(self.job, 1, SHARDING)
-
-    @cached_property
-    def _rest(self) -> tuple[float, float]:
-        """What a micro-batch of one rank takes outside attention: in any case, and for each token."""
-        full = -(-self.job.longest_micro_batch // self.ranks)
-        lengths = np.array([max(1, full // 2), max(2, full)])
-        start = np.zeros_like(lengths)
-        attention = self._again(
-            lambda d: self._costs.attention(start, lengths, d) + self._costs.attention_drain(lengths, d)
-        )
-        half, whole = (_group_seconds([[length] for length in lengths.tolist()], self.job, 1) - attention).tolist()
-        token = (whole - half) / int(lengths[1] - lengths[0])
-        return max(0.0, whole - token * int(lengths[1])), token
-
-    def _again(self, attention: Callable[[Direction], Array]) -> Array:
-        """Forward and backward of ``attention``, and the forward a second time where it is computed again."""
-        forward, backward = attention("forward"), attention("backward")
-        return np.asarray(forward * (2 if self.job.activation_checkpointing == "full" else 1) + backward)
 
 
 class _Turn(NamedTuple):
@@ -132,8 +80,11 @@ class LevelSteps:
         """
         shards: Shards | None = None
         for places, steps in self.by_size:
-            columns = Shards(*(column[0, 0] for column in steps.shards))
-            shards = columns.scattered(self._rows[places], self._ranks_of(places), self._shape, into=shards)
+            rows, ranks, shape = self._rows[places], self._ranks_of(places), self._shape
+            columns = steps.shards.map(lambda column: column[0, 0])
+            shards = shards or columns.map(partial(_empty, shape))
+            for column, table in zip(columns, shards, strict=True):
+                table[(rows[:, None], ranks) if column.ndim == 2 else rows] = column
         assert shards is not None
         return shards.reshaped(self.steps, 1, -1)
 
@@ -278,10 +229,13 @@ class LevelSteps:
         return values
 
 
+def _empty(shape: tuple[int, int], column: NDArray[Any]) -> NDArray[Any]:
+    return np.zeros(shape[: column.ndim], column.dtype)
+
+
 def nodes_of(ranks: Iterable[int], job: SimulatedJob) -> int:
     """How many nodes these ranks of a stage of ``job`` lie on."""
-    on_a_node = max(1, job.hardware.node_size // job.layout.tp)
-    return len({rank // on_a_node for rank in ranks})
+    return len({rank // job.ranks_per_node for rank in ranks})
 
 
 @lru_cache(maxsize=4096)
@@ -300,10 +254,6 @@ def group_costs(job: SimulatedJob, size: int, sharding: str, nodes: int | None =
 
 def _group_steps(lengths: Sequence[Sequence[int]], job: SimulatedJob, size: int, nodes: int | None = None) -> Steps:
     """Groups of ``size`` ranks, each with segments of ``lengths``, as the micro-batches of one step."""
-    costs = group_costs(job, size, SHARDING, nodes)
-    return Steps.of_shards(price_shards(lengths, costs).reshaped(1, 1, len(lengths)), costs)
-
-
-def _group_seconds(lengths: Sequence[Sequence[int]], job: SimulatedJob, size: int) -> Array:
-    stages: Phases = _group_steps(lengths, job, size).stages
-    return np.asarray((stages.forward + stages.backward)[0, 0].sum(axis=0))
+    costs = group_costs(job, size, LEVEL_SHARDING, nodes)
+    shards = price_shards(lengths, size, LEVEL_SHARDING, costs.rank)
+    return Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)

@@ -26,19 +26,18 @@ from wlb.documents.store.lengths import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.config import PackingConfig
 from wlb.job.memory.fit import fits, largest_factor
-from wlb.job.memory.layers import Checkpointing
 from wlb.job.memory.step import gib
 from wlb.job.planner import StepPlanner
 from wlb.packing.options import DelayOptions
 from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES
-from wlb.simulate.costs import DIRECTIONS, JobCosts
+from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob, preset_sections, simulated_job
 from wlb.simulate.rate import rate
 from wlb.terminal import number_of
-from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
-from wlb.workload.base import DocumentPrices
+from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload, model_shape
+from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.phases import segment_seconds
 
 DRAWS = 3
@@ -80,7 +79,7 @@ class SearchSpace:
         return self.micro_batches * self.context_window
 
     @property
-    def work_prices(self) -> Workload:
+    def work_prices(self) -> Costs:
         """What a document's work is worth, for all that is compared alike: W_a + W_l of a single GPU."""
         return make_workload(self.shape, self.hardware)
 
@@ -197,19 +196,16 @@ def least_seconds(job: SimulatedJob, segments: NDArray[np.int64]) -> float:
     Its busiest pipeline rank computes its share of all of them, as if in one micro-batch and spread evenly over dp and
     cp, exchanging and waiting for nothing.
     """
-    costs = JobCosts(job)
+    costs, one = JobCosts(job), job.costs
     lengths, counts = np.unique(segments[:, 2], return_counts=True)
-    tokens, start = float(lengths @ counts), np.zeros_like(lengths)
-    attention, blocks, head = [], [], []
-    for direction in DIRECTIONS:
-        attention.append(float(costs.attention(start, lengths, direction) @ counts))
-        blocks.append(float(costs.blocks(tokens, direction) + costs.tensor_collectives(tokens, direction)))
-        head.append(float(costs.head(tokens, direction)))
-    again = {"none": 0.0, "selective": blocks[0], "full": blocks[0] + attention[0]}[job.activation_checkpointing]
+    tokens = float(lengths @ counts)
+    forwards = 1 if job.activation_checkpointing == "none" else 2
+    blocks = float(one.blocks_seconds(tokens) + (forwards + 1) * one.tp_seconds(tokens))
+    blocks += (forwards - 1) * float(one.blocks_seconds(tokens, "forward"))
+    of_blocks, head = float(one.attention_seconds(lengths) @ counts) + blocks, float(one.head_seconds(tokens))
     share = [costs.stage_shares[mine].sum() for mine in job.layout.rank_stages]
     last = [job.layout.stages - 1 in mine for mine in job.layout.rank_stages]
-    of_blocks = sum(attention) + sum(blocks) + again
-    busiest = max(part * of_blocks + has_head * sum(head) for part, has_head in zip(share, last, strict=True))
+    busiest = max(part * of_blocks + has_head * head for part, has_head in zip(share, last, strict=True))
     return float(busiest / job.layout.replicas)
 
 

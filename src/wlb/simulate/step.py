@@ -9,20 +9,20 @@ adds (``attributed``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
 from wlb.schedules.timing import PipelineTimes, pipeline_times
-from wlb.sharding.latency import RankSeconds, attending_seconds, backward_seconds, forward_seconds
-from wlb.simulate.costs import Direction, JobCosts
+from wlb.sharding import price_shards
+from wlb.sharding.latency import Phases, Shards, block_phases, group_phases, head_phases
+from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, weights_kept, with_gathers
-from wlb.simulate.shards import Shards, price_shards
 from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
 from wlb.workload.phases import LANGUAGE_MODEL
 
@@ -49,17 +49,10 @@ EVERYTHING = frozenset(CAUSES)
 IMBALANCES = {
     "gpus": "of all GPUs",
     "cp": "of the ranks of a context-parallel group in a micro-batch",
-    "micro_batches": "of a step's micro-batches",
+    "micro_batches": "of what groups take for a step's micro-batches",
     "dp": "of data-parallel ranks' sums over a step",
     "pp": "of pipeline ranks' sums over a step",
 }
-
-
-class Phases(NamedTuple):
-    """Seconds of forwards and of backwards."""
-
-    forward: Array
-    backward: Array
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,10 @@ class Steps:
         """Steps of ``plans``, dealt to the job's data-parallel ranks already, in which groups run in lock step."""
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
         shape = len(plans), costs.layout.dp, costs.job.micro_batches_per_rank
-        shards, phases = price_shards([one.lengths for one in micro_batches], costs).reshaped(*shape), costs.job.phases
+        shards = price_shards(
+            [one.lengths for one in micro_batches], costs.layout.cp, costs.job.sharding.strategy, costs.rank
+        ).reshaped(*shape)
+        phases = costs.job.phases
         if phases is None:
             return cls.of_shards(shards, costs)
         encoders = np.array([phases.of(one.segments).sum(axis=0) for one in micro_batches])
@@ -93,7 +89,7 @@ class Steps:
     @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts, encoders: Array | None = None) -> Steps:
         """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
-        blocks, head = (_priced(shards.tokens, price) for price in (costs.blocks, costs.head))
+        blocks, head = block_phases(shards.tokens, costs.rank), head_phases(shards.tokens, costs.rank)
         return cls(costs, shards, blocks, head, encoders=encoders)
 
     @property
@@ -112,7 +108,7 @@ class Steps:
             return of_steps[np.arange(len(places))[:, None], places].reshape(column.shape)
 
         encoders = None if self.encoders is None else moved(self.encoders)
-        return self.of_shards(Shards(*map(moved, self.shards)), self.costs, encoders)
+        return self.of_shards(self.shards.map(moved), self.costs, encoders)
 
     @property
     def computing(self) -> Phases:
@@ -124,39 +120,7 @@ class Steps:
     @property
     def groups(self) -> Phases:
         """What context-parallel groups take for all blocks; shape (steps, dp, micro-batches)."""
-        shards, costs = self.shards, self.costs
-        rest_forward, rest_backward = self.blocks
-        if "tp collectives" in self.modelled:
-            rest_forward = rest_forward + costs.tensor_collectives(shards.tokens, "forward")
-            rest_backward = rest_backward + costs.tensor_collectives(shards.tokens, "backward")
-        if "expert exchange" in self.modelled:
-            rest_forward = rest_forward + costs.expert_exchange(shards.tokens)
-            rest_backward = rest_backward + costs.expert_exchange(shards.tokens)
-        exchange = np.zeros(shards.waits_for.shape)
-        if "cp exchange" in self.modelled and costs.job.pricing.software.gathers_context:
-            others = shards.tokens.sum(axis=-1, keepdims=True) - shards.tokens
-            none = np.zeros_like(others)
-            rest_forward = rest_forward + costs.exchange(others) + costs.copies(none, others, none, "forward")
-            rest_backward = rest_backward + costs.exchange(others) + costs.copies(none, others, none, "backward")
-        elif "cp exchange" in self.modelled:
-            exchange = costs.exchange(shards.waits_for)
-            moved = shards.sent, shards.received, shards.parts[..., None] * shards.merged_tokens
-            rest_forward = rest_forward + costs.copies(*moved, "forward", alone=shards.alone[..., None])
-            rest_backward = rest_backward + costs.copies(*moved, "backward", alone=shards.alone[..., None])
-        ranks = _ranks(shards.attention_forward, shards.own_share, rest_forward)
-        kept, ahead = shards.kept, True
-        if "recomputation" in self.modelled and costs.job.activation_checkpointing != "none":
-            rest_backward = rest_backward + rest_forward
-            if costs.job.activation_checkpointing == "full":
-                rest_backward = rest_backward + attending_seconds(ranks, exchange, shards.parts)
-                kept = np.ones_like(kept)  # what attention receives the second time
-            else:
-                ahead = False  # keys and values are there only when they are computed again
-        again = _ranks(shards.attention_backward, shards.own_share, rest_backward)
-        return Phases(
-            forward_seconds(ranks, exchange, shards.parts, self._together),
-            backward_seconds(again, exchange, shards.parts, kept, self._together, ahead=ahead),
-        )
+        return group_phases(self.shards, self.blocks, self.costs.rank, self.modelled, self._together)
 
     @cached_property
     def stages(self) -> Phases:
@@ -171,7 +135,7 @@ class Steps:
         """For how long stages have keys and values under way, in a forward or backward; shaped as ``stages`` are."""
         if "cp exchange" not in self.modelled:
             return np.zeros(1)
-        exchange = self._together(self.costs.exchange(self.shards.waits_for))
+        exchange = self._together(self.costs.rank.exchange_seconds(self.shards.waits_for, self.costs.layout.cp))
         share = self.costs.stage_shares[:, None]
         return np.asarray(share * exchange[:, :, None])
 
@@ -227,11 +191,11 @@ class Steps:
 
         Where documents have phases, also that of micro-batches in each of them.
         """
-        groups = self.micro_batch_seconds
+        groups, taken = self.micro_batch_seconds, self.stages.both.sum(axis=2)
         phases, encoders = self.costs.job.phases, self.encoders
         of_phases: dict[str, Array] = {}
         if phases is not None and encoders is not None:
-            model = groups.mean(axis=3) - encoders.sum(axis=3)
+            model = taken - encoders.sum(axis=3)
             columns = [model, *np.moveaxis(encoders, 3, 0)]
             of_phases = {
                 n: _imbalance(c, (1, 2)) for n, c in zip([LANGUAGE_MODEL, *phases.names], columns, strict=True)
@@ -239,7 +203,7 @@ class Steps:
         return of_phases | {
             "gpus": _imbalance(self.gpu_seconds, (1, 2, 3)),
             "cp": groups.max(axis=3).sum(axis=(1, 2)) / groups.mean(axis=3).sum(axis=(1, 2)),
-            "micro_batches": _imbalance(groups.mean(axis=3), (1, 2)),
+            "micro_batches": _imbalance(taken, (1, 2)),
             "dp": _imbalance(groups.sum(axis=(2, 3)), (1,)),
             "pp": _imbalance(self.gpu_seconds.sum(axis=(2, 3)), (1,)),
         }
@@ -307,15 +271,6 @@ class Steps:
             share = head_share = np.full(stages, 1 / stages)
         share, head_share = (of_stage.reshape(-1, *[1] * (head.forward.ndim - 2)) for of_stage in (share, head_share))
         return Phases(*(share * b[:, :, None] + head_share * h[:, :, None] for b, h in zip(blocks, head, strict=True)))
-
-
-def _priced(tokens: NDArray[np.int64], price: Callable[[NDArray[np.int64], Direction], Array]) -> Phases:
-    return Phases(price(tokens, "forward"), price(tokens, "backward"))
-
-
-def _ranks(attention: Array, own_share: Array, rest: Array) -> RankSeconds:
-    own = own_share * attention
-    return RankSeconds(own, attention - own, rest)
 
 
 def _imbalance(seconds: Array, axes: tuple[int, ...]) -> Array:

@@ -74,10 +74,10 @@ def least_limit(device_type: str, local_processes: int) -> MemoryLimit:
 
 def check_agreed(job: JobSpec) -> None:
     """Raise ``TrainingError`` where ranks decided on different jobs; called on every rank."""
-    if len(set(gathered(f"{job.layout} {job.packing.in_use()}"))) > 1:
+    if len(set(gathered(f"{job.layout} {job.packing.in_use()} {job.pricing.profile}"))) > 1:
         raise TrainingError(
-            "ranks decided on different jobs; the token store and the version of wlb-llm must be the same on all "
-            "machines, or give packing.max_length_factor, or parallel.pool and packing.pool_micro_batches"
+            "ranks decided on different jobs; the token store, training.profile and the version of wlb-llm must be the "
+            "same on all machines, or give packing.max_length_factor, or parallel.pool and packing.pool_micro_batches"
         )
 
 

@@ -1,29 +1,31 @@
-"""What a document and a micro-batch cost: W_a and W_l, in predicted seconds.
+"""What a document and a micro-batch cost, in predicted seconds.
 
-``make_workload`` computes prices from a model's shape and a GPU's rates, ``wlb.workload.profile.load_profile`` reads
-measured ones.
+``make_workload`` prices a model on a GPU, by counting or with measurements (``wlb.workload.profile``).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from wlb.workload.analytic import AnalyticWorkload, analytic_workload
-from wlb.workload.base import Phase, Seconds, Workload
+from wlb.workload.base import Phase, Seconds
+from wlb.workload.costs import Costs
 from wlb.workload.flops import attention_flops, linear_flops
 from wlb.workload.hardware import HARDWARE, Hardware, hardware_preset
 from wlb.workload.published import MODEL_SHAPES, model_shape
 from wlb.workload.shapes import ModelShape
 
+if TYPE_CHECKING:
+    from wlb.workload.profile import WorkloadProfile
+
 __all__ = [
     "HARDWARE",
     "MODEL_SHAPES",
-    "AnalyticWorkload",
+    "Costs",
     "Hardware",
     "ModelShape",
     "Phase",
     "Seconds",
-    "Workload",
     "attention_flops",
     "default_workload",
     "linear_flops",
@@ -33,18 +35,23 @@ __all__ = [
 
 
 def make_workload(
-    model: str | ModelShape = "7b", hardware: str | Hardware = "h100", tp: int = 1, cp: int = 1
-) -> AnalyticWorkload:
+    model: str | ModelShape = "7b",
+    hardware: str | Hardware = "h100",
+    tp: int = 1,
+    cp: int = 1,
+    profile: WorkloadProfile | None = None,
+) -> Costs:
     """Price ``model`` (a preset or any shape) on ``hardware`` (a preset or any rates), on tp x cp GPUs.
 
-    Raises ``UserError`` for an unknown preset, a size below 1, and where ``tp`` does not divide the heads.
+    A measured ``profile`` of the model replaces what it measured. Raises ``UserError`` for an unknown preset, a size
+    below 1, where ``tp`` does not divide the heads, and for a profile of another model.
     """
     shape = model_shape(model) if isinstance(model, str) else model
     rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
-    return analytic_workload(shape, rates, tp, cp)
+    return Costs(shape, rates, tp, cp, profile=profile)
 
 
 @lru_cache(maxsize=1)
-def default_workload() -> AnalyticWorkload:
+def default_workload() -> Costs:
     """The 7B model on one H100: prices where none are given, computed once."""
     return make_workload()

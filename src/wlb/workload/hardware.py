@@ -90,19 +90,6 @@ class Hardware:
         """The same device with arithmetic at a share of its speed; memory and links stay as fast."""
         return replace(self, peak_flops=self.peak_flops * speed, attention=self.attention.times(speed))
 
-    @property
-    def unlinked(self) -> Hardware:
-        """The same device where links take no time."""
-        return replace(
-            self,
-            node_bandwidth=math.inf,
-            network_bandwidth=math.inf,
-            peer_bandwidth=math.inf,
-            node_latency=0.0,
-            network_latency=0.0,
-            step_latency=0.0,
-        )
-
     def attending_with(self, name: str) -> Hardware:
         """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4", "cudnn" or "triton".
 

@@ -1,17 +1,18 @@
-"""W_a and W_l from measurements: a JSON file of seconds over lengths and token counts, and how it is read.
+"""Measured seconds over lengths and token counts: a JSON file, and how it is read.
 
-``WorkloadProfile`` is the file, ``ProfileWorkload`` prices documents with it. Attention is interpolated as seconds per
-token, which is a straight line between two lengths if attention costs a d^2 + b d; the linear part is interpolated as
-it is. Beyond the longest measurement attention grows with the attended pairs and the linear part with the tokens; below
-the shortest both are proportional. ``PrefixTable`` prices queries over the keys before them: bilinearly between
-measurements, which is exact for any a q k + b q + c k + d of q queries and k keys, and in proportion beyond them.
+``WorkloadProfile`` is the file, ``MeasuredSeconds`` the prices that pass through its measurements. Attention is
+interpolated as seconds per token, which is a straight line between two lengths if attention costs a d^2 + b d; the
+linear part is interpolated as it is. Beyond the longest measurement attention grows with the attended pairs and the
+linear part with the tokens; below the shortest both are proportional. ``PrefixTable`` prices queries over the keys
+before them: bilinearly between measurements, which is exact for any a q k + b q + c k + d of q queries and k keys, and
+in proportion beyond them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -99,18 +100,30 @@ class WorkloadProfile(BaseModel):
     threads: PositiveInt  # of the CPU
     model: ModelShape
     tp: PositiveInt = 1
-    cp: PositiveInt = 1
+    cp: Literal[1] = 1
     attention: Measurements
     linear: Measurements
     prefix_attention: PrefixMeasurements
 
-    def workload(self) -> ProfileWorkload:
+    def check(self, shape: ModelShape) -> None:
+        """Raise ``UserError`` unless a model of ``shape``, with any vocabulary, has these prices."""
+        ours, theirs = (replace(one, vocab_size=1) for one in (shape, self.model))
+        if ours != theirs:
+            measured, asked = vars(theirs), vars(ours)
+            differing = ", ".join(
+                f"{name} {measured[name]}, not {asked[name]}" for name in asked if measured[name] != asked[name]
+            )
+            raise UserError(
+                f"the profile was measured with another model ({differing}); measure one of the job's model"
+            )
+
+    def seconds(self) -> MeasuredSeconds:
         """Prices that pass through the measurements."""
         attention_tokens = np.array(self.attention.tokens, dtype=np.float64)
         linear_tokens = np.array(self.linear.tokens, dtype=np.float64)
         attention = [_rates(attention_tokens, s) for s in _phases(self.attention)]
         linear = [_totals(linear_tokens, s) for s in _phases(self.linear)]
-        return ProfileWorkload(
+        return MeasuredSeconds(
             attention_tokens=np.append(attention_tokens, _FAR),
             attention_rates=_by_phase(*attention),
             linear_tokens=np.concatenate([[0.0], linear_tokens, [_FAR]]),
@@ -143,8 +156,8 @@ class PrefixTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ProfileWorkload:
-    """A ``Workload`` that interpolates measured seconds."""
+class MeasuredSeconds:
+    """Measured seconds of one GPU, interpolated."""
 
     attention_tokens: NDArray[np.float64]  # (knots,)
     attention_rates: dict[Phase, NDArray[np.float64]]  # seconds per token of a document, (knots,) each
@@ -167,10 +180,6 @@ class ProfileWorkload:
         alone = self.attention_seconds(stop - start, phase)
         return alone + self.prefix_attention.price(stop - start, start, phase)
 
-    def drain_seconds(self, stops: ArrayLike, phase: Phase = "both") -> Seconds:
-        """None: documents were measured with it; shape of ``stops``."""
-        return np.zeros(np.shape(stops))
-
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_l of micro-batches of ``tokens`` tokens; shape of ``tokens``."""
         count = np.asarray(tokens, dtype=np.float64)
@@ -183,21 +192,6 @@ class ProfileWorkload:
         rates = np.interp(d, self.attention_tokens, self.attention_rates["both"])
         seconds: Seconds = d * (rates + token_seconds)
         return seconds
-
-    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int, nodes: int | None = None) -> Seconds:
-        """None: a profile measures one GPU and knows no links; shape of ``tokens``."""
-        return np.zeros(np.shape(tokens))
-
-    def kv_copy_seconds(
-        self,
-        sent: ArrayLike,
-        received: ArrayLike,
-        merged: ArrayLike,
-        phase: Phase = "both",
-        alone: ArrayLike = False,
-    ) -> Seconds:
-        """None: a profile measures attention without an exchange."""
-        return np.zeros(np.broadcast_shapes(*map(np.shape, (sent, received, merged))))
 
 
 def prefix_table(
@@ -236,11 +230,6 @@ def _profile_in(text: str) -> str:
     except ValueError:
         return text  # validation says where it is no JSON
     return json.dumps(content["profile"]) if isinstance(content, dict) and "profile" in content else text
-
-
-def load_profile(path: str | Path) -> ProfileWorkload:
-    """Price documents with the measured profile at ``path``; raises as ``read_profile`` does."""
-    return read_profile(path).workload()
 
 
 def write_profile(profile: WorkloadProfile, path: str | Path) -> None:

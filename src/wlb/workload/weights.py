@@ -32,8 +32,12 @@ def expert_weights(shape: ModelShape) -> int:
     experts = shape.experts
     if experts is None:
         return 0
-    layers = sum(count for kind, count in shape.blocks.items() if kind.routed)
-    return layers * 3 * shape.hidden * experts.count * experts.ffn_hidden
+    return routed_layers(shape) * 3 * shape.hidden * experts.count * experts.ffn_hidden
+
+
+def routed_layers(shape: ModelShape) -> int:
+    """Blocks whose feed-forward layer is experts behind a router."""
+    return sum(count for kind, count in shape.blocks.items() if kind.routed)
 
 
 def feed_forward_width(shape: ModelShape, kind: BlockKind) -> int:

@@ -18,7 +18,6 @@ from wlb.job.planner import StepPlanner
 from wlb.schedules.operations import rank_operations
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulate, simulate_step, simulated_job
-from wlb.simulate.costs import JobCosts
 from wlb.simulate.search import SearchSpace, fastest_layout
 from wlb.simulate.verdict import simulate_draws
 from wlb.studies.policies import BASE, POLICIES, Outcome, chosen, compare
@@ -326,14 +325,16 @@ def test_memory_counts_gradients_of_several_micro_batches_and_a_full_pipeline():
 
 
 def test_a_micro_batch_of_few_tokens_takes_as_long_as_moving_the_weights():
-    costs = JobCosts(job("fixed-4d"))
-    forward, backward = (costs.blocks(1, d) + costs.head(1, d) for d in ("forward", "backward"))
-    bandwidth = costs.job.hardware.memory_bandwidth
+    costs = job("fixed-4d").costs
+    forward, backward = (costs.blocks_seconds(1, d) + costs.head_seconds(1, d) for d in ("forward", "backward"))
+    bandwidth = costs.hardware.memory_bandwidth
     multiplied = gemm_flops_per_token(SHAPE) / 2
     assert forward == pytest.approx(2 * multiplied / bandwidth)
     assert backward == pytest.approx((2 + 2 * 4) * multiplied / bandwidth)  # weights, and gradients there and back
-    assert costs.blocks(100_000, "forward") == pytest.approx(100 * costs.blocks(1000, "forward"), rel=0.01)
-    assert costs.blocks(0, "forward") == 0.0
+    assert costs.blocks_seconds(100_000, "forward") == pytest.approx(
+        100 * costs.blocks_seconds(1000, "forward"), rel=0.01
+    )
+    assert costs.blocks_seconds(0, "forward") == 0.0
 
 
 def test_names_are_checked_and_the_base_is_always_there():

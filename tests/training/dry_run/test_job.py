@@ -11,7 +11,7 @@ from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.job.job import JobSpec
-from wlb.simulate.shards import Shards
+from wlb.sharding.latency import Shards
 from wlb.simulate.traffic import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, WEIGHTS
 from wlb.training.dry_run.job import DryRun, Place, RankReport, distinct_roles, dry_run, rank_at
 

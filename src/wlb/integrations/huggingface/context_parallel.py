@@ -13,7 +13,7 @@ from torch import Tensor
 from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import IGNORE_LABEL
-from wlb.workload.base import Workload
+from wlb.workload import Costs
 
 
 def context_parallel_group(cp: int) -> dist.ProcessGroup | None:
@@ -29,7 +29,7 @@ def context_parallel_group(cp: int) -> dist.ProcessGroup | None:
 
 
 def context_parallel_share(
-    batch: Mapping[str, Any], cp: int, rank: int, sharding: str = "hybrid", workload: Workload | None = None
+    batch: Mapping[str, Any], cp: int, rank: int, sharding: str = "hybrid", workload: Costs | None = None
 ) -> dict[str, Any]:
     """What ``rank`` of a context-parallel group of ``cp`` trains of a collated micro-batch.
 

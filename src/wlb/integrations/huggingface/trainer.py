@@ -142,7 +142,7 @@ class _BalancedTrainer:
         trainer.add_callback(_callback(trainer))
         if job.layout.cp > 1:
             register_attention(trainer.model, group=context_parallel_group(job.layout.cp))
-            rank, prices = dist.get_rank() % job.layout.cp, job.sharding_workload
+            rank, prices = dist.get_rank() % job.layout.cp, job.costs
             strategy = "elastic" if job.packing.method == "elastic" else self._wlb_sharding
             self._wlb_share = partial(
                 context_parallel_share, cp=job.layout.cp, rank=rank, sharding=strategy, workload=prices

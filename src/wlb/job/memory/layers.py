@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from wlb.schedules.layout import Layout
+from wlb.workload.base import Checkpointing
 from wlb.workload.shapes import DENSE, BlockKind, ModelShape
 from wlb.workload.weights import block_weights, feed_forward_width
-
-Checkpointing = Literal["none", "selective", "full"]  # of activations, by rising cost
 
 
 @dataclass(frozen=True)

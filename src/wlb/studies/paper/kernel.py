@@ -14,8 +14,7 @@ import numpy as np
 
 from wlb.studies.experiment import Column, Finding, Report, Settings, Table, lines_over_tokens
 from wlb.studies.paper import paper
-from wlb.workload import ModelShape, make_workload, model_shape
-from wlb.workload.base import Workload
+from wlb.workload import Costs, ModelShape, make_workload, model_shape
 from wlb.workload.flops import attention_flops
 from wlb.workload.profile import WorkloadProfile, read_profile
 
@@ -53,14 +52,14 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _queries(workload: Workload, shape: ModelShape, queries: int, keys: int) -> _Point:
+def _queries(workload: Costs, shape: ModelShape, queries: int, keys: int) -> _Point:
     """Of the last ``queries`` tokens of a document of ``keys`` tokens, one layer."""
     seconds = float(workload.piece_seconds([keys - queries], [keys], "forward")[0])
     before, whole = attention_flops(shape, [keys - queries, keys], "forward").tolist()
     return _point(queries, seconds, whole - before, shape)
 
 
-def _document(workload: Workload, shape: ModelShape, tokens: int) -> _Point:
+def _document(workload: Costs, shape: ModelShape, tokens: int) -> _Point:
     seconds = float(workload.attention_seconds([tokens], "forward")[0])
     return _point(tokens, seconds, float(attention_flops(shape, [tokens], "forward")[0]), shape)
 

@@ -17,8 +17,7 @@ from wlb.sharding.compare import sample_micro_batches
 from wlb.studies.experiment import Column, Finding, Report, Settings, Table, column_of, grouped_bars
 from wlb.studies.paper import paper
 from wlb.studies.paper.bench import Documents, corpus
-from wlb.workload import make_workload, model_shape
-from wlb.workload.base import Workload
+from wlb.workload import Costs, make_workload, model_shape
 
 WINDOWS = (65_536, 131_072)
 CP = 4
@@ -72,7 +71,7 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _strategies(window: int, documents: Documents, workload: Workload, settings: Settings) -> dict[str, Strategy]:
+def _strategies(window: int, documents: Documents, workload: Costs, settings: Settings) -> dict[str, Strategy]:
     micro_batches = sample_micro_batches(documents.lengths, window, settings.steps or _SAMPLES, settings.seed)
     rows: dict[str, list[Strategy]] = {name: [] for name in (*STRATEGIES, "ideal")}
     for lengths in micro_batches:
@@ -87,11 +86,11 @@ def _strategies(window: int, documents: Documents, workload: Workload, settings:
     return {name: Strategy(*np.mean(of_one, axis=0).tolist()) for name, of_one in rows.items()}
 
 
-def _strategy(name: str, lengths: NDArray[np.int64], workload: Workload) -> Strategy:
+def _strategy(name: str, lengths: NDArray[np.int64], workload: Costs) -> Strategy:
     plan = make_shard_plan(lengths, CP, name, workload=workload)
     latency = shard_latency(plan, workload)
     busy = float((latency.attention + latency.linear).max())
-    everything = float(workload.kv_gather_seconds(int(lengths.sum()) * (CP - 1) // CP, CP))
+    everything = 2 * float(workload.exchange_seconds(int(lengths.sum()) * (CP - 1) // CP, CP))
     pairs = plan.attended_pairs
     imbalance = float(pairs.max() / pairs.mean())
     return Strategy(busy + everything, busy + latency.gather, imbalance, plan.kv_gather_fraction)

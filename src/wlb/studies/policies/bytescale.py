@@ -21,7 +21,7 @@ def hybrid_data_parallel(lengths: Integers, ranks: Ranks) -> GroupPlan:
     Dearest first puts micro-batches of like seconds beside each other in a pipeline. Ranks wait only for those that
     share a document with them.
     """
-    cost = ranks.job.sharding_workload.document_seconds(lengths)
+    cost = ranks.job.costs.document_seconds(lengths)
     order = longest_first(lengths)
     long = [document for document in order if lengths[document] > ranks.capacity]
     packed = best_fit(order[len(long) :], lengths, ranks.capacity)

@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.sharding.latency import RankSeconds, attending_seconds
 from wlb.sharding.pieces import Pieces, locality
-from wlb.simulate.costs import Direction
 from wlb.simulate.job import SimulatedJob
 from wlb.studies.policies.plan import MovedPlan, Tasks
+from wlb.workload.base import Phase
 from wlb.workload.links import Link, group_link
 
 Array = NDArray[np.float64]
@@ -64,7 +64,7 @@ def all_to_all_of_heads(
     return seconds, received
 
 
-def moved_bytes(plan: MovedPlan, job: SimulatedJob) -> dict[Direction, Moved]:
+def moved_bytes(plan: MovedPlan, job: SimulatedJob) -> dict[Phase, Moved]:
     """What each direction exchanges."""
     keys_received, keys_sent = _keys_served_at_work(plan) if plan.reshuffled else _keys_from_home(plan)
     queries_received, queries_sent = _queries(plan)

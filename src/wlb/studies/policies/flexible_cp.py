@@ -34,7 +34,7 @@ def any_degree(lengths: Integers, ranks: Ranks) -> GroupPlan:
     """
     if ranks.needed(int(lengths.max())) > ranks.count:
         raise UserError(f"{ranks.count} ranks of {ranks.capacity} tokens hold no document of {lengths.max()}")
-    cost = ranks.job.sharding_workload.document_seconds(lengths)
+    cost = ranks.job.costs.document_seconds(lengths)
     packed, fewest = None, 1
     while packed is None:
         bins = even_bins(

@@ -229,7 +229,7 @@ class _Program:
 
 def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArray[np.float64]:
     """Of a document of each length in a group of each size: computing over the ranks, and the all-to-all's bytes."""
-    compute = ranks.job.sharding_workload.document_seconds(lengths)[:, None] / sizes
+    compute = ranks.job.costs.document_seconds(lengths)[:, None] / sizes
     wire = [
         np.zeros(len(lengths)) if size == 1 else 2 * all_to_all_of_heads(ranks.job, lengths, size)[0]
         for size in sizes.tolist()

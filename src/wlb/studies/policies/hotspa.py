@@ -34,7 +34,7 @@ _GRADIENT_BYTES = 4
 def same_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
     """Groups of one size, the least that holds the longest document; short ones packed, dearest micro-batch first."""
     size = power_of_two(ranks.needed(int(lengths.max())))
-    cost = ranks.job.sharding_workload.document_seconds(lengths)
+    cost = ranks.job.costs.document_seconds(lengths)
     packed = best_fit(longest_first(lengths), lengths, ranks.capacity * size)
     packed.sort(key=lambda documents: -float(cost[documents].sum()))
     return GroupPlan.of_fixed_groups(lengths, packed, ranks, size)

@@ -7,18 +7,18 @@ out, or on ranks of any node; and the trainer's own lock-step pools run in the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.memory.fit import fits
+from wlb.job.prices import LevelPrices
 from wlb.packing.level import Ingredients, StagePrices, level_step
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob, preset_sections
-from wlb.simulate.level import LevelPrices
 from wlb.simulate.rate import rate, simulate_step
 from wlb.simulate.search import SearchSpace, search_space
 from wlb.studies.experiment import Column, Report, Settings, Table, grouped_bars
@@ -45,15 +45,6 @@ _LEFT_OUT = {
 }
 _ANY_NODE = "locality"
 _POOLS = {"own lists (even pools)": "even", "own lists (alike pools)": "alike"}
-
-
-@dataclass(frozen=True)
-class _AnyNode(LevelPrices):
-    """As if all ranks lay on one node."""
-
-    @cached_property
-    def per_node(self) -> int:
-        return self.ranks
 
 
 def run(settings: Settings) -> Report:
@@ -100,8 +91,9 @@ def _shares(job: RivalJob, settings: Settings) -> dict[str, float | None]:
     batches = [*islice(batches_of(lengths, space), steps)]
     ideal = _ideal(space, batches)
     ranks, level = _fastest(space, lengths, batches[0])
-    seconds = {name: _seconds(level, LevelPrices(level), batches, using) for name, using in _LEFT_OUT.items()}
-    seconds[_ANY_NODE] = _seconds(level, _AnyNode(level), batches)
+    prices = _prices(level)
+    seconds = {name: _seconds(level, prices, batches, using) for name, using in _LEFT_OUT.items()}
+    seconds[_ANY_NODE] = _seconds(level, replace(prices, per_node=prices.ranks), batches)  # as if all lay on one node
     shares: dict[str, float | None] = {name: ideal / taken for name, taken in seconds.items()}
     return shares | {
         name: _pooled(ranks, space, lengths, batches, grouping, ideal) for name, grouping in _POOLS.items()
@@ -125,7 +117,12 @@ def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Si
             fitting.append((ranks.job, job))
     if not fitting:
         raise no_layout("elastic without a pipeline", space)
-    return min(fitting, key=lambda pair: _seconds(pair[1], LevelPrices(pair[1]), [batch]))
+    return min(fitting, key=lambda pair: _seconds(pair[1], _prices(pair[1]), [batch]))
+
+
+def _prices(level: SimulatedJob) -> LevelPrices:
+    assert isinstance(level.packing_prices, LevelPrices)
+    return level.packing_prices
 
 
 def _decided(layout: SimulatedJob, space: SearchSpace, lengths: Integers, grouping: str) -> SimulatedJob:

@@ -16,7 +16,6 @@ from typing import get_args
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.job.memory.layers import Checkpointing
 from wlb.job.memory.step import limit_of_gpu
 from wlb.settings import MOST_RANKS
 from wlb.simulate.job import SimulatedJob
@@ -24,6 +23,7 @@ from wlb.simulate.search import SearchSpace, job_on, meshes
 from wlb.studies.policies.filling import power_of_two
 from wlb.studies.policies.plan import Integers, Ranks
 from wlb.studies.policies.pricing import ideal_seconds, peak_memory
+from wlb.workload.base import Checkpointing
 
 KEPT_OR_NOT = (False, True)  # weights
 _TRIED = 6  # layouts of a policy, of each of these; and then other token caps of the fastest

@@ -30,7 +30,7 @@ def minibatch_balanced(lengths: Integers, ranks: Ranks) -> GroupPlan:
     large as a window needs.
     """
     size = power_of_two(ranks.needed(ranks.window))
-    cost = ranks.job.sharding_workload.document_seconds(lengths)
+    cost = ranks.job.costs.document_seconds(lengths)
     groups: list[Group] = []
     for number, documents in enumerate(_karmarkar_karp(cost, ranks.count // size)):
         members = tuple(range(number * size, (number + 1) * size))

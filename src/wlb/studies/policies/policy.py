@@ -29,7 +29,7 @@ from wlb.simulate.verdict import usual_steps
 from wlb.studies.policies.layouts import KEPT_OR_NOT, candidate_ranks, layout_text, no_layout, other_capacities
 from wlb.studies.policies.plan import Integers, Plan, Ranks
 from wlb.studies.policies.pricing import StepPrice, price
-from wlb.workload import Workload
+from wlb.workload import Costs
 
 _NEAR = 0.03  # of the fastest in the first draw: what the others may change
 _seconds = attrgetter("seconds")
@@ -232,7 +232,7 @@ def _attempted(
                 yield _Begun(trial, steps)
 
 
-def _work_rate(steps: Sequence[PricedStep], prices: Workload) -> float:
+def _work_rate(steps: Sequence[PricedStep], prices: Costs) -> float:
     work = sum(float(prices.document_seconds(step.trained).sum()) for step in steps)
     return work / sum(step.price.seconds for step in steps)
 

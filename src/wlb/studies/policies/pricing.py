@@ -21,14 +21,16 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.job.config import ShardingConfig
 from wlb.job.memory.step import predict_even_step
 from wlb.schedules.timing import pipeline_times
-from wlb.simulate.costs import Direction, JobCosts
+from wlb.sharding import price_shards
+from wlb.sharding.latency import Shards
+from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import group_costs, nodes_of
-from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps
 from wlb.studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moving_seconds, shown_seconds
 from wlb.studies.policies.plan import GroupPlan, MovedPlan, Plan, Ranks
+from wlb.workload.base import Phase
 
 Array = NDArray[np.float64]
 
@@ -109,9 +111,9 @@ def moved_seconds(plan: MovedPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     longest = plan.of_ranks(last_keys)
     attention = {
         direction: plan.by_lane(
-            plan.work.share * costs.attention(plan.work.start, plan.work.stop, direction), plan.work
+            plan.work.share * costs.rank.piece_seconds(plan.work.start, plan.work.stop, direction), plan.work
         )
-        + costs.attention_drain(longest, direction)
+        + costs.rank.drain_seconds(longest, direction)
         for direction in _DIRECTIONS
     }
     steps = _alone(costs, tokens.ravel(), attention["forward"].ravel(), attention["backward"].ravel())
@@ -191,7 +193,7 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
     slots = -(-max(1, round(tokens)) // ranks.capacity)
     slots = -(-slots // job.layout.pp) * job.layout.pp
     starts = np.zeros_like(lengths)
-    attention = [float(costs.attention(starts, lengths, d).sum()) / ranks.count / slots for d in _DIRECTIONS]
+    attention = [float(costs.rank.piece_seconds(starts, lengths, d).sum()) / ranks.count / slots for d in _DIRECTIONS]
     alike = _alone(costs, *(np.array([of_slot]) for of_slot in (tokens / slots, *attention)))
     forward, backward = (np.repeat(phase[0], slots, axis=2) for phase in alike.stages)
     seconds = SlotSeconds(forward, backward, np.full((1, slots), tokens / slots))
@@ -216,7 +218,7 @@ def _peak(job: SimulatedJob, tokens: int, members: int, keeps_weights: bool) -> 
     return predict_even_step(settings, tokens * members).total
 
 
-_DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+_DIRECTIONS: tuple[Phase, Phase] = ("forward", "backward")
 # Micro-batches for each stage, of which memory is predicted: enough that a pipeline is full, and that gradients add up
 # over several of them.
 _MANY = 4
@@ -234,7 +236,7 @@ def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Simula
     if plan.exchange == "heads" and size > 1:
         return _priced_over_heads(lengths, size, nodes, job, plan.sharding)
     costs = group_costs(job, size, plan.sharding, nodes)
-    shards = price_shards(lengths, costs)
+    shards = price_shards(lengths, size, plan.sharding, costs.rank)
     steps = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)
     forward, backward, moving = (phase[0, 0] for phase in (*steps.stages, steps.moving))
     return _Stages(forward, backward, moving, received_bytes(shards, job))
@@ -245,12 +247,12 @@ def _priced_over_heads(
 ) -> _Stages:
     """Each rank has all tokens of a part of the heads for attention, and a part of the tokens for everything else."""
     costs = group_costs(job, 1, sharding)
-    shards = price_shards(lengths, costs)
+    shards = price_shards(lengths, 1, sharding, costs.rank)
     tokens = shards.tokens[:, 0]
     longest = [max(of_one) for of_one in lengths]
     attention = []
     for direction, whole in zip(_DIRECTIONS, (shards.attention_forward, shards.attention_backward), strict=True):
-        drain = costs.attention_drain(longest, direction)  # of however few heads
+        drain = costs.rank.drain_seconds(longest, direction)  # of however few heads
         attention.append((whole[:, 0] - drain) / size + drain)
     steps = _alone(costs, tokens / size, *attention)
     wire, received = all_to_all_of_heads(job, tokens, size, nodes)

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.job.pricing import Software
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import SimulatedJob, simulated_job
 from wlb.simulate.rate import simulate_steps
@@ -41,6 +40,7 @@ from wlb.studies.published.metrics import positive, size, stated, whole
 from wlb.studies.published.models import published_shape
 from wlb.studies.published.prediction import ODD, Prediction, why
 from wlb.workload import ModelShape, hardware_preset
+from wlb.workload.costs import Software
 
 Lists = list[list[int]]  # a batch: lengths of documents, in lists of as many tokens each
 Seconds = NDArray[np.float64]

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from wlb.sharding import MicroBatches, shard_many
 from wlb.sharding.pieces import last_keys
-from wlb.simulate.costs import Direction
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.studies.policies.exchange import all_to_all_of_heads
 from wlb.studies.policies.megatron import dynamic
 from wlb.studies.policies.plan import Ranks
-from wlb.workload import AnalyticWorkload, ModelShape, attention_flops, hardware_preset, make_workload
-from wlb.workload.analytic import QUERY_TILE
+from wlb.workload import Costs, ModelShape, attention_flops, hardware_preset, make_workload
+from wlb.workload.base import Phase
+from wlb.workload.costs import QUERY_TILE
 from wlb.workload.links import group_link, shard_bytes
 
 TOKENS_OF_A_GPU = 8192
@@ -105,7 +105,7 @@ def _in_quarters(total: int) -> tuple[NDArray[np.int64], Array]:
     return sizes, weights / weights.sum()
 
 
-def stated_flops(lengths: Sequence[int], direction: Direction) -> float:
+def stated_flops(lengths: Sequence[int], direction: Phase) -> float:
     """The operations by which the benchmark divides a pack's seconds."""
     return float(attention_flops(SHAPE, lengths, direction).sum())
 
@@ -118,7 +118,7 @@ class _Shared(NamedTuple):
     drain: float  # that of a launch, of the seconds
 
 
-def gathering_ring(lengths: Sequence[int], gpus: int, direction: Direction) -> float:
+def gathering_ring(lengths: Sequence[int], gpus: int, direction: Phase) -> float:
     """All keys and values are gathered before attention, the gradients reduced after it; nothing overlaps."""
     shared = _shared(lengths, gpus, direction)
     keys = shared.tokens * gpus * _key_bytes()
@@ -132,7 +132,7 @@ def gathering_ring(lengths: Sequence[int], gpus: int, direction: Direction) -> f
     return attention + 2 * one + copies + 2 * blocks * _EMPTY_BLOCK_SECONDS
 
 
-def ring(lengths: Sequence[int], gpus: int, direction: Direction) -> float:
+def ring(lengths: Sequence[int], gpus: int, direction: Phase) -> float:
     """Keys and values, and in the backward their gradients, go from GPU to GPU while the ones before are attended."""
     if gpus == 1:
         return float(_workload().attention_seconds(lengths, direction).sum()) + _drain(max(lengths), direction)
@@ -145,7 +145,7 @@ def ring(lengths: Sequence[int], gpus: int, direction: Direction) -> float:
     return gpus * (max(busy, wire) + HARDWARE.exposed * min(busy, wire))
 
 
-def megatron_dynamic(lengths: Sequence[int], gpus: int, direction: Direction) -> float:
+def megatron_dynamic(lengths: Sequence[int], gpus: int, direction: Phase) -> float:
     """Megatron's hybrid context parallelism: every document in a ring of as many GPUs as it needs, rounds of these."""
     plan = dynamic(np.array(lengths), Ranks(_job(gpus), TOKENS_OF_A_GPU))
     seconds = np.zeros((gpus, plan.slots))
@@ -156,7 +156,7 @@ def megatron_dynamic(lengths: Sequence[int], gpus: int, direction: Direction) ->
     return float(sum(of_round.sum(axis=1).max() for of_round in rounds))
 
 
-def all_to_all(lengths: Sequence[int], gpus: int, direction: Direction) -> float:
+def all_to_all(lengths: Sequence[int], gpus: int, direction: Phase) -> float:
     """Whole sequences of a part of the heads (DeepSpeed-Ulysses): queries, keys and values there, outputs back."""
     total = sum(lengths)
     wire, received = all_to_all_of_heads(_job(gpus), total, gpus)
@@ -165,7 +165,7 @@ def all_to_all(lengths: Sequence[int], gpus: int, direction: Direction) -> float
     return attention + float(wire) + copies
 
 
-SYSTEMS: dict[str, Callable[[Sequence[int], int, Direction], float]] = {
+SYSTEMS: dict[str, Callable[[Sequence[int], int, Phase], float]] = {
     "ring_allgather": gathering_ring,
     "ring_p2p": ring,
     "hybrid_dcp": megatron_dynamic,
@@ -173,7 +173,7 @@ SYSTEMS: dict[str, Callable[[Sequence[int], int, Direction], float]] = {
 }
 
 
-def _shared(lengths: Sequence[int], gpus: int, direction: Direction) -> _Shared:
+def _shared(lengths: Sequence[int], gpus: int, direction: Phase) -> _Shared:
     """Of the busiest GPU, where each document is cut as per-document sharding does (WLB-LLM, section 5.1)."""
     sizes = np.asarray(lengths, np.int64)
     pieces = shard_many(MicroBatches(sizes, np.array([len(sizes)])), gpus, "per_document", _workload())
@@ -183,7 +183,7 @@ def _shared(lengths: Sequence[int], gpus: int, direction: Direction) -> _Shared:
     return _Shared(float(attention.max()) + drain, int((-(-sizes // chunks) * 2).sum()), drain)
 
 
-def _drain(keys: int, direction: Direction) -> float:
+def _drain(keys: int, direction: Phase) -> float:
     return float(_workload().drain_seconds(keys, direction))
 
 
@@ -193,7 +193,7 @@ def _key_bytes() -> float:
 
 
 @lru_cache(maxsize=1)
-def _workload() -> AnalyticWorkload:
+def _workload() -> Costs:
     return make_workload(SHAPE, HARDWARE)
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
-from wlb.simulate.costs import Direction
 from wlb.studies.published.distributed_attention import SHAPE, SYSTEMS, TOKENS_OF_A_GPU, packs, stated_flops
 from wlb.studies.published.metrics import positive, stated
 from wlb.studies.published.prediction import ODD, Prediction, source_of, why
-from wlb.workload import AnalyticWorkload, Hardware, ModelShape, hardware_preset, make_workload
+from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
+from wlb.workload.base import Phase
 from wlb.workload.links import group_link, shard_bytes
 
 # Seconds of a call beside its kernels, where a benchmark times calls one by one; by hand, from the shortest calls:
@@ -32,7 +32,7 @@ CUDNN_CALL = {"forward": 100e-6, "backward": 120e-6}
 HOST_CALL = {"forward": 160e-6, "backward": 400e-6}
 
 _H100, _H200 = hardware_preset("h100"), hardware_preset("h200")
-_DIRECTIONS: dict[str, Direction] = {"fwd": "forward", "bwd": "backward"}
+_DIRECTIONS: dict[str, Phase] = {"fwd": "forward", "bwd": "backward"}
 _KERNELS = {"fa2": ("h100", CALL), "fa3": ("h100-fa3", CALL), "cudnn": ("h100-cudnn", CUDNN_CALL)}
 _NO_KERNEL = "these attention kernels have no price"
 _NO_SYSTEM = "how this system exchanges keys and values has no price"
@@ -87,7 +87,7 @@ def _leaves(rows: Any, *names: str) -> Iterator[tuple[Any, ...]]:
 
 
 def launch_seconds(
-    hardware: Hardware, heads: int, starts: ArrayLike, stops: ArrayLike, direction: Direction = "forward"
+    hardware: Hardware, heads: int, starts: ArrayLike, stops: ArrayLike, direction: Phase = "forward"
 ) -> float:
     """Attention of one layer of ``heads`` x 128: pieces with queries ``starts`` to ``stops``, keys 0 to ``stops``."""
     workload = _one_layer(hardware, heads)
@@ -96,7 +96,7 @@ def launch_seconds(
 
 
 @lru_cache(maxsize=32)
-def _one_layer(hardware: Hardware, heads: int) -> AnalyticWorkload:
+def _one_layer(hardware: Hardware, heads: int) -> Costs:
     return make_workload(ModelShape(128 * heads, 1, heads, 1, 128, 512 * heads, 32_000), hardware)
 
 
@@ -198,7 +198,7 @@ def _bars(_: int, bar: tuple[str, str, str, float]) -> Iterator[_Row]:
     yield _Row(label, measured, float(flops.mean() / np.mean(flops / seconds)), assumed=_DRAWN)
 
 
-def _kernel(name: str, lengths: Sequence[int], gpus: int, direction: Direction) -> float:
+def _kernel(name: str, lengths: Sequence[int], gpus: int, direction: Phase) -> float:
     hardware, call = _KERNELS[name]
     seconds = launch_seconds(hardware_preset(hardware), SHAPE.heads, np.zeros(len(lengths)), lengths, direction)
     return seconds + call[direction]

@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.job.memory.fit import fits
-from wlb.job.memory.layers import Checkpointing
-from wlb.job.pricing import Software
 from wlb.schedules.layout import Layout
+from wlb.sharding import price_shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, simulated_job
-from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps
 from wlb.studies.published.metrics import Row, seconds_of_step, size, stated, step_tokens
 from wlb.studies.published.models import published_shape
 from wlb.studies.published.prediction import ODD, Prediction, source_of, why
 from wlb.workload import Hardware, ModelShape, hardware_preset
+from wlb.workload.base import Checkpointing
+from wlb.workload.costs import Software
 
 Recomputation = Literal["none", "selective", "full"]
 
@@ -78,13 +78,13 @@ class PublishedStep:
     def seconds(self) -> float:
         """What the simulator predicts."""
         costs = JobCosts(self.job)
-        one = price_shards([self.lengths], costs).reshaped(1, 1, 1)
+        one = price_shards([self.lengths], self.job.layout.cp, self.job.sharding.strategy, costs.rank).reshaped(1, 1, 1)
         shape = (1, 1, self.job.micro_batches_per_rank)  # of steps, data-parallel ranks, which are alike, micro-batches
 
         def repeated(column: NDArray[Any]) -> NDArray[Any]:
             return np.broadcast_to(column, (*shape, *column.shape[3:]))
 
-        return float(Steps.of_shards(Shards(*map(repeated, one)), costs).seconds[0])
+        return float(Steps.of_shards(one.map(repeated), costs).seconds[0])
 
 
 def whole_step_row(row: Row) -> Prediction:

@@ -22,14 +22,14 @@ from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
 from wlb.job.job import JobSpec
 from wlb.job.planner import PlannedStep, StepPlanner
+from wlb.job.prices import LEVEL_SHARDING
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
-from wlb.simulate.level import SHARDING
 from wlb.training.data.batch import TokenBatch, labelled_tokens, read_batch
 from wlb.training.data.prefetch import Prefetcher, Shutdown
 from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
-from wlb.workload.base import Workload
+from wlb.workload import Costs
 
 _STORE = "token store"
 
@@ -46,16 +46,16 @@ class RankShare:
     cp_rank: int = 0
     layout: Layout = field(default_factory=Layout)
     strategy: str = "hybrid"
-    workload: Workload | None = None
+    workload: Costs | None = None
 
     @classmethod
     def in_job(cls, job: JobSpec, dp_rank: int, cp_rank: int) -> RankShare:
         """The share of a rank of ``job``."""
-        return cls(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.sharding_workload)
+        return cls(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs)
 
     def of(self, batch: TokenBatch, ranks: tuple[int, ...] = ()) -> ShardedBatch:
         """What this rank holds of ``batch``, which the context-parallel ``ranks`` run; all where none are named."""
-        strategy, workload = (SHARDING, None) if ranks else (self.strategy, self.workload)
+        strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
         plan = make_shard_plan(batch.segment_lengths, len(ranks) or self.layout.cp, strategy, workload=workload)
         rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
         return shard_batch(batch, plan, rank, self.layout.tp, ranks)

@@ -19,10 +19,10 @@ from wlb.job.memory.layers import Exchange
 from wlb.job.memory.step import predict_rank_memory
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
+from wlb.sharding.latency import Shards
 from wlb.simulate.estimate import CONFIGURED, judge_config
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import simulate_step
-from wlb.simulate.shards import Shards
 from wlb.simulate.step import Steps
 from wlb.simulate.traffic import PURPOSES, received_bytes
 from wlb.simulate.verdict import Verdict
@@ -210,7 +210,7 @@ def _dimensions(members: Sequence[int], sizes: Sequence[int]) -> str:
 
 def _shards(plan: StepPlan, job: JobSpec) -> Shards:
     """Of all ranks, in the shape (dp, micro-batches, cp); nothing of a micro-batch that a rank does not run."""
-    return Shards(*(column[0] for column in simulate_step(plan, job).shards))
+    return simulate_step(plan, job).shards.map(lambda column: column[0])
 
 
 def _report(run: RankRun, role: str, found: FoundJob, plan: StepPlan, shards: Shards) -> RankReport:

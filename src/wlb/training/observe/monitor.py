@@ -19,13 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from wlb.job.config import MetricsConfig, PackingConfig
+from wlb.job.config import MetricsConfig
 from wlb.job.job import JobSpec
-from wlb.job.pricing import Pricing
 from wlb.schedules.layer_split import split_layers
-from wlb.schedules.layout import Layout
 from wlb.sharding.plan import ShardPlan, owners
-from wlb.simulate.costs import Direction, JobCosts
 from wlb.training.data.loader import LoadedStep
 from wlb.training.observe.compute_clock import ComputeClock, KernelClock, Seconds, ThreadClock
 from wlb.training.observe.diagnosis import RankName
@@ -34,8 +31,8 @@ from wlb.training.parallel.mesh import JobMesh
 from wlb.training.runtime.collectives import gathered, gathered_rows
 from wlb.training.runtime.console import say
 from wlb.training.runtime.environment import hardware_name
-from wlb.workload import ModelShape
-from wlb.workload.hardware import hardware_preset
+from wlb.workload import ModelShape, make_workload
+from wlb.workload.base import Phase
 
 _WARMUP_STEPS = 2  # of which the second is traced and thrown away, as starting to trace takes time
 _TRACED_STEPS = 2
@@ -120,9 +117,7 @@ class PredictedLoad:
     """
 
     def __init__(self, shape: ModelShape, hardware: str, layers: Sequence[range], tp: int = 1) -> None:
-        self._costs = JobCosts(
-            JobSpec(shape, Pricing(hardware_preset(hardware)), PackingConfig(), layout=Layout(tp=tp))
-        )
+        self._costs = make_workload(shape, hardware, tp)
         self._share = sum(map(len, layers)) / shape.layers
         self._has_head = any(chunk.stop == shape.layers for chunk in layers)
 
@@ -131,14 +126,14 @@ class PredictedLoad:
         both = (self._of_micro_batch(plan, "forward") + self._of_micro_batch(plan, "backward") for plan in shard_plans)
         return np.stack(list(both))
 
-    def _of_micro_batch(self, plan: ShardPlan, direction: Direction) -> NDArray[np.float64]:
+    def _of_micro_batch(self, plan: ShardPlan, direction: Phase) -> NDArray[np.float64]:
         costs, rank, tokens = self._costs, owners(plan.pieces), plan.tokens_per_rank
         _, start, stop = np.concatenate(plan.pieces).T
         last_keys = np.zeros(plan.cp_size, np.int64)
         np.maximum.at(last_keys, rank, stop)
-        attention = np.bincount(rank, costs.attention(start, stop, direction), plan.cp_size)
-        blocks = attention + costs.attention_drain(last_keys, direction) + costs.blocks(tokens, direction)
-        return np.asarray(self._share * blocks + self._has_head * costs.head(tokens, direction))
+        attention = np.bincount(rank, costs.piece_seconds(start, stop, direction), plan.cp_size)
+        blocks = attention + costs.drain_seconds(last_keys, direction) + costs.blocks_seconds(tokens, direction)
+        return np.asarray(self._share * blocks + self._has_head * costs.head_seconds(tokens, direction))
 
 
 def rank_names(device: torch.device) -> list[RankName]:

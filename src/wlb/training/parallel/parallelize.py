@@ -20,13 +20,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from wlb.attention.packed_attention import KeptAttention
-from wlb.job.memory.layers import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Block, Transformer, TransformerConfig
 from wlb.schedules.layer_split import split_layers
 from wlb.schedules.layout import Layout
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.tensor_parallel import apply_tensor_parallel
+from wlb.workload.base import Checkpointing
 
 Allocating = Callable[[], AbstractContextManager[Any]]
 _BlockForward = Callable[..., Tensor]  # of (x_TD, rotation, attend)

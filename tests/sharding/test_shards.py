@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from tests.limits import examples
 from tests.simulate.jobs import job
-from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
-from wlb.simulate.costs import JobCosts
-from wlb.simulate.shards import price_shards
+from wlb.sharding import STRATEGIES, make_shard_plan, price_shards, shard_latency
 
 some_micro_batches = st.lists(st.lists(st.integers(1, 3000), min_size=1, max_size=12), min_size=1, max_size=5)
 
@@ -20,10 +18,10 @@ some_micro_batches = st.lists(st.lists(st.integers(1, 3000), min_size=1, max_siz
 @given(some_micro_batches, st.sampled_from([1, 2, 3, 8]), st.sampled_from(sorted(STRATEGIES)))
 def test_shards_are_priced_as_sharding_prices_them(lengths, cp, strategy):
     simulated = job(cp=cp, tp=2, sharding=strategy)
-    shards = price_shards(lengths, JobCosts(simulated))
+    shards = price_shards(lengths, cp, strategy, simulated.costs)
     for index, of_one in enumerate(lengths):
-        plan = make_shard_plan(of_one, cp, strategy, workload=simulated.sharding_workload)
-        latency = shard_latency(plan, simulated.sharding_workload)
+        plan = make_shard_plan(of_one, cp, strategy, workload=simulated.costs)
+        latency = shard_latency(plan, simulated.costs)
         seconds = shards.attention_forward[index] + shards.attention_backward[index]
         np.testing.assert_allclose(seconds, latency.attention, rtol=1e-12)
         np.testing.assert_array_equal(shards.tokens[index], plan.tokens_per_rank)
@@ -37,9 +35,9 @@ def test_shards_are_priced_as_sharding_prices_them(lengths, cp, strategy):
 @given(some_micro_batches, st.sampled_from([2, 3, 8]), st.sampled_from(sorted(STRATEGIES)))
 def test_own_share_counts_pairs_whose_keys_the_rank_holds(lengths, cp, strategy):
     simulated = job(cp=cp, sharding=strategy)
-    shards = price_shards(lengths, JobCosts(simulated))
+    shards = price_shards(lengths, cp, strategy, simulated.costs)
     for index, of_one in enumerate(lengths):
-        plan = make_shard_plan(of_one, cp, strategy, workload=simulated.sharding_workload)
+        plan = make_shard_plan(of_one, cp, strategy, workload=simulated.costs)
         segment = np.repeat(np.arange(len(of_one)), of_one)
         for rank in range(cp):
             held = plan.positions(rank)
@@ -50,7 +48,7 @@ def test_own_share_counts_pairs_whose_keys_the_rank_holds(lengths, cp, strategy)
 
 
 def test_an_empty_micro_batch_costs_nothing():
-    shards = price_shards([[], [100], []], JobCosts(job(cp=2)))
+    shards = price_shards([[], [100], []], 2, "hybrid", job(cp=2).costs)
     assert shards.tokens.sum(axis=1).tolist() == [0, 100, 0]
     assert not shards.attention_forward[[0, 2]].any()
     assert not shards.waits_for[[0, 2]].any()

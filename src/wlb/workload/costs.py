@@ -1,0 +1,400 @@
+"""What one GPU spends on a micro-batch, term by term: the only prices that packing, sharding and simulation use.
+
+Every term is a number of seconds over all layers, for the tokens that one context-parallel rank holds:
+
+    attention          pair * (attended query-key pairs) + padding * tokens, for each piece of a document
+    drain              keys of the longest document of the launch: the last tiles of a forward leave most of a GPU idle
+    blocks, head       token * tokens, at least what reading the weights takes
+    tp collectives     gathering and reducing the residual stream over tensor-parallel ranks
+    expert exchange    sending tokens to the ranks that have their experts, and back
+    K/V exchange       keys and values of other context-parallel ranks, and their gradients; and copies in memory
+
+They come from a model's shape and a device's rates, by counting (docs/workload.md has the formulas). A measured
+profile replaces the terms that it measured: attention, and blocks and head together. ``wlb.sharding.latency`` adds
+the terms up to the seconds of a context-parallel group. ``attention_seconds`` (W_a), ``linear_seconds`` (W_l) and
+``document_seconds`` are those of a group of ``cp`` ranks that shares everything evenly (WLB-LLM, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from wlb.errors import UserError
+from wlb.workload.base import Checkpointing, Phase, Seconds
+from wlb.workload.flops import (
+    ATTENTION_BACKWARD_FACTOR,
+    LINEAR_BACKWARD_FACTOR,
+    elementwise_values_per_token,
+    gemm_flops_per_token,
+    pair_flops,
+    windowed_pairs,
+)
+from wlb.workload.hardware import Hardware
+from wlb.workload.links import group_link, shard_bytes
+from wlb.workload.shapes import ModelShape
+from wlb.workload.weights import expert_weights, latent_expansion, mean_block_weights, routed_layers
+
+if TYPE_CHECKING:  # planning without a profile needs NumPy alone
+    from wlb.workload.profile import MeasuredSeconds, WorkloadProfile
+
+QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
+MASTER_BYTES = 4  # weights, gradients and moments are float32
+_LARGE = 2**30  # tokens, of which each takes its part of what a micro-batch costs in any case
+# Values read and written in a rank's memory, by counting the operations of ``wlb.attention``, each a kernel of its own;
+# one in float32 counts twice. For each value of K and V that a rank sends: picking and stacking it, 4; its
+# gradient, when it returns, is added in float32, 13.
+_SENT = {"forward": 4.0, "backward": 13.0}
+# For each that it receives: lining it up, 2; backward again, and clearing the gradients and putting them in place, 3.
+_RECEIVED = {"forward": 2.0, "backward": 5.0}
+# For each value of a query that attends a part of what was received: picking it, 2, and merging two outputs in float32,
+# 15; backward, picking query, output and its gradient, 6, and adding the query's, 7.
+_MERGED = {"forward": 17.0, "backward": 13.0}
+# Less where a segment is alone: its rows follow each other, so queries need not be picked, and all is added in place.
+_SENT_ALONE = {"forward": 4.0, "backward": 5.0}
+_MERGED_ALONE = {"forward": 11.0, "backward": 3.0}
+_ENDS = 0.5  # embedding and output head together, in blocks' collectives
+# Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
+_SHOWN_OF_ASYNC_TP = 0.6
+# Bytes read and written for each score by the loss in float32: log-softmax reads them twice, as a row of scores is too
+# long to be kept, and writes; the backward clears a gradient, reads it and the log-probabilities twice, and writes that
+# of the score. Scores of another type are widened before, and their gradients narrowed. Derived by counting.
+_LOSS_BYTES_PER_SCORE = {"forward": 3 * 4, "backward": 4 + 2 * (4 + 4) + 4}
+# Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the gradient in
+# float32, to which it adds that of a micro-batch. Derived by counting.
+_GRADIENT_PASSES = {"forward": 0, "backward": 2}
+_PHASES: dict[Phase, tuple[Literal["forward", "backward"], ...]] = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "both": ("forward", "backward"),
+}
+
+
+@dataclass(frozen=True)
+class Software:
+    """A training stack; by default ours.
+
+    ``weights`` of a pipeline rank are gathered once a step and "kept", or "gathered" for every pass of a micro-batch;
+    None is as our trainer has it: kept in a pipeline, else gathered for every backward and kept for the next forward.
+    With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the last micro-batch, or with each
+    (``reduces_always``). ``async_tp`` divides tensor-parallel collectives and the matrix products beside them into
+    parts that overlap. ``expert_parallel`` ranks share the experts, and exchange tokens.
+
+    With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
+    and reduces all their gradients after it, both beside nothing (the ``PerDocumentCPAttention`` of hao-ai-lab/DistCA,
+    whose collectives wait in the stream of the kernels). Otherwise ranks get those that they attend, in parts, beside
+    attention. With ``fetches_shards`` every rank fetches weights from each other's shards, and sends gradients there,
+    point to point by its own adapter (ODC, arXiv 2601.19362), in place of a ring that enters a node by all of them.
+    """
+
+    weights: Literal["gathered", "kept"] | None = None
+    prefetch: bool = True
+    reduces_always: bool = False
+    async_tp: bool = False
+    expert_parallel: int = 1
+    gathers_context: bool = False
+    fetches_shards: bool = False
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Prices of a model of ``shape`` on one GPU of a group of ``tp`` x ``cp``; arrays in, arrays of that shape out.
+
+    Keys and values travel between context-parallel ranks on ``nodes`` nodes, by default on as few as hold them. With
+    ``recomputed`` activations a backward contains what it computes again. A ``profile`` of one GPU, or of one of its
+    own tensor-parallel group, is divided by the tensor-parallel size.
+
+    Raises ``UserError`` if ``tp`` or ``cp`` is below 1 or ``tp`` does not divide the heads, and for a profile of
+    another model.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    tp: int = 1
+    cp: int = 1
+    nodes: int | None = None
+    software: Software = Software()
+    recomputed: Checkpointing = "none"
+    profile: WorkloadProfile | None = field(default=None, hash=False)  # it has a dict
+
+    def __post_init__(self) -> None:
+        for name, value in (("tp", self.tp), ("cp", self.cp)):
+            if value < 1:
+                raise UserError(f"{name} = {value} is not a group size; it must be at least 1")
+        if self.shape.heads % self.tp or self.shape.kv_heads % self.tp:
+            raise UserError(
+                f"tp = {self.tp} does not divide {self.shape.heads} query heads and {self.shape.kv_heads} key/value "
+                "heads; choose a tp that divides both"
+            )
+        if self.profile is not None:
+            self.profile.check(self.shape)
+
+    def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Attention of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens).
+
+        What the document costs up to ``stops`` less what it costs up to ``starts``; and a last tile of queries that is
+        not full costs as much as a full one. A document's first piece is priced as a document of its length.
+        """
+        start, stop = np.asarray(starts), np.asarray(stops)
+        if self._measured is not None:
+            return self._share * self._measured.piece_seconds(start, stop, phase)
+        until_start, until_last, until_stop = self._whole(np.stack([start, stop - 1, stop]), phase)
+        idle_queries = np.where(start > 0, -(stop - start) % QUERY_TILE, 0)
+        seconds: Seconds = until_stop - until_start + idle_queries * (until_stop - until_last)
+        return seconds
+
+    def drain_seconds(self, stops: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Attention of a micro-batch beside its pieces, of which the longest reaches to key ``stops`` (tokens).
+
+        While the last tiles of a forward finish, most of the GPU idles. It does not shrink with tp or cp. Measured
+        documents contain it.
+        """
+        keys, rates = np.asarray(stops, dtype=np.float64), self._rates[phase]
+        if self._measured is not None:
+            return np.zeros(keys.shape)
+        seconds: Seconds = rates.drain * keys
+        if self.shape.sliding_window is not None:
+            seconds = seconds + rates.window_drain * np.minimum(keys, self.shape.sliding_window)
+        return seconds
+
+    def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Blocks without attention and collectives."""
+
+        def price(one: Literal["forward", "backward"]) -> Seconds:
+            if self._measured is not None:
+                return self._share * self._measured.linear_seconds(tokens, one) * (1 - self._head_share(one))
+            return self._at_least_moving(self.own_weights, tokens, self._rates[one].block_token, one)
+
+        return _over(phase, price)
+
+    def head_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Output head and loss."""
+
+        def price(one: Literal["forward", "backward"]) -> Seconds:
+            if self._measured is not None:
+                return self._share * self._measured.linear_seconds(tokens, one) * self._head_share(one)
+            weights = self.shape.vocab_size * self.shape.hidden
+            return self._at_least_moving(weights, tokens, self._rates[one].head_token, one)
+
+        return _over(phase, price)
+
+    def tp_seconds(self, tokens: ArrayLike) -> Seconds:
+        """Gathering and reducing the residual stream over the tensor-parallel group, in a forward or a backward.
+
+        Every block gathers and reduce-scatters it twice (sequence parallelism, arXiv 2205.05198), as embedding and
+        output head do once. A backward's collectives are the forward's, mirrored.
+        """
+        count = np.asarray(tokens, dtype=np.float64)
+        if self.tp == 1:
+            return np.zeros(count.shape)
+        link = group_link(self.hardware, "all_gather", self.tp, stride=1)
+        layers = self.shape.layers + _ENDS
+        values = 4.0 * self.shape.hidden * self.hardware.bytes_per_value
+        token_seconds = shard_bytes(layers * values, self.tp) / link.bandwidth
+        shown = _SHOWN_OF_ASYNC_TP if self.software.async_tp else 1.0
+        return np.where(count > 0, shown * (layers * 4 * link.latency + token_seconds * count), 0.0)
+
+    def expert_seconds(self, tokens: ArrayLike) -> Seconds:
+        """Sending tokens to the ranks that have their experts, and back: in a forward, or in a backward."""
+        experts, ranks, hardware = self.shape.experts, self.software.expert_parallel, self.hardware
+        if experts is None or ranks == 1:
+            return np.zeros(np.shape(tokens))
+        nodes = -(-ranks // hardware.node_size)
+        link = group_link(hardware, "all_to_all", min(ranks, hardware.node_size), stride=1)
+        copy = np.asarray(tokens) * self.shape.hidden * hardware.bytes_per_value / self.tp
+        seconds = link.seconds(shard_bytes(experts.active, ranks) * copy)
+        if nodes > 1:
+            # A token goes once to each other node that has one of its experts.
+            reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.active)
+            between = group_link(hardware, "point_to_point", ranks, stride=1)
+            seconds = np.maximum(seconds, between.seconds(reached * copy))
+        return 2 * routed_layers(self.shape) * seconds
+
+    def exchange_seconds(self, tokens: ArrayLike, ranks: int) -> Seconds:
+        """Receiving K and V of ``tokens`` tokens from others of a context-parallel group of so many ``ranks``.
+
+        In the forward; in the backward their gradients take the same way back.
+        """
+        link = group_link(self.hardware, "all_to_all", ranks, self.tp, self.nodes)
+        seconds: Seconds = self.shape.layers * link.seconds(np.asarray(tokens) * self._kv_bytes)
+        return seconds
+
+    def copy_seconds(
+        self,
+        sent: ArrayLike,
+        received: ArrayLike,
+        merged: ArrayLike,
+        phase: Phase = "both",
+        alone: ArrayLike = False,
+    ) -> Seconds:
+        """What a rank spends in memory on bringing together and taking apart what it exchanges.
+
+        It sends and receives the keys of so many tokens, and ``merged`` queries attend what it receives, counted once
+        for every part in which that arrives. Of a segment that is ``alone`` in its micro-batch, less has to be copied.
+        """
+        hardware, layers = self.hardware, self.shape.layers
+        query_bytes = self.shape.heads * self.shape.head_dim / self.tp * hardware.bytes_per_value
+        expansion = latent_expansion(self.shape)
+        gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * self.tp
+
+        def price(one: Literal["forward", "backward"]) -> Seconds:
+            of_sent = np.where(alone, _SENT_ALONE[one], _SENT[one])
+            of_merged = np.where(alone, _MERGED_ALONE[one], _MERGED[one])
+            moved = of_sent * np.asarray(sent) + _RECEIVED[one] * np.asarray(received)
+            touched = self._kv_bytes * moved + query_bytes * of_merged * np.asarray(merged)
+            seconds: Seconds = layers / hardware.memory_bandwidth * touched
+            if expansion:
+                factor = 1.0 if one == "forward" else LINEAR_BACKWARD_FACTOR
+                seconds = seconds + layers * factor * 2.0 * expansion / gemm_rate * np.asarray(received)
+            return seconds
+
+        return _over(phase, price)
+
+    def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
+        """W_a of each whole document alone, shared evenly by the ``cp`` ranks."""
+        seconds = self._whole(lengths, phase)
+        if self.recomputed == "full" and phase != "forward":
+            seconds = seconds + self._whole(lengths, "forward")
+        return seconds / self.cp
+
+    def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """W_l of micro-batches of ``tokens`` tokens, shared evenly by the ``cp`` ranks; an empty one costs nothing."""
+        count = np.asarray(tokens, dtype=np.float64)
+        own, others = count / self.cp, count * (self.cp - 1) / self.cp
+
+        def price(one: Literal["forward", "backward"]) -> Seconds:
+            again = one == "backward" and self.recomputed != "none"
+            seconds = self.blocks_seconds(own, "both" if again else one) + self.head_seconds(own, one)
+            seconds = seconds + (1 + again) * (self.tp_seconds(own) + self.expert_seconds(own))
+            return seconds + self.exchange_seconds(others, self.cp)
+
+        return _over(phase, price)
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        """W_a plus the part of W_l that grows with tokens, forward and backward: the additive price of a document."""
+        d = np.asarray(lengths, dtype=np.float64)
+        return self.attention_seconds(d) + self._token_seconds * d
+
+    @property
+    def own_weights(self) -> float:
+        """Weights of all blocks that a tensor-parallel group has: its experts, and everything else."""
+        experts = expert_weights(self.shape)
+        shared = self.shape.layers * mean_block_weights(self.shape) - experts
+        return shared + experts / self.software.expert_parallel
+
+    @cached_property
+    def _token_seconds(self) -> float:
+        once, twice = self.linear_seconds([_LARGE, 2 * _LARGE])
+        return float(twice - once) / _LARGE
+
+    @cached_property
+    def _measured(self) -> MeasuredSeconds | None:
+        return None if self.profile is None else self.profile.seconds()
+
+    @property
+    def _share(self) -> float:
+        return 1.0 if self.profile is None else self.profile.tp / self.tp
+
+    @cached_property
+    def _rates(self) -> dict[Phase, _Rates]:
+        return _rates(self.shape, self.hardware, self.tp)
+
+    @property
+    def _kv_bytes(self) -> float:
+        """What a tensor-parallel rank receives of a token of another context-parallel rank, in one layer."""
+        latent, shape = self.shape.latent, self.shape
+        values = 2.0 * shape.kv_heads * shape.head_dim / self.tp if latent is None else latent.kv_rank + latent.rope_dim
+        return values * self.hardware.bytes_per_value
+
+    def _whole(self, lengths: ArrayLike, phase: Phase) -> Seconds:
+        """Attention of whole documents on this GPU."""
+        d, rates = np.asarray(lengths, dtype=np.float64), self._rates[phase]
+        if self._measured is not None:
+            return self._share * self._measured.attention_seconds(d, phase)
+        seconds: Seconds = d * (rates.pair / 2 * d + (rates.pair / 2 + rates.padding))
+        if self.shape.sliding_window is not None:
+            seconds = seconds + rates.window_pair * windowed_pairs(d, self.shape.sliding_window)
+        return seconds
+
+    def _at_least_moving(
+        self, weights: float, tokens: ArrayLike, token_seconds: float, phase: Literal["forward", "backward"]
+    ) -> Seconds:
+        """So many seconds a token, or what reading the ``weights`` takes that few are multiplied by; 0 for none.
+
+        A backward adds its gradient to that of earlier micro-batches, which reads and writes it in float32.
+        """
+        count, second_bytes = np.asarray(tokens), self.hardware.memory_bandwidth * self.tp
+        reading = weights * self.hardware.bytes_per_value / second_bytes
+        adding = weights * _GRADIENT_PASSES[phase] * MASTER_BYTES / second_bytes
+        return np.where(count > 0, np.maximum(token_seconds * count, reading) + adding, 0.0)
+
+    def _head_share(self, phase: Phase) -> float:
+        """Output head and loss, of everything outside attention: a profile is divided in the hardware's proportion."""
+        rates = self._rates[phase]
+        return rates.head_token / (rates.head_token + rates.block_token)
+
+
+class _Rates(NamedTuple):
+    """Seconds on one tensor-parallel rank."""
+
+    pair: float  # for each attended query-key pair
+    padding: float  # for each token of a document, in attention
+    window_pair: float  # for each query-key pair inside the window, of blocks that have one
+    drain: float  # for each key of a launch's longest document
+    window_drain: float  # for each of these inside the window, of blocks that have one
+    block_token: float  # for each token in blocks, without attention
+    head_token: float  # for each token in output head and loss
+
+
+@lru_cache(maxsize=256)
+def _rates(shape: ModelShape, hardware: Hardware, tp: int) -> dict[Phase, _Rates]:
+    forward, backward = (_phase_rates(shape, hardware, tp, backward=backward) for backward in (False, True))
+    both = _Rates(*map(sum, zip(forward, backward, strict=True)))
+    return {"forward": forward, "backward": backward, "both": both}
+
+
+def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, *, backward: bool) -> _Rates:
+    of_pair, head_flops = pair_flops(shape), 2.0 * shape.vocab_size * shape.hidden
+    expert_flops = _routed_flops(shape)
+    block_flops = gemm_flops_per_token(shape) - head_flops - expert_flops + expert_flops / hardware.grouped_rate
+    block_flops /= hardware.block_rate
+    kernel = hardware.attention
+    rate = kernel.backward_flops if backward else kernel.forward_flops
+    half_length = kernel.backward_half_length if backward else kernel.forward_half_length
+    factor = 1.0
+    if backward:
+        of_pair, factor = of_pair * ATTENTION_BACKWARD_FACTOR, LINEAR_BACKWARD_FACTOR
+    pair, window_pair = (shape.layers_of(kind) * of_pair / rate / tp for kind in ("full", "sliding"))
+    drain = 0.0 if backward else kernel.drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
+    gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * tp
+    element_values = elementwise_values_per_token(shape)[backward] * hardware.elementwise_passes
+    element_seconds = element_values * hardware.bytes_per_value / hardware.memory_bandwidth / tp
+    converting = 0 if hardware.bytes_per_value == MASTER_BYTES else hardware.bytes_per_value + MASTER_BYTES
+    score_bytes = _LOSS_BYTES_PER_SCORE["backward" if backward else "forward"] + converting
+    loss_seconds = shape.vocab_size * score_bytes / hardware.memory_bandwidth / tp
+    return _Rates(
+        pair=pair,
+        padding=(pair + window_pair) * half_length / 2,
+        window_pair=window_pair,
+        drain=shape.layers_of("full") * drain,
+        window_drain=shape.layers_of("sliding") * drain,
+        block_token=factor * block_flops / gemm_rate + element_seconds,
+        head_token=factor * head_flops / gemm_rate + loss_seconds,
+    )
+
+
+def _routed_flops(shape: ModelShape) -> float:
+    """Forward operations for one token of the experts that the router chooses, all layers."""
+    if shape.experts is None:
+        return 0.0
+    return 2.0 * routed_layers(shape) * 3 * shape.hidden * shape.experts.active * shape.experts.ffn_hidden
+
+
+def _over(phase: Phase, price: Callable[[Literal["forward", "backward"]], Seconds]) -> Seconds:
+    first, *rest = map(price, _PHASES[phase])
+    return first + rest[0] if rest else first
