@@ -33,13 +33,13 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.ShardPlan.positions": "rank",
     "wlb.ShardPlan.to_json": "",
     "wlb.ShardPlan.from_json": "data",
-    "wlb.make_workload": "model=..., hardware=..., tp=..., cp=...",
+    "wlb.make_workload": "model=..., hardware=..., tp=..., cp=..., profile=...",
     "wlb.packing.registry.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.packing.arrange.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
     "wlb.sharding.make_shard_plan": "document_lengths, cp_size, strategy, *, workload=...",
     "wlb.attention.context_parallel_attention": "query, key, value, shard_plan, group",
     "wlb.simulate.pipeline_makespan": "schedule, forward, backward, virtual_stages=...",
-    "wlb.workload.make_workload": "model=..., hardware=..., tp=..., cp=...",
+    "wlb.workload.make_workload": "model=..., hardware=..., tp=..., cp=..., profile=...",
     # What other pages of docs/ show: where one of these moves, its page moves with it.
     "wlb.integrations.batches.PlannedBatchSampler": (
         "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., workload=..., group=..., "

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from tests.programs import finished
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_config, write_store
+from tests.workload.profiles import analytic_profile
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
@@ -25,6 +28,7 @@ from wlb.training import preflight
 from wlb.training.dry_run.problems import find_problems
 from wlb.training.preflight import check_agreed, check_job, least_limit, memory_limit
 from wlb.training.runtime.failures import TrainingError
+from wlb.workload.profile import write_profile
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,22 @@ def test_a_step_of_the_most_micro_batches_is_checked_at_once(tmp_path):
         training={"memory_gib": 1000.0},
     )
     assert check_job(large, 1).job.packing.length_factor == 4
+
+
+def test_the_trainer_plans_by_a_measured_profile(tmp_path):
+    write_store(tmp_path / "store")
+    counted = check_job(job(tmp_path), 1).job
+    tokens = (16, 64, 256, 4096)
+    write_profile(analytic_profile(counted.shape, "cpu", tokens, times=0.5), tmp_path / "profile.json")
+    measured = check_job(job(tmp_path, training={"profile": str(tmp_path / "profile.json")}), 1).job
+    of_lengths = [one.packing_prices.document_seconds([100, 1000]) for one in (counted, measured)]
+    np.testing.assert_allclose(of_lengths[1], of_lengths[0] / 2, rtol=0.05)
+    other = analytic_profile(replace(counted.shape, layers=counted.shape.layers + 1), "cpu", tokens)
+    write_profile(other, tmp_path / "other.json")
+    with pytest.raises(UserError, match=r"measured with another model \(layers \d+, not \d+\)"):
+        check_job(job(tmp_path, training={"profile": str(tmp_path / "other.json")}), 1)
+    with pytest.raises(UserError, match=r"none\.json does not exist; measure one with"):
+        check_job(job(tmp_path, training={"profile": str(tmp_path / "none.json")}), 1)
 
 
 def test_packing_by_a_solver_that_is_not_installed_is_refused(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from wlb.workload import (
     make_workload,
     model_shape,
 )
-from wlb.workload.base import Phase
+from wlb.workload.base import Checkpointing, Phase
 from wlb.workload.costs import QUERY_TILE
 from wlb.workload.links import group_link
 
@@ -197,7 +197,8 @@ def test_a_group_that_shares_evenly_also_exchanges_all_keys_and_values(tp, cp):
 
 
 def test_terms_add_up_to_w_l():
-    for recomputed, forwards in (("none", 1), ("selective", 2), ("full", 2)):
+    kinds: tuple[tuple[Checkpointing, int], ...] = (("none", 1), ("selective", 2), ("full", 2))
+    for recomputed, forwards in kinds:
         costs = replace(make_workload("llama3-8b", tp=4), recomputed=recomputed)
         blocks = forwards * costs.blocks_seconds(5000, "forward") + costs.blocks_seconds(5000, "backward")
         expected = blocks + costs.head_seconds(5000) + (forwards + 1) * costs.tp_seconds(5000)
