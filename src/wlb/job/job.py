@@ -16,7 +16,6 @@ from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig,
 from wlb.job.configured_model import configured_model
 from wlb.job.memory.layers import Checkpointing, MemorySettings
 from wlb.job.memory.step import MemoryLimit, limit_of_gpu
-from wlb.job.model import TransformerConfig
 from wlb.job.prices import priced_as_sharded, sharded_prices
 from wlb.job.pricing import Pricing
 from wlb.packing.arrange import Pipeline
@@ -31,6 +30,7 @@ from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload
 from wlb.workload.base import DocumentPrices
+from wlb.workload.model import TransformerConfig
 from wlb.workload.phases import DocumentPhases, with_phases
 from wlb.workload.profile import WorkloadProfile
 from wlb.workload.shapes import check_divisible
