@@ -346,7 +346,7 @@ def _each(function: Callable[[str], T], names: Sequence[str]) -> list[tuple[str,
         results = {name: function(name) for name in own}
         try:
             results |= zip(others, receiver.recv(), strict=True)
-        except EOFError:  # it failed, as it will here, or was killed, perhaps for memory
+        except (EOFError, OSError):  # it failed, as it will here, or was killed, perhaps for memory
             results |= {name: function(name) for name in others}
     finally:
         process.kill()

@@ -311,7 +311,7 @@ def _rotary(document: Keys) -> tuple[float, RopeScalingConfig | None]:
     # DeepSeek's way to say yarn's attention_factor.
     scales = [_number(rope, name, 0) for name in ("mscale", "mscale_all_dim")] if kind == "yarn" else []
     settings = {name: value for name, value in rope.items() if not scales or not name.startswith("mscale")}
-    scaling = RopeScalingConfig.of(settings, strict=True)
+    scaling = RopeScalingConfig.of(settings, "rope_scaling", strict=True)
     if scales and all(scales) and scaling.attention_factor is None:
         above, below = (yarn_length(scaling.factor, scale) for scale in scales)
         scaling = scaling.changed(attention_factor=above / below)
