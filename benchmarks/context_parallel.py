@@ -45,7 +45,7 @@ from parts.ranks import on_ranks
 from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
-from wlb.sharding.compare import sample_micro_batches
+from wlb.studies.sharding import sample_micro_batches
 from wlb.workload import Costs, ModelShape, Phase, Seconds, hardware_preset
 
 CP_SIZE = 2

@@ -27,8 +27,8 @@ from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import StepPlan
+from wlb.report.packing import packer_for
 from wlb.simulate import SimulatedJob, simulate_steps, simulated_job
-from wlb.simulate.compare import packer_for
 
 MODEL, HARDWARE, TP, CP = "7b", "h100", 8, 2
 LAYOUTS = {"small": (4, 1), "large": (32, 4)}  # micro-batches, dp

@@ -15,7 +15,7 @@ import wlb
 from tests.cases import in_turn
 
 PACKAGE = Path(wlb.__file__).parent
-GROUND = {"errors", "files", "markup", "os_limits", "settings", "terminal", "token_count", "two_cores"}
+GROUND = {"errors", "files", "markup", "os_limits", "settings", "terminal", "token_count"}
 # A room may import these rooms and the ground floor, and nothing else, not even in a function.
 MAY_IMPORT = {
     "errors": set(),
@@ -24,8 +24,7 @@ MAY_IMPORT = {
     "os_limits": set(),
     "terminal": set(),
     "token_count": {"errors"},
-    "two_cores": {"os_limits"},
-    "settings": {"token_count"},
+    "settings": {"errors", "token_count"},
     "documents": set(),
     "workload": set(),
     "schedules": {"workload"},

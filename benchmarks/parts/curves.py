@@ -15,8 +15,8 @@ from parts.documents import Lengths, segments
 from wlb.packing.packer import PackingTask
 from wlb.packing.tuning import search, trade_off
 from wlb.packing.variable_length import VariableLengthOptions
+from wlb.report.packing import compare_packer, packer_for
 from wlb.simulate import SimulatedJob
-from wlb.simulate.compare import compare_packer, packer_for
 
 DELAY_PRICES = (0.02, 0.035, 0.05, 0.1, 0.2, 0.4, 1.0, 1.5, 4.0)
 LOOKAHEADS = (0.0, 0.5)

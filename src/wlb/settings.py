@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterable
 from operator import index
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.token_count import MOST_TOKENS, parse_tokens
 
 
@@ -56,13 +56,12 @@ NonEmptyPath = Annotated[Path, BeforeValidator(check_path)]
 
 
 def one_of(names: Iterable[str]) -> tuple[BeforeValidator, FieldInfo]:
-    """The validator and schema of a setting that is one of ``names``, with the errors of a ``Literal`` of them."""
+    """The validator and schema of a setting that is one of ``names``."""
     known = [*names]
-    expected = " or ".join([", ".join(map(repr, known[:-1])), repr(known[-1])])
 
     def check(value: object) -> object:
         if value not in known:
-            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+            raise ValueError(choose_from(value, known))
         return value
 
     return BeforeValidator(check), Field(json_schema_extra={"enum": [*known]})
@@ -73,77 +72,56 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    def changed(self, **settings: Any) -> Self:
-        """The same with other ``settings``, validated as a whole. Raises ``UserError`` for what they may not be."""
+    @classmethod
+    def of(cls, settings: Any, *section: str, strict: bool | None = None) -> Self:
+        """These ``settings``, which belong in ``section``, validated. Raises ``UserError`` for the first mistake."""
         try:
-            return self.model_validate({name: getattr(self, name) for name in self.model_fields_set} | settings)
+            return cls.model_validate(settings, strict=strict)
         except ValidationError as error:
             problem = main_problem(error)
-            raise UserError(f"{'.'.join(problem.where)} = {problem.value!r} cannot be: {problem.what}") from None
+        where = ".".join((*section, *problem.where))
+        if problem.kind == "extra_forbidden":
+            *outer, key = problem.where
+            kind = "setting" if "." in where else "section"
+            raise UserError(f"{where} is not a {kind}; {choose_from(key, _names(cls, outer))}")
+        shown = f" = {problem.value!r}" if not isinstance(problem.value, dict) else ""
+        raise UserError(f"{where}{shown}: {problem.what}" if where else problem.what)
+
+    def changed(self, **settings: Any) -> Self:
+        """The same with other ``settings``, validated as a whole. Raises ``UserError`` for what they may not be."""
+        return self.of({name: getattr(self, name) for name in self.model_fields_set} | settings)
+
+
+def _names(table: Any, sections: Iterable[str]) -> list[str]:
+    for section in sections:
+        kinds = table.model_fields[section].annotation
+        table = next(kind for kind in (kinds, *get_args(kinds)) if hasattr(kind, "model_fields"))  # it may be optional
+    return list(table.model_fields)
 
 
 class Problem(NamedTuple):
-    """What is wrong with the setting named by ``where``: pydantic's ``kind``, and in words what is allowed.
-
-    ``others`` counts the other values that are wrong.
-    """
+    """What is wrong with the setting named by ``where``: pydantic's ``kind``, and ``what`` it says of the value."""
 
     where: tuple[str, ...]
     kind: str
     what: str
     value: object
-    others: int
-
-
-# Pydantic's words, and ours.
-_PLAIN_WORDS = {
-    r"^Value error, ": "",
-    r"^Field required": "is missing",
-    r"(Input|List|Tuple|String|Value) should (be|have)": r"must \2",
-    r" after validation, not \d+": "",
-    r"greater than or equal to": "at least",
-    r"less than or equal to": "at most",
-    r"a valid integer(, (unable to|got a)[^(]*\b)?": "a whole number",
-    r"a valid (number|string)(, unable to [^(]*\b)?": r"a \1",
-    r"a valid boolean(, unable to [^(]*\b)?": "true or false",
-    r"a valid (tuple|list|array)": "a list",
-}
-
-
-def plainly(message: str) -> str:
-    """What pydantic says of a value, as people say it: "must be at least 1"."""
-    for theirs, ours in _PLAIN_WORDS.items():
-        message = re.sub(theirs, ours, message)
-    return message
 
 
 def main_problem(error: ValidationError) -> Problem:
     """The one to tell of: a typo, which explains what is missing, or of a union the alternative that fits deepest.
 
-    Pydantic reports each alternative of a union that does not fit. Those are one problem, and a word that the setting
-    also takes, such as "auto", is named with it.
+    Pydantic reports each alternative of a union that does not fit. Those are one problem, and its message names all.
     """
-
-    def precedence(problem: ErrorDetails) -> tuple[bool, int, bool]:
-        return problem["type"] != "extra_forbidden", -len(problem["loc"]), problem["type"] == "literal_error"
-
     problems = error.errors()
-    first = min(problems, key=precedence)
+    first = min(problems, key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
     place = _place(first)
-    same = [problem for problem in problems if _place(problem) == place[: len(_place(problem))]]
-    what = plainly(first["msg"])
-    if first["type"] not in ("literal_error", "value_error"):
-        words = [p["ctx"]["expected"] for p in same if p["type"] == "literal_error" and _place(p) == place]
-        what = ", or ".join([what, *words])
-    others = {_place(problem) for problem in problems} - {_place(problem) for problem in same}
+    messages = [problem["msg"].removeprefix("Value error, ") for problem in problems if _place(problem) == place]
     where = tuple(part for part in place if isinstance(part, str))
-    return Problem(where, first["type"], what, first["input"], len(others))
+    return Problem(where, first["type"], " or ".join(dict.fromkeys(messages)), first["input"])
 
 
-def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
+def _place(problem: ErrorDetails) -> list[int | str]:
     """Names of sections and setting, and places in lists, without what a union calls its alternatives."""
-
-    def is_alternative(part: int | str) -> bool:  # "literal['auto']", "constrained-float"
-        return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
-
-    return tuple(part for part in problem["loc"] if not is_alternative(part))
+    alternative = re.compile(r".*\[|constrained-").match  # "literal['auto']", "constrained-float"
+    return [part for part in problem["loc"] if not (isinstance(part, str) and alternative(part))]

@@ -42,9 +42,9 @@ def test_a_signal_while_the_command_line_is_imported_is_one_line(tmp_path: Path,
 @pytest.mark.parametrize(
     ("option", "wrong", "line"),
     [
-        ("--micro-batches", "0", "must be at least 1 (got 0)"),
-        ("--max-token-delay", "some", "must be a number (got some)"),
-        ("--max-length-factor", "1001", "at most 1000 (got 1001)"),
+        ("--micro-batches", "0", "greater than or equal to 1 (got 0)"),
+        ("--max-token-delay", "some", "unable to parse string as a number (got some)"),
+        ("--max-length-factor", "1001", "less than or equal to 1000 (got 1001)"),
     ],
 )
 def test_what_an_option_refuses_is_named(wlb, option, wrong, line):
@@ -208,7 +208,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*SHARD, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=2,cp=10000"], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=1000"], "model has 32 layers, fewer than the 1000 pipeline stages"),
-        ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp: must be at most"),
+        ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp = 10000000000: Input should be less"),
         ([*REPORT, "--batch-tokens", 2**31 - 1], "tokens holds 524287 windows of 4096, over 65536; lower it"),
         ([*REPORT, "--batch-tokens", 100], "a global batch of 100 tokens holds no window of 4096; raise it"),
         ([*REPORT, "--gpus", 8, "--dp", 2, "--pp", 2, "--cp", 1, "--tp", 1], "--gpus 8 is not dp x pp x cp x tp = 4"),

@@ -105,7 +105,7 @@ def test_table_shows_every_method_whole():
 def test_table_fits_the_terminal(narrow: bool, width: int, monkeypatch, capsys):
     from wlb.cli import console
     from wlb.cli.compare import show_comparison
-    from wlb.simulate.compare import MethodResult, SimulatedSteps
+    from wlb.report.packing import MethodResult, SimulatedSteps
 
     simulated = dict.fromkeys(("as_packed", "arranged"), SimulatedSteps(0.5, 0.5, 0.5, 0.5))
     values: dict[str, Any] = dict.fromkeys(MethodResult.__dataclass_fields__, 0.5)

@@ -97,7 +97,6 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.schedules.layout.Layout": "tp=..., cp=..., pp=..., dp=..., virtual_pp=..., schedule=...",
     "wlb.sharding.shard_latency": "plan, costs",
     "wlb.sharding.ShardLatency.imbalance": None,
-    "wlb.simulate.pipeline_makespans": "schedule, forward, backward, virtual_stages=...",
     "wlb.simulate.simulate": "job, lengths, steps",
     "wlb.simulate.simulated_job": (
         "model, context_window, preset=..., *, hardware=..., micro_batches=..., packing=..., sharding=..., dp=..., "

@@ -14,7 +14,6 @@ from wlb.errors import UserError
 from wlb.job.config import PRESETS, JobConfig
 from wlb.job.config_file import load_config
 from wlb.schedules.layout import Layout
-from wlb.settings import plainly
 from wlb.sharding import STRATEGIES
 from wlb.sharding.static import per_sequence
 from wlb.simulate import SimulatedJob, simulate
@@ -75,7 +74,7 @@ def test_an_override_sets_one_setting(config):
             load_config(config, [more])
     assert load_config(config, ["training.betas=[0.8,\n0.9]"]).training.betas == (0.8, 0.9)
     for endless in ("9" * 5000, "[" * 5000):
-        with pytest.raises(UserError, match=r"training\.seed: must be a whole number"):
+        with pytest.raises(UserError, match=r"training\.seed = .*valid integer"):
             load_config(config, [f"training.seed={endless}"])
 
 
@@ -111,7 +110,7 @@ def _numbers(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("name", list(_numbers(JobConfig)))
 def test_true_is_no_number(config, name):
-    with pytest.raises(UserError, match=rf"{name}: must be a number.* \(got True\)"):
+    with pytest.raises(UserError, match=rf"{name} = True: Input should be a valid number"):
         load_config(config, [f"{name}=true"])
     yarn = (
         ["model.rope_scaling.rope_type=yarn"] if name.endswith(("beta_fast", "beta_slow", "attention_factor")) else []
@@ -127,7 +126,7 @@ def test_a_scaling_takes_no_setting_of_another(config):
 
 @pytest.mark.parametrize("method", ["fixed_greedy", "fixed_solver", "variable_length"])
 def test_only_makespan_takes_no_delay(config, method):
-    with pytest.raises(UserError, match=r"packing\.max_delay: must be at least 1 here; makespan takes 0"):
+    with pytest.raises(UserError, match=r"packing\.max_delay = 0: must be at least 1 here; makespan takes 0"):
         load_config(config, [f"packing.method={method}", "packing.max_delay=0"])
     load_config(config, ["packing.max_delay=0"])
 
@@ -148,22 +147,18 @@ def test_values_at_the_limits_are_taken(config):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("max_length_factor=true", "max_length_factor: must be a number, or 'auto' (got True)"),
-        ("max_length_factor=0", "max_length_factor: must be at least 1, or 'auto' (got 0)"),
-        ("max_length_factor=wide", "max_length_factor: must be a number, or 'auto' (got 'wide')"),
-        ("outlier_thresholds=many", "outlier_thresholds: must be a list, or 'auto' (got 'many')"),
-        ("outlier_thresholds=[64, 16]", "outlier_thresholds: thresholds must rise (got [64, 16])"),
-        ("outlier_thresholds=[0]", "outlier_thresholds: must be at least 1 (got 0)"),
-        (
-            "outlier_thresholds=[0, 0]",
-            "outlier_thresholds: must be at least 1 (got 0); and 1 more",
-        ),
+        ("max_length_factor=true", "max_length_factor = True: Input should be a valid number or {auto}"),
+        ("max_length_factor=0", "max_length_factor = 0: Input should be greater than or equal to 1 or {auto}"),
+        ("outlier_thresholds=many", "outlier_thresholds = 'many': {auto} or Input should be a valid tuple"),
+        ("outlier_thresholds=[64, 16]", "outlier_thresholds = [64, 16]: {auto} or thresholds must rise"),
+        ("outlier_thresholds=[0]", "outlier_thresholds = 0: Input should be greater than or equal to 1"),
     ],
 )
 def test_what_fits_no_alternative_is_one_mistake_that_names_all(config, override, message):
     with pytest.raises(UserError) as refusal:
         load_config(config, [f"packing.{override}"])
-    assert str(refusal.value) == f"config {config}: packing.{message}"
+    said = message.format(auto="Input should be 'auto'")
+    assert str(refusal.value) == f"config {config}: packing.{said}"
 
 
 @pytest.mark.parametrize(
@@ -187,9 +182,9 @@ def test_unknown_names_are_told_what_there_is(config, override, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "data is missing and has no default; set it"),
+        ("", "data: Field required"),
         ('[dat]\nstore = "store"\n', "dat is not a section; did you mean data?"),
-        ("data = 3\n", "data: this is a section; write [data] and its settings below (got 3)"),
+        ("data = 3\n", "data = 3: Input should be a valid dictionary"),
     ],
 )
 def test_files_without_data_are_told_what_to_write(tmp_path, text, message):
@@ -233,8 +228,8 @@ def test_mistakes_in_a_baseline_name_it(config):
     for wrong, message in (
         ([], "baseline: virtual_pp = 2 needs schedule = 'interleaved_1f1b'"),
         (["baseline.schedule=interleaved_1f1b"], "baseline: virtual_pp = 2 needs pp of at least 2"),
-        (["baseline.dp=0"], "baseline.dp: must be at least 1 (got 0)"),
-        (["baseline.activation_checkpointing=some"], "baseline.activation_checkpointing: "),
+        (["baseline.dp=0"], "baseline.dp = 0: Input should be greater than or equal to 1"),
+        (["baseline.activation_checkpointing=some"], "baseline.activation_checkpointing = 'some': "),
     ):
         with pytest.raises(UserError) as refusal:
             load_config(config, [*interleaved, *wrong])
@@ -255,7 +250,7 @@ def test_a_job_may_depart_from_its_preset(config):
 
 
 def test_an_unknown_preset_is_refused(config):
-    with pytest.raises(UserError, match=r"preset: .*'plain-4d', .* 'best' or 'elastic'.*got 'worst'"):
+    with pytest.raises(UserError, match=r"preset = 'worst': choose from plain-4d, .* best, elastic"):
         load_config(config, ["preset=worst"])
 
 
@@ -271,7 +266,7 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
     simulate(SimulatedJob.from_config(job), np.array([4000, 3000, 2000, 1000] * 20), 1)
     assert set(sharded) == {2}
     known = "per_sequence, per_document, adaptive, hybrid, elastic, toy"
-    with pytest.raises(UserError, match=rf"sharding\.strategy: .*'worst' is unknown; choose from {known}"):
+    with pytest.raises(UserError, match=rf"sharding\.strategy = 'worst': .*'worst' is unknown; choose from {known}"):
         load_config(config, ["sharding.strategy=worst"])
 
 
@@ -280,15 +275,3 @@ def test_thresholds_over_the_window_are_refused(config):
     with pytest.raises(UserError, match=r"outlier_thresholds has 8192, over data\.context_window = 4096: no document"):
         load_config(config, [method, "packing.outlier_thresholds=[8192]", "data.context_window=4096"])
     load_config(config, [method, "packing.outlier_thresholds=[4096]", "data.context_window=4096"])
-
-
-def test_pydantics_words_are_said_plainly():
-    said = {
-        "Input should be greater than or equal to 1": "must be at least 1",
-        "Input should be a valid integer, got a number with a fractional part": "must be a whole number",
-        "Input should be a valid number, unable to parse string as a number": "must be a number",
-        "Tuple should have at least 1 item after validation, not 0": "must have at least 1 item",
-        "Value error, thresholds must rise": "thresholds must rise",
-        "Field required": "is missing",
-    }
-    assert {theirs: plainly(theirs) for theirs in said} == said

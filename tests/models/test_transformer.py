@@ -13,9 +13,9 @@ from torch import Tensor
 
 from wlb.attention import segment_attention
 from wlb.errors import UserError
-from wlb.job.model import RotaryScaling
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Attend, Transformer, TransformerConfig, rotary_angles, rotate
+from wlb.workload.model import RopeScalingConfig
 from wlb.workload.shapes import ModelShape
 
 SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=40)
@@ -87,11 +87,11 @@ def test_rotation_turns_pairs_by_position_times_frequency() -> None:
 
 
 def test_scaled_rotation_slows_what_turns_slowly_and_keeps_what_turns_often() -> None:
-    scaling = RotaryScaling(
+    scaling = RopeScalingConfig(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=1000
     )
 
-    def frequencies(scaled: RotaryScaling | None) -> Tensor:
+    def frequencies(scaled: RopeScalingConfig | None) -> Tensor:
         rotation = rotary_angles(torch.tensor([1]), 12, 10_000.0, torch.float64, scaling=scaled)
         return rotation.sin_T1E[0, 0, :6].arcsin()
 

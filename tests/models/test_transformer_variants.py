@@ -22,7 +22,6 @@ from tests.training.jobs import job, read_steps, trainer_of, write_store
 from wlb.attention import segment_attention
 from wlb.documents.segments import Segment
 from wlb.job.config import JobConfig, TrainingConfig
-from wlb.job.model import RotaryScaling, YarnScaling
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
@@ -34,18 +33,23 @@ from wlb.training.optimizer import build_optimizer, clip_gradients
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
+from wlb.workload.model import RopeScalingConfig
 from wlb.workload.shapes import ModelShape
 
 SHAPE = ModelShape(hidden=14, layers=4, heads=4, kv_heads=2, head_dim=6, ffn_hidden=22, vocab_size=38)
 TIED = TransformerConfig(
-    SHAPE, qkv_bias=True, qk_norm=True, tied_embeddings=True, rope_scaling=RotaryScaling(4.0, 1.0, 4.0, 16)
+    SHAPE,
+    qkv_bias=True,
+    qk_norm=True,
+    tied_embeddings=True,
+    rope_scaling=RopeScalingConfig(factor=4.0, original_max_position_embeddings=16),
 )
 UNTIED = replace(
     TIED,
     tied_embeddings=False,
     o_bias=True,
     shape=replace(SHAPE, sliding_window=4, full_attention_layers=1),
-    rope_scaling=YarnScaling(4.0, 16),
+    rope_scaling=RopeScalingConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
 )
 DOCUMENTS = RandomDocuments(np.array([17, 1, 17, 17]), SHAPE.vocab_size)
 PLAN = StepPlan(0, (tuple(MicroBatch((Segment(d, 0, int(DOCUMENTS.lengths[d])),), 1.0) for d in range(4)),))

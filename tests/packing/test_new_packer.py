@@ -14,8 +14,8 @@ from tests.packing.streams import SETTINGS, WORKLOADS, check_plans, document_len
 from wlb.job.config import PackingConfig
 from wlb.packing.packer import Packer
 from wlb.packing.registry import PACKERS, make_packer
+from wlb.report.packing import packer_for
 from wlb.simulate import simulated_job
-from wlb.simulate.compare import packer_for
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 

@@ -11,9 +11,9 @@ from matplotlib.colors import to_hex
 from wlb.documents.filling import documents_for
 from wlb.packing.registry import PACKERS
 from wlb.report import plots
+from wlb.report.packing import compare_packer, packer_for
 from wlb.report.plots import BALANCED, BASELINE, colour_of, is_baseline
 from wlb.simulate import simulated_job
-from wlb.simulate.compare import compare_packer, packer_for
 
 METHODS = ["sequential", "fixed_greedy:4", "variable_length:paper", "makespan"]
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from wlb.serving.job import PrefillJob
+from wlb.serving.power import POWER
 from wlb.workload import hardware_preset, make_workload, model_shape
-from wlb.workload.power import POWER
 
 BUDGET = 1024
 FEWER = settings(max_examples=settings().max_examples // 3)  # for what takes long

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 import tomllib
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from wlb.documents.store.writer import TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
-from wlb.simulate.estimate import CONFIGURED, config_of, estimate, judge_config, question_of
+from wlb.simulate.estimate import CONFIGURED, _each, config_of, estimate, judge_config, question_of
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC
 from wlb.workload import MODEL_SHAPES
@@ -139,3 +143,42 @@ def test_a_search_ranks_the_layouts_of_every_preset_that_check_names():
     checked = wlb("check", lengths, *asked, "--systems", "plain-4d,best")
     assert searched["systems"] == checked["systems"]
     assert {*searched["layouts"]} == {"plain-4d", "best"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
+def test_presets_are_shared_with_a_forked_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wlb.simulate.estimate.usable_cores", lambda: 2)
+    here = os.getpid()
+    for names in ("", "a", "ab", "abcde"):
+        found = _each(lambda name: (name, os.getpid() == here), names)
+        assert [(name, (name, place % 2 == 0)) for place, name in enumerate(names)] == found
+    assert not active_children()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
+def test_what_a_forked_process_cannot_do_is_done_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wlb.simulate.estimate.usable_cores", lambda: 2)
+    here = os.getpid()
+
+    def dies_elsewhere(name: str) -> str:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return name
+
+    def refuses(name: str) -> str:
+        if name == "b":
+            raise UserError("b is too many")
+        return name
+
+    def is_interrupted(name: str) -> str:
+        if os.getpid() == here:
+            raise KeyboardInterrupt
+        signal.pause()
+        return name
+
+    assert _each(dies_elsewhere, "abc") == [("a", "a"), ("b", "b"), ("c", "c")]
+    with pytest.raises(UserError, match="b is too many"):
+        _each(refuses, "abc")
+    with pytest.raises(KeyboardInterrupt):
+        _each(is_interrupted, "ab")
+    assert not active_children()

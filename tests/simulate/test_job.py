@@ -82,7 +82,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
         (lambda: simulated_job(SHAPE, WINDOW, "worst"), "preset 'worst' is unknown"),
         (
             lambda: simulated_job(SHAPE, WINDOW, micro_batches=65_537),
-            "micro_batches: must be at most",
+            "micro_batches = 65537: Input should be less than or equal to 65536",
         ),
         (lambda: named_job("7b"), "unknown job '7b'; choose from 550m-64k"),
         (lambda: SimulatedJob.from_config(configuration(model={"pretrained": Path("x")})), "holds no config.json"),

@@ -102,5 +102,5 @@ def test_dp_follows_from_the_processes(config: Path) -> None:
         load_config(config, auto_dp=dp_of(3))
     with pytest.raises(UserError, match=r"give a number: --set parallel\.dp=N"):
         load_config(config)
-    with pytest.raises(UserError, match=r"parallel\.tp: must be a whole number"):
+    with pytest.raises(UserError, match=r"parallel\.tp = .x.: Input should be a valid integer"):
         load_config(config, ["parallel.tp=x"], auto_dp=dp_of(2))

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.job.config_json import read_config
 from wlb.workload import MODEL_SHAPES, make_workload, model_shape
-from wlb.workload.model_json import read_shape
+from wlb.workload.model_json import read_config, read_shape
 from wlb.workload.shapes import Experts, LatentAttention, ModelShape
 from wlb.workload.weights import parameters
 

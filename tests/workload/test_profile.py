@@ -81,7 +81,7 @@ def test_a_measured_workload_travels_between_processes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version: must be 2"),
+        ({"version": 1}, "version: Input should be 2"),
         ({"format": "chrome-trace"}, "format: "),
         ({"colour": "red"}, "colour: Extra inputs"),
         ({"tp": 0}, "tp: "),

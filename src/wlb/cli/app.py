@@ -118,9 +118,7 @@ def _described(error: typer.BadParameter) -> str:
     """The message of ``error``, with an example or the refused value, which Typer leaves out."""
     from pydantic import ValidationError
 
-    from wlb.settings import plainly
-
-    message, cause = plainly(error.format_message()), error.__cause__
+    message, cause = error.format_message(), error.__cause__
     if type(error).__name__ == "MissingParameter" and error.ctx is not None:
         example = re.search("Example: (.*)", error.ctx.command.help or "")
         return message.rstrip(".") + (f"; for example: {example[1]}" if example else "")

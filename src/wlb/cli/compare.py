@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from wlb.documents.overlong import OverlongReport
     from wlb.documents.segments import Segment
     from wlb.packing.packer import Packer
+    from wlb.report.packing import MethodResult
     from wlb.simulate import SimulatedJob
-    from wlb.simulate.compare import MethodResult
 
 _ALL = "all"
 _MANY_STEPS = 2000  # which take the methods together about half a minute
+_DEFAULT_METHODS = (
+    *("sequential", "fixed_greedy", "fixed_greedy:2", "fixed_greedy:4", "fixed_greedy:8"),
+    *("variable_length:paper", "variable_length", "variable_length:auto", "makespan"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +80,13 @@ def _compared_methods(
     tokens: NDArray[np.int64], asked: CompareOptions, found: options.AskedJob
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """The comparison of packing methods as JSON, and what prints it."""
-    from wlb.simulate.compare import DEFAULT_METHODS, comparison_json, packer_for
+    from wlb.report.packing import comparison_json, packer_for
 
     job = found.job
     documents, overlong = documents_of(tokens, asked.steps, job, asked.overlong)
     own = {name: getattr(asked, name) for name in ("max_length_factor", "max_delay", "solver_seconds")}
     listed = None if asked.methods == _ALL else asked.methods
-    names = options.names_in("--methods", listed, DEFAULT_METHODS)
+    names = options.names_in("--methods", listed, _DEFAULT_METHODS)
     results = compare_packers([(name, packer_for(name, job, **own)) for name in names], documents, job)
     title = title_of(job, found.priced_by)
     if asked.plot is not None:
@@ -133,7 +137,7 @@ def compare_packers(
     packers: Iterable[tuple[str, Packer[Any]]], documents: Sequence[Segment], job: SimulatedJob
 ) -> list[MethodResult]:
     """A row for each packer, by the name it is shown with."""
-    from wlb.simulate.compare import compare_packer
+    from wlb.report.packing import compare_packer
 
     return [
         compare_packer(name, packer, documents, job, on_progress=advance)
@@ -155,7 +159,7 @@ _NOTES = {
 
 def show_comparison(results: Sequence[MethodResult], title: str) -> None:
     """Print the table, and whether all documents were trained."""
-    from wlb.simulate.compare import compared_rows
+    from wlb.report.packing import compared_rows
 
     rows = compared_rows(results)
     shown = [row.result for row in rows]

@@ -299,12 +299,11 @@ class JobOptions(GpuOptions):
     def _validated(self, sizes: dict[str, Any]) -> Layout:
         """A layout of ``sizes``. Raises ``UserError`` for those that no layout has."""
         from wlb.job.config import ParallelConfig
-        from wlb.job.config_file import validated
         from wlb.schedules.layer_split import split_layers
         from wlb.sharding import check_group_size
         from wlb.workload import model_shape
 
-        layout = validated(ParallelConfig, {"pp": 4} | sizes, "parallel").layout
+        layout = ParallelConfig.of({"pp": 4} | sizes, "parallel").layout
         check_group_size(layout.cp)
         if "pp" in sizes:
             split_layers(model_shape(self.model), layout.pp)

@@ -111,9 +111,9 @@ def _job(prompts: NDArray[np.int64], asked: PrefillOptions, gpu: options.PricedG
 
     from wlb.serving.batching import PrefillPlanner, poisson_arrivals
     from wlb.serving.job import PrefillJob
+    from wlb.serving.power import POWER
     from wlb.serving.prefill import capacity
     from wlb.workload import hardware_preset
-    from wlb.workload.power import POWER
 
     rate = asked.load * capacity(prompts, PrefillPlanner(gpu.workload, asked.token_budget), asked.dp * asked.pp)
     arrivals = poisson_arrivals(len(prompts), rate, asked.seed) if asked.load else np.zeros(len(prompts))

@@ -13,7 +13,7 @@ from wlb.cli.groups import given_again, names_of
 from wlb.terminal import listed
 
 if TYPE_CHECKING:
-    from wlb.sharding.compare import StrategyResult
+    from wlb.studies.sharding import StrategyResult
 
 
 def shard(
@@ -41,7 +41,7 @@ def shard(
     """
     from wlb.documents.lengths import read_lengths
     from wlb.sharding import STRATEGIES, check_group_size, make_shard_plan
-    from wlb.sharding.compare import compare_strategy, sample_micro_batches
+    from wlb.studies.sharding import compare_strategy, sample_micro_batches
 
     options.check_picture(plot)
     check_group_size(cp)

@@ -16,8 +16,8 @@ from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
 if TYPE_CHECKING:
     from wlb.documents.segments import Segment
     from wlb.packing.tuning import Trial
+    from wlb.report.packing import MethodResult
     from wlb.simulate import SimulatedJob
-    from wlb.simulate.compare import MethodResult
 
 _TUNED, _UNTUNED = "variable_length, tuned", "makespan"
 _AS_FAST = 0.99  # of the tuned setting's speed: thresholds tuned on these documents fit others less well
@@ -50,7 +50,7 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
     """
     from wlb.documents.lengths import read_lengths
     from wlb.packing.tuning import trade_off
-    from wlb.simulate.compare import comparison_json, packer_for
+    from wlb.report.packing import comparison_json, packer_for
 
     tokens = read_lengths(lengths)
     job, priced_by = asked.job(context, lengths, tokens)

@@ -35,6 +35,7 @@ from wlb.settings import (
 )
 from wlb.sharding import STRATEGIES, checked_strategy
 from wlb.workload.base import Checkpointing, DocumentPrices
+from wlb.workload.model import RopeScalingConfig
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -60,42 +61,6 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 DecayRate = Annotated[Number, Field(ge=0, lt=1)]
-
-
-_SCALINGS_WITH = {
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "truncate"), ("yarn",)),
-    "original_max_position_embeddings": ("llama3", "yarn"),
-}
-
-
-class RopeScalingConfig(Section):
-    """Rotary positions stretched to a longer context, with the names and meanings of Hugging Face's config.json."""
-
-    rope_type: Literal["llama3", "linear", "yarn"] = Field(
-        "llama3", description="Llama 3.1's, position interpolation, or YaRN"
-    )
-    factor: Number = Field(8.0, ge=1, description="Ratio of the contexts")
-    low_freq_factor: Number = Field(1.0, gt=0, description="With llama3")
-    high_freq_factor: Number = Field(4.0, gt=0, description="With llama3")
-    original_max_position_embeddings: Tokens = Field(8192, description="Not with linear")
-    beta_fast: Number = Field(32.0, ge=1e-6, le=1e6, description="With yarn")
-    beta_slow: Number = Field(1.0, ge=1e-6, le=1e6, description="With yarn")
-    attention_factor: Number | None = Field(None, gt=0, description="With yarn; default: 0.1 ln(factor) + 1")
-    truncate: bool = Field(True, description="With yarn")
-
-    @model_validator(mode="after")
-    def _check(self) -> RopeScalingConfig:
-        for name in sorted(self.model_fields_set):
-            if self.rope_type not in _SCALINGS_WITH.get(name, (self.rope_type,)):
-                raise ValueError(f"{name} has no effect with rope_type = {self.rope_type!r}; leave it out")
-        if self.beta_fast <= self.beta_slow:
-            raise ValueError(f"beta_fast = {self.beta_fast} must be over beta_slow = {self.beta_slow}")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor = {self.high_freq_factor} must be over low_freq_factor = {self.low_freq_factor}"
-            )
-        return self
 
 
 class ModelConfig(Section):

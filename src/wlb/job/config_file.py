@@ -9,15 +9,10 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any
 
-from pydantic import ValidationError
-
-from wlb.errors import UserError, choose_from
+from wlb.errors import UserError
 from wlb.job.config import JobConfig, ParallelConfig
-from wlb.settings import Section, main_problem
-
-S = TypeVar("S", bound=Section)
 
 
 def load_config(path: Path, overrides: Iterable[str] = (), *, auto_dp: Callable[[int], int] | None = None) -> JobConfig:
@@ -37,15 +32,17 @@ def load_config(path: Path, overrides: Iterable[str] = (), *, auto_dp: Callable[
         raise UserError(f"config {path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(document, override)
+    document = _with_decided_dp(document, auto_dp)
     try:
-        return JobConfig.model_validate(_with_decided_dp(document, auto_dp))
-    except ValidationError as error:
-        raise UserError(f"config {path}: {_first_problem(error)}") from None
+        return JobConfig.of(document)
+    except UserError as error:
+        raise UserError(f"config {path}: {error}") from None
 
 
 def to_toml(top: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], remark: str) -> str:
     """A configuration as TOML, with a comment above it."""
-    lines = [f"# {_one_line(remark)}", *(f"{key} = {_toml(value)}" for key, value in top.items())]
+    comment = "".join(letter if letter.isprintable() else "?" for letter in remark)  # TOML has no control characters
+    lines = [f"# {comment}", *(f"{key} = {_toml(value)}" for key, value in top.items())]
     for name, settings in sections.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
     return "\n".join(lines) + "\n"
@@ -54,11 +51,6 @@ def to_toml(top: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], r
 def _toml(value: Any) -> str:
     """JSON's numbers, lists and strings are TOML's, but for one control character that TOML wants escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _one_line(text: str) -> str:
-    """What may stand in a comment: TOML has no control characters there."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def dp_of(processes: int) -> Callable[[int], int]:
@@ -85,16 +77,8 @@ def _with_decided_dp(document: dict[str, Any], auto_dp: Callable[[int], int] | N
             "parallel.dp = 'auto' is as many as the started processes make, and here none are; give a number: "
             "--set parallel.dp=N"
         )
-    alone = validated(ParallelConfig, given | {"dp": 1}, "parallel")
+    alone = ParallelConfig.of(given | {"dp": 1}, "parallel")
     return document | {"parallel": given | {"dp": auto_dp(alone.world_size)}}
-
-
-def validated(section: type[S], settings: dict[str, Any], name: str) -> S:
-    """The ``section`` called ``name`` with ``settings``. Raises ``UserError`` for every mistake."""
-    try:
-        return section.model_validate(settings)
-    except ValidationError as error:
-        raise UserError(_first_problem(error, name)) from None
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -115,29 +99,3 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise UserError(f"--set {override!r}: [{section}] is not a section of the config")
     table[key] = value
-
-
-def _first_problem(error: ValidationError, *section: str) -> str:
-    """In words; ``section`` is where the validated settings belong."""
-    first = main_problem(error)
-    where = ".".join((*section, *first.where))
-    if first.kind == "extra_forbidden":
-        return _unknown_key(where)
-    if first.kind == "missing":
-        return f"{where} is missing and has no default; set it"
-    what = first.what
-    if first.kind == "model_type":
-        what = f"this is a section; write [{where}] and its settings below"
-    shown = f" (got {first.value!r})" if where and not isinstance(first.value, dict) else ""
-    more = f"; and {first.others} more" if first.others else ""
-    return f"{where + ': ' if where else ''}{what}{shown}{more}"
-
-
-def _unknown_key(where: str) -> str:
-    *sections, key = where.split(".")
-    table: Any = JobConfig
-    for section in sections:
-        kinds = table.model_fields[section].annotation
-        table = next(kind for kind in (kinds, *get_args(kinds)) if hasattr(kind, "model_fields"))  # it may be optional
-    names = list(table.model_fields)
-    return f"{where} is not a {'setting' if sections else 'section'}; {choose_from(key, names)}"

@@ -11,9 +11,9 @@ from typing import Any
 
 from wlb.errors import UserError
 from wlb.job.config import ModelConfig
-from wlb.job.config_json import read_config
-from wlb.job.model import TransformerConfig, scaling_of
 from wlb.workload import ModelShape, model_shape
+from wlb.workload.model import TransformerConfig
+from wlb.workload.model_json import read_config
 
 _DIMENSIONS = (
     *("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size"),
@@ -35,7 +35,7 @@ def configured_model(model: ModelConfig, vocab_size: int | None = None) -> Trans
         _preset_shape(model, vocab_size),
         rope_theta=model.rope_theta,
         norm_eps=model.norm_eps,
-        rope_scaling=scaling_of(model.rope_scaling),
+        rope_scaling=model.rope_scaling,
         tied_embeddings=model.tied_embeddings,
         **{name: getattr(model, name) for name in _VARIANTS},
     )
@@ -79,5 +79,5 @@ def _pretrained(directory: Path, model: ModelConfig, vocab_size: int | None) -> 
     free = ("rope_theta", "norm_eps", "tied_embeddings")
     changes: dict[str, Any] = {name: given[name] for name in free if name in given}
     if model.rope_scaling is not None:
-        changes["rope_scaling"] = scaling_of(model.rope_scaling)
+        changes["rope_scaling"] = model.rope_scaling
     return replace(config, **changes)

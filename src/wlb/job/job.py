@@ -20,7 +20,6 @@ from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig,
 from wlb.job.configured_model import configured_model
 from wlb.job.memory.layers import MemorySettings
 from wlb.job.memory.step import MemoryLimit, limit_of_gpu
-from wlb.job.model import TransformerConfig
 from wlb.job.prices import LevelPrices, micro_batch_phases, sharded_prices
 from wlb.job.pricing import Pricing
 from wlb.packing.arrange import Pipeline
@@ -36,6 +35,7 @@ from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
+from wlb.workload.model import TransformerConfig
 from wlb.workload.phases import DocumentPhases, with_phases
 from wlb.workload.profile import read_profile
 from wlb.workload.shapes import check_divisible

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wlb.job.model import LinearScaling, RotaryScaling, Scaling, YarnScaling
-from wlb.job.model import TransformerConfig as TransformerConfig
+from wlb.workload.model import RopeScalingConfig
+from wlb.workload.model import TransformerConfig as TransformerConfig
 from wlb.workload.shapes import ModelShape, check_built
 
 # Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments. Layers with a sliding
@@ -164,7 +164,7 @@ class Rotation:
 
 
 def rotary_angles(
-    positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype, *, scaling: Scaling | None = None
+    positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype, *, scaling: RopeScalingConfig | None = None
 ) -> Rotation:
     """Rotary position angles (RoFormer, arXiv 2104.09864, section 3.2.2), pairing dimension e with e + E/2.
 
@@ -174,13 +174,14 @@ def rotary_angles(
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_T.device) / head_dim
     frequencies = theta**-exponents
     length = 1.0
-    match scaling:
-        case RotaryScaling():
+    if scaling is not None:
+        length = scaling.length
+        if scaling.rope_type == "llama3":
             frequencies = _stretched(frequencies, scaling)
-        case LinearScaling():
+        elif scaling.rope_type == "linear":
             frequencies = frequencies / scaling.factor
-        case YarnScaling():
-            frequencies, length = _yarn(frequencies, scaling, theta), scaling.length
+        else:
+            frequencies = _yarn(frequencies, scaling, theta)
     angles_TE = (positions_T[:, None] * frequencies).repeat(1, 2)
     cos_TE, sin_TE = angles_TE.cos() * length, angles_TE.sin() * length
     return Rotation(cos_TE.to(dtype)[:, None], sin_TE.to(dtype)[:, None])
@@ -192,13 +193,13 @@ def rotate(x_THE: Tensor, rotation: Rotation) -> Tensor:
     return x_THE * rotation.cos_T1E + torch.cat((-second, first), dim=-1) * rotation.sin_T1E
 
 
-def _stretched(frequencies: Tensor, scaling: RotaryScaling) -> Tensor:
+def _stretched(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
     turns = frequencies * scaling.original_max_position_embeddings / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0))
 
 
-def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tensor:
     """YaRN (arXiv 2309.00071, section 3.2): a ramp over the pairs of dimensions, from those kept to those divided."""
     first, last = scaling.ramp(theta, len(frequencies))
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.schedules.timing import pipeline_makespans
+from wlb.schedules.timing import pipeline_makespan
 
 Assignment = Literal["arrival", "balanced"]
 Order = Literal["arrival", "pipeline", "makespan"]
@@ -172,7 +172,7 @@ def _makespans(seconds: Seconds, pipeline: Pipeline) -> Seconds:
     """Seconds of shape (...) from forward and backward, all stages, (2, ..., micro-batches)."""
     shape = (*seconds.shape[:-1], pipeline.stages, seconds.shape[-1])
     forward, backward = np.broadcast_to(seconds[..., None, :] / pipeline.stages, shape)
-    return pipeline_makespans(pipeline.schedule, forward, backward, pipeline.virtual_pp)
+    return pipeline_makespan(pipeline.schedule, forward, backward, pipeline.virtual_pp)
 
 
 def _falling(seconds: Seconds) -> Indices:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from wlb.documents.filling import documents_for
 from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
+from wlb.report.packing import MethodResult, compare_packer, packer_for
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulationResult
-from wlb.simulate.compare import MethodResult, compare_packer, packer_for
 from wlb.simulate.estimate import Estimate
 from wlb.simulate.timeline import Timeline, timeline
 from wlb.simulate.verdict import BASELINE, BEST, Verdict

@@ -13,8 +13,8 @@ import numpy as np
 
 from wlb.errors import UserError, require
 from wlb.report.html.diagrams import areas_by_document
+from wlb.report.packing import MethodResult, compared_rows
 from wlb.sharding.plan import ShardPlan
-from wlb.simulate.compare import MethodResult, compared_rows
 from wlb.workload.flops import ATTENTION_BACKWARD_FACTOR, attention_flops
 from wlb.workload.profile import WorkloadProfile
 

@@ -43,36 +43,21 @@ class PipelineTimes(NamedTuple):
 
 def pipeline_makespan(
     schedule: str, forward: ArrayLike, backward: ArrayLike, virtual_stages: int = 1, *, transfer: ArrayLike = 0.0
-) -> float:
-    """Return the seconds from the first forward to the last backward of one pipeline.
+) -> Array:
+    """Return the seconds from the first forward to the last backward of a pipeline, or of many of them.
 
-    ``forward`` and ``backward`` are seconds of shape (stages, micro_batches), stages in model order; rank r of
+    ``forward`` and ``backward`` are seconds of shape (..., stages, micro_batches), stages in model order; rank r of
     pp = stages / ``virtual_stages`` runs every pp-th stage from stage r on. ``schedule`` is one of ``SCHEDULES``.
-    ``transfer`` is what a micro-batch takes from one rank to the next, forwards as well as backwards, a number or of
-    shape (micro_batches,).
+    ``transfer`` is what a micro-batch takes from one rank to the next, forwards as well as backwards; it broadcasts to
+    (..., micro_batches). The result has shape (...), that of one pipeline is ().
 
     Raises ``UserError`` for times of any other shape or sign, and for what ``rank_operations`` refuses.
-    """
-    times = np.asarray(forward, dtype=np.float64)
-    if times.ndim != 2:
-        raise UserError(f"forward seconds have shape {times.shape}; expected (stages, micro_batches)")
-    return float(pipeline_makespans(schedule, times, backward, virtual_stages, transfer=transfer))
-
-
-def pipeline_makespans(
-    schedule: str, forward: ArrayLike, backward: ArrayLike, virtual_stages: int = 1, *, transfer: ArrayLike = 0.0
-) -> Array:
-    """``pipeline_makespan`` of many pipelines at once.
-
-    ``forward`` and ``backward`` have shape (..., stages, micro_batches), ``transfer`` one that broadcasts to
-    (..., micro_batches); the result has shape (...).
     """
     stages, micro_batches = _shape(forward)
     if virtual_stages < 1 or stages % virtual_stages:
         raise UserError(f"{stages} stages cannot be dealt {virtual_stages} to a rank; give pp * virtual_stages rows")
     operations = rank_operations(schedule, stages // virtual_stages, micro_batches, virtual_stages)
-    makespans: Array = pipeline_times(operations, forward, backward, transfer=transfer).rank_ends.max(axis=0)
-    return makespans
+    return np.asarray(pipeline_times(operations, forward, backward, transfer=transfer).rank_ends.max(axis=0))
 
 
 def pipeline_times(
@@ -83,7 +68,7 @@ def pipeline_times(
     transfer: ArrayLike = 0.0,
     together: ArrayLike | None = None,
 ) -> PipelineTimes:
-    """When each operation of pipelines runs whose ranks have these ``operations``; seconds as ``pipeline_makespans``.
+    """When each operation of pipelines runs whose ranks have these ``operations``; seconds as ``pipeline_makespan``.
 
     ``together``, shape (..., micro_batches), joins pipelines: those that have the same number in a micro-batch, from 0
     to the number of pipelines, begin each of its operations when all of them can.
@@ -101,10 +86,11 @@ def pipeline_times(
     # Row 0 is the start of the step; row k + 1 is when the k-th operation ends.
     ends = np.zeros((len(seconds) + 1, seconds.shape[1]))
     for start, stop in waves.bounds:
-        arrival = ends[waves.input[start:stop]]
+        previous, input_, travelling = waves.waits_for[:, start:stop]
+        arrival = ends[input_]
         if delays is not None:
-            arrival += delays[waves.travelling[start:stop]]
-        np.maximum(arrival, ends[waves.previous_on_rank[start:stop]], out=arrival)
+            arrival += delays[travelling]
+        np.maximum(arrival, ends[previous], out=arrival)
         if joined is not None:
             arrival = _latest(arrival, joined[micro_batch[start:stop]])
         np.add(arrival, seconds[start:stop], out=ends[start + 1 : stop + 1])
@@ -160,9 +146,9 @@ class _Waves(NamedTuple):
     in_order: tuple[Operation, ...]
     table: NDArray[np.intp]  # the same: stage, micro-batch, and 1 for a backward; (3, operations)
     shape: tuple[int, int]  # stages, micro-batches
-    previous_on_rank: NDArray[np.intp]  # (operations,), 0 where there is none
-    input: NDArray[np.intp]  # (operations,), 0 where there is none
-    travelling: NDArray[np.intp]  # (operations,), 1 + the micro-batch where the input comes from another rank, or 0
+    # (3, operations): the previous one on the rank and the input, 0 where there is none; and what travels, which is
+    # 1 + the micro-batch where the input comes from another rank, or 0
+    waits_for: NDArray[np.intp]
     bounds: tuple[tuple[int, int], ...]  # first and past-the-last operation of every wave
     last_of_rank: NDArray[np.intp]  # (pp,)
 
@@ -174,9 +160,7 @@ def _waves(operations: RankOperations) -> _Waves:
     row: dict[Operation | None, int] = {None: 0}
     last_of_rank = [0] * len(operations)
     in_order: list[Operation] = []
-    previous_on_rank: list[int] = []
-    inputs: list[int] = []
-    travelling: list[int] = []
+    waiting: list[tuple[int, int, int]] = []
     bounds: list[tuple[int, int]] = []
     while any(pending):
         ready = [rank for rank, of_rank in enumerate(pending) if of_rank and _input_of(of_rank[-1], len(home)) in row]
@@ -185,19 +169,16 @@ def _waves(operations: RankOperations) -> _Waves:
         for rank in ready:
             operation = pending[rank].pop()
             waits_for = _input_of(operation, len(home))
-            inputs.append(row[waits_for])
             from_afar = waits_for is not None and home[waits_for.stage] != rank
-            travelling.append(1 + operation.micro_batch if from_afar else 0)
-            previous_on_rank.append(last_of_rank[rank])
+            travelling = 1 + operation.micro_batch if from_afar else 0
+            waiting.append((last_of_rank[rank], row[waits_for], travelling))
             in_order.append(operation)
             last_of_rank[rank] = row[operation] = len(in_order)
     return _Waves(
         tuple(in_order),
         np.array(in_order).T,
         (len(home), 1 + max(operation.micro_batch for operation in in_order)),
-        np.array(previous_on_rank),
-        np.array(inputs),
-        np.array(travelling),
+        np.array(waiting).T.copy(),
         tuple(bounds),
         np.array(last_of_rank),
     )

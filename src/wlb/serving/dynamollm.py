@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.serving.batching import PrefillPlanner, Prompt
 from wlb.serving.job import PrefillJob
+from wlb.serving.power import POWER, GpuPower
 from wlb.serving.prefill import GpuGroup, PrefillRun, simulate_prefill
 from wlb.workload import Costs, Hardware, ModelShape
-from wlb.workload.power import POWER, GpuPower
 from wlb.workload.weights import parameters
 
 BIN_TOKENS = (256, 1024, 8192)  # the longest prompts of all bins but the last

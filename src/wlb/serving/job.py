@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.serving.power import GpuPower
 from wlb.workload import Costs, ModelShape, make_workload
 from wlb.workload.hardware import Hardware
-from wlb.workload.power import GpuPower
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a step costs on many GPUs, computed from plans and prices without running the model."""
 
 from wlb.schedules.operations import SCHEDULES
-from wlb.schedules.timing import pipeline_makespan, pipeline_makespans
+from wlb.schedules.timing import pipeline_makespan
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.rate import simulate_step, simulate_steps
 from wlb.simulate.run import SimulationResult, simulate
@@ -14,7 +14,6 @@ __all__ = [
     "SimulationResult",
     "Steps",
     "pipeline_makespan",
-    "pipeline_makespans",
     "simulate",
     "simulate_step",
     "simulate_steps",

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import current_process, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +31,7 @@ from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import to_toml
 from wlb.job.memory.fit import fits
+from wlb.os_limits import usable_cores
 from wlb.schedules.layout import Layout
 from wlb.simulate.job import SimulatedJob, preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
@@ -52,7 +58,6 @@ from wlb.simulate.verdict import (
     verdict_of,
 )
 from wlb.terminal import listed, number_of, tell
-from wlb.two_cores import on_two_cores
 from wlb.workload import MODEL_SHAPES, model_shape
 from wlb.workload.phases import DocumentPhases, encoder_seconds
 from wlb.workload.profile import WorkloadProfile
@@ -325,10 +330,34 @@ def _searched(question: Question, lengths: NDArray[np.int64], preset: str) -> Se
 
 
 def _each(function: Callable[[str], T], names: Sequence[str]) -> list[tuple[str, T]]:
-    """``function`` of each of ``names``, on two cores; the dearest presets come last, and are shared."""
-    shared = [*names[::2], *names[1::2]]
-    results = dict(zip(shared, on_two_cores(function, shared), strict=True))
+    """``function`` of each of ``names``, every other one in a forked process, as the dearest presets come last.
+
+    All are done here where there is one core, off Linux, and in a daemon, which may have no processes of its own.
+    """
+    own, others = names[::2], names[1::2]
+    if not others or sys.platform != "linux" or usable_cores() < 2 or current_process().daemon:
+        return [(name, function(name)) for name in names]
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_each, args=(sender, function, others), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        results = {name: function(name) for name in own}
+        try:
+            results |= zip(others, receiver.recv(), strict=True)
+        except (EOFError, OSError):  # it failed, as it will here, or was killed, perhaps for memory
+            results |= {name: function(name) for name in others}
+    finally:
+        process.kill()
+        process.join()
     return [(name, results[name]) for name in names]
+
+
+def _send_each(sender: Connection, function: Callable[[str], object], names: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    with suppress(Exception):
+        sender.send([function(name) for name in names])
 
 
 def config_of(preset: str, job: SimulatedJob, base: SimulatedJob, model: str, source: str) -> str:

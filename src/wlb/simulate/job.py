@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from wlb.errors import UserError, choose_from
 from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig
-from wlb.job.config_file import validated
 from wlb.job.job import JobSpec
 from wlb.job.pricing import Pricing
 from wlb.schedules.layout import Layout
@@ -59,7 +58,7 @@ def simulated_job(
         pricing=Pricing(hardware_preset(hardware) if isinstance(hardware, str) else hardware, **prices),
         packing=packing_section,
         sharding=sharding_section,
-        data=validated(DataConfig, {"store": "documents", "context_window": context_window}, "data"),
+        data=DataConfig.of({"store": "documents", "context_window": context_window}, "data"),
         layout=Layout(dp=dp, pp=pp, **sizes),
         **layout,
     )
@@ -76,8 +75,8 @@ def preset_sections(
         raise UserError(f"preset {preset!r} is unknown; {choose_from(preset, PRESETS)}")
     sections = PRESETS[preset]
     return (
-        validated(PackingConfig, sections.get("packing", {}) | packing, "packing"),
-        validated(ShardingConfig, sections.get("sharding", {}) | (sharding or {}), "sharding"),
+        PackingConfig.of(sections.get("packing", {}) | packing, "packing"),
+        ShardingConfig.of(sections.get("sharding", {}) | (sharding or {}), "sharding"),
     )
 
 

@@ -6,6 +6,7 @@ the ranks then. What has to use it before ranks start, such as the checks of a j
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pickle
@@ -22,9 +23,9 @@ from wlb.errors import require
 from wlb.training.runtime.console import flush
 from wlb.training.runtime.failures import TrainingError, how_it_ended
 from wlb.training.runtime.termination import held_back, signals_to_end
-from wlb.two_cores import end_with
 
 _STDERR = 2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 T = TypeVar("T")
 
@@ -120,9 +121,16 @@ def torch_may_be_in_use() -> bool:
     return "torch" in sys.modules or threading.active_count() > 1
 
 
+def _end_with(parent: int) -> None:
+    """Have this process killed when ``parent``, which forked it, ends in any way. On Linux only."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # which ended before that
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _work_for(writer: int, work: Callable[[], object], parent: int) -> NoReturn:
     try:
-        end_with(parent)
+        _end_with(parent)
         _handle_no_signals()
         try:
             outcome: tuple[object, BaseException | None] = (work(), None)

@@ -18,7 +18,6 @@ from wlb.job.config import JobConfig
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import too_large
 from wlb.job.memory.step import USABLE_SHARE, MemoryLimit, limit_of_gpu
-from wlb.job.model import TransformerConfig
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.os_limits import usable_memory
 from wlb.simulate.decide import decide
@@ -30,6 +29,7 @@ from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
 from wlb.training.runtime.failures import TrainingError
+from wlb.workload.model import TransformerConfig
 
 Check = Callable[[], object]
 

@@ -23,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from wlb.errors import UserError
 from wlb.files import replace_text
-from wlb.settings import plainly
 from wlb.workload.base import Phase, Seconds
 from wlb.workload.shapes import ModelShape
 
@@ -221,7 +220,7 @@ def read_profile(path: str | Path) -> WorkloadProfile:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
-        raise UserError(f"profile {path}: {where + ': ' if where else ''}{plainly(problem['msg'])}") from None
+        raise UserError(f"profile {path}: {where + ': ' if where else ''}{problem['msg']}") from None
 
 
 def _profile_in(text: str) -> str:

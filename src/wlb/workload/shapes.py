@@ -102,9 +102,6 @@ class ModelShape:
                 f"model shape has heads = {self.heads}, not a multiple of kv_heads = {self.kv_heads}; "
                 "every key/value head serves the same number of query heads"
             )
-        self._check_variants()
-
-    def _check_variants(self) -> None:
         if self.latent is not None and (self.kv_heads != self.heads or self.latent.rope_dim > self.head_dim):
             raise UserError(
                 f"model shape has latent attention with kv_heads = {self.kv_heads} for heads = {self.heads} and "
@@ -156,19 +153,15 @@ def _count_blocks(shape: ModelShape) -> Mapping[BlockKind, int]:
 
 def check_divisible(shape: ModelShape, tp: int) -> None:
     """Raise ``UserError`` unless ``tp`` ranks can share the model's heads, feed-forward, experts and vocabulary."""
-    for name, size in _divided_sizes(shape).items():
+    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size")}
+    if shape.experts is not None:
+        sizes |= {f"experts.{name}": getattr(shape.experts, name) for name in ("count", "shared_hidden")}
+    for name, size in sizes.items():
         if size % tp:
             more = f" or a vocab_size of {size + tp - size % tp}" if name == "vocab_size" else ""
             raise UserError(
                 f"model {name} = {size} cannot be split over tp = {tp} ranks; choose a divisor of {size}{more}"
             )
-
-
-def _divided_sizes(shape: ModelShape) -> dict[str, int]:
-    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size")}
-    if shape.experts is not None:
-        sizes |= {f"experts.{name}": getattr(shape.experts, name) for name in ("count", "shared_hidden")}
-    return sizes
 
 
 def check_built(shape: ModelShape) -> None:
@@ -177,17 +170,14 @@ def check_built(shape: ModelShape) -> None:
     Windows are built where the blocks with full attention come first. Models in which they alternate (Gemma, gpt-oss)
     differ in more than that.
     """
-    for name in ("full_attention_every", "experts", "latent"):
+    for name, variant in (
+        ("full_attention_every", "full attention in every few blocks"),
+        ("experts", "a mixture of experts"),
+        ("latent", "multi-head latent attention"),
+    ):
         if getattr(shape, name) is not None:
             raise UserError(
-                f"the model has {_VARIANTS[name]}, which can be priced and simulated but not trained or profiled; "
+                f"the model has {variant} ({name}), which can be priced and simulated but not trained or profiled; "
                 "choose a dense model with full or windowed attention, such as llama3-8b, or train experts and latents "
                 "in Hugging Face's Trainer (wlb.integrations.huggingface.balanced)"
             )
-
-
-_VARIANTS = {
-    "full_attention_every": "full attention in every few blocks (full_attention_every)",
-    "experts": "a mixture of experts (experts)",
-    "latent": "multi-head latent attention (latent)",
-}

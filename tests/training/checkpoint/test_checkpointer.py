@@ -176,7 +176,7 @@ def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tm
         ({"heads": 1, "kv_heads": 1, "head_dim": 8}, "heads 2 -> 1, kv_heads 2 -> 1;"),
         ({"tied_embeddings": True}, "tied_embeddings false -> true"),
         ({"rope_theta": 100.0}, "rope_theta 500000.0 -> 100.0"),
-        ({"rope_scaling": {"factor": 2.0}}, 'rope_scaling null -> {"factor": 2.0, '),
+        ({"rope_scaling": {"factor": 2.0}}, 'rope_scaling null -> {"rope_type": "llama3", "factor": 2.0, '),
         ({"norm_eps": 0.1}, "norm_eps 1e-05 -> 0.1"),
         ({"vocab_size": 70}, "vocab_size 68 -> 70"),
     ],

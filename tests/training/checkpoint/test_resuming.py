@@ -13,17 +13,17 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
-from wlb.job.model import RotaryScaling
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.checkpoint.resuming import check_model, check_tensors, model_record
 from wlb.training.optimizer import build_optimizer
 from wlb.workload import ModelShape
+from wlb.workload.model import RopeScalingConfig
 
 SHAPE = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn_hidden=12, vocab_size=5)
-SCALING = RotaryScaling(8.0, 1.0, 4.0, 8192)
+SCALING = RopeScalingConfig()
 MODEL = TransformerConfig(SHAPE, rope_scaling=SCALING)
 PATH = Path("step-00000003")
-CHANGES: dict[str, Any] = {"rope_scaling": replace(SCALING, factor=2.0), "rope_theta": 1e4, "norm_eps": 1e-6}
+CHANGES: dict[str, Any] = {"rope_scaling": SCALING.changed(factor=2.0), "rope_theta": 1e4, "norm_eps": 1e-6}
 
 
 def saved(model: TransformerConfig) -> dict[str, Any]:

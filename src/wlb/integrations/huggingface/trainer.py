@@ -29,7 +29,7 @@ from wlb.integrations.huggingface.resuming import STATE, TrainedBatches, trained
 from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
 from wlb.training.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
-from wlb.workload.model_json import FAMILIES, dense, language_model
+from wlb.workload.model_json import language_model, shape_of
 
 _TRAINED_SAMPLES, _ALL_STEPS = 3, 6  # in what Trainer.set_initial_training_values returns
 _PLANNED = ("gradient_accumulation_steps", "max_steps", "num_train_epochs")  # arguments that the steps depend on
@@ -328,4 +328,4 @@ def model_shape_of(config: Any) -> ModelShape:
     document = dict(language_model(config.to_dict() | renamed))
     if document.get("intermediate_size") is None and document.get("hidden_size"):
         document["intermediate_size"] = 4 * document["hidden_size"]  # what GPT-2, Bloom and Falcon leave out
-    return FAMILIES.get(document["model_type"], dense)(document)
+    return shape_of(document)

@@ -2,5 +2,5 @@
 
 ``weights`` reads from safetensors files just the slices that a rank holds, and ``export`` writes a directory that
 ``transformers`` opens. The package of that name is not needed. The configuration is read and written by
-``wlb.job.config_json``.
+``wlb.workload.model_json``.
 """

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
-from wlb.sharding.compare import sample_micro_batches
 from wlb.studies.experiment import Column, Finding, Report, Settings, Table, column_of, grouped_bars
 from wlb.studies.paper import paper
 from wlb.studies.paper.bench import Documents, corpus
+from wlb.studies.sharding import sample_micro_batches
 from wlb.workload import Costs, make_workload, model_shape
 
 WINDOWS = (65_536, 131_072)

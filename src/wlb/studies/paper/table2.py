@@ -8,7 +8,7 @@ import numpy as np
 
 from wlb.documents.segments import Segment
 from wlb.job.config import NO_BOUND
-from wlb.simulate.compare import MethodResult, compare_packer, packer_for
+from wlb.report.packing import MethodResult, compare_packer, packer_for
 from wlb.simulate.job import named_job
 from wlb.studies.experiment import Column, Finding, Report, Settings, Table, Value, bars_of
 from wlb.studies.paper import paper

@@ -110,7 +110,8 @@ def model_record(model: TransformerConfig) -> dict[str, Any]:
     """``model`` as JSON-serialisable data, flat, under the names of ``[model]``; without the variants it has not."""
     record = asdict(model)
     shape = {name: value for name, value in record.pop("shape").items() if value is not None}
-    return shape | record
+    scaling = None if model.rope_scaling is None else model.rope_scaling.in_effect
+    return shape | record | {"rope_scaling": scaling}
 
 
 def check_model(checkpoint: Path, saved: Mapping[str, Any], model: TransformerConfig) -> None:

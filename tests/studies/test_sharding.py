@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.sharding import make_shard_plan
-from wlb.sharding.compare import compare_strategy, sample_micro_batches
+from wlb.studies.sharding import compare_strategy, sample_micro_batches
 from wlb.workload import make_workload
 
 

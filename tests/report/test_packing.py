@@ -14,8 +14,8 @@ from wlb.documents.segments import Segment
 from wlb.packing.fixed import FixedGreedyPacker, FixedOptions
 from wlb.packing.packer import PackingTask
 from wlb.packing.plan import StepPlan
+from wlb.report.packing import MethodResult, compare_packer, compared_rows, comparison_json, packer_for
 from wlb.simulate import SimulationResult, simulate, simulated_job
-from wlb.simulate.compare import MethodResult, compare_packer, compared_rows, comparison_json, packer_for
 
 WINDOW = 131_072
 JOB = simulated_job("7b", WINDOW, micro_batches=4, tp=8, dp=2, pp=2)

@@ -33,18 +33,6 @@ from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 from wlb.workload.phases import PhasedPrices
 
-DEFAULT_METHODS = (
-    "sequential",
-    "fixed_greedy",
-    "fixed_greedy:2",
-    "fixed_greedy:4",
-    "fixed_greedy:8",
-    "variable_length:paper",
-    "variable_length",
-    "variable_length:auto",
-    "makespan",
-)
-
 _DOCUMENTS_AT_A_TIME = 4096
 
 

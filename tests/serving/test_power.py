@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from wlb.serving.power import POWER, TRANSITION_CLOCK
 from wlb.workload import hardware_preset, make_workload
-from wlb.workload.power import POWER, TRANSITION_CLOCK
 
 
 @pytest.mark.parametrize("name", POWER)
