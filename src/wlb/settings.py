@@ -127,7 +127,8 @@ def main_problem(error: ValidationError) -> Problem:
     def precedence(problem: ErrorDetails) -> tuple[bool, int, bool]:
         return problem["type"] != "extra_forbidden", -len(problem["loc"]), problem["type"] == "literal_error"
 
-    problems = error.errors()
+    # Defaults that depend on another setting are missing where any setting is wrong.
+    problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
     first = min(problems, key=precedence)
     place = _place(first)
     same = [problem for problem in problems if _place(problem) == place[: len(_place(problem))]]

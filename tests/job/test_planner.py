@@ -41,7 +41,9 @@ def planner_of(
         {"store": "unused", "context_window": window_tokens, "seed": 4, "overlong": overlong}
     )
     config = PackingConfig.model_validate(
-        {"method": method, "micro_batches": 4, "outlier_thresholds": [8, 16], **packing}
+        {"method": method, "micro_batches": 4}
+        | ({"outlier_thresholds": [8, 16]} if method == "variable_length" else {})
+        | packing
     )
     job = JobSpec(model_shape("tiny"), Pricing(hardware_preset("h100")), config, data=data, layout=Layout(dp=dp, pp=2))
     return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1 if one_epoch else None)

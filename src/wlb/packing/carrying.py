@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from wlb.documents.segments import Segment
-from wlb.packing.options import DelayOptions
-from wlb.packing.packer import Packer, PackingTask, Pending
+from wlb.packing.packer import Packer, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 
-Options = TypeVar("Options", bound=DelayOptions)
 
-
-class CarryingPacker(Packer[Options]):
+class CarryingPacker(Packer):
     """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``makespan``."""
 
-    options_class = DelayOptions
-
-    def __init__(self, task: PackingTask, options: Options) -> None:
-        super().__init__(task, options)
-        self.global_batches = options.global_batches  # of a round
-        self.max_delay = options.max_delay
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.global_batches = self.options.window  # of a round
+        self.max_delay = self.options.max_delay
         self._carried: list[Pending] = []
         self._carried_tokens = 0
 

@@ -17,42 +17,17 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
-from pydantic import Field
-
 from wlb.documents.segments import Segment
 from wlb.packing.carrying import CarryingPacker, split_at, to_state
-from wlb.packing.options import LengthFactorOptions
-from wlb.packing.packer import PackingTask, Pending
+from wlb.packing.packer import Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 from wlb.packing.release import Fluid, Offer, Outlier, StepRules, choose
-from wlb.settings import NonNegativeInt, Number
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
 
 
-class MakespanOptions(LengthFactorOptions):
-    """Options of ``makespan``.
-
-    With a ``delay_price`` of 0.05, a document of a fifth of the global batch waits a step to save 1% of the heaviest
-    micro-batch.
-    """
-
-    least_max_delay = 0
-
-    max_delay: NonNegativeInt = Field(
-        8, description="Steps after which a waiting document is trained whatever it costs; 0 lets none wait"
-    )
-    delay_price: Number = Field(
-        0.05, ge=0, le=100, description="Imbalance that a step of waiting is worth, for a global batch of tokens"
-    )
-    lookahead: Number = Field(0.5, ge=0, le=1, description="Part of the next global batch that a step may train early")
-    token_spread: Number = Field(
-        0.75, ge=0, le=1, description="Global batches by which a step may be longer or shorter than one"
-    )
-
-
-class MakespanPacker(CarryingPacker[MakespanOptions]):
+class MakespanPacker(CarryingPacker):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
     A step trains between 1 - ``token_spread`` and 1 + ``token_spread`` global batches, except where documents that may
@@ -60,11 +35,11 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
     """
 
     name = "makespan"
-    options_class = MakespanOptions
     prices_sharding = True
 
-    def __init__(self, task: PackingTask, options: MakespanOptions) -> None:
-        super().__init__(task, options)
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        options = self.options
         self._least_documents = self.micro_batches  # of a step, where so many have arrived
         self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
         spread = int(options.token_spread * self.global_batch_tokens)

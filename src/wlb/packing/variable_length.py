@@ -17,88 +17,25 @@ import math
 from bisect import bisect_right
 from collections import deque
 from heapq import heapify, heapreplace
-from itertools import pairwise
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator, Field
+from typing import Any
 
 from wlb.documents.segments import Segment
-from wlb.errors import UserError
 from wlb.packing.carrying import CarryingPacker, to_state
-from wlb.packing.options import LengthFactorOptions, whole_number
-from wlb.packing.packer import PackingTask, Pending
+from wlb.packing.packer import Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
-from wlb.settings import Tokens
 
 
-def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
-    """Outlier thresholds in tokens: 9/16 of the window for one queue, 3/16 and 9/16 for two."""
-    sixteenths = {0: (), 1: (9,), 2: (3, 9), 3: (3, 6, 9)}
-    if queues not in sixteenths:
-        raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give outlier_thresholds")
-    return tuple(sorted({max(1, context_window * share // 16) for share in sixteenths[queues]}))
-
-
-def _check_rising(thresholds: tuple[int, ...]) -> tuple[int, ...]:
-    if any(low >= high for low, high in pairwise(thresholds)):
-        raise ValueError("thresholds must rise")
-    return thresholds
-
-
-Thresholds = Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)]
-
-
-class VariableLengthOptions(LengthFactorOptions):
-    """Options of ``variable_length``."""
-
-    outlier_thresholds: Literal["auto"] | Thresholds | None = Field(
-        None,
-        description="Lengths from which documents wait in an outlier queue; auto finds them from the documents seen; "
-        "default: 3/16 and 9/16 of the context window",
-    )
-    early_release: bool = Field(
-        True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
-    )
-
-    def thresholds(self, context_window: int) -> tuple[int, ...]:
-        """Those given, or else the usual ones, which "auto" starts from."""
-        given = self.outlier_thresholds
-        return given if isinstance(given, tuple) else default_thresholds(context_window)
-
-    def identity(self, context_window: int) -> dict[str, Any]:
-        named = "auto" if self.outlier_thresholds == "auto" else [*self.thresholds(context_window)]
-        return super().identity(context_window) | {"outlier_thresholds": named}
-
-    def check_window(self, context_window: int) -> None:
-        for threshold in self.thresholds(context_window):
-            if threshold > context_window:
-                raise ValueError(
-                    f"packing.outlier_thresholds has {threshold}, over data.context_window = {context_window}: no "
-                    "document could reach it"
-                )
-
-    @classmethod
-    def from_argument(cls, argument: str, context_window: int) -> dict[str, object]:
-        """``auto``, ``paper`` (Algorithm 1 without early release) or a number of outlier queues."""
-        if argument == "auto":
-            return {"outlier_thresholds": "auto"}
-        if argument == "paper":
-            return {"early_release": False}
-        return {"outlier_thresholds": default_thresholds(context_window, whole_number(argument, least=0))}
-
-
-class VariableLengthPacker(CarryingPacker[VariableLengthOptions]):
+class VariableLengthPacker(CarryingPacker):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
     Thresholds stay as they are; ``wlb.packing.tuning.TunedVariableLengthPacker`` knows "auto".
     """
 
     name = "variable_length"
-    options_class = VariableLengthOptions
 
-    def __init__(self, task: PackingTask, options: VariableLengthOptions) -> None:
-        super().__init__(task, options)
-        self.outlier_thresholds = options.thresholds(self.context_window)
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.outlier_thresholds = self.options.thresholds(self.context_window)
         self._queues: list[deque[Pending]] = [deque() for _ in self.outlier_thresholds]
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from wlb.errors import UserError, choose_from
-from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig
+from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig, with_preset
 from wlb.job.config_file import validated
 from wlb.job.job import JobSpec
 from wlb.job.pricing import Pricing
@@ -76,8 +76,8 @@ def preset_sections(
         raise UserError(f"preset {preset!r} is unknown; {choose_from(preset, PRESETS)}")
     sections = PRESETS[preset]
     return (
-        validated(PackingConfig, sections.get("packing", {}) | packing, "packing"),
-        validated(ShardingConfig, sections.get("sharding", {}) | (sharding or {}), "sharding"),
+        validated(PackingConfig, with_preset(sections, "packing", packing), "packing"),
+        validated(ShardingConfig, with_preset(sections, "sharding", sharding or {}), "sharding"),
     )
 
 
