@@ -350,7 +350,9 @@ class JobConfig(Section):
     """All sections of one training job; ``preset`` sets what [packing] and [sharding] leave out."""
 
     preset: Annotated[str, *one_of(PRESETS)] = Field(
-        "best", description="System of which [packing] and [sharding] take the settings they leave out"
+        "best",
+        description="System of which [packing] and [sharding] take the settings they leave out; another packing.method "
+        "takes none of its options",
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig
