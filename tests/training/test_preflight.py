@@ -198,8 +198,7 @@ def test_a_job_that_does_not_fit_is_refused_with_numbers(tmp_path, factor):
 
 
 def test_other_packing_methods_fill_windows(tmp_path):
-    job = decide(job(tmp_path, packing={"method": "sequential"}))
-    assert job.longest_micro_batch == WINDOW
+    assert decide(job(tmp_path, packing={"method": "sequential"})).longest_micro_batch == WINDOW
 
 
 def test_processes_share_the_memory_of_a_machine():
