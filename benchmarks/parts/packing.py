@@ -27,8 +27,7 @@ from parts.documents import Lengths, batched, first_steps, segments
 from parts.measurement import CpuTimer, in_turns
 from parts.peers import Peer
 from wlb.documents.segments import Segment
-from wlb.packing.exact import solve
-from wlb.packing.fixed import FixedSolverPacker
+from wlb.packing.exact import FixedSolverPacker, solve
 from wlb.packing.options import default_thresholds
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.packing.registry import make_packer

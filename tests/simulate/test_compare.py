@@ -11,7 +11,7 @@ import pytest
 
 from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
-from wlb.packing.fixed import FixedGreedyPacker
+from wlb.packing.carrying import FixedGreedyPacker
 from wlb.packing.options import PackingOptions
 from wlb.packing.plan import StepPlan
 from wlb.simulate import SimulationResult, simulate, simulated_job

@@ -1,6 +1,5 @@
 """The setting that ``wlb tune`` finds is the best of those tried, within the bound on delay."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,20 +9,13 @@ from tests.packing.streams import SETTINGS, WORKLOADS
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
-from wlb.packing.tuning import Trial, try_setting
+from wlb.packing.variable_length import VariableLengthPacker
+from wlb.simulate.compare import PackingStatistics
 from wlb.studies import thresholds
-from wlb.studies.thresholds import search, trade_off
+from wlb.studies.thresholds import Trial, search, trade_off
 
 JOB = 4, 256, WORKLOADS["7b"]
 HEAVY = sample_lengths(4000, 256, seed=1, tail_share=0.3).tolist()
-
-
-def options_of(trial):
-    return PackingOptions(
-        method="variable_length",
-        outlier_thresholds=trial.outlier_thresholds,
-        max_length_factor=trial.max_length_factor,
-    )
 
 
 def beats(one, other):
@@ -58,7 +50,17 @@ def test_finalists_pack_the_whole_sample(monkeypatch):
     monkeypatch.setattr(thresholds, "SCREENING_STEPS", 6)
     trials = search(HEAVY, *JOB, factors=[1.5])
     for trial in trials:
-        assert trial == try_setting(np.array(HEAVY), *JOB, options_of(trial))
+        tried = {"outlier_thresholds": trial.outlier_thresholds, "max_length_factor": trial.max_length_factor}
+        packer = VariableLengthPacker(*JOB, PackingOptions(method="variable_length", **tried))
+        totals = PackingStatistics()
+        totals.add(packer.plan(HEAVY))
+        found = (trial.imbalance_degree, trial.mean_token_delay, trial.longest_delay, trial.tokens_per_step_cv)
+        assert found == (
+            totals.imbalance_degree,
+            totals.mean_token_delay,
+            totals.longest_delay,
+            totals.tokens_per_step_cv,
+        )
     settings = {(trial.outlier_thresholds, trial.max_length_factor) for trial in trials}
     assert thresholds._FINALISTS <= len(settings) == len(trials) < 67
     assert ((), 1.5) in settings  # no queue, no delay: the curve starts there

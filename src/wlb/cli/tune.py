@@ -15,9 +15,9 @@ from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
 
 if TYPE_CHECKING:
     from wlb.documents.segments import Segment
-    from wlb.packing.tuning import Trial
     from wlb.simulate import SimulatedJob
     from wlb.simulate.compare import MethodResult
+    from wlb.studies.thresholds import Trial
 
 _TUNED, _UNTUNED = "variable_length, tuned", "makespan"
 _AS_FAST = 0.99  # of the tuned setting's speed: thresholds tuned on these documents fit others less well

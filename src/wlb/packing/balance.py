@@ -8,8 +8,8 @@ learning step or the global batch of another data loader, only the division is l
 2. parts exchange documents until the heaviest cannot become lighter (``wlb.packing.levelling``).
 
 Where documents do not fit so, the first step is repeated for tokens instead of prices, and at last searched for. Few
-documents are divided a second time from another start (``wlb.packing.differencing``), and the better division is taken,
-which is then never less even than that start.
+documents are divided a second time from another start (``wlb.packing.bins.differenced``), and the better division is
+taken, which is then never less even than that start.
 
 For ``ranks`` that wait for one another after every micro-batch, those of like price run at the same time. A document
 dearer than a mean micro-batch makes a *slot* (the micro-batches of all ranks that run at the same time) as long as
@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.packing.bins import fitting_bins, into_lightest
-from wlb.packing.differencing import differenced
+from wlb.packing.bins import differenced, fitting_bins, into_lightest
 from wlb.packing.levelling import Indices, Limits, Prices, level, level_equal_sizes, sums_of
 
 if TYPE_CHECKING:

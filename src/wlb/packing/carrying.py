@@ -1,15 +1,19 @@
-"""Base of packers of whole documents: what does not fit into a step is carried over.
+"""Base of packers of whole documents, where what does not fit into a step is carried over; and ``fixed_greedy``.
 
 Each planning round takes fresh documents in until they and the carry-over make as many global batches as it plans
 together, places them into N micro-batches for each of them and carries the rest. Where that would leave over a document
 that has waited ``max_delay`` rounds, the round is placed again with such documents first, oldest first, so none is
 starved.
+
+Packing ``window`` global batches together balances better, at the price of changing which step trains which document
+(WLB-LLM, sections 2.3 and 7.2).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from wlb.documents.segments import Segment
@@ -30,14 +34,23 @@ class CarryingPacker(Packer):
 
     @property
     def pending(self) -> list[Segment]:
-        return [item.segment for item in self._carried] + super().pending
+        return [item.segment for item in chain(self._waiting(), self._carried)] + super().pending
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "carried": to_state(self._carried)}
+        held = {"carried": _to_state(self._carried), "waiting": _to_state(self._waiting())}
+        return {**super().state_dict(), **held}
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
         self._carry(self._from_state(state["carried"]))
+        self._wait(self._from_state(state["waiting"]))
+
+    def _waiting(self) -> list[Pending]:
+        """Documents that a subclass holds back, and does not carry over."""
+        return []
+
+    def _wait(self, items: list[Pending]) -> None:
+        """Hold back ``items`` alone, which ``_waiting`` gave."""
 
     def _precedence(self, items: list[Pending]) -> list[Pending]:
         """``items`` in the order in which they are placed."""
@@ -118,12 +131,18 @@ class CarryingPacker(Packer):
         self._carried_tokens = sum(item.length for item in items)
 
     def _from_state(self, rows: Sequence[Sequence[int]]) -> list[Pending]:
-        """Items saved by ``to_state``, priced again."""
+        """Items saved by ``_to_state``, priced again."""
         priced = self._price([Segment(*row[:3]) for row in rows], 0)
         return [item._replace(arrived=row[3]) for item, row in zip(priced, rows, strict=True)]
 
 
-def to_state(items: Iterable[Pending]) -> list[list[int]]:
+class FixedGreedyPacker(CarryingPacker):
+    """Longest document first into the lightest micro-batch with room, which holds at most a context window."""
+
+    name = "fixed_greedy"
+
+
+def _to_state(items: Iterable[Pending]) -> list[list[int]]:
     """``items`` as rows of (document, start, length, step of arrival)."""
     return [[*item.segment, item.arrived] for item in items]
 

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
-from wlb.documents.segments import Segment
-from wlb.packing.carrying import CarryingPacker, split_at, to_state
+from wlb.packing.carrying import CarryingPacker, split_at
 from wlb.packing.packer import Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
@@ -56,17 +55,18 @@ class MakespanPacker(CarryingPacker):
         self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
         self._ahead_tokens = 0  # taken in that were not due by the last step
 
-    @property
-    def pending(self) -> list[Segment]:
-        return [item.segment for item in self._held] + super().pending
-
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "waiting": to_state(self._held), "ahead_tokens": self._ahead_tokens}
+        return {**super().state_dict(), "ahead_tokens": self._ahead_tokens}
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
-        self._held = self._from_state(state["waiting"])
         self._ahead_tokens = state["ahead_tokens"]
+
+    def _waiting(self) -> list[Pending]:
+        return self._held
+
+    def _wait(self, items: list[Pending]) -> None:
+        self._held = items
 
     def take_back(self, plans: Sequence[StepPlan]) -> None:
         super().take_back(plans)

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from wlb.errors import UserError, choose_from
+from wlb.packing.carrying import FixedGreedyPacker
 from wlb.packing.elastic import ElasticPacker
-from wlb.packing.fixed import FixedGreedyPacker, FixedSolverPacker
+from wlb.packing.exact import FixedSolverPacker
 from wlb.packing.makespan import MakespanPacker
 from wlb.packing.options import METHODS, PackingOptions, checked_method
 from wlb.packing.packer import Packer

@@ -19,8 +19,7 @@ from collections import deque
 from heapq import heapify, heapreplace
 from typing import Any
 
-from wlb.documents.segments import Segment
-from wlb.packing.carrying import CarryingPacker, to_state
+from wlb.packing.carrying import CarryingPacker
 from wlb.packing.packer import Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 
@@ -37,20 +36,6 @@ class VariableLengthPacker(CarryingPacker):
         super().__init__(*settings)
         self.outlier_thresholds = self.options.thresholds(self.context_window)
         self._queues: list[deque[Pending]] = [deque() for _ in self.outlier_thresholds]
-
-    @property
-    def pending(self) -> list[Segment]:
-        return [item.segment for queue in self._queues for item in queue] + super().pending
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "waiting": to_state(item for queue in self._queues for item in queue),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        super()._restore(state)
-        self._fill_queues(self._from_state(state["waiting"]))
 
     def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
         outlier = self.outlier_thresholds[0] if self.outlier_thresholds else self.capacity + 1
@@ -77,7 +62,7 @@ class VariableLengthPacker(CarryingPacker):
 
     def _released_early(self, items: list[Pending]) -> list[Pending]:
         """Outliers that may join ``items`` without making a micro-batch heavier than it or the mean would be anyway."""
-        waiting = self._waiting()
+        waiting = _oldest_first(self._waiting())
         if not waiting:
             return []
         outliers = OpenMicroBatches(self.micro_batches, self.capacity)
@@ -101,11 +86,20 @@ class VariableLengthPacker(CarryingPacker):
 
     def _released_oldest(self, count: int) -> list[Pending]:
         """Outliers for ``count`` micro-batches that would otherwise idle, as all that came is waiting in queues."""
-        return self._dequeued(self._waiting()[:count]) if count > 0 else []
+        return self._dequeued(_oldest_first(self._waiting())[:count]) if count > 0 else []
 
     def _waiting(self) -> list[Pending]:
-        """All documents in queues, oldest first."""
-        return sorted((item for queue in self._queues for item in queue), key=lambda item: item.arrived)
+        return [item for queue in self._queues for item in queue]
+
+    def _wait(self, items: list[Pending]) -> None:
+        """Queue ``items`` by the present thresholds, oldest first; items below all of them are carried over."""
+        self._queues = [deque() for _ in self.outlier_thresholds]
+        below: list[Pending] = []
+        for item in _oldest_first(items):
+            level = bisect_right(self.outlier_thresholds, item.length) - 1
+            (below if level < 0 else self._queues[level]).append(item)
+        if below:
+            self._carry(self._carried + below)
 
     def _dequeued(self, items: list[Pending]) -> list[Pending]:
         """``items``, after taking them out of their queues."""
@@ -115,21 +109,10 @@ class VariableLengthPacker(CarryingPacker):
         return items
 
     def _everything_held(self) -> list[Pending]:
-        held = self._carried + [item for queue in self._queues for item in queue]
-        self._fill_queues([])
+        held = self._carried + self._waiting()
+        self._wait([])
         return held
 
-    def _use(self, thresholds: tuple[int, ...]) -> None:
-        """Change to ``thresholds``; waiting documents change queue accordingly."""
-        self.outlier_thresholds = thresholds
-        self._fill_queues([item for queue in self._queues for item in queue])
 
-    def _fill_queues(self, items: list[Pending]) -> None:
-        """Queue ``items`` by the present thresholds, oldest first; items below all of them are carried over."""
-        self._queues = [deque() for _ in self.outlier_thresholds]
-        below: list[Pending] = []
-        for item in sorted(items, key=lambda item: item.arrived):
-            level = bisect_right(self.outlier_thresholds, item.length) - 1
-            (below if level < 0 else self._queues[level]).append(item)
-        if below:
-            self._carry(self._carried + below)
+def _oldest_first(items: list[Pending]) -> list[Pending]:
+    return sorted(items, key=lambda item: item.arrived)

@@ -22,7 +22,7 @@ from wlb.errors import UserError
 from wlb.job.config import PackingConfig
 from wlb.job.config_file import validated
 from wlb.packing.arrange import arrange
-from wlb.packing.fixed import FixedSolverPacker
+from wlb.packing.exact import FixedSolverPacker
 from wlb.packing.options import METHODS, checked_method, default_thresholds
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,12 +11,32 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.documents.filling import documents_filling
 from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
-from wlb.packing.tuning import DEFAULT_MAX_TOKEN_DELAY, SCREENING_STEPS, Trial, threshold_sets, try_setting
+from wlb.packing.plan import StepPlan
+from wlb.packing.tuning import (
+    DEFAULT_MAX_TOKEN_DELAY,
+    SCREENING_STEPS,
+    imbalance_and_delay,
+    preference,
+    threshold_sets,
+)
+from wlb.packing.variable_length import VariableLengthPacker
 from wlb.workload.base import DocumentPrices
 
 MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
 
 _FINALISTS = 12  # as many of the best, and the trade-off curve, pack the whole sample
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one setting of ``variable_length`` does to a sample."""
+
+    outlier_thresholds: tuple[int, ...]
+    max_length_factor: float
+    imbalance_degree: float
+    mean_token_delay: float
+    longest_delay: int
+    tokens_per_step_cv: float
 
 
 def search(
@@ -52,9 +73,10 @@ def search(
         trials = []
         for done, (thresholds, factor) in enumerate(settings, 1):
             tried = options.changed(outlier_thresholds=thresholds, max_length_factor=factor)
-            trials.append(try_setting(part, micro_batches, context_window, workload, tried))
+            packer = VariableLengthPacker(micro_batches, context_window, workload, tried)
+            trials.append(_trial(packer.plan(part.tolist()), thresholds, factor))
             on_trial(done, len(settings))
-        return sorted(trials, key=lambda trial: trial.preference(max_token_delay))
+        return sorted(trials, key=lambda t: preference(t.imbalance_degree, t.mean_token_delay, max_token_delay))
 
     screened = run(candidates, screening)
     if len(screening) == len(sample):
@@ -63,6 +85,14 @@ def search(
         (trial.outlier_thresholds, trial.max_length_factor) for trial in screened[:_FINALISTS] + trade_off(screened)
     )
     return run([*finalists], sample)
+
+
+def _trial(plans: Sequence[StepPlan], thresholds: tuple[int, ...], factor: float) -> Trial:
+    tokens = [plan.tokens for plan in plans]
+    longest_delay = max(plan.longest_delay for plan in plans)
+    return Trial(
+        thresholds, factor, *imbalance_and_delay(plans), longest_delay, float(np.std(tokens) / np.mean(tokens))
+    )
 
 
 def trade_off(trials: Iterable[Trial]) -> list[Trial]:
