@@ -19,7 +19,7 @@ from typing import Any
 from wlb.documents.segments import Segment
 from wlb.packing.packer import Packer, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
-from wlb.packing.plan import StepPlan
+from wlb.packing.plan import MicroBatch, StepPlan
 
 
 class CarryingPacker(Packer):
@@ -73,7 +73,9 @@ class CarryingPacker(Packer):
 
     def last_steps(self) -> list[StepPlan]:
         fresh = self._price(self._take(self._arrived_tokens), self._step)
-        self._carry(self._precedence(self._everything_held() + fresh))
+        held = self._carried + self._waiting()
+        self._wait([])
+        self._carry(self._precedence(held + fresh))
         steps: list[StepPlan] = []
         while self._carried:
             batches = min(self.global_batches, math.ceil(self._carried_tokens / self.global_batch_tokens))
@@ -81,10 +83,6 @@ class CarryingPacker(Packer):
             steps += self._plan_round(now, batches)
             self._carry(self._precedence(self._carried + later))
         return steps
-
-    def _everything_held(self) -> list[Pending]:
-        """Remove and return all priced documents that wait."""
-        return self._carried
 
     def _take_fresh(self) -> list[Pending]:
         """The documents this round takes in, each with the step it would have been trained in by arrival."""
@@ -99,25 +97,24 @@ class CarryingPacker(Packer):
         return fresh
 
     def _plan_round(self, items: list[Pending], steps: int) -> list[StepPlan]:
-        filled, left_over = self._place(items, steps)
-        if any(self._overdue(item) for item in left_over):
-            filled, left_over = self._place(self._overdue_first(items), steps)
+        for ordered in (list, self._overdue_first):
+            filled = OpenMicroBatches(steps * self.micro_batches, self.capacity)
+            left_over = filled.place(ordered(items))
+            if not any(self._overdue(item) for item in left_over):
+                break
         self._carry(left_over)
         return self._emit_filled(self._improved(filled))
 
     def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:
         plans = []
-        for micro_batches, members in filled.steps(self.micro_batches):
-            step = self._step
-            waits = [(step - item[2], item[0]) for item in members if item[2] < step]
-            delay = sum([wait * length for wait, length in waits])
-            plans.append(self._emit(micro_batches, delay, max(waits, default=(0, 0))[0]))
+        for first in range(0, len(filled.members), self.micro_batches):
+            members = filled.members[first : first + self.micro_batches]
+            loads = filled.seconds[first : first + self.micro_batches]
+            micro_batches = [
+                MicroBatch(tuple([item[3] for item in held]), load) for held, load in zip(members, loads, strict=True)
+            ]
+            plans.append(self._emit(micro_batches, [item for held in members for item in held]))
         return plans
-
-    def _place(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
-        """Distribute ``items``, in order of precedence, over ``steps`` x N micro-batches; also what is left over."""
-        filled = OpenMicroBatches(steps * self.micro_batches, self.capacity)
-        return filled, filled.place(items)
 
     def _overdue(self, item: Pending) -> bool:
         return self._step - item.arrived >= self.max_delay * self.global_batches

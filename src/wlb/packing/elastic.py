@@ -70,19 +70,13 @@ class ElasticPacker(MakespanPacker):
         """All ``items``, on the ranks of the stage."""
         assert isinstance(self.workload, StagePrices)
         groups = level_step([item.length for item in items], -(-self.capacity // self.workload.ranks), self.workload)
-        waits = [(self._step - item.arrived, item.length) for item in items if item.arrived < self._step]
-        return self._emit(
-            [
-                MicroBatch(
-                    tuple(items[index].segment for index in group.documents),
-                    group.seconds * len(group.ranks),
-                    group.ranks,
-                )
-                for group in groups
-            ],
-            sum(wait * length for wait, length in waits),
-            max(waits, default=(0, 0))[0],
-        )
+        micro_batches = [
+            MicroBatch(
+                tuple(items[index].segment for index in group.documents), group.seconds * len(group.ranks), group.ranks
+            )
+            for group in groups
+        ]
+        return self._emit(micro_batches, items)
 
     def _grouped(self, items: list[Pending]) -> tuple[OpenMicroBatches, list[Pending]]:
         """Micro-batches by best fit in the order of ``items``, as short as they can be, and what has no room."""

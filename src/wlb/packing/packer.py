@@ -245,10 +245,12 @@ class Packer(ABC):
         rows = zip(lengths, seconds, repeat(arrived), segments, held, strict=False)
         return [_new_tuple(Pending, row) for row in rows]
 
-    def _emit(
-        self, micro_batches: Iterable[MicroBatch], delay_token_steps: int = 0, longest_delay: int = 0
-    ) -> StepPlan:
-        plan = StepPlan(self._step, (tuple(micro_batches),), delay_token_steps, longest_delay)
+    def _emit(self, micro_batches: Iterable[MicroBatch], items: Iterable[Pending] = ()) -> StepPlan:
+        """The plan of the step that trains ``micro_batches``, of which ``items`` may have waited."""
+        step = self._step
+        waits = [(step - item[2], item[0]) for item in items if item[2] < step]
+        delay = sum([wait * length for wait, length in waits])
+        plan = StepPlan(step, (tuple(micro_batches),), delay, max(waits, default=(0, 0))[0])
         self._step += 1
         return plan
 
@@ -260,14 +262,12 @@ def held_segments(state: dict[str, Any]) -> list[Segment]:
 
 
 def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
-    """Arrivals as segments of plain integers; those of one form, as is usual, are converted in one go."""
+    """Arrivals as segments of plain integers; lengths alone and segments alone are converted in one go."""
     forms = set(map(type, arrivals))
+    if forms == {int}:
+        return [_new_tuple(Segment, row) for row in zip(count(number), repeat(0), arrivals)]
     if forms <= {Segment}:
         segments = arrivals
-    elif forms == {int}:
-        return [_new_tuple(Segment, row) for row in zip(count(number), repeat(0), arrivals)]
-    elif forms == {tuple} and set(map(len, arrivals)) == {2}:
-        segments = [_new_tuple(Segment, (document, 0, length)) for document, length in arrivals]
     else:
         segments = [Segment(*_as_row(arrival, index)) for index, arrival in enumerate(arrivals, number)]
     if set(map(type, chain.from_iterable(segments))) <= {int}:

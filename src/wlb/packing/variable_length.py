@@ -16,12 +16,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable
 from heapq import heapify, heapreplace
+from operator import attrgetter
 from typing import Any
 
 from wlb.packing.carrying import CarryingPacker
 from wlb.packing.packer import Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
+
+_arrived = attrgetter("arrived")
 
 
 class VariableLengthPacker(CarryingPacker):
@@ -38,17 +42,20 @@ class VariableLengthPacker(CarryingPacker):
         self._queues: list[deque[Pending]] = [deque() for _ in self.outlier_thresholds]
 
     def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
-        outlier = self.outlier_thresholds[0] if self.outlier_thresholds else self.capacity + 1
-        now: list[Pending] = []
-        for item in fresh:
-            if item[0] < outlier:
-                now.append(item)
-            else:
-                self._queues[bisect_right(self.outlier_thresholds, item[0]) - 1].append(item)
+        now = self._enqueued(fresh)
         older = self._carried + self._released()
         if self.options.early_release:
             older += self._released_early(now + older)
-        return now, older + self._released_oldest(self.micro_batches - len(now) - len(older))
+        idle = self.micro_batches - len(now) - len(older)  # micro-batches, where all that came waits in queues
+        return now, older + self._dequeued(self._oldest_first()[: max(0, idle)])
+
+    def _enqueued(self, items: Iterable[Pending]) -> list[Pending]:
+        """Queue the outliers among ``items``; returns the others."""
+        below: list[Pending] = []
+        for item in items:
+            level = bisect_right(self.outlier_thresholds, item[0]) - 1
+            (below if level < 0 else self._queues[level]).append(item)
+        return below
 
     def _released(self) -> list[Pending]:
         """Outliers that fill whole sets of N, one to a micro-batch, or that have waited long enough."""
@@ -62,7 +69,7 @@ class VariableLengthPacker(CarryingPacker):
 
     def _released_early(self, items: list[Pending]) -> list[Pending]:
         """Outliers that may join ``items`` without making a micro-batch heavier than it or the mean would be anyway."""
-        waiting = _oldest_first(self._waiting())
+        waiting = self._oldest_first()
         if not waiting:
             return []
         outliers = OpenMicroBatches(self.micro_batches, self.capacity)
@@ -84,22 +91,17 @@ class VariableLengthPacker(CarryingPacker):
                 released.append(item)
         return self._dequeued(released)
 
-    def _released_oldest(self, count: int) -> list[Pending]:
-        """Outliers for ``count`` micro-batches that would otherwise idle, as all that came is waiting in queues."""
-        return self._dequeued(_oldest_first(self._waiting())[:count]) if count > 0 else []
-
     def _waiting(self) -> list[Pending]:
         return [item for queue in self._queues for item in queue]
 
     def _wait(self, items: list[Pending]) -> None:
         """Queue ``items`` by the present thresholds, oldest first; items below all of them are carried over."""
         self._queues = [deque() for _ in self.outlier_thresholds]
-        below: list[Pending] = []
-        for item in _oldest_first(items):
-            level = bisect_right(self.outlier_thresholds, item.length) - 1
-            (below if level < 0 else self._queues[level]).append(item)
-        if below:
+        if below := self._enqueued(sorted(items, key=_arrived)):
             self._carry(self._carried + below)
+
+    def _oldest_first(self) -> list[Pending]:
+        return sorted(self._waiting(), key=_arrived)
 
     def _dequeued(self, items: list[Pending]) -> list[Pending]:
         """``items``, after taking them out of their queues."""
@@ -107,12 +109,3 @@ class VariableLengthPacker(CarryingPacker):
             gone = set(map(id, items))  # not by value: the same segment may have been given twice
             self._queues = [deque(item for item in queue if id(item) not in gone) for queue in self._queues]
         return items
-
-    def _everything_held(self) -> list[Pending]:
-        held = self._carried + self._waiting()
-        self._wait([])
-        return held
-
-
-def _oldest_first(items: list[Pending]) -> list[Pending]:
-    return sorted(items, key=lambda item: item.arrived)
