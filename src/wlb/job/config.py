@@ -208,8 +208,13 @@ class PackingConfig(PackingOptions):
     )
 
     def pools(self, size: int | Literal["auto"]) -> Pools | None:
-        """The elastic pools of ``size`` ranks; None where the method has none."""
-        return self.pools_of(size, self.micro_batches)
+        """The pools of ``size`` ranks that it packs for; None where context-parallel groups run its micro-batches."""
+        if self.method != "elastic":
+            return None
+        moves = bool(self.max_delay or self.lookahead)
+        grouping = "even" if self.grouping == "auto" and moves else self.grouping
+        batch = self.global_batch or self.micro_batches
+        return Pools(size, self.pool_micro_batches, grouping, batch, delays=bool(self.max_delay))
 
     def in_use(self) -> dict[str, Any]:
         """The settings as JSON, without options that the method does not read."""
@@ -378,7 +383,12 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> JobConfig:
-        self.packing.check_window(self.data.context_window)
+        thresholds, window = self.packing.outlier_thresholds, self.data.context_window
+        if isinstance(thresholds, tuple) and thresholds and thresholds[-1] > window:
+            raise ValueError(
+                f"packing.outlier_thresholds has {thresholds[-1]}, over data.context_window = {window}: no document "
+                "could reach it"
+            )
         if self.baseline is not None and self.baseline.world_size != self.parallel.world_size:
             raise ValueError(
                 f"[baseline] is a job of {self.baseline.world_size} processes and [parallel] of "

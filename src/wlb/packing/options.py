@@ -87,7 +87,7 @@ def _check_rising(thresholds: tuple[int, ...]) -> tuple[int, ...]:
 def _option(name: str, unread: Any, description: str, **bounds: Any) -> Any:
     """The field of an option: by default its method's default, or ``unread`` where the method does not read it."""
     return Field(
-        default_factory=lambda read: METHODS[read["method"]].get(name, unread),
+        default_factory=lambda given: METHODS[given["method"]].get(name, unread),
         description=description,
         json_schema_extra={"defaults": {method: read[name] for method, read in METHODS.items() if name in read}},
         **bounds,
@@ -163,7 +163,7 @@ class PackingOptions(Section):
     @field_validator("max_delay")
     @classmethod
     def _check_delay(cls, max_delay: int, info: ValidationInfo) -> int:
-        if max_delay < 1 and info.data.get("method") not in _WITHOUT_DELAY:
+        if max_delay < 1 and info.data.get("method", "makespan") not in _WITHOUT_DELAY:
             raise ValueError("must be at least 1 here; makespan takes 0 and lets no document wait")
         return max_delay
 
@@ -209,18 +209,6 @@ class PackingOptions(Section):
             return _POOL_FACTOR * micro_batches
         return max(_POOL_FACTOR * mean, mean + 1)
 
-    def pools_of(self, size: int | Literal["auto"], micro_batches: int) -> Pools | None:
-        """The pools that it packs for, of ``size`` ranks; None where context-parallel groups run its micro-batches.
-
-        ``micro_batches`` are those of a step, which pools divide anew.
-        """
-        if self.method != "elastic":
-            return None
-        moves = bool(self.max_delay or self.lookahead)
-        grouping = "even" if self.grouping == "auto" and moves else self.grouping
-        batch = self.global_batch or micro_batches
-        return Pools(size, self.pool_micro_batches, grouping, batch, delays=bool(self.max_delay))
-
     def identity(self, context_window: int) -> dict[str, Any]:
         """What decides which document is trained in which step, as JSON; a job keeps to it when it continues."""
         free = {"solver_nodes"}  # they place documents within their step
@@ -230,12 +218,3 @@ class PackingOptions(Section):
         if "outlier_thresholds" in own and self.outlier_thresholds != "auto":
             own["outlier_thresholds"] = [*self.thresholds(context_window)]
         return own
-
-    def check_window(self, context_window: int) -> None:
-        """Raise ``ValueError`` for an option that has no effect on documents of up to ``context_window`` tokens."""
-        for threshold in self.outlier_thresholds if isinstance(self.outlier_thresholds, tuple) else ():
-            if threshold > context_window:
-                raise ValueError(
-                    f"packing.outlier_thresholds has {threshold}, over data.context_window = {context_window}: no "
-                    "document could reach it"
-                )

@@ -146,10 +146,8 @@ def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
     ]
 
 
-# What ARGUMENT of ``NAME:ARGUMENT`` stands for, beside a number.
-_ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
-    "variable_length": {"auto": {"outlier_thresholds": "auto"}, "paper": {"early_release": False}}
-}
+# ARGUMENT of ``variable_length:ARGUMENT``, beside a number of queues.
+_WORDS: dict[str, dict[str, Any]] = {"auto": {"outlier_thresholds": "auto"}, "paper": {"early_release": False}}
 
 
 def packer_for(method: str, job: SimulatedJob, *, solver_seconds: float | None = None, **overrides: object) -> Packer:
@@ -174,18 +172,16 @@ def packer_for(method: str, job: SimulatedJob, *, solver_seconds: float | None =
 
 
 def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
-    """The options that ``argument`` stands for: global batches packed together, outlier queues, or a word."""
-    reads = METHODS[name]
-    if argument in _ARGUMENTS.get(name, {}):
-        return _ARGUMENTS[name][argument]
-    if "window" not in reads and "outlier_thresholds" not in reads:
+    """The options that ``argument`` stands for: global batches packed together, outlier queues, or one of the words."""
+    queues = "outlier_thresholds" in METHODS[name]
+    if queues and argument in _WORDS:
+        return _WORDS[argument]
+    if not queues and "window" not in METHODS[name]:
         raise UserError(f"the method takes no argument, {argument!r} was given")
-    number, least = parse_count(argument), int("window" in reads)
+    number, least = parse_count(argument), 0 if queues else 1
     if number is None or number < least:
         raise UserError(f"{argument!r} is not a whole number of at least {least}")
-    return (
-        {"window": number} if "window" in reads else {"outlier_thresholds": default_thresholds(context_window, number)}
-    )
+    return {"outlier_thresholds": default_thresholds(context_window, number)} if queues else {"window": number}
 
 
 def compare_packer(
