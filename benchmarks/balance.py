@@ -4,10 +4,10 @@
     .venv-peers/bin/python benchmarks/balance.py [--repetitions N] [--out FILE]
 
 Where verl is not installed (``.venv/bin/python``), our implementation of the same method stands in for it
-(``wlb.packing.differencing``, which is faster), and the table says so. Both divide the same documents by the same whole
-numbers: their tokens, or their predicted seconds of a 7B model on H100 in picoseconds. Lengths are log-normal, as of
-web documents, or uniform, as of rollouts. "Over even" is the largest sum over the mean, minus 1; "less even" counts the
-cases in which ours is larger. Times are CPU time of the process, the median over the cases.
+(``differenced`` of ``wlb.packing.bins``, which is faster), and the table says so. Both divide the same documents by the
+same whole numbers: their tokens, or their predicted seconds of a 7B model on H100 in picoseconds. Lengths are
+log-normal, as of web documents, or uniform, as of rollouts. "Over even" is the largest sum over the mean, minus 1;
+"less even" counts the cases in which ours is larger. Times are CPU time of the process, the median over the cases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import wlb
 from parts.measurement import CpuTimer, console, facts, freeze_imports, make_parser, show, versions, write
-from wlb.packing.differencing import differenced
+from wlb.packing.bins import differenced
 
 Divide = Callable[[list[int], int, bool], list[list[int]]]
 Lengths = NDArray[np.int64]

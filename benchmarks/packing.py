@@ -19,12 +19,11 @@ import numpy as np
 
 from parts.documents import Lengths, add_length_options, chosen_lengths, described
 from parts.measurement import command, console, facts, freeze_imports, make_parser, show, write
-from parts.packing import Row, against_optimum, balance, memory, our_methods, ours, scaling, theirs
+from parts.packing import Row, Task, against_optimum, balance, memory, our_methods, ours, scaling, theirs
 from parts.peers import installed_peers, karmarkar_karp
 from wlb.documents.filling import documents_filling
-from wlb.packing.packer import PackingTask
 from wlb.packing.registry import make_packer
-from wlb.packing.tuning import search
+from wlb.studies.thresholds import search
 from wlb.workload import make_workload
 
 SECTIONS = ("balance", "scaling", "oracle", "memory")
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sections asked for, print their tables and write them as JSON."""
     options = _parse(arguments)
     lengths = np.minimum(chosen_lengths(options), options.context_window)
-    task = PackingTask(options.micro_batches, options.context_window, make_workload(MODEL, HARDWARE, tp=TP, cp=CP))
+    task = Task(options.micro_batches, options.context_window, make_workload(MODEL, HARDWARE, tp=TP, cp=CP))
     peers, missing = installed_peers()
     freeze_imports()
     for name in missing:
@@ -94,15 +93,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _solver_rows(options: argparse.Namespace, lengths: Lengths, task: PackingTask) -> list[Row]:
+def _solver_rows(options: argparse.Namespace, lengths: Lengths, task: Task) -> list[Row]:
     """fixed_solver on the first steps only, with a limit on the seconds of each."""
     first = lengths[: documents_filling(lengths, options.solver_steps * task.micro_batches * task.context_window)]
     label = f"fixed_solver, window 1, {options.time_limit:g} s, first {options.solver_steps} steps"
-    solver = ours("fixed_solver", solver_seconds=options.time_limit)
+    solver = ours("fixed_solver", time_limit=options.time_limit)
     return balance({"fixed_greedy, window 1, same steps": ours("fixed_greedy"), label: solver}, first, task, 1)
 
 
-def _tuned_rows(options: argparse.Namespace, lengths: Lengths, task: PackingTask) -> list[Row]:
+def _tuned_rows(options: argparse.Namespace, lengths: Lengths, task: Task) -> list[Row]:
     """The best setting of ``search`` with L_max up to 2 windows: on the lengths searched, and on others."""
     half = len(lengths) // 2
     rows: list[Row] = []
@@ -110,14 +109,17 @@ def _tuned_rows(options: argparse.Namespace, lengths: Lengths, task: PackingTask
         ("tuned on these lengths", lengths, lengths),
         ("tuned on the first half, packing the second", lengths[:half], lengths[half:]),
     ):
-        best = search(searched, task)[0]
-        found = {"outlier_thresholds": best.outlier_thresholds, "max_length_factor": best.max_length_factor}
+        best = search(searched, *task)[0]
+        found: dict[str, Any] = {
+            "outlier_thresholds": best.outlier_thresholds,
+            "max_length_factor": best.max_length_factor,
+        }
         tuned = ours("variable_length", **found)
         rows += [row | found for row in balance({f"variable_length, {label}": tuned}, packed, task, options.turns)]
     return rows
 
 
-def _oracle(options: argparse.Namespace, lengths: Lengths, task: PackingTask) -> Row:
+def _oracle(options: argparse.Namespace, lengths: Lengths, task: Task) -> Row:
     """The greedy placement of steps from the whole stream."""
     packer = make_packer("variable_length", **task._asdict())
     plans = packer.plan(lengths.tolist())

@@ -12,11 +12,10 @@ from itertools import product
 from typing import Any
 
 from parts.documents import Lengths, segments
-from wlb.packing.packer import PackingTask
-from wlb.packing.tuning import search, trade_off
-from wlb.packing.variable_length import VariableLengthOptions
+from wlb.packing.options import PackingOptions
 from wlb.report.packing import compare_packer, packer_for
 from wlb.simulate import SimulatedJob
+from wlb.studies.thresholds import search, trade_off
 
 DELAY_PRICES = (0.02, 0.035, 0.05, 0.1, 0.2, 0.4, 1.0, 1.5, 4.0)
 LOOKAHEADS = (0.0, 0.5)
@@ -88,8 +87,9 @@ def other_points(lengths: Lengths, job: SimulatedJob, length_factor: float, few:
 
     They are searched for in ``few`` micro-batches, and hold for any number.
     """
-    task = PackingTask(few.packing.micro_batches, few.context_window, few.workload)
-    trials = search(lengths, task, VariableLengthOptions(max_delay=MAX_DELAY), factors=[length_factor])
+    options = PackingOptions(method="variable_length", max_delay=MAX_DELAY)
+    sizes = few.packing.micro_batches, few.context_window
+    trials = search(lengths, *sizes, few.workload, options, factors=[length_factor])
     thresholds = [trial.outlier_thresholds for trial in trade_off(trials)]
     return [point(lengths, job, "sequential")] + [
         point(lengths, job, "variable_length", length_factor, outlier_thresholds=queues, max_delay=MAX_DELAY)

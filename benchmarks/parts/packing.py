@@ -18,7 +18,7 @@ import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +27,23 @@ from parts.documents import Lengths, batched, first_steps, segments
 from parts.measurement import CpuTimer, in_turns
 from parts.peers import Peer
 from wlb.documents.segments import Segment
-from wlb.packing.exact import solve
-from wlb.packing.packer import PackingTask
+from wlb.packing.exact import FixedSolverPacker, solve
+from wlb.packing.options import default_thresholds
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.packing.registry import make_packer
-from wlb.packing.statistics import PackingStatistics
-from wlb.packing.variable_length import default_thresholds
+from wlb.report.packing import PackingStatistics
 from wlb.workload.base import DocumentPrices
 
 Row = dict[str, Any]
+
+
+class Task(NamedTuple):
+    """What every method is asked for: micro-batches of a step, tokens of each, and prices of documents."""
+
+    micro_batches: int
+    context_window: int
+    workload: DocumentPrices
+
 
 _KARMARKAR_KARP_BUDGET = 2.0  # seconds for a step; larger steps are not tried once one took longer
 _SCALING_STEPS = 6  # at least; more where they are small
@@ -91,14 +99,16 @@ class Outcome:
         }
 
 
-Method = Callable[[Lengths, PackingTask], Outcome]
+Method = Callable[[Lengths, Task], Outcome]
 
 
-def ours(packer: str, **options: Any) -> Method:
-    """One of the project's packers with its options."""
+def ours(packer: str, *, time_limit: float | None = None, **options: Any) -> Method:
+    """One of the project's packers with its options; ``time_limit`` is in seconds, of a solve."""
 
-    def pack(lengths: Lengths, task: PackingTask) -> Outcome:
+    def pack(lengths: Lengths, task: Task) -> Outcome:
         planner = make_packer(packer, **task._asdict(), **options)
+        if isinstance(planner, FixedSolverPacker):
+            planner.time_limit = time_limit
         outcome, timer = Outcome(len(lengths)), CpuTimer()
         for documents in batched(lengths):
             outcome.add(timer(planner.plan, documents))
@@ -112,7 +122,7 @@ def ours(packer: str, **options: Any) -> Method:
 def theirs(peer: Peer) -> Method:
     """A peer, called once for each global batch; converting to and from its data types is not timed."""
 
-    def step(number: int, documents: list[Segment], task: PackingTask, timer: CpuTimer) -> list[StepPlan]:
+    def step(number: int, documents: list[Segment], task: Task, timer: CpuTimer) -> list[StepPlan]:
         lengths = [document.length for document in documents]
         seconds = np.asarray(task.workload.document_seconds(lengths)).tolist()
         prepared = peer.prepare(lengths, seconds, task.micro_batches, task.context_window)
@@ -122,7 +132,7 @@ def theirs(peer: Peer) -> Method:
         )
         return [StepPlan(number, (tuple(micro_batches),))]
 
-    def pack(lengths: Lengths, task: PackingTask) -> Outcome:
+    def pack(lengths: Lengths, task: Task) -> Outcome:
         outcome, timer = Outcome(len(lengths)), CpuTimer()
         *whole, last = global_batches(lengths, task.micro_batches * task.context_window)
         for number, documents in enumerate(whole):
@@ -164,7 +174,7 @@ def our_methods(context_window: int) -> dict[str, Method]:
     return methods
 
 
-def balance(methods: Mapping[str, Method], lengths: Lengths, task: PackingTask, turns: int) -> list[Row]:
+def balance(methods: Mapping[str, Method], lengths: Lengths, task: Task, turns: int) -> list[Row]:
     """Every method on the same documents; planning time is the median over ``turns``."""
     measured = in_turns({name: partial(method, lengths, task) for name, method in methods.items()}, turns)
     return [
@@ -178,7 +188,7 @@ def _planning_ms(outcomes: Sequence[Outcome]) -> float:
 
 
 def scaling(
-    micro_batch_counts: Sequence[int], lengths: Lengths, task: PackingTask, peer: Peer | None, turns: int
+    micro_batch_counts: Sequence[int], lengths: Lengths, task: Task, peer: Peer | None, turns: int
 ) -> list[Row]:
     """variable_length, and Karmarkar-Karp while it stays feasible, for growing N."""
     rows: list[Row] = []
@@ -239,7 +249,7 @@ def against_optimum(
     }
 
 
-def memory(lengths: Lengths, task: PackingTask, step_counts: Sequence[int], seed: int) -> list[Row]:
+def memory(lengths: Lengths, task: Task, step_counts: Sequence[int], seed: int) -> list[Row]:
     """Memory of Python objects while streams of growing length pass through, at its peak and kept at the end."""
     rows: list[Row] = []
     for steps in step_counts:

@@ -113,7 +113,8 @@ def main_problem(error: ValidationError) -> Problem:
 
     Pydantic reports each alternative of a union that does not fit. Those are one problem, and its message names all.
     """
-    problems = error.errors()
+    # Defaults that depend on another setting are missing where any setting is wrong.
+    problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
     first = min(problems, key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
     place = _place(first)
     messages = [problem["msg"].removeprefix("Value error, ") for problem in problems if _place(problem) == place]

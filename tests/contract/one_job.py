@@ -311,7 +311,7 @@ def _fitting(job: SimulatedJob) -> SimulatedJob:
 
 def case_of_job(job: SimulatedJob, model: str, lengths: NDArray[np.int64]) -> Case:
     """What a user sets to train ``job``: its layout, with the dp x cp ranks of pools as data-parallel ranks."""
-    packing = {name: value for name, value in job.packing if value is not None}
+    packing = {name: value for name, value in job.packing.in_use().items() if value is not None}
     undecided = {"max_length_factor": "auto", "grouping": "auto", "pool_micro_batches": "auto"}
     pooled = job.packing.method == "elastic"
     sizes = {"dp": job.layout.dp * job.layout.cp, "cp": 1} if pooled else {"dp": job.layout.dp, "cp": job.layout.cp}

@@ -36,6 +36,7 @@ from tests.contract.one_job import (
 from tests.limits import examples
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import PRESETS, JobConfig
+from wlb.packing.options import METHODS
 from wlb.report.evidence import gather_evidence
 from wlb.simulate.estimate import estimate, question_of
 from wlb.simulate.search import fastest_layout, search_space
@@ -57,7 +58,7 @@ def case_of(
 
 
 @st.composite
-def _packing(draw: st.DrawFn, dp: int, pp: int) -> dict[str, Any]:
+def _packing(draw: st.DrawFn, preset: str, dp: int, pp: int) -> dict[str, Any]:
     """What leaves [packing] to the preset, and what overrides it.
 
     Without ``fixed_solver``, which takes half a minute for 50 steps of hundreds of documents: it has examples.
@@ -81,7 +82,9 @@ def _packing(draw: st.DrawFn, dp: int, pp: int) -> dict[str, Any]:
             },
         )
     )
-    return chosen | {"micro_batches": dp * per_rank}
+    method = chosen.get("method", PRESETS[preset].get("packing", {}).get("method", "makespan"))
+    others = {option for reads in METHODS.values() for option in reads} - METHODS[method].keys()
+    return {name: value for name, value in chosen.items() if name not in others} | {"micro_batches": dp * per_rank}
 
 
 @st.composite
@@ -113,11 +116,12 @@ def cases(draw: st.DrawFn) -> Case:
             optional={"dtype": st.sampled_from(["float32", "bfloat16"])},
         )
     )
+    preset = draw(st.sampled_from(sorted(PRESETS)))
     sections: dict[str, Any] = {
-        "preset": draw(st.sampled_from(sorted(PRESETS))),
+        "preset": preset,
         "model": model,
         "parallel": {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_pp": virtual_pp, "schedule": schedule},
-        "packing": draw(_packing(dp, pp)),
+        "packing": draw(_packing(preset, dp, pp)),
         "data": {
             "context_window": draw(st.sampled_from([64, WINDOW])),
             "overlong": draw(st.sampled_from(["split", "split", "truncate", "drop", "drop", "error"])),

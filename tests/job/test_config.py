@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_origin
@@ -11,8 +12,9 @@ import pytest
 from pydantic import BaseModel
 
 from wlb.errors import UserError
-from wlb.job.config import PRESETS, JobConfig
+from wlb.job.config import NO_BOUND, PRESETS, JobConfig
 from wlb.job.config_file import load_config
+from wlb.packing.options import METHODS
 from wlb.schedules.layout import Layout
 from wlb.sharding import STRATEGIES
 from wlb.sharding.static import per_sequence
@@ -90,12 +92,12 @@ def test_tokens_may_have_a_binary_unit(config):
         ],
     )
     assert job.data.context_window == 131072
-    assert job.packing.options.model_dump()["outlier_thresholds"] == (24576, 73728)
+    assert job.packing.outlier_thresholds == (24576, 73728)
     assert job.evaluation.length_buckets == (1024, 1048576)
     assert '"context_window":131072' in job.model_dump_json()
     for wrong in ("data.context_window=128KB", 'packing.outlier_thresholds=["128KB"]'):
         with pytest.raises(UserError, match=r"'128KB' is not a number of tokens .* 128K or 1M"):
-            load_config(config, [wrong])
+            load_config(config, ["packing.method=variable_length", wrong])
 
 
 def _numbers(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -131,6 +133,39 @@ def test_only_makespan_takes_no_delay(config, method):
     load_config(config, ["packing.max_delay=0"])
 
 
+def test_an_option_that_the_method_does_not_read_is_refused(config):
+    for method, read in METHODS.items():
+        for option in {option for other in METHODS.values() for option in other} - read.keys():
+            value = next(other[option] for other in METHODS.values() if option in other)
+            value = {"outlier_thresholds": [64], "global_batch": 8}.get(option, value)
+            with pytest.raises(UserError) as refusal:
+                load_config(config, [f"packing.method={method}", f"packing.{option}={json.dumps(value)}"])
+            readers = ", ".join(other for other, read in METHODS.items() if option in read)
+            assert (
+                f"packing.{option}: has no effect with method '{method}', only with {readers}; leave it out (got "
+                in (str(refusal.value))
+            )
+            assert " more" not in str(refusal.value)  # no other value is wrong
+    with pytest.raises(UserError, match=r"packing\.window: has no effect with method 'makespan'"):
+        load_config(config, ["packing.window=8"])
+
+
+def test_options_of_a_preset_go_with_its_method(config):
+    for preset in PRESETS:
+        for method, read in METHODS.items():
+            packing = load_config(config, [f"preset={preset}", f"packing.method={method}"]).packing
+            own = PRESETS[preset].get("packing", {})
+            for option in read:
+                usual = own.get(option, read[option]) if own.get("method") == method else read[option]
+                assert getattr(packing, option) == usual, (preset, method, option)
+            assert (packing.assignment, packing.order) == (
+                own.get("assignment", "balanced"),
+                own.get("order", "makespan"),
+            )
+    packing = load_config(config, ["preset=wlb-llm", "packing.early_release=true"]).packing
+    assert (packing.early_release, packing.max_delay) == (True, NO_BOUND)
+
+
 def test_micro_batches_that_are_packed_together_are_bounded(config):
     with pytest.raises(
         UserError, match=r"= 131072 micro-batches are packed together, over 65536; lower packing.window"
@@ -156,7 +191,7 @@ def test_values_at_the_limits_are_taken(config):
 )
 def test_what_fits_no_alternative_is_one_mistake_that_names_all(config, override, message):
     with pytest.raises(UserError) as refusal:
-        load_config(config, [f"packing.{override}"])
+        load_config(config, ["packing.method=variable_length", f"packing.{override}"])
     said = message.format(auto="Input should be 'auto'")
     assert str(refusal.value) == f"config {config}: packing.{said}"
 

@@ -19,6 +19,7 @@ from wlb.job.config import DataConfig, PackingConfig
 from wlb.job.job import JobSpec
 from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.job.pricing import Pricing
+from wlb.packing import options
 from wlb.packing.options import Grouping, Pools
 from wlb.schedules.layout import Layout
 from wlb.workload import hardware_preset, model_shape
@@ -37,12 +38,14 @@ def planner_of(
     overlong: str = "split",
     **packing: Any,
 ) -> StepPlanner:
+    """One with the options in ``packing`` that the method reads."""
     data = DataConfig.model_validate(
         {"store": "unused", "context_window": window_tokens, "seed": 4, "overlong": overlong}
     )
-    config = PackingConfig.model_validate(
-        {"method": method, "micro_batches": 4, "outlier_thresholds": [8, 16], **packing}
-    )
+    given = {"outlier_thresholds": [8, 16]} | packing
+    unread = {option for read in options.METHODS.values() for option in read} - options.METHODS[method].keys()
+    read = {name: value for name, value in given.items() if name not in unread}
+    config = PackingConfig.model_validate({"method": method, "micro_batches": 4} | read)
     job = JobSpec(model_shape("tiny"), Pricing(hardware_preset("h100")), config, data=data, layout=Layout(dp=dp, pp=2))
     return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1 if one_epoch else None)
 

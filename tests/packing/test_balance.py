@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import wlb
 from wlb.errors import UserError
-from wlb.packing.bins import fitting_bins
-from wlb.packing.differencing import differenced
+from wlb.packing.bins import differenced, fitting_bins
 from wlb.workload import make_workload
 
 WORKLOAD = make_workload("7b")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, WORKLOADS
-from wlb.packing import fixed
+from wlb.packing import exact
 from wlb.packing.exact import ExactPacking, solve
 from wlb.packing.registry import make_packer
 
@@ -88,7 +88,7 @@ def test_an_assignment_beyond_capacity_is_not_taken(monkeypatch):
 
 def test_the_solver_packer_leaves_no_micro_batch_empty(monkeypatch):
     together = ExactPacking(np.zeros(4, np.int64), 4.0, 4.0)
-    monkeypatch.setattr(fixed, "solve", lambda *documents, **limits: together)
+    monkeypatch.setattr(exact, "solve", lambda *documents, **limits: together)
     packer = make_packer("fixed_solver", micro_batches=3, context_window=8, workload=WORKLOADS["7b"])
     (plan,) = packer.plan([2, 2, 2, 2]) + packer.drain()
     assert sorted(len(micro_batch.segments) for micro_batch in plan.micro_batches) == [1, 1, 2]

@@ -180,10 +180,11 @@ def test_sequential_packing_cuts_documents_of_any_length():
         (
             "sequential",
             {"window": 2},
-            "'sequential' has no option window = 2; leave it out .*option of fixed_greedy, fixed_s",
+            "^window = 2: has no effect with method 'sequential', only with fixed_greedy, fixed_solver; leave it out",
         ),
+        ("sequential", {"queues": 1}, "has no option queues = 1; it has none; leave it out"),
         ("makespan", {"spread": 1}, r"'makespan' has no option spread = 1; did you mean token_spread\?"),
-        ("fixed_greedy", {"queues": 1}, "has no option queues = 1; leave it out or choose from max_delay, window"),
+        ("fixed_greedy", {"queues": 1}, "has no option queues = 1; choose from max_delay, window"),
         ("variable_length", {"outlier_thresholds": 8}, "^outlier_thresholds = 8: .*'auto' or .* valid tuple"),
         ("fixed_greedy", {"window": 0}, "^window = 0: .*greater than or equal to 1"),
         ("variable_length", {"max_delay": 0}, "^max_delay = 0: must be at least 1"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, WORKLOADS, check_plans, document_lengths, plan_all, whole_documents
 from wlb.job.config import PackingConfig
+from wlb.packing.options import METHODS
 from wlb.packing.packer import Packer
 from wlb.packing.registry import PACKERS, make_packer
 from wlb.report.packing import packer_for
@@ -21,12 +22,13 @@ CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 @pytest.fixture(autouse=True)
-def shown_packer(monkeypatch: pytest.MonkeyPatch) -> type[Packer[Any]]:
+def shown_packer(monkeypatch: pytest.MonkeyPatch) -> type[Packer]:
     (code,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
-    packer: type[Packer[Any]] = names["ShortestFirstPacker"]
+    packer: type[Packer] = names["ShortestFirstPacker"]
     monkeypatch.setitem(PACKERS, packer.name, packer)
+    monkeypatch.setitem(METHODS, packer.name, {"max_delay": 16})
     return packer
 
 
@@ -48,6 +50,6 @@ def test_configurations_and_compare_know_it(shown_packer):
     section = PackingConfig.model_validate({"method": "shortest_first", "max_delay": 3})
     packer = section.packer(64, WORKLOADS["7b"])
     assert isinstance(packer, shown_packer)
-    assert packer.max_delay == 3
+    assert packer.options.max_delay == 3
     compared = packer_for("shortest_first", simulated_job("7b", 64), max_delay=5, max_length_factor=2.0)
-    assert compared.options.model_dump() == {"max_delay": 5}
+    assert (compared.options.max_delay, compared.capacity) == (5, 64)

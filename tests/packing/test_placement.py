@@ -95,7 +95,7 @@ def test_heap_operations_grow_as_the_documents_do(micro_batches, monkeypatch):
 
         return run
 
-    for name in ("heappush", "heappop", "heapreplace"):
+    for name in ("heappush", "heappop"):
         monkeypatch.setattr(greedy, name, counted(getattr(heapq, name)))
     for documents in (1_000, 10_000):
         operations = 0

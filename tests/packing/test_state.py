@@ -20,16 +20,15 @@ from tests.packing.streams import (
     whole_documents,
 )
 from wlb.errors import UserError
-from wlb.packing.fixed import SolverOptions
+from wlb.packing.options import PackingOptions
 from wlb.packing.packer import held_segments
 from wlb.packing.registry import make_packer
-from wlb.packing.tuning import ThresholdTuner
-from wlb.packing.variable_length import VariableLengthOptions
+from wlb.packing.tuning import TunedVariableLengthPacker
 
 
 def small_tuner(monkeypatch):
     """``auto`` tunes after two steps instead of 48, so that short streams see it."""
-    monkeypatch.setattr(ThresholdTuner, "_SAMPLE_STEPS", 2)
+    monkeypatch.setattr(TunedVariableLengthPacker, "_SAMPLE_STEPS", 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -194,10 +193,15 @@ def test_a_tuner_starts_afresh_from_a_state_without_one():
 
 def test_a_job_keeps_to_the_options_that_decide_its_steps():
     """Not to how they are said, nor to those that only place documents within a step."""
-    assert VariableLengthOptions().identity(4096) == VariableLengthOptions(outlier_thresholds=(768, 2304)).identity(
-        4096
-    )
-    assert VariableLengthOptions().identity(4096) != VariableLengthOptions(outlier_thresholds="auto").identity(4096)
-    assert VariableLengthOptions().identity(4096) != VariableLengthOptions().identity(8192)
-    assert SolverOptions(solver_nodes=5).identity(64) == SolverOptions().identity(64)
-    assert SolverOptions(window=2).identity(64) != SolverOptions().identity(64)
+
+    def identity(method, context_window=4096, **options):
+        return PackingOptions(method=method, **options).identity(context_window)
+
+    usual = identity("variable_length")
+    assert usual == identity("variable_length", outlier_thresholds=(768, 2304))
+    assert usual != identity("variable_length", outlier_thresholds="auto")
+    assert usual != identity("variable_length", 8192)
+    assert identity("fixed_solver", solver_nodes=5) == identity("fixed_solver")
+    assert identity("fixed_solver", window=2) != identity("fixed_solver")
+    sizes = {"max_length_factor": 3.0, "global_batch": 8, "pool_micro_batches": 2, "grouping": "even"}
+    assert identity("elastic", **sizes) == identity("elastic") != identity("elastic", max_delay=2)

@@ -1,109 +1,27 @@
 """The thresholds chosen are the best of those tried, and change when the documents do and only then."""
 
-import numpy as np
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from tests.limits import examples
-from tests.packing.streams import SETTINGS, WORKLOADS, through_json
+from tests.packing.streams import WORKLOADS, through_json
 from wlb.documents.synthetic import sample_lengths
-from wlb.errors import UserError
-from wlb.packing import tuning
-from wlb.packing.packer import PackingTask
 from wlb.packing.registry import make_packer
-from wlb.packing.tuning import ThresholdTuner, Trial, search, trade_off, try_setting
-from wlb.packing.variable_length import VariableLengthOptions
+from wlb.packing.tuning import TunedVariableLengthPacker
 
-TASK = PackingTask(4, 256, WORKLOADS["7b"])
+JOB = {"micro_batches": 4, "context_window": 256, "workload": WORKLOADS["7b"]}
 HEAVY = sample_lengths(4000, 256, seed=1, tail_share=0.3).tolist()
 LIGHT = [length % 16 + 1 for length in HEAVY]
 
 
-def options_of(trial):
-    return VariableLengthOptions(outlier_thresholds=trial.outlier_thresholds, max_length_factor=trial.max_length_factor)
-
-
-def beats(one, other):
-    return one.imbalance_degree < other.imbalance_degree and one.mean_token_delay < other.mean_token_delay
-
-
-@settings(SETTINGS, max_examples=examples(5))
-@given(st.integers(0, 99), st.sampled_from([0.0, 0.1, 0.35, 5.0]), st.integers(0, 2))
-def test_the_first_trial_is_the_best_within_the_bound(seed, max_token_delay, queues):
-    lengths = sample_lengths(150, 256, seed=seed, tail_share=0.3)
-    progress = []
-    trials = search(
-        lengths,
-        TASK,
-        factors=[1.0, 1.5],
-        max_token_delay=max_token_delay,
-        queues=queues,
-        on_trial=lambda done, total: progress.append(done),
-    )
-    assert len(trials) == 2 * {0: 1, 1: 12, 2: 67}[queues]
-    assert progress == list(range(1, len(trials) + 1))
-    within = [trial for trial in trials if trial.mean_token_delay <= max_token_delay]
-    assert trials[: len(within)] == within  # no thresholds means no outlier delay, so there usually is one
-    if within:
-        assert trials[0].imbalance_degree == min(trial.imbalance_degree for trial in within)
-    else:
-        assert trials[0].mean_token_delay == min(trial.mean_token_delay for trial in trials)
-    assert not any(beats(trial, trials[0]) for trial in trials)
-
-
-def test_finalists_pack_the_whole_sample(monkeypatch):
-    monkeypatch.setattr(tuning, "_SCREENING_STEPS", 6)
-    trials = search(HEAVY, TASK, factors=[1.5])
-    for trial in trials:
-        assert trial == try_setting(np.array(HEAVY), TASK, options_of(trial))
-    settings = {(trial.outlier_thresholds, trial.max_length_factor) for trial in trials}
-    assert tuning._FINALISTS <= len(settings) == len(trials) < 67
-    assert ((), 1.5) in settings  # no queue, no delay: the curve starts there
-
-
-@SETTINGS
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.sampled_from([1.0, 1.5])), max_size=12))
-def test_the_trade_off_is_the_pareto_front(points):
-    trials = [Trial((), factor, 1 + imbalance, delay, 0, 0.0) for imbalance, delay, factor in points]
-    front = trade_off(trials)
-    as_points = {(trial.mean_token_delay, trial.imbalance_degree) for trial in trials}
-    assert {(trial.mean_token_delay, trial.imbalance_degree) for trial in front} == {
-        (delay, imbalance)
-        for delay, imbalance in as_points
-        if not any(d <= delay and i <= imbalance and (d, i) != (delay, imbalance) for d, i in as_points)
-    }
-    assert [trial.mean_token_delay for trial in front] == sorted({trial.mean_token_delay for trial in front})
-
-
-def test_trials_keep_to_the_bound_on_delay():
-    for max_delay in (1, 3):
-        trials = search(HEAVY, TASK, VariableLengthOptions(max_delay=max_delay), factors=[2.0], queues=1)
-        assert max(trial.longest_delay for trial in trials) == max_delay
-
-
-def test_lengths_that_fill_no_step_are_refused():
-    with pytest.raises(UserError, match="300 tokens fill no step of 4 micro-batches x 256 tokens; give more") as error:
-        search([100, 200], TASK)
-    assert "\n" not in str(error.value)
-
-
-def test_lengths_over_the_window_count_as_one_window():
-    assert search([1000, 30] * 20, TASK, queues=1) == search([256, 30] * 20, TASK, queues=1)
-
-
 def tuner():
-    return ThresholdTuner(TASK, VariableLengthOptions())
+    return make_packer("variable_length", outlier_thresholds="auto", **JOB)
 
 
 def chosen(one, lengths, at_once):
     """What a tuner answers to ``lengths`` in pieces, where that is not "no change"."""
-    answers = [one.observe(lengths[start : start + at_once]) for start in range(0, len(lengths), at_once)]
+    answers = [one._observe(lengths[start : start + at_once]) for start in range(0, len(lengths), at_once)]
     return [answer for answer in answers if answer is not None]
 
 
 def test_tunes_again_on_drift_and_not_without(monkeypatch):
-    monkeypatch.setattr(ThresholdTuner, "_SAMPLE_STEPS", 24)
+    monkeypatch.setattr(TunedVariableLengthPacker, "_SAMPLE_STEPS", 24)
     one = tuner()
     assert len(chosen(one, HEAVY, 7)) == 1
     assert chosen(one, HEAVY[::-1], 7) == []
@@ -113,7 +31,7 @@ def test_tunes_again_on_drift_and_not_without(monkeypatch):
 
 
 def test_a_restored_tuner_answers_the_same(monkeypatch):
-    monkeypatch.setattr(ThresholdTuner, "_SAMPLE_STEPS", 12)
+    monkeypatch.setattr(TunedVariableLengthPacker, "_SAMPLE_STEPS", 12)
     one, other = tuner(), tuner()
     chosen(one, HEAVY[:100], 7)
     other.load_state_dict(through_json(one.state_dict()))
@@ -122,11 +40,11 @@ def test_a_restored_tuner_answers_the_same(monkeypatch):
 
 
 def test_thresholds_do_not_depend_on_how_documents_arrive(monkeypatch):
-    monkeypatch.setattr(ThresholdTuner, "_SAMPLE_STEPS", 8)
+    monkeypatch.setattr(TunedVariableLengthPacker, "_SAMPLE_STEPS", 8)
     lengths = HEAVY[:600] + LIGHT[:1200] + HEAVY[600:900]
     outcomes = []
     for at_once in (1, 13, len(lengths)):
-        packer = make_packer("variable_length", outlier_thresholds="auto", **TASK._asdict())
+        packer = make_packer("variable_length", outlier_thresholds="auto", **JOB)
         plans = [
             plan for start in range(0, len(lengths), at_once) for plan in packer.plan(lengths[start : start + at_once])
         ]

@@ -11,8 +11,8 @@ import pytest
 
 from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
-from wlb.packing.fixed import FixedGreedyPacker, FixedOptions
-from wlb.packing.packer import PackingTask
+from wlb.packing.carrying import FixedGreedyPacker
+from wlb.packing.options import PackingOptions
 from wlb.packing.plan import StepPlan
 from wlb.report.packing import MethodResult, compare_packer, compared_rows, comparison_json, packer_for
 from wlb.simulate import SimulationResult, simulate, simulated_job
@@ -25,8 +25,8 @@ MICRO_BATCHES = JOB.packing.micro_batches
 class LeavesLongOnes(FixedGreedyPacker):
     """Keeps every document of half a window or more until the end."""
 
-    def __init__(self, task: PackingTask, options: FixedOptions) -> None:
-        super().__init__(task, options)
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
         self._left: list[Segment] = []
 
     def plan(self, documents: Iterable[Any]) -> list[StepPlan]:
@@ -44,9 +44,9 @@ def lengths() -> np.ndarray[Any, Any]:
 
 def test_leaving_long_documents_for_the_end_is_no_gain():
     documents, _ = documents_for(lengths(), MICRO_BATCHES, WINDOW)
-    task = PackingTask(MICRO_BATCHES, WINDOW, JOB.workload)
+    settings = MICRO_BATCHES, WINDOW, JOB.workload, PackingOptions(method="fixed_greedy")
     usual, leaving = (
-        compare_packer(name, packer(task, FixedOptions()), documents, JOB)
+        compare_packer(name, packer(*settings), documents, JOB)
         for name, packer in (("usual", FixedGreedyPacker), ("leaving", LeavesLongOnes))
     )
     assert leaving.tokens_out == leaving.tokens_in
@@ -86,7 +86,7 @@ def test_it_is_the_speed_that_the_simulator_finds():
     documents, _ = documents_for(corpus, common.global_batch, window)
 
     def simulated(method: str, **arranged: str) -> SimulationResult:
-        packing = common.packing.model_copy(update={"method": method, **arranged})
+        packing = common.packing.changed(method=method, **arranged)
         return simulate(replace(common, packing=packing), corpus, steps, work_prices=common.work_prices)
 
     def compared(method: str) -> MethodResult:

@@ -102,7 +102,7 @@ def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: 
     assert (config.preset, str(config.data.store), config.data.context_window) == (BEST, store, 4096)
     assert config.model.vocab_size == job.shape.vocab_size == 33_024
     assert config.parallel.layout == job.layout
-    assert config.packing.length_factor == job.packing.length_factor
+    assert config.packing.max_length_factor == job.packing.max_length_factor
 
 
 @pytest.mark.parametrize(("layers", "name"), [(4, "tiny"), (9, "MODEL OF THE PROFILE")])

@@ -47,7 +47,7 @@ def test_a_configuration_becomes_the_job_it_describes():
 def test_the_length_factor_is_what_memory_allows():
     config = configuration(model={"name": "550m"}, packing={"max_length_factor": "auto"})
     simulated = decide(SimulatedJob.from_config(config), NO_LENGTHS)
-    assert 1 <= float(simulated.packing.length_factor) <= 4
+    assert 1 <= float(simulated.packing.max_length_factor) <= 4
     assert fits(simulated)
     with pytest.raises(UserError, match="GiB of 90% of a GPU"):
         decide(SimulatedJob.from_config(config, replace(H100, memory_bytes=1e9)), NO_LENGTHS)
@@ -97,4 +97,4 @@ def test_mistakes_are_named_in_one_line(make, message):
 def test_a_job_of_keywords_decides_its_length_factor_too():
     job = simulated_job("7b", 32_768, packing={"max_length_factor": "auto"}, tp=8, pp=4)
     job = decide(job, NO_LENGTHS)
-    assert 1 <= float(job.packing.length_factor) <= 4
+    assert 1 <= float(job.packing.max_length_factor) <= 4

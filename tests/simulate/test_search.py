@@ -54,18 +54,21 @@ def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) ->
                     activation_checkpointing=kind,
                     **vars(layout),
                 )
-                if job.packing.has_length_factor and not job.pools:
+                if job.packing.reads("max_length_factor") and not job.pools:
                     room = largest_factor(job)
                     if room is None:
                         continue
-                    job = job.with_length_factor(min(float(job.packing.length_factor), room))
+                    job = job.with_length_factor(min(float(job.packing.max_length_factor), room))
                 job = decide(job, lengths)
                 if fits(job):
                     yield job
 
 
 def of_draws(job: SimulatedJob, space: SearchSpace, lengths: np.ndarray) -> float:
-    prices, warm_up = make_workload(space.shape, space.hardware), WARM_UP if job.packing.has_length_factor else 0
+    prices, warm_up = (
+        make_workload(space.shape, space.hardware),
+        WARM_UP if job.packing.reads("max_length_factor") else 0,
+    )
     return fmean(rate(drawn(job, n), lengths, STEPS, prices, warm_up).work_rate for n in range(DRAWS))
 
 

@@ -152,7 +152,6 @@ def _job(folder: Path, data: Path, preset: str, layout: dict[str, Any]) -> JobCo
         training={"steps": STEPS, "dtype": "float64", "learning_rate": 0.02, "timeout_seconds": _SECONDS},
         checkpoint={"dir": str(folder / "checkpoints"), "every": CHECKPOINT_EVERY},
     )
-    sections["packing"].pop("outlier_thresholds")
     return JobConfig.model_validate({"preset": preset, **sections})
 
 

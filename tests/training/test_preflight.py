@@ -60,7 +60,7 @@ def test_a_step_of_the_most_micro_batches_is_checked_at_once(tmp_path):
         packing={"micro_batches": 65_536, "max_length_factor": "auto"},
         training={"memory_gib": 1000.0},
     )
-    assert check_job(large, 1).job.packing.length_factor == 4
+    assert check_job(large, 1).job.packing.max_length_factor == 4
 
 
 def test_the_trainer_plans_by_a_measured_profile(tmp_path):
@@ -138,7 +138,7 @@ def test_a_large_global_batch_of_pools_is_divided_until_it_fits_the_memory(tmp_p
     )
     packing = check_job(config, 2).job.packing
     assert packing.in_use()["global_batch"] == 640
-    factor = packing.length_factor
+    factor = packing.max_length_factor
     assert factor != "auto"
     assert (factor > 100) == (memory_gib == 4.0)
 
@@ -149,9 +149,9 @@ def test_the_configuration_stays_as_it_was_given(tmp_path):
     config = job(tmp_path, "elastic", parallel={"dp": 2, "cp": 2}, packing={"max_length_factor": "auto"})
     checked = check_job(config, 4)
     assert checked.config == config
-    assert checked.config.parallel.pool == checked.config.packing.length_factor == "auto"
+    assert checked.config.parallel.pool == checked.config.packing.max_length_factor == "auto"
     assert checked.job.pools_decided
-    assert checked.job.packing.length_factor != "auto"
+    assert checked.job.packing.max_length_factor != "auto"
 
 
 AUTO = {"packing": {"max_length_factor": "auto"}}
@@ -184,20 +184,20 @@ def test_auto_fills_the_memory_there_is(tmp_path):
     config = auto_job(tmp_path)
     between = (needed_gib(config, 2 * WINDOW) + needed_gib(config, 3 * WINDOW)) / 2
     decided = decide(auto_job(tmp_path, between))
-    assert 2 <= float(decided.packing.length_factor) < 3
+    assert 2 <= float(decided.packing.max_length_factor) < 3
     assert needed_gib(config, decided.longest_micro_batch) <= between
 
 
 def test_auto_is_bounded_where_memory_is_not(tmp_path):
-    assert decide(auto_job(tmp_path)).packing.length_factor == LARGEST_AUTO_FACTOR
+    assert decide(auto_job(tmp_path)).packing.max_length_factor == LARGEST_AUTO_FACTOR
 
 
 def test_a_job_that_continues_keeps_its_length(tmp_path):
     config = auto_job(tmp_path, checkpoint={"allow_changed_data": True})  # of which the identity here says little
     saved = {"packing.max_length_factor": 1.25}
-    assert decide(config, saved).packing.length_factor == 1.25
+    assert decide(config, saved).packing.max_length_factor == 1.25
     with mock.patch.object(preflight, "_saved_loader_state", return_value={"identity": saved}):
-        assert find_problems(config, "cpu").job.packing.length_factor == 1.25
+        assert find_problems(config, "cpu").job.packing.max_length_factor == 1.25
 
 
 @pytest.mark.parametrize("factor", ["auto", 2.0])
@@ -218,8 +218,7 @@ def test_a_job_that_does_not_fit_is_refused_with_numbers(tmp_path, factor):
 
 
 def test_other_packing_methods_fill_windows(tmp_path):
-    job = decide(auto_job(tmp_path, packing={"method": "sequential", "max_length_factor": 3.0}))
-    assert job.longest_micro_batch == WINDOW
+    assert decide(job(tmp_path, packing={"method": "sequential"})).longest_micro_batch == WINDOW
 
 
 def test_processes_share_the_memory_of_a_machine():
@@ -238,7 +237,7 @@ def _agree(folder: Path) -> float:
     check_agreed(job)
     with pytest.raises(TrainingError, match="ranks decided on different jobs"):
         check_agreed(job.with_length_factor(1.0 + dist.get_rank()))
-    return float(job.packing.length_factor)
+    return float(job.packing.max_length_factor)
 
 
 def test_ranks_agree_on_the_least(tmp_path):

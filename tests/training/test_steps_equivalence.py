@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "level": {"dp": 2},  # elastic, whose two ranks run micro-batches of their own
 }
 PACKING: dict[str, dict[str, Any]] = {
+    "wlb-llm": {"outlier_thresholds": [16, 40]},
     "elastic": {"pool_micro_batches": 3, "grouping": "alike"},
     "level": {"grouping": "level", "max_length_factor": 1.0},  # half a context window on each rank
 }
@@ -47,7 +48,7 @@ def configure(folder: Path, preset: str, steps: int) -> JobConfig:
         model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68},
         data={"context_window": WINDOW},
         parallel=LAYOUTS[preset],
-        packing={"outlier_thresholds": [16, 40], **PACKING.get(preset, {})},
+        packing=PACKING.get(preset, {}),
         training={"steps": steps, "dtype": "float64", "learning_rate": 0.02, "gradient_clip": 0.5},
         metrics={"dir": str(folder / preset / "metrics")},
     )

@@ -134,7 +134,7 @@ def title_of(job: SimulatedJob, priced_by: Mapping[str, str | int]) -> str:
 
 
 def compare_packers(
-    packers: Iterable[tuple[str, Packer[Any]]], documents: Sequence[Segment], job: SimulatedJob
+    packers: Iterable[tuple[str, Packer]], documents: Sequence[Segment], job: SimulatedJob
 ) -> list[MethodResult]:
     """A row for each packer, by the name it is shown with."""
     from wlb.report.packing import compare_packer

@@ -15,9 +15,9 @@ from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
 
 if TYPE_CHECKING:
     from wlb.documents.segments import Segment
-    from wlb.packing.tuning import Trial
     from wlb.report.packing import MethodResult
     from wlb.simulate import SimulatedJob
+    from wlb.studies.thresholds import Trial
 
 _TUNED, _UNTUNED = "variable_length, tuned", "makespan"
 _AS_FAST = 0.99  # of the tuned setting's speed: thresholds tuned on these documents fit others less well
@@ -49,8 +49,8 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
     Example: wlb tune synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.packing.tuning import trade_off
     from wlb.report.packing import comparison_json, packer_for
+    from wlb.studies.thresholds import trade_off
 
     tokens = read_lengths(lengths)
     job, priced_by = asked.job(context, lengths, tokens)
@@ -97,17 +97,18 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
 
 def _trials(documents: Sequence[Segment], asked: TuneOptions, job: SimulatedJob) -> list[Trial]:
     """Settings of variable_length, the best first."""
-    from wlb.packing.packer import PackingTask
-    from wlb.packing.registry import packer_options
-    from wlb.packing.tuning import MAX_LENGTH_FACTORS, search
-    from wlb.packing.variable_length import VariableLengthOptions
+    from wlb.packing.options import PackingOptions
+    from wlb.studies.thresholds import MAX_LENGTH_FACTORS, search
 
     most = asked.max_length_factor
+    delay = {} if asked.max_delay is None else {"max_delay": asked.max_delay}
     with counted("trying settings") as on_trial:
         return search(
             [document.length for document in documents],
-            PackingTask(job.packing.micro_batches, job.context_window, job.pricing.packed_by or job.workload),
-            VariableLengthOptions.model_validate(packer_options("variable_length", {"max_delay": asked.max_delay})),
+            job.packing.micro_batches,
+            job.context_window,
+            job.pricing.packed_by or job.workload,
+            PackingOptions(method="variable_length").changed(**delay),
             factors=sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < most), most}),
             max_token_delay=asked.max_token_delay,
             on_trial=on_trial,

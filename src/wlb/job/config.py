@@ -6,19 +6,19 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, create_model, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, Field, model_validator
 
 from wlb.documents.order import DataConfig
 from wlb.documents.store.sources import StoreSetting
 from wlb.packing.arrange import Assignment, Order
-from wlb.packing.options import LengthFactorOptions, PackerOptions, Pools
-from wlb.packing.packer import Packer, PackingTask
-from wlb.packing.registry import PACKERS, checked_name
+from wlb.packing.options import METHODS, PackingOptions, Pools
+from wlb.packing.packer import Packer
+from wlb.packing.registry import PACKERS
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import SCHEDULES, round_size
 from wlb.settings import (
@@ -59,6 +59,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "best": {},
     "elastic": {"packing": {"method": "elastic"}, "sharding": {"strategy": "elastic"}},
 }
+
+
+def with_preset(preset: Mapping[str, dict[str, Any]], name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Section ``name`` as ``given``, and what it leaves out by ``preset``: options of a method go with the method."""
+    settings = preset.get(name, {})
+    if given.get("method", settings.get("method")) != settings.get("method"):
+        settings = {key: value for key, value in settings.items() if key in _AS_PACKED}
+    return settings | given
+
 
 DecayRate = Annotated[Number, Field(ge=0, lt=1)]
 
@@ -150,35 +159,9 @@ class BaselineConfig(LayoutConfig):
     )
 
 
-def _option_fields() -> dict[str, Any]:
-    """A field for every option of any packer; None is the packer's own default."""
-    by_option: dict[str, dict[str, FieldInfo]] = {}
-    for name, packer in PACKERS.items():
-        for option, field in packer.options_class.model_fields.items():
-            if not field.exclude:  # what is excluded is no setting of a job, as plans must not depend on it
-                by_option.setdefault(option, {})[name] = field
-    fields: dict[str, Any] = {}
-    for option, of_packers in by_option.items():
-        first = next(iter(of_packers.values()))
-        kind: Any = Annotated[first.annotation, *first.metadata] if first.metadata else first.annotation
-        defaults = {name: field.default for name, field in of_packers.items()}
-        described = Field(None, description=first.description, json_schema_extra={"defaults": defaults})
-        fields[option] = (kind | None, described)
-    return fields
+class PackingConfig(PackingOptions):
+    """How documents become micro-batches: sizes, the packer, and its options. Options of other packers are refused."""
 
-
-if TYPE_CHECKING:
-    _PackerSettings = Section
-else:
-    _PackerSettings = create_model("_PackerSettings", __base__=Section, **_option_fields())
-
-
-class PackingConfig(_PackerSettings):
-    """How documents become micro-batches: sizes, the packer, and its options. Options of other packers are ignored."""
-
-    method: Annotated[str, AfterValidator(checked_name)] = Field(
-        "makespan", description="Packer", json_schema_extra={"enum": [*PACKERS]}
-    )
     micro_batches: MicroBatchCount = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
     assignment: Assignment = Field(
         "balanced", description="Micro-batches are dealt to data-parallel ranks in turn, or heaviest first"
@@ -188,41 +171,27 @@ class PackingConfig(_PackerSettings):
         description="Order inside a rank: as packed, heavy in the middle, or what parallel.schedule runs fastest",
     )
 
-    @property
-    def options(self) -> PackerOptions:
-        """The options of ``method``, with its defaults for those that are not set."""
-        options_class = PACKERS[self.method].options_class
-        given = {name: getattr(self, name, None) for name in options_class.model_fields}
-        return options_class(**{name: value for name, value in given.items() if value is not None})
-
-    @property
-    def length_factor(self) -> float | Literal["auto"]:
-        """L_max in context windows."""
-        options = self.options
-        return options.max_length_factor if isinstance(options, LengthFactorOptions) else 1.0
-
-    @property
-    def has_length_factor(self) -> bool:
-        """Whether micro-batches may be of up to L_max tokens, and not of the context window."""
-        return isinstance(self.options, LengthFactorOptions)
-
     def pools(self, size: int | Literal["auto"]) -> Pools | None:
-        """The elastic pools of ``size`` ranks; None where the method has none."""
-        return self.options.pools(size, self.micro_batches)
+        """The pools of ``size`` ranks that it packs for; None where context-parallel groups run its micro-batches."""
+        if self.method != "elastic":
+            return None
+        moves = bool(self.max_delay or self.lookahead)
+        grouping = "even" if self.grouping == "auto" and moves else self.grouping
+        batch = self.global_batch or self.micro_batches
+        return Pools(size, self.pool_micro_batches, grouping, batch, delays=bool(self.max_delay))
 
     def in_use(self) -> dict[str, Any]:
-        """The settings as JSON: L_max, the longest delay (None where no document waits), and the packer's options."""
-        own = self.model_dump(mode="json", include={"method", "micro_batches", "assignment", "order"})
-        return own | {"max_length_factor": self.length_factor, "max_delay": None} | self.options.model_dump(mode="json")
+        """The settings as JSON, without options that the method does not read."""
+        common = {"method", "micro_batches", "assignment", "order"}
+        return self.model_dump(mode="json", include=common | METHODS[self.method].keys())
 
-    def packer(self, context_window: int, workload: DocumentPrices) -> Packer[Any]:
+    def packer(self, context_window: int, workload: DocumentPrices) -> Packer:
         """The packer that this section describes, in which ``max_length_factor`` is no longer "auto"."""
-        task = PackingTask(self.micro_batches, context_window, workload)
-        return PACKERS[self.method](task, self.options)
+        return PACKERS[self.method](self.micro_batches, context_window, workload, self)
 
     @model_validator(mode="after")
     def _check(self) -> PackingConfig:
-        together = self.options.global_batches * self.micro_batches  # a value may be right for another packer only
+        together = self.window * self.micro_batches
         if together > MOST_MICRO_BATCHES:
             raise ValueError(
                 f"packing.window x packing.micro_batches = {together} micro-batches are packed together, over "
@@ -353,7 +322,9 @@ class JobConfig(Section):
     """All sections of one training job; ``preset`` sets what [packing] and [sharding] leave out."""
 
     preset: Annotated[str, *one_of(PRESETS)] = Field(
-        "best", description="System of which [packing] and [sharding] take the settings they leave out"
+        "best",
+        description="System of which [packing] and [sharding] take the settings they leave out; another packing.method "
+        "takes none of its options",
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig
@@ -371,15 +342,20 @@ class JobConfig(Section):
     def _apply_preset(cls, document: Any) -> Any:
         name = document.get("preset") if isinstance(document, dict) else None
         preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
-        for name, settings in preset.items():
+        for name in preset:
             section = document.get(name, {})
             if isinstance(section, dict):
-                document = document | {name: settings | section}
+                document = document | {name: with_preset(preset, name, section)}
         return document
 
     @model_validator(mode="after")
     def _check(self) -> JobConfig:
-        self.packing.options.check_window(self.data.context_window)
+        thresholds, window = self.packing.outlier_thresholds, self.data.context_window
+        if isinstance(thresholds, tuple) and thresholds and thresholds[-1] > window:
+            raise ValueError(
+                f"packing.outlier_thresholds has {thresholds[-1]}, over data.context_window = {window}: no document "
+                "could reach it"
+            )
         if self.baseline is not None and self.baseline.world_size != self.parallel.world_size:
             raise ValueError(
                 f"[baseline] is a job of {self.baseline.world_size} processes and [parallel] of "

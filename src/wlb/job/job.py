@@ -157,7 +157,7 @@ class JobSpec:
     @property
     def longest_micro_batch(self) -> int:
         """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
-        return self.packing.options.most_tokens(self.context_window, self.packing.micro_batches)
+        return self.packing.most_tokens(self.context_window, self.packing.micro_batches)
 
     @property
     def levels_steps(self) -> bool:
@@ -326,7 +326,7 @@ class JobSpec:
             grouping=pools.grouping,
         )
         job = replace(self, layout=replace(self.layout, dp=number, cp=size), pool=size, packing=packing)
-        factor = job.packing.length_factor
+        factor = job.packing.max_length_factor
         if factor != "auto" and factor < job.least_length_factor:
             raise UserError(
                 f"max_length_factor = {factor:g} leaves no room for a global batch of "
@@ -352,13 +352,13 @@ class JobSpec:
         )
         return replace(self, layout=replace(self.layout, dp=1, cp=ranks), pool=ranks, packing=packing)
 
-    def packer(self) -> Packer[Any]:
+    def packer(self) -> Packer:
         """A fresh packer of this job, in which ``packing.max_length_factor`` is no longer "auto"."""
         return self.packing.packer(self.context_window, self.packing_prices)
 
     def with_length_factor(self, factor: float | Literal["auto"]) -> Self:
         """The same with another L_max, in context windows, where the packer has one."""
-        if not self.packing.has_length_factor:
+        if not self.packing.reads("max_length_factor"):
             return self
         return replace(self, packing=self.packing.changed(max_length_factor=factor))
 

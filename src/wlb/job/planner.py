@@ -211,7 +211,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
 def documents_together(job: JobSpec, lengths: DocumentLengths) -> int:
     """Documents of ``lengths`` that are packed together, on average: those of a step, or of more with ``window``."""
-    windows = job.packing.options.global_batches * job.global_batch
+    windows = job.packing.window * job.global_batch
     return round(windows * job.context_window / max(1, tokens_of(lengths)) * documents_in(lengths))
 
 
@@ -219,7 +219,7 @@ def _check_step(job: JobSpec, lengths: DocumentLengths) -> None:
     together = documents_together(job, lengths)
     if together > _MOST_DOCUMENTS:
         raise UserError(
-            f"{job.packing.options.global_batches * job.global_batch} context windows of {job.context_window} tokens "
+            f"{job.packing.window * job.global_batch} context windows of {job.context_window} tokens "
             f"are packed together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower the global batch, "
             "packing.window or data.context_window"
         )

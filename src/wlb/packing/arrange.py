@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.packing.bins import into_lightest
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.timing import pipeline_makespan
 
@@ -93,13 +94,12 @@ def arrange(
 
 def _balanced(micro_batches: Sequence[MicroBatch], dp: int) -> list[list[MicroBatch]]:
     """Heaviest first, each to the lightest of the ranks that have a place left."""
-    per_rank = len(micro_batches) // dp
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
-    sums = [0.0] * dp
-    for micro_batch in sorted(micro_batches, key=lambda m: m.workload, reverse=True):
-        rank = min((r for r in range(dp) if len(ranks[r]) < per_rank), key=sums.__getitem__)
+    falling = sorted(micro_batches, key=lambda m: m.workload, reverse=True)
+    places = [len(falling) // dp] * dp
+    owners = into_lightest([1] * len(falling), [m.workload for m in falling], [0.0] * dp, places)
+    for micro_batch, rank in zip(falling, owners, strict=True):
         ranks[rank].append(micro_batch)
-        sums[rank] += micro_batch.workload
     return ranks
 
 

@@ -8,8 +8,8 @@ learning step or the global batch of another data loader, only the division is l
 2. parts exchange documents until the heaviest cannot become lighter (``wlb.packing.levelling``).
 
 Where documents do not fit so, the first step is repeated for tokens instead of prices, and at last searched for. Few
-documents are divided a second time from another start (``wlb.packing.differencing``), and the better division is taken,
-which is then never less even than that start.
+documents are divided a second time from another start (``wlb.packing.bins.differenced``), and the better division is
+taken, which is then never less even than that start.
 
 For ``ranks`` that wait for one another after every micro-batch, those of like price run at the same time. A document
 dearer than a mean micro-batch makes a *slot* (the micro-batches of all ranks that run at the same time) as long as
@@ -18,7 +18,7 @@ itself, so the other ranks of the slot are filled up to it, and the later slots 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.packing.bins import fitting_bins, into_lightest
-from wlb.packing.differencing import differenced
+from wlb.packing.bins import differenced, fitting_bins, into_lightest
 from wlb.packing.levelling import Indices, Limits, Prices, level, level_equal_sizes, sums_of
 
 if TYPE_CHECKING:
@@ -104,21 +103,17 @@ def balance(
         tokens, prices = phases.held_tokens(documents), prices + phases.of(documents).sum(axis=1)
     task = _Task(tokens, prices, _positive("max_tokens", max_tokens), equal_size, even)
     multiple = (_positive("multiple_of", multiple_of) or 1) * (_positive("ranks", ranks) or 1)
-    number = _positive("parts", parts)
-    slots = _slotted(task, number, multiple, ranks)
-    named = [[sorted(part.tolist()) for part in slot] for slot in slots]
-    return named[0] if ranks is None else [list(of_rank) for of_rank in zip(*named, strict=True)]
-
-
-def _slotted(task: _Task, parts: int | None, multiple: int, ranks: int | None) -> list[list[Indices]]:
-    """Micro-batches slot by slot; without ``ranks`` all are one slot."""
-    if parts is None and (task.most_tokens is not None or ranks is None):
+    number, start = _positive("parts", parts), None
+    if number is None and (task.most_tokens is not None or ranks is None):
         number, start = _fewest(task, multiple)
-    else:
-        number, start = _rounded_up(parts or 1, multiple), None
+    number = _rounded_up(number or 1, multiple)
     if ranks is None:
-        return [_divided(task, number, start)]
-    return [list(slot) for slot in zip(*_in_lock_step(task, number, ranks, start), strict=True)]
+        return _named(_divided(task, number, start))
+    return [_named(of_rank) for of_rank in _in_lock_step(task, number, ranks, start)]
+
+
+def _named(parts: list[Indices]) -> list[list[int]]:
+    return [sorted(part.tolist()) for part in parts]
 
 
 class _Task(NamedTuple):
@@ -136,17 +131,14 @@ def _divided(task: _Task, parts: int, start: list[Indices] | None = None) -> lis
     start = start or _placed(task, parts)
     if start is not None and task.prices.min() == task.prices.max():
         return start  # as even as it gets
-    start = start or _fitted(task, parts)
-    if start is None:
-        size = len(task.tokens) // parts if task.equal_size else None
-        start = fitting_bins(task.tokens.tolist(), parts, task.most_tokens or 0, size)
+    size = len(task.tokens) // parts if task.equal_size else None
+    start = start or _fitted(task, parts) or fitting_bins(task.tokens.tolist(), parts, task.most_tokens or 0, size)
     if start is None:
         raise UserError(
             f"found no way to divide {len(task.tokens)} documents of {task.tokens.sum()} tokens into {parts} parts of "
             f"max_tokens = {task.most_tokens}; raise max_tokens or parts"
         )
-    other = _differenced(task, parts)
-    starts = [start] if other is None else [start, other]
+    starts = [start, *_differenced(task, parts)]
     if not task.even:  # for ranks each slot is levelled by itself
         starts = [_levelled(start, task) for start in starts]
     return min(starts, key=lambda found: _most(found, task.prices))
@@ -198,13 +190,13 @@ def _fitted(task: _Task, parts: int) -> list[Indices] | None:
     return start if start and _most(start, task.tokens) <= (task.most_tokens or 0) else None
 
 
-def _differenced(task: _Task, parts: int) -> list[Indices] | None:
-    """Another start, where there are few documents; None where there are many, or it breaks a limit."""
+def _differenced(task: _Task, parts: int) -> list[list[Indices]]:
+    """Another start, where there are few documents; none where there are many, or it breaks a limit."""
     documents = len(task.tokens)
     if task.equal_size or (documents > _FEW and (parts > _FEW_PARTS or documents > _FEW_OF_PART * parts)):
-        return None
+        return []
     start = [np.array(part, np.int64) for part in differenced(task.prices, parts)]
-    return _within(task, start) if all(len(part) for part in start) else None
+    return [start] if all(map(len, start)) and _within(task, start) else []
 
 
 def _within(task: _Task, start: list[Indices]) -> list[Indices] | None:
@@ -260,7 +252,13 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
         raise UserError("lengths to balance must be a list of at least one number of tokens")
     # NumPy makes integers of booleans among integers, and floats or objects of integers over 64 bits.
     if array.dtype.kind not in "iu" or (isinstance(lengths, list | tuple) and bool in set(map(type, lengths))):
-        _check_whole(lengths, array.dtype)
+        for document, length in enumerate(lengths):
+            if isinstance(length, bool) or not isinstance(length, int | np.integer):
+                kind = "bool" if isinstance(length, bool) else array.dtype
+                raise UserError(
+                    f"document lengths must be whole numbers of tokens, not {kind} (document {document} is "
+                    f"{str(length)[:40]}); convert them to int"
+                )
     tokens = array.tolist() if array.dtype.kind in "iu" else [int(length) for length in lengths]
     if (shortest := min(tokens)) < 1:
         raise UserError(f"document {tokens.index(shortest)} has {shortest} tokens; lengths must be at least 1")
@@ -270,16 +268,6 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
             "as workload"
         )
     return np.array(tokens, np.int64)
-
-
-def _check_whole(lengths: Iterable[Any], dtype: np.dtype[Any]) -> None:
-    for document, length in enumerate(lengths):
-        if isinstance(length, bool) or not isinstance(length, int | np.integer):
-            kind = "bool" if isinstance(length, bool) else dtype
-            raise UserError(
-                f"document lengths must be whole numbers of tokens, not {kind} (document {document} is "
-                f"{str(length)[:40]}); convert them to int"
-            )
 
 
 def _prices(

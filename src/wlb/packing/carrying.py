@@ -1,48 +1,56 @@
-"""Base of packers of whole documents: what does not fit into a step is carried over.
+"""Base of packers of whole documents, where what does not fit into a step is carried over; and ``fixed_greedy``.
 
 Each planning round takes fresh documents in until they and the carry-over make as many global batches as it plans
 together, places them into N micro-batches for each of them and carries the rest. Where that would leave over a document
 that has waited ``max_delay`` rounds, the round is placed again with such documents first, oldest first, so none is
 starved.
+
+Packing ``window`` global batches together balances better, at the price of changing which step trains which document
+(WLB-LLM, sections 2.3 and 7.2).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any
 
 from wlb.documents.segments import Segment
-from wlb.packing.options import DelayOptions
-from wlb.packing.packer import Packer, PackingTask, Pending
+from wlb.packing.packer import Packer, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
-from wlb.packing.plan import StepPlan
-
-Options = TypeVar("Options", bound=DelayOptions)
+from wlb.packing.plan import MicroBatch, StepPlan
 
 
-class CarryingPacker(Packer[Options]):
+class CarryingPacker(Packer):
     """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``makespan``."""
 
-    options_class = DelayOptions
-
-    def __init__(self, task: PackingTask, options: Options) -> None:
-        super().__init__(task, options)
-        self.global_batches = options.global_batches  # of a round
-        self.max_delay = options.max_delay
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.global_batches = self.options.window  # of a round
+        self.max_delay = self.options.max_delay
         self._carried: list[Pending] = []
         self._carried_tokens = 0
 
     @property
     def pending(self) -> list[Segment]:
-        return [item.segment for item in self._carried] + super().pending
+        return [item.segment for item in chain(self._waiting(), self._carried)] + super().pending
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "carried": to_state(self._carried)}
+        held = {"carried": _to_state(self._carried), "waiting": _to_state(self._waiting())}
+        return {**super().state_dict(), **held}
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
         self._carry(self._from_state(state["carried"]))
+        self._wait(self._from_state(state["waiting"]))
+
+    def _waiting(self) -> list[Pending]:
+        """Documents that a subclass holds back, and does not carry over."""
+        return []
+
+    def _wait(self, items: list[Pending]) -> None:
+        """Hold back ``items`` alone, which ``_waiting`` gave."""
 
     def _precedence(self, items: list[Pending]) -> list[Pending]:
         """``items`` in the order in which they are placed."""
@@ -65,7 +73,9 @@ class CarryingPacker(Packer[Options]):
 
     def last_steps(self) -> list[StepPlan]:
         fresh = self._price(self._take(self._arrived_tokens), self._step)
-        self._carry(self._precedence(self._everything_held() + fresh))
+        held = self._carried + self._waiting()
+        self._wait([])
+        self._carry(self._precedence(held + fresh))
         steps: list[StepPlan] = []
         while self._carried:
             batches = min(self.global_batches, math.ceil(self._carried_tokens / self.global_batch_tokens))
@@ -73,10 +83,6 @@ class CarryingPacker(Packer[Options]):
             steps += self._plan_round(now, batches)
             self._carry(self._precedence(self._carried + later))
         return steps
-
-    def _everything_held(self) -> list[Pending]:
-        """Remove and return all priced documents that wait."""
-        return self._carried
 
     def _take_fresh(self) -> list[Pending]:
         """The documents this round takes in, each with the step it would have been trained in by arrival."""
@@ -91,25 +97,24 @@ class CarryingPacker(Packer[Options]):
         return fresh
 
     def _plan_round(self, items: list[Pending], steps: int) -> list[StepPlan]:
-        filled, left_over = self._place(items, steps)
-        if any(self._overdue(item) for item in left_over):
-            filled, left_over = self._place(self._overdue_first(items), steps)
+        for ordered in (list, self._overdue_first):
+            filled = OpenMicroBatches(steps * self.micro_batches, self.capacity)
+            left_over = filled.place(ordered(items))
+            if not any(self._overdue(item) for item in left_over):
+                break
         self._carry(left_over)
         return self._emit_filled(self._improved(filled))
 
     def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:
         plans = []
-        for micro_batches, members in filled.steps(self.micro_batches):
-            step = self._step
-            waits = [(step - item[2], item[0]) for item in members if item[2] < step]
-            delay = sum([wait * length for wait, length in waits])
-            plans.append(self._emit(micro_batches, delay, max(waits, default=(0, 0))[0]))
+        for first in range(0, len(filled.members), self.micro_batches):
+            members = filled.members[first : first + self.micro_batches]
+            loads = filled.seconds[first : first + self.micro_batches]
+            micro_batches = [
+                MicroBatch(tuple([item[3] for item in held]), load) for held, load in zip(members, loads, strict=True)
+            ]
+            plans.append(self._emit(micro_batches, [item for held in members for item in held]))
         return plans
-
-    def _place(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
-        """Distribute ``items``, in order of precedence, over ``steps`` x N micro-batches; also what is left over."""
-        filled = OpenMicroBatches(steps * self.micro_batches, self.capacity)
-        return filled, filled.place(items)
 
     def _overdue(self, item: Pending) -> bool:
         return self._step - item.arrived >= self.max_delay * self.global_batches
@@ -123,12 +128,18 @@ class CarryingPacker(Packer[Options]):
         self._carried_tokens = sum(item.length for item in items)
 
     def _from_state(self, rows: Sequence[Sequence[int]]) -> list[Pending]:
-        """Items saved by ``to_state``, priced again."""
+        """Items saved by ``_to_state``, priced again."""
         priced = self._price([Segment(*row[:3]) for row in rows], 0)
         return [item._replace(arrived=row[3]) for item, row in zip(priced, rows, strict=True)]
 
 
-def to_state(items: Iterable[Pending]) -> list[list[int]]:
+class FixedGreedyPacker(CarryingPacker):
+    """Longest document first into the lightest micro-batch with room, which holds at most a context window."""
+
+    name = "fixed_greedy"
+
+
+def _to_state(items: Iterable[Pending]) -> list[list[int]]:
     """``items`` as rows of (document, start, length, step of arrival)."""
     return [[*item.segment, item.arrived] for item in items]
 

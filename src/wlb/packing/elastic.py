@@ -16,79 +16,17 @@ into micro-batches in one of three ways:
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
-
-from pydantic import Field, model_validator
+from typing import Any
 
 from wlb.errors import UserError
 from wlb.packing.bins import best_fit
 from wlb.packing.level import StagePrices, level_step
-from wlb.packing.makespan import MakespanOptions, MakespanPacker
-from wlb.packing.options import Grouping, LengthFactor, Pools
-from wlb.packing.packer import PackingTask, Pending
+from wlb.packing.makespan import MakespanPacker
+from wlb.packing.packer import Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.settings import MicroBatchCount, NonNegativeInt, Number
 
-_LENGTH_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds
 _FILLINGS = 8  # of micro-batches that are tried, to find how few tokens the longest one needs
-
-
-class ElasticOptions(MakespanOptions):
-    """Options of ``elastic``: those of ``makespan``, with defaults that move no document to another step."""
-
-    max_length_factor: LengthFactor | Literal["auto"] = "auto"
-    max_delay: NonNegativeInt = 0
-    lookahead: Number = Field(0.0, ge=0, le=1)
-    global_batch: MicroBatchCount | None = Field(
-        None, description="Context windows that a step trains; default: as many as micro_batches"
-    )
-    pool_micro_batches: MicroBatchCount | Literal["auto"] = Field(
-        "auto",
-        description="Micro-batches that each pool runs in a step; auto simulates which is fastest",
-    )
-    grouping: Grouping | Literal["auto"] = Field(
-        "auto",
-        description="Documents of a micro-batch: of all lengths, of like lengths, or lists of micro-batches for each "
-        "rank; auto is decided with pool_micro_batches",
-    )
-
-    @model_validator(mode="after")
-    def _check_grouping(self) -> ElasticOptions:
-        if self.grouping in ("alike", "level") and (self.max_delay or self.lookahead):
-            raise ValueError(
-                f"grouping = {self.grouping!r} moves no document to another step; leave out max_delay and lookahead"
-            )
-        if self.grouping == "level" and self.pool_micro_batches != "auto":
-            raise ValueError(
-                f"pool_micro_batches = {self.pool_micro_batches} has no meaning with grouping = 'level', with which "
-                "ranks run different numbers of micro-batches; leave it out"
-            )
-        return self
-
-    def largest_auto_factor(self, micro_batches: int) -> float:
-        """Twice the mean micro-batch, and room beside that for one document; of level steps twice the whole step."""
-        mean = (self.global_batch or micro_batches) / micro_batches
-        if self.grouping == "level":  # what all ranks hold at once
-            return _LENGTH_FACTOR * micro_batches
-        return max(_LENGTH_FACTOR * mean, mean + 1)
-
-    def most_tokens(self, context_window: int, micro_batches: int) -> int:
-        if self.max_length_factor == "auto":
-            return math.ceil(self.largest_auto_factor(micro_batches) * context_window)
-        return super().most_tokens(context_window, micro_batches)
-
-    def pools(self, size: int | Literal["auto"], micro_batches: int) -> Pools:
-        moves = bool(self.max_delay or self.lookahead)
-        grouping = "even" if self.grouping == "auto" and moves else self.grouping
-        batch = self.global_batch or micro_batches
-        return Pools(size, self.pool_micro_batches, grouping, batch, delays=bool(self.max_delay))
-
-    def identity(self, context_window: int) -> dict[str, Any]:
-        """As for every packer, but for sizes: no document waits that was measured by them."""
-        free = ("pool_micro_batches", "global_batch", "max_length_factor", "grouping")
-        return {key: value for key, value in super().identity(context_window).items() if key not in free}
 
 
 class ElasticPacker(MakespanPacker):
@@ -99,14 +37,11 @@ class ElasticPacker(MakespanPacker):
 
     name = "elastic"
     _takes_phases = False
-    options_class = ElasticOptions
 
-    def __init__(self, task: PackingTask, options: ElasticOptions) -> None:
-        self._global_batch = options.global_batch
-        self._grouping = options.grouping
-        super().__init__(task, options)
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
         self._least_documents = 1  # of a step; a micro-batch may be empty, rather than train what is not due
-        if self._grouping == "level" and not isinstance(self.workload, StagePrices):
+        if self.options.grouping == "level" and not isinstance(self.workload, StagePrices):
             raise UserError(
                 "grouping = 'level' plans for the ranks of a pipeline stage, which a packer alone does not have; it is "
                 "for jobs that are trained or simulated"
@@ -114,13 +49,13 @@ class ElasticPacker(MakespanPacker):
 
     @property
     def global_batch_tokens(self) -> int:
-        return (self._global_batch or self.micro_batches) * self.context_window
+        return (self.options.global_batch or self.micro_batches) * self.context_window
 
     def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
-        if self._grouping not in ("alike", "level"):
+        if self.options.grouping not in ("alike", "level"):
             return super()._plan_step(due, early, last=last)
         now, later = (due, early) if due else (early[:1], early[1:])
-        if self._grouping == "level":
+        if self.options.grouping == "level":
             self._held = []
             self._carry(later)
             return [self._levelled(now)]
@@ -135,19 +70,11 @@ class ElasticPacker(MakespanPacker):
         """All ``items``, on the ranks of the stage."""
         assert isinstance(self.workload, StagePrices)
         groups = level_step([item.length for item in items], -(-self.capacity // self.workload.ranks), self.workload)
-        waits = [(self._step - item.arrived, item.length) for item in items if item.arrived < self._step]
-        return self._emit(
-            [
-                MicroBatch(
-                    tuple(items[index].segment for index in group.documents),
-                    group.seconds,
-                    group.ranks,
-                )
-                for group in groups
-            ],
-            sum(wait * length for wait, length in waits),
-            max(waits, default=(0, 0))[0],
-        )
+        micro_batches = [
+            MicroBatch(tuple(items[index].segment for index in group.documents), group.seconds, group.ranks)
+            for group in groups
+        ]
+        return self._emit(micro_batches, items)
 
     def _grouped(self, items: list[Pending]) -> tuple[OpenMicroBatches, list[Pending]]:
         """Micro-batches by best fit in the order of ``items``, as short as they can be, and what has no room."""

@@ -1,4 +1,4 @@
-"""The integer programs of WLB-LLM, solved exactly: which document goes into which micro-batch.
+"""The integer programs of WLB-LLM, solved exactly, and ``fixed_solver``, the paper's costly upper baseline.
 
 Minimise the largest micro-batch workload, where document i costs ``seconds[i]`` and every micro-batch holds at most
 ``capacity`` tokens. With ``capacity`` the context window this is Equation 1 (section 2.3, fixed-length packing); with
@@ -14,13 +14,50 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import require
+from wlb.packing.carrying import CarryingPacker
+from wlb.packing.placement import OpenMicroBatches
 
 _MOST_VARIABLES = 2**20  # documents x micro-batches: a GiB, and minutes before the first branch
+
+
+class FixedSolverPacker(CarryingPacker):
+    """Places the documents that greedy packing fits into a round of global batches as well as can be.
+
+    Which documents fit is decided greedily; where each of them goes is decided by ``solve``.
+    ``optimality_gaps`` collects, per solve, how far the result may be from the optimum, as a fraction. A study may set
+    ``time_limit``, seconds of a solve, in place of ``solver_nodes``; machines of another speed then plan differently.
+    """
+
+    name = "fixed_solver"
+    time_limit: float | None = None
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.optimality_gaps: list[float] = []
+
+    def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
+        placed = [(item, index) for index, members in enumerate(filled.members) for item in members]
+        solution = solve(
+            [item.held for item, _ in placed],
+            [item.seconds for item, _ in placed],
+            len(filled.members),
+            self.capacity,
+            start=[index for _, index in placed],
+            time_limit=self.time_limit,
+            node_limit=self.options.solver_nodes if self.time_limit is None else None,
+        )
+        self.optimality_gaps.append(solution.optimality_gap)
+        solved = OpenMicroBatches(len(filled.members), self.capacity)
+        for (item, _), index in zip(placed, solution.assignment.tolist(), strict=True):
+            solved.put(item, index)
+        solved.fill_empty()
+        return solved
 
 
 @dataclass(frozen=True)

@@ -17,42 +17,16 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
-from pydantic import Field
-
-from wlb.documents.segments import Segment
-from wlb.packing.carrying import CarryingPacker, split_at, to_state
-from wlb.packing.options import LengthFactorOptions
-from wlb.packing.packer import PackingTask, Pending
+from wlb.packing.carrying import CarryingPacker, split_at
+from wlb.packing.packer import Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 from wlb.packing.release import Fluid, Offer, Outlier, StepRules, choose
-from wlb.settings import NonNegativeInt, Number
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
 
 
-class MakespanOptions(LengthFactorOptions):
-    """Options of ``makespan``.
-
-    With a ``delay_price`` of 0.05, a document of a fifth of the global batch waits a step to save 1% of the heaviest
-    micro-batch.
-    """
-
-    least_max_delay = 0
-
-    max_delay: NonNegativeInt = Field(
-        8, description="Steps after which a waiting document is trained whatever it costs; 0 lets none wait"
-    )
-    delay_price: Number = Field(
-        0.05, ge=0, le=100, description="Imbalance that a step of waiting is worth, for a global batch of tokens"
-    )
-    lookahead: Number = Field(0.5, ge=0, le=1, description="Part of the next global batch that a step may train early")
-    token_spread: Number = Field(
-        0.75, ge=0, le=1, description="Global batches by which a step may be longer or shorter than one"
-    )
-
-
-class MakespanPacker(CarryingPacker[MakespanOptions]):
+class MakespanPacker(CarryingPacker):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
     A step trains between 1 - ``token_spread`` and 1 + ``token_spread`` global batches, except where documents that may
@@ -60,11 +34,11 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
     """
 
     name = "makespan"
-    options_class = MakespanOptions
     prices_sharding = True
 
-    def __init__(self, task: PackingTask, options: MakespanOptions) -> None:
-        super().__init__(task, options)
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        options = self.options
         self._least_documents = self.micro_batches  # of a step, where so many have arrived
         self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
         spread = int(options.token_spread * self.global_batch_tokens)
@@ -81,17 +55,18 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
         self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
         self._ahead_tokens = 0  # taken in that were not due by the last step
 
-    @property
-    def pending(self) -> list[Segment]:
-        return [item.segment for item in self._held] + super().pending
-
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "waiting": to_state(self._held), "ahead_tokens": self._ahead_tokens}
+        return {**super().state_dict(), "ahead_tokens": self._ahead_tokens}
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
-        self._held = self._from_state(state["waiting"])
         self._ahead_tokens = state["ahead_tokens"]
+
+    def _waiting(self) -> list[Pending]:
+        return self._held
+
+    def _wait(self, items: list[Pending]) -> None:
+        self._held = items
 
     def take_back(self, plans: Sequence[StepPlan]) -> None:
         super().take_back(plans)

@@ -1,26 +1,48 @@
-"""Options of packers: a frozen class for each, which ``make_packer``, the configuration, ``wlb compare`` and docs read.
+"""Options of packers, each once, and for every method those that it reads, with their defaults.
 
-A packer's options are keyword arguments of ``make_packer`` and keys of the section [packing]. An option of several
-packers means the same in all of them and has one type; its default may differ.
+They are keyword arguments of ``make_packer`` and keys of the section [packing], and mean the same in all methods.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from wlb.errors import UserError
-from wlb.settings import MOST_MICRO_BATCHES, NonNegativeInt, Number, Section
-from wlb.token_count import parse_count
+from wlb.errors import UserError, choose_from
+from wlb.settings import MOST_MICRO_BATCHES, MicroBatchCount, NonNegativeInt, Number, PositiveInt, Section, Tokens
 
 LARGEST_AUTO_FACTOR = 4.0  # of L_max: a bound where memory sets none, as for a small model on a large device
+_POOL_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds
 
 # L_max in context windows: at most twice the largest global batch, which one micro-batch of elastic pools may hold.
 LengthFactor = Annotated[Number, Field(ge=1, le=2 * MOST_MICRO_BATCHES)]
 
 Grouping = Literal["even", "alike", "level"]
+
+# The options that a method reads, and their defaults.
+METHODS: dict[str, dict[str, Any]] = {
+    "sequential": {},
+    "fixed_greedy": {"max_delay": 16, "window": 1},
+    "fixed_solver": {"max_delay": 16, "window": 1, "solver_nodes": 1000},
+    "variable_length": {"max_delay": 16, "max_length_factor": 1.5, "outlier_thresholds": None, "early_release": True},
+    "makespan": {"max_delay": 8, "max_length_factor": 1.5, "delay_price": 0.05, "lookahead": 0.5, "token_spread": 0.75},
+    # By default no document moves to another step.
+    "elastic": {
+        "max_delay": 0,
+        "max_length_factor": "auto",
+        "delay_price": 0.05,
+        "lookahead": 0.0,
+        "token_spread": 0.75,
+        "global_batch": None,
+        "pool_micro_batches": "auto",
+        "grouping": "auto",
+    },
+}
+_WITHOUT_DELAY = ("makespan", "elastic")  # methods whose max_delay may be 0
 
 
 @dataclass(frozen=True)
@@ -41,82 +63,158 @@ class Pools:
     delays: bool = False
 
 
-class PackerOptions(Section):
-    """Base of all options; a packer without any has this class."""
-
-    @classmethod
-    def from_argument(cls, argument: str, context_window: int) -> dict[str, object]:
-        """The options that ARGUMENT of ``NAME:ARGUMENT`` stands for in ``wlb compare``.
-
-        Raises ``UserError`` where it stands for none.
-        """
-        raise UserError(f"the method takes no argument, {argument!r} was given")
-
-    def most_tokens(self, context_window: int, micro_batches: int) -> int:
-        """L_max: the most tokens of a micro-batch, where a step has so many."""
-        return context_window
-
-    def pools(self, size: int | Literal["auto"], micro_batches: int) -> Pools | None:
-        """The pools that it packs for, of ``size`` ranks; None where context-parallel groups run its micro-batches.
-
-        ``micro_batches`` are those of a step, which pools divide anew.
-        """
-        return None
-
-    @property
-    def global_batches(self) -> int:
-        """Global batches that are planned together."""
-        return 1
-
-    def identity(self, context_window: int) -> dict[str, Any]:
-        """What decides which document is trained in which step, as JSON; a job keeps to it when it continues."""
-        return self.model_dump(mode="json")
-
-    def check_window(self, context_window: int) -> None:
-        """Raise ``ValueError`` for an option that has no effect on documents of up to ``context_window`` tokens."""
+def checked_method(name: str) -> str:
+    """``name``, if it is a method. Raises ``UserError`` otherwise."""
+    if name not in METHODS:
+        raise UserError(f"packing method {name!r} is unknown; {choose_from(name, METHODS)}")
+    return name
 
 
-class DelayOptions(PackerOptions):
-    """Of packers in which a document may wait."""
+def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
+    """Outlier thresholds in tokens: 9/16 of the window for one queue, 3/16 and 9/16 for two."""
+    sixteenths = {0: (), 1: (9,), 2: (3, 9), 3: (3, 6, 9)}
+    if queues not in sixteenths:
+        raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give outlier_thresholds")
+    return tuple(sorted({max(1, context_window * share // 16) for share in sixteenths[queues]}))
 
-    least_max_delay: ClassVar[int] = 1  # 0 where no document needs to wait
 
-    max_delay: NonNegativeInt = Field(
-        16,
-        description="Steps (or packing.window of them) after which a waiting document goes first; 0 only with makespan "
-        "and elastic",
+def _check_rising(thresholds: tuple[int, ...]) -> tuple[int, ...]:
+    if any(low >= high for low, high in pairwise(thresholds)):
+        raise ValueError("thresholds must rise")
+    return thresholds
+
+
+def _option(name: str, unread: Any, description: str, **bounds: Any) -> Any:
+    """The field of an option: by default its method's default, or ``unread`` where the method does not read it."""
+    return Field(
+        default_factory=lambda given: METHODS[given["method"]].get(name, unread),
+        description=description,
+        json_schema_extra={"defaults": {method: read[name] for method, read in METHODS.items() if name in read}},
+        **bounds,
     )
+
+
+class PackingOptions(Section):
+    """A packing method and its options; one that the method does not read is refused.
+
+    With a ``delay_price`` of 0.05, a document of a fifth of the global batch waits a step to save 1% of the heaviest
+    micro-batch.
+    """
+
+    method: Annotated[str, AfterValidator(checked_method)] = Field(
+        "makespan", description="Packer", json_schema_extra={"enum": [*METHODS]}
+    )
+    max_delay: NonNegativeInt = _option(
+        "max_delay",
+        0,
+        "Steps (or packing.window of them) after which a waiting document goes first; 0 lets none wait (makespan and "
+        "elastic only)",
+    )
+    window: MicroBatchCount = _option("window", 1, "Global batches packed together")
+    solver_nodes: PositiveInt = _option("solver_nodes", 1, "Branch-and-bound nodes of one solve", le=100_000)
+    max_length_factor: LengthFactor | Literal["auto"] = _option(
+        "max_length_factor",
+        1.0,
+        "L_max, the most tokens of a micro-batch, in context windows; auto is what memory allows, up to 4 (with "
+        "elastic, twice the mean micro-batch)",
+    )
+    outlier_thresholds: Literal["auto"] | Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)] | None = _option(
+        "outlier_thresholds",
+        None,
+        "Lengths from which documents wait in an outlier queue; auto finds them from the documents seen; default: 3/16 "
+        "and 9/16 of the context window",
+    )
+    early_release: bool = _option(
+        "early_release", False, "Release a waiting outlier that the step can balance; false is the paper's algorithm"
+    )
+    delay_price: Number = _option(
+        "delay_price", 0.0, "Imbalance that a step of waiting is worth, for a global batch of tokens", ge=0, le=100
+    )
+    lookahead: Number = _option(
+        "lookahead", 0.0, "Part of the next global batch that a step may train early", ge=0, le=1
+    )
+    token_spread: Number = _option(
+        "token_spread", 0.0, "Global batches by which a step may be longer or shorter than one", ge=0, le=1
+    )
+    global_batch: MicroBatchCount | None = _option(
+        "global_batch", None, "Context windows that a step trains; default: as many as micro_batches"
+    )
+    pool_micro_batches: MicroBatchCount | Literal["auto"] = _option(
+        "pool_micro_batches",
+        "auto",
+        "Micro-batches that each pool runs in a step; auto simulates which is fastest",
+    )
+    grouping: Grouping | Literal["auto"] = _option(
+        "grouping",
+        "auto",
+        "Documents of a micro-batch: of all lengths, of like lengths, or lists of micro-batches for each rank; auto is "
+        "decided with pool_micro_batches",
+    )
+
+    @field_validator(*dict.fromkeys(option for read in METHODS.values() for option in read), mode="before")
+    @classmethod
+    def _check_read(cls, value: object, info: ValidationInfo) -> object:
+        method = info.data.get("method")  # none where it is unknown
+        if method is not None and info.field_name not in METHODS[method]:
+            others = ", ".join(other for other, read in METHODS.items() if info.field_name in read)
+            raise ValueError(f"has no effect with method {method!r}, only with {others}; leave it out")
+        return value
 
     @field_validator("max_delay")
     @classmethod
-    def _long_enough(cls, max_delay: int) -> int:
-        if max_delay < cls.least_max_delay:
-            raise ValueError(f"must be at least {cls.least_max_delay} here; makespan takes 0 and lets no document wait")
+    def _check_delay(cls, max_delay: int, info: ValidationInfo) -> int:
+        if max_delay < 1 and info.data.get("method", "makespan") not in _WITHOUT_DELAY:
+            raise ValueError("must be at least 1 here; makespan takes 0 and lets no document wait")
         return max_delay
 
+    @model_validator(mode="after")
+    def _check_grouping(self) -> Self:
+        if self.grouping in ("alike", "level") and (self.max_delay or self.lookahead):
+            raise ValueError(
+                f"grouping = {self.grouping!r} moves no document to another step; leave out max_delay and lookahead"
+            )
+        if self.grouping == "level" and self.pool_micro_batches != "auto":
+            raise ValueError(
+                f"pool_micro_batches = {self.pool_micro_batches} has no meaning with grouping = 'level', with which "
+                "ranks run different numbers of micro-batches; leave it out"
+            )
+        return self
 
-class LengthFactorOptions(DelayOptions):
-    """Of packers whose micro-batches may be longer than the context window."""
+    def reads(self, option: str) -> bool:
+        """Whether the method reads ``option``."""
+        return option in METHODS[self.method]
 
-    max_length_factor: LengthFactor | Literal["auto"] = Field(
-        1.5,
-        description="L_max, the most tokens of a micro-batch, in context windows; auto is what memory allows, up to 4 "
-        "(with elastic, twice the mean micro-batch)",
-    )
-
-    def largest_auto_factor(self, micro_batches: int) -> float:
-        """The most that "auto" is decided to be, where memory allows it and a step has so many micro-batches."""
-        return LARGEST_AUTO_FACTOR
+    def thresholds(self, context_window: int) -> tuple[int, ...]:
+        """The outlier thresholds given, or else the usual ones, which "auto" starts from."""
+        given = self.outlier_thresholds
+        return given if isinstance(given, tuple) else default_thresholds(context_window)
 
     def most_tokens(self, context_window: int, micro_batches: int) -> int:
-        if self.max_length_factor == "auto":
+        """L_max: the most tokens of a micro-batch, where a step has so many."""
+        if self.max_length_factor != "auto":
+            return int(self.max_length_factor * context_window)
+        if self.method != "elastic":
             raise UserError("max_length_factor = 'auto' is decided by a job's memory; give a number of context windows")
-        return int(self.max_length_factor * context_window)
+        return math.ceil(self.largest_auto_factor(micro_batches) * context_window)
 
+    def largest_auto_factor(self, micro_batches: int) -> float:
+        """The most that "auto" is decided to be, where memory allows it and a step has so many micro-batches.
 
-def whole_number(argument: str, *, least: int) -> int:
-    """``argument`` as a number. Raises ``UserError`` where it is none of at least ``least``."""
-    number = parse_count(argument)
-    if number is None or number < least:
-        raise UserError(f"{argument!r} is not a whole number of at least {least}")
-    return number
+        In pools twice the mean micro-batch, and room beside that for one document; of level steps twice the whole step.
+        """
+        if self.method != "elastic":
+            return LARGEST_AUTO_FACTOR
+        mean = (self.global_batch or micro_batches) / micro_batches
+        if self.grouping == "level":  # what all ranks hold at once
+            return _POOL_FACTOR * micro_batches
+        return max(_POOL_FACTOR * mean, mean + 1)
+
+    def identity(self, context_window: int) -> dict[str, Any]:
+        """What decides which document is trained in which step, as JSON; a job keeps to it when it continues."""
+        free = {"solver_nodes"}  # they place documents within their step
+        if self.method == "elastic":  # in which no document waits that was measured by sizes
+            free |= {"pool_micro_batches", "global_batch", "max_length_factor", "grouping"}
+        own = self.model_dump(mode="json", include=METHODS[self.method].keys() - free)
+        if "outlier_thresholds" in own and self.outlier_thresholds != "auto":
+            own["outlier_thresholds"] = [*self.thresholds(context_window)]
+        return own

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, count, repeat
 from operator import index as plain_integer
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from wlb.documents.overlong import POLICIES
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing.options import PackerOptions
+from wlb.packing.options import PackingOptions
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload.base import DocumentPrices
 from wlb.workload.phases import PhasedPrices, segment_seconds
@@ -48,38 +48,26 @@ class Pending(NamedTuple):
     held: int
 
 
-class PackingTask(NamedTuple):
-    """What every packer is asked for: N micro-batches a step, over all data-parallel ranks, about one window each.
-
-    ``context_window`` is in tokens; ``workload`` prices documents, with ``PhasedPrices`` in several phases.
-    """
-
-    micro_batches: int
-    context_window: int
-    workload: DocumentPrices
-
-
-Options = TypeVar("Options", bound=PackerOptions)
-
-
-class Packer(ABC, Generic[Options]):
+class Packer(ABC):
     """Turns a stream of documents into ``StepPlan``s of ``micro_batches`` micro-batches each.
 
-    A global batch is ``micro_batches`` context windows, the mean size of a step. A packer has a name, a class of
-    options, and says how many tokens it waits for and what it makes of them.
+    A global batch is ``micro_batches`` context windows of ``context_window`` tokens, the mean size of a step;
+    ``workload`` prices documents, with ``PhasedPrices`` in several phases. A packer has a name, and says how many
+    tokens it waits for and what it makes of them.
     """
 
     name: ClassVar[str]
-    options_class: ClassVar[type[PackerOptions]] = PackerOptions
     prices_sharding: ClassVar[bool] = False  # whether prices are to know what sharding a document costs
     _cuts_documents: ClassVar[bool] = False  # so that they may be of any length
     _takes_phases: ClassVar[bool] = True
 
-    def __init__(self, task: PackingTask, options: Options) -> None:
-        self.micro_batches = positive_integer("micro_batches", task.micro_batches)
-        self.context_window = positive_integer("context_window", task.context_window)
-        self.workload = task.workload
-        self.phased = task.workload if isinstance(task.workload, PhasedPrices) else None
+    def __init__(
+        self, micro_batches: int, context_window: int, workload: DocumentPrices, options: PackingOptions
+    ) -> None:
+        self.micro_batches = positive_integer("micro_batches", micro_batches)
+        self.context_window = positive_integer("context_window", context_window)
+        self.workload = workload
+        self.phased = workload if isinstance(workload, PhasedPrices) else None
         if self.phased and not self._takes_phases:
             raise UserError(
                 f"packing method {self.name!r} does not know phases ({', '.join(self.phased.names)}); use makespan "
@@ -257,10 +245,12 @@ class Packer(ABC, Generic[Options]):
         rows = zip(lengths, seconds, repeat(arrived), segments, held, strict=False)
         return [_new_tuple(Pending, row) for row in rows]
 
-    def _emit(
-        self, micro_batches: Iterable[MicroBatch], delay_token_steps: int = 0, longest_delay: int = 0
-    ) -> StepPlan:
-        plan = StepPlan(self._step, (tuple(micro_batches),), delay_token_steps, longest_delay)
+    def _emit(self, micro_batches: Iterable[MicroBatch], items: Iterable[Pending] = ()) -> StepPlan:
+        """The plan of the step that trains ``micro_batches``, of which ``items`` may have waited."""
+        step = self._step
+        waits = [(step - item[2], item[0]) for item in items if item[2] < step]
+        delay = sum([wait * length for wait, length in waits])
+        plan = StepPlan(step, (tuple(micro_batches),), delay, max(waits, default=(0, 0))[0])
         self._step += 1
         return plan
 
@@ -272,14 +262,12 @@ def held_segments(state: dict[str, Any]) -> list[Segment]:
 
 
 def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
-    """Arrivals as segments of plain integers; those of one form, as is usual, are converted in one go."""
+    """Arrivals as segments of plain integers; lengths alone and segments alone are converted in one go."""
     forms = set(map(type, arrivals))
+    if forms == {int}:
+        return [_new_tuple(Segment, row) for row in zip(count(number), repeat(0), arrivals)]
     if forms <= {Segment}:
         segments = arrivals
-    elif forms == {int}:
-        return [_new_tuple(Segment, row) for row in zip(count(number), repeat(0), arrivals)]
-    elif forms == {tuple} and set(map(len, arrivals)) == {2}:
-        segments = [_new_tuple(Segment, (document, 0, length)) for document, length in arrivals]
     else:
         segments = [Segment(*_as_row(arrival, index)) for index, arrival in enumerate(arrivals, number)]
     if set(map(type, chain.from_iterable(segments))) <= {int}:

@@ -7,13 +7,12 @@ placing n documents costs O(n log n) whatever N is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 from operator import itemgetter
 
 from wlb.packing.bins import into_lightest
 from wlb.packing.packer import Pending
-from wlb.packing.plan import MicroBatch
 
 
 class OpenMicroBatches:
@@ -28,37 +27,26 @@ class OpenMicroBatches:
     def place(self, items: Iterable[Pending]) -> list[Pending]:
         """Place ``items`` in the order given; returns those that fit no micro-batch."""
         left_over: list[Pending] = []
-        tokens, seconds, capacity = self.tokens, self.seconds, self.capacity
-        append = [members.append for members in self.members]
-        lightest = [(load, index) for index, load in enumerate(seconds)]
+        members, seconds, tokens, capacity = self.members, self.seconds, self.tokens, self.capacity
+        lightest, shortest = ([(held, index) for index, held in enumerate(values)] for values in (seconds, tokens))
         heapify(lightest)
-        shortest: list[tuple[int, int]] = []  # built when first needed, which is rare
+        heapify(shortest)
         for item in items:
-            load, index = lightest[0]
-            while load != seconds[index]:  # outdated: that micro-batch has grown since
+            while lightest[0][0] != seconds[lightest[0][1]]:  # outdated: that micro-batch has grown since
                 heappop(lightest)
-                load, index = lightest[0]
-            length = tokens[index] + item[4]
-            if length <= capacity:
-                seconds[index] = load = load + item[1]
-                heapreplace(lightest, (load, index))
-            else:
-                if not shortest:
-                    shortest = [(held, index) for index, held in enumerate(tokens)]
-                    heapify(shortest)
+            index = lightest[0][1]
+            if tokens[index] + item[4] > capacity:
                 while shortest[0][0] != tokens[shortest[0][1]]:
                     heappop(shortest)
-                held, index = shortest[0]
-                length = held + item[4]
-                if length > capacity:
+                index = shortest[0][1]
+                if tokens[index] + item[4] > capacity:
                     left_over.append(item)
                     continue
-                seconds[index] += item[1]
-                heappush(lightest, (seconds[index], index))
-            tokens[index] = length
-            append[index](item)
-            if shortest:
-                heappush(shortest, (length, index))
+            members[index].append(item)
+            seconds[index] += item[1]
+            tokens[index] += item[4]
+            heappush(lightest, (seconds[index], index))
+            heappush(shortest, (tokens[index], index))
         return left_over
 
     def place_within(self, items: Sequence[Pending], limit: float) -> list[Pending]:
@@ -91,16 +79,6 @@ class OpenMicroBatches:
             self.seconds[heaviest] -= item.seconds
             self.tokens[heaviest] -= item.held
             self.put(item, index)
-
-    def steps(self, micro_batches: int) -> Iterator[tuple[list[MicroBatch], list[Pending]]]:
-        """The filled micro-batches in groups of ``micro_batches``, each with all its members in one list."""
-        for first in range(0, len(self.members), micro_batches):
-            members = self.members[first : first + micro_batches]
-            seconds = self.seconds[first : first + micro_batches]
-            yield (
-                [MicroBatch(tuple([item[3] for item in m]), s) for m, s in zip(members, seconds, strict=True)],
-                [item for m in members for item in m],
-            )
 
 
 def longest_first(items: Iterable[Pending]) -> list[Pending]:

@@ -11,13 +11,12 @@ import math
 from itertools import islice
 
 from wlb.documents.segments import Segment
-from wlb.packing.options import PackerOptions
 from wlb.packing.packer import Packer
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload.phases import segment_seconds
 
 
-class SequentialPacker(Packer[PackerOptions]):
+class SequentialPacker(Packer):
     """Micro-batches of exactly ``context_window`` tokens; the last step of an epoch is cut evenly instead."""
 
     name = "sequential"

@@ -16,117 +16,46 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable
 from heapq import heapify, heapreplace
-from itertools import pairwise
-from typing import Annotated, Any, Literal
+from operator import attrgetter
+from typing import Any
 
-from pydantic import AfterValidator, Field
-
-from wlb.documents.segments import Segment
-from wlb.errors import UserError
-from wlb.packing.carrying import CarryingPacker, to_state
-from wlb.packing.options import LengthFactorOptions, whole_number
-from wlb.packing.packer import PackingTask, Pending
+from wlb.packing.carrying import CarryingPacker
+from wlb.packing.packer import Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
-from wlb.settings import Tokens
+
+_arrived = attrgetter("arrived")
 
 
-def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
-    """Outlier thresholds in tokens: 9/16 of the window for one queue, 3/16 and 9/16 for two."""
-    sixteenths = {0: (), 1: (9,), 2: (3, 9), 3: (3, 6, 9)}
-    if queues not in sixteenths:
-        raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give outlier_thresholds")
-    return tuple(sorted({max(1, context_window * share // 16) for share in sixteenths[queues]}))
-
-
-def _check_rising(thresholds: tuple[int, ...]) -> tuple[int, ...]:
-    if any(low >= high for low, high in pairwise(thresholds)):
-        raise ValueError("thresholds must rise")
-    return thresholds
-
-
-Thresholds = Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)]
-
-
-class VariableLengthOptions(LengthFactorOptions):
-    """Options of ``variable_length``."""
-
-    outlier_thresholds: Literal["auto"] | Thresholds | None = Field(
-        None,
-        description="Lengths from which documents wait in an outlier queue; auto finds them from the documents seen; "
-        "default: 3/16 and 9/16 of the context window",
-    )
-    early_release: bool = Field(
-        True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
-    )
-
-    def thresholds(self, context_window: int) -> tuple[int, ...]:
-        """Those given, or else the usual ones, which "auto" starts from."""
-        given = self.outlier_thresholds
-        return given if isinstance(given, tuple) else default_thresholds(context_window)
-
-    def identity(self, context_window: int) -> dict[str, Any]:
-        named = "auto" if self.outlier_thresholds == "auto" else [*self.thresholds(context_window)]
-        return super().identity(context_window) | {"outlier_thresholds": named}
-
-    def check_window(self, context_window: int) -> None:
-        for threshold in self.thresholds(context_window):
-            if threshold > context_window:
-                raise ValueError(
-                    f"packing.outlier_thresholds has {threshold}, over data.context_window = {context_window}: no "
-                    "document could reach it"
-                )
-
-    @classmethod
-    def from_argument(cls, argument: str, context_window: int) -> dict[str, object]:
-        """``auto``, ``paper`` (Algorithm 1 without early release) or a number of outlier queues."""
-        if argument == "auto":
-            return {"outlier_thresholds": "auto"}
-        if argument == "paper":
-            return {"early_release": False}
-        return {"outlier_thresholds": default_thresholds(context_window, whole_number(argument, least=0))}
-
-
-class VariableLengthPacker(CarryingPacker[VariableLengthOptions]):
+class VariableLengthPacker(CarryingPacker):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
     Thresholds stay as they are; ``wlb.packing.tuning.TunedVariableLengthPacker`` knows "auto".
     """
 
     name = "variable_length"
-    options_class = VariableLengthOptions
 
-    def __init__(self, task: PackingTask, options: VariableLengthOptions) -> None:
-        super().__init__(task, options)
-        self.outlier_thresholds = options.thresholds(self.context_window)
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.outlier_thresholds = self.options.thresholds(self.context_window)
         self._queues: list[deque[Pending]] = [deque() for _ in self.outlier_thresholds]
 
-    @property
-    def pending(self) -> list[Segment]:
-        return [item.segment for queue in self._queues for item in queue] + super().pending
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "waiting": to_state(item for queue in self._queues for item in queue),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        super()._restore(state)
-        self._fill_queues(self._from_state(state["waiting"]))
-
     def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
-        outlier = self.outlier_thresholds[0] if self.outlier_thresholds else self.capacity + 1
-        now: list[Pending] = []
-        for item in fresh:
-            if item[0] < outlier:
-                now.append(item)
-            else:
-                self._queues[bisect_right(self.outlier_thresholds, item[0]) - 1].append(item)
+        now = self._enqueued(fresh)
         older = self._carried + self._released()
         if self.options.early_release:
             older += self._released_early(now + older)
-        return now, older + self._released_oldest(self.micro_batches - len(now) - len(older))
+        idle = self.micro_batches - len(now) - len(older)  # micro-batches, where all that came waits in queues
+        return now, older + self._dequeued(self._oldest_first()[: max(0, idle)])
+
+    def _enqueued(self, items: Iterable[Pending]) -> list[Pending]:
+        """Queue the outliers among ``items``; returns the others."""
+        below: list[Pending] = []
+        for item in items:
+            level = bisect_right(self.outlier_thresholds, item[0]) - 1
+            (below if level < 0 else self._queues[level]).append(item)
+        return below
 
     def _released(self) -> list[Pending]:
         """Outliers that fill whole sets of N, one to a micro-batch, or that have waited long enough."""
@@ -140,7 +69,7 @@ class VariableLengthPacker(CarryingPacker[VariableLengthOptions]):
 
     def _released_early(self, items: list[Pending]) -> list[Pending]:
         """Outliers that may join ``items`` without making a micro-batch heavier than it or the mean would be anyway."""
-        waiting = self._waiting()
+        waiting = self._oldest_first()
         if not waiting:
             return []
         outliers = OpenMicroBatches(self.micro_batches, self.capacity)
@@ -162,13 +91,17 @@ class VariableLengthPacker(CarryingPacker[VariableLengthOptions]):
                 released.append(item)
         return self._dequeued(released)
 
-    def _released_oldest(self, count: int) -> list[Pending]:
-        """Outliers for ``count`` micro-batches that would otherwise idle, as all that came is waiting in queues."""
-        return self._dequeued(self._waiting()[:count]) if count > 0 else []
-
     def _waiting(self) -> list[Pending]:
-        """All documents in queues, oldest first."""
-        return sorted((item for queue in self._queues for item in queue), key=lambda item: item.arrived)
+        return [item for queue in self._queues for item in queue]
+
+    def _wait(self, items: list[Pending]) -> None:
+        """Queue ``items`` by the present thresholds, oldest first; items below all of them are carried over."""
+        self._queues = [deque() for _ in self.outlier_thresholds]
+        if below := self._enqueued(sorted(items, key=_arrived)):
+            self._carry(self._carried + below)
+
+    def _oldest_first(self) -> list[Pending]:
+        return sorted(self._waiting(), key=_arrived)
 
     def _dequeued(self, items: list[Pending]) -> list[Pending]:
         """``items``, after taking them out of their queues."""
@@ -176,23 +109,3 @@ class VariableLengthPacker(CarryingPacker[VariableLengthOptions]):
             gone = set(map(id, items))  # not by value: the same segment may have been given twice
             self._queues = [deque(item for item in queue if id(item) not in gone) for queue in self._queues]
         return items
-
-    def _everything_held(self) -> list[Pending]:
-        held = self._carried + [item for queue in self._queues for item in queue]
-        self._fill_queues([])
-        return held
-
-    def _use(self, thresholds: tuple[int, ...]) -> None:
-        """Change to ``thresholds``; waiting documents change queue accordingly."""
-        self.outlier_thresholds = thresholds
-        self._fill_queues([item for queue in self._queues for item in queue])
-
-    def _fill_queues(self, items: list[Pending]) -> None:
-        """Queue ``items`` by the present thresholds, oldest first; items below all of them are carried over."""
-        self._queues = [deque() for _ in self.outlier_thresholds]
-        below: list[Pending] = []
-        for item in sorted(items, key=lambda item: item.arrived):
-            level = bisect_right(self.outlier_thresholds, item.length) - 1
-            (below if level < 0 else self._queues[level]).append(item)
-        if below:
-            self._carry(self._carried + below)

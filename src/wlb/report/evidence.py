@@ -81,7 +81,7 @@ def gather_evidence(
     methods = []
     for method in (*METHODS, RECOMMENDED):
         on_progress(f"packing {method}")
-        packer = packer_for(method, job, max_length_factor=float(job.packing.length_factor))
+        packer = packer_for(method, job, max_length_factor=float(job.packing.max_length_factor))
         methods.append(compare_packer(method, packer, documents, job))
     return Evidence(lengths, found, methods)
 

@@ -19,16 +19,17 @@ import numpy as np
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.job.config import PackingConfig
 from wlb.packing.arrange import arrange
-from wlb.packing.fixed import FixedSolverPacker
+from wlb.packing.exact import FixedSolverPacker
+from wlb.packing.options import METHODS, checked_method, default_thresholds
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
-from wlb.packing.registry import PACKERS, checked_name, make_packer
-from wlb.packing.statistics import PackingStatistics
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.rate import Rate, in_groups
 from wlb.simulate.step import Steps
+from wlb.token_count import parse_count
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 from wlb.workload.phases import PhasedPrices
@@ -132,35 +133,47 @@ def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
     ]
 
 
-def packer_for(method: str, job: SimulatedJob, **overrides: object) -> Packer[Any]:
+# ARGUMENT of ``variable_length:ARGUMENT``, beside a number of queues.
+_WORDS: dict[str, dict[str, Any]] = {"auto": {"outlier_thresholds": "auto"}, "paper": {"early_release": False}}
+
+
+def packer_for(method: str, job: SimulatedJob, *, solver_seconds: float | None = None, **overrides: object) -> Packer:
     """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``; ARGUMENT stands for options of that packer.
 
     It packs micro-batches of ``job``, by the prices that the job would pack by with this packer. ``overrides`` are
-    options for packers that have them; None leaves an option as it is. Raises ``UserError`` for an unknown method, and
-    for an argument that it does not take.
+    options for methods that read them; None leaves an option as it is. ``solver_seconds`` bounds a solve. Raises
+    ``UserError`` for an unknown method, and for an argument that it does not take.
     """
     name, separator, argument = method.partition(":")
-    options_class = PACKERS[checked_name(name)].options_class
-    known = options_class.model_fields
+    known = METHODS[checked_method(name)]
     options = {option: value for option, value in overrides.items() if option in known and value is not None}
     try:
-        if separator:
-            options |= options_class.from_argument(argument, job.context_window)
+        options |= _argued(name, argument, job.context_window) if separator else {}
     except UserError as error:
         raise UserError(f"method {method!r}: {error}") from None
-    packed = replace(job, packing=job.packing.changed(method=name))
-    return make_packer(
-        name,
-        micro_batches=job.packing.micro_batches,
-        context_window=job.context_window,
-        workload=packed.packing_prices,
-        **options,
-    )
+    sizes = {"method": name, "micro_batches": job.packing.micro_batches}
+    packer = replace(job, packing=PackingConfig.of(sizes | options, "packing")).packer()
+    if isinstance(packer, FixedSolverPacker):
+        packer.time_limit = solver_seconds
+    return packer
+
+
+def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
+    """The options that ``argument`` stands for: global batches packed together, outlier queues, or one of the words."""
+    queues = "outlier_thresholds" in METHODS[name]
+    if queues and argument in _WORDS:
+        return _WORDS[argument]
+    if not queues and "window" not in METHODS[name]:
+        raise UserError(f"the method takes no argument, {argument!r} was given")
+    number, least = parse_count(argument), 0 if queues else 1
+    if number is None or number < least:
+        raise UserError(f"{argument!r} is not a whole number of at least {least}")
+    return {"outlier_thresholds": default_thresholds(context_window, number)} if queues else {"window": number}
 
 
 def compare_packer(
     method: str,
-    packer: Packer[Any],
+    packer: Packer,
     documents: Sequence[Segment],
     job: SimulatedJob,
     *,
@@ -208,6 +221,59 @@ def compare_packer(
         optimality_gap=float(np.mean(gaps)) if gaps else None,
         phase_imbalance=_phase_imbalance(whole, job.work_prices),
     )
+
+
+class PackingStatistics:
+    """Running totals over step plans; memory grows by two numbers a step.
+
+    ``steps``, ``imbalance_degree`` and ``tokens_per_step_cv`` describe whole steps, what ``plan`` returns; tokens and
+    delays also count the tail, what ``drain`` returns.
+    """
+
+    def __init__(self) -> None:
+        self.longest_delay = 0
+        self._imbalances: list[float] = []
+        self._tokens: list[int] = []
+        self._tail_tokens = 0
+        self._delay_token_steps = 0
+
+    def add(self, plans: Iterable[StepPlan]) -> None:
+        for plan in plans:
+            self._imbalances.append(plan.imbalance)
+            self._tokens.append(plan.tokens)
+            self._add_delay(plan)
+
+    def add_tail(self, plans: Iterable[StepPlan]) -> None:
+        for plan in plans:
+            self._tail_tokens += plan.tokens
+            self._add_delay(plan)
+
+    @property
+    def steps(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self._tokens) + self._tail_tokens
+
+    @property
+    def imbalance_degree(self) -> float:
+        """Mean over steps of the largest over the mean micro-batch workload (WLB-LLM, section 7.2)."""
+        return float(np.mean(self._imbalances)) if self._imbalances else 1.0
+
+    @property
+    def mean_token_delay(self) -> float:
+        """Steps between a document's arrival and its training, averaged over tokens."""
+        return self._delay_token_steps / self.tokens if self.tokens else 0.0
+
+    @property
+    def tokens_per_step_cv(self) -> float:
+        """Standard deviation over mean of the tokens that a step trains."""
+        return float(np.std(self._tokens) / np.mean(self._tokens)) if self._tokens else 0.0
+
+    def _add_delay(self, plan: StepPlan) -> None:
+        self._delay_token_steps += plan.delay_token_steps
+        self.longest_delay = max(self.longest_delay, plan.longest_delay)
 
 
 class _Simulated:

@@ -65,14 +65,14 @@ def decide(job: JobSpec, lengths: DocumentLengths, *, lock_step: bool = False, l
     if pools is not None and not job.pools_decided:
         job = job.with_pools(_fastest(job, pools, lengths, lock_step=lock_step, least_rate=least_rate))
     decided = _with_length(job)
-    if pools is None and job.packing.length_factor == "auto" and (problem := too_large(decided)):
+    if pools is None and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
         raise UserError(problem)
     return decided
 
 
 def _with_length(job: JobSpec) -> JobSpec:
     """With the largest L_max that fits, where it is "auto"; where none does, with the least."""
-    if job.packing.length_factor == "auto":
+    if job.packing.max_length_factor == "auto":
         job = job.with_length_factor(largest_factor(job) or job.least_length_factor)
     return job
 
@@ -243,4 +243,4 @@ class _PoolSearch:
 
 def _holds(job: JobSpec) -> bool:
     """Whether the memory holds micro-batches of its L_max or, where that is "auto", of the least that it could be."""
-    return fits(job if job.packing.length_factor != "auto" else job.with_length_factor(job.least_length_factor))
+    return fits(job if job.packing.max_length_factor != "auto" else job.with_length_factor(job.least_length_factor))

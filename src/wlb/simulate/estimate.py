@@ -373,8 +373,8 @@ def config_of(preset: str, job: SimulatedJob, base: SimulatedJob, model: str, so
         parallel["pool"] = job.layout.cp
         if not job.levels_steps:
             packing["pool_micro_batches"] = job.micro_batches_per_rank
-    if job.packing.has_length_factor:
-        packing["max_length_factor"] = float(job.packing.length_factor)
+    if job.packing.reads("max_length_factor"):
+        packing["max_length_factor"] = float(job.packing.max_length_factor)
     profile = job.pricing.profile
     named = model if profile is None else _measured_name(profile)
     pretrained = named not in MODEL_SHAPES and Path(named).is_dir()

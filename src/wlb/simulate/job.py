@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from wlb.errors import UserError, choose_from
-from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig
+from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig, with_preset
 from wlb.job.job import JobSpec
 from wlb.job.pricing import Pricing
 from wlb.schedules.layout import Layout
@@ -75,8 +75,8 @@ def preset_sections(
         raise UserError(f"preset {preset!r} is unknown; {choose_from(preset, PRESETS)}")
     sections = PRESETS[preset]
     return (
-        PackingConfig.of(sections.get("packing", {}) | packing, "packing"),
-        ShardingConfig.of(sections.get("sharding", {}) | (sharding or {}), "sharding"),
+        PackingConfig.of(with_preset(sections, "packing", packing), "packing"),
+        ShardingConfig.of(with_preset(sections, "sharding", sharding or {}), "sharding"),
     )
 
 

@@ -28,7 +28,6 @@ from wlb.job.config import PackingConfig
 from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.memory.step import gib
 from wlb.job.planner import StepPlanner
-from wlb.packing.options import DelayOptions
 from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.costs import JobCosts
@@ -164,7 +163,7 @@ def fastest_layout(
         job = _fitting(untried_job, lengths, (1 - _POOLS_NEAR) * found[0].work_rate if found else 0.0)
         if job is None:
             continue
-        if job.pools is None and (job.packing.length_factor == untried_job.packing.length_factor):
+        if job.pools is None and (job.packing.max_length_factor == untried_job.packing.max_length_factor):
             settled.add(job.layout)
         found.append(_rated(job, lengths, first, prices))
         found.sort(key=_slowest_last)
@@ -296,9 +295,9 @@ def _fitting(job: SimulatedJob, lengths: DocumentLengths, least_rate: float) -> 
 
     Pools that work at less than ``least_rate`` are not looked at.
     """
-    if job.pools is None and job.packing.has_length_factor:
+    if job.pools is None and job.packing.reads("max_length_factor"):
         room = largest_factor(job)
-        return None if room is None else job.with_length_factor(min(float(job.packing.length_factor), room))
+        return None if room is None else job.with_length_factor(min(float(job.packing.max_length_factor), room))
     try:
         decided = decide(job, lengths, least_rate=least_rate)
     except UserError:  # no pool can run the global batch in this pipeline
@@ -328,8 +327,7 @@ def _rated(job: SimulatedJob, lengths: DocumentLengths, steps: int, prices: Docu
 
 
 def _warm_up(job: SimulatedJob) -> int:
-    options = job.packing.options
-    return _WARM_UP if isinstance(options, DelayOptions) and options.max_delay else 0
+    return _WARM_UP if job.packing.max_delay else 0
 
 
 def _slowest_last(rated: Rated) -> float:

@@ -154,9 +154,9 @@ def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str
 
 def _as_saved(job: JobSpec, identity: dict[str, Any]) -> JobSpec:
     """With the L_max that the job was started with, where documents that wait in the packer were measured by it."""
-    measured = "max_length_factor" in job.packing.options.identity(job.context_window)
+    measured = "max_length_factor" in job.packing.identity(job.context_window)
     factor = identity.get("packing.max_length_factor") if measured else None
-    if job.packing.length_factor != "auto" or factor is None:
+    if job.packing.max_length_factor != "auto" or factor is None:
         return job
     return job.with_length_factor(float(factor))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from wlb.job.memory.fit import fits, largest_factor, predicted_memory
 from wlb.job.memory.step import MemoryLimit
-from wlb.packing.options import LARGEST_AUTO_FACTOR, LengthFactorOptions, Pools
+from wlb.packing.options import LARGEST_AUTO_FACTOR, Pools
 from wlb.simulate import simulated_job
 
 
@@ -39,8 +39,7 @@ def test_auto_is_the_largest_factor_that_fits(layout, window, number_of_bytes):
 @pytest.mark.parametrize("share", [0.5, 0.999, 1.0, 1.2, 10.0])
 def test_of_pools_it_leaves_room_for_an_even_share(share):
     job = simulated_job("tiny", 4096, "elastic", dp=4, pp=2).with_pools(Pools(2, 4, "even", 8))
-    options, least = job.packing.options, job.least_length_factor
-    assert isinstance(options, LengthFactorOptions)
+    options, least = job.packing, job.least_length_factor
     needed = predicted_memory(job.with_length_factor(least)).total
     factor = largest_factor(replace(job, limit=MemoryLimit(share * needed, "this test")))
     assert (factor is None) == (share < 1)

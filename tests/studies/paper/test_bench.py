@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.limits import examples
 from wlb.job.config import NO_BOUND, PRESETS
-from wlb.packing.registry import PACKERS
-from wlb.packing.variable_length import VariableLengthOptions
+from wlb.packing.options import METHODS
 from wlb.schedules.layout import Layout
 from wlb.simulate.job import PAPER_JOBS, NamedJob
 from wlb.studies.experiment import Settings
@@ -22,12 +23,23 @@ JOB = NamedJob("550m", 4096, Layout(2, 2, 2, 1))
 def test_wlb_llm_is_algorithm_1_and_nobody_else_is():
     job = PAPER_JOBS["7b-128k"]
     bench = Bench(job, Documents(np.full(8, job.context_window), "made up"), 1, Settings())
-    options = bench.job("wlb-llm").packing.options
-    assert options == VariableLengthOptions(early_release=False, max_delay=NO_BOUND)
-    assert bench.job("wlb-llm", packing={"max_delay": 3}).packing.options == options.model_copy(update={"max_delay": 3})
+
+    def options(preset: str, **packing: Any) -> dict[str, Any]:
+        settings = bench.job(preset, packing=packing).packing
+        return {"method": settings.method} | {name: getattr(settings, name) for name in METHODS[settings.method]}
+
+    published = options("wlb-llm")
+    assert published == {
+        "method": "variable_length",
+        "early_release": False,
+        "max_delay": NO_BOUND,
+        "max_length_factor": 1.5,
+        "outlier_thresholds": None,
+    }
+    assert options("wlb-llm", max_delay=3) == published | {"max_delay": 3}
     for preset in PRESETS.keys() - {"wlb-llm"}:
-        packing = bench.job(preset).packing
-        assert packing.options == PACKERS[packing.method].options_class()
+        method = options(preset)["method"]
+        assert options(preset) == {"method": method} | METHODS[method]
 
 
 @given(st.lists(st.integers(1, 300), min_size=20, max_size=60), st.integers(64, 200), st.integers(0, 3))

@@ -133,13 +133,12 @@ def test_a_state_is_refused_on_other_settings(folder, changes, named):
         open_loader(folder, changes, state=state)
 
 
-def test_settings_that_the_packer_has_no_use_for_may_change(folder):
-    """Also where a state is older than they are."""
+def test_a_state_does_not_depend_on_how_settings_are_said(folder):
     changes = {"packing": {"method": "variable_length"}}
     with open_loader(folder, changes) as loader:
         state = loader.state_dict()
     assert not any("delay_price" in name for name in state["identity"])
-    same = {"packing": {"method": "variable_length", "max_delay": 16, "delay_price": 0.3, "window": 2}}
+    same = {"packing": {"method": "variable_length", "max_delay": 16, "outlier_thresholds": [24, 72]}}
     with open_loader(folder, same, state=state) as resumed:
         assert resumed.changed_data is None
     with pytest.raises(UserError, match=r"packing.max_delay = 16, this job has 3"):

@@ -15,7 +15,6 @@ STEPS = (1, 2)  # later steps gather weights in another order than the first
 
 def small_job(folder: Any, preset: str = "best", **changes: dict[str, Any]) -> JobConfig:
     sections = settings(folder, **changes)
-    sections["packing"].pop("outlier_thresholds")
     return JobConfig.model_validate({"preset": preset, **sections})
 
 

@@ -95,7 +95,7 @@ def balanced_job(
             f"so preset {preset!r} lets none share a micro-batch (cp = 1); give pool to choose the size yourself"
         )
     # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
-    return decided if fits(decided) else decided.with_length_factor(job.packing.length_factor)
+    return decided if fits(decided) else decided.with_length_factor(job.packing.max_length_factor)
 
 
 def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_window: int | None = None) -> Lengths:
@@ -190,7 +190,7 @@ class WholeSteps(Iterator[StepPlan]):
                 f"{self._last_epoch + 1}; give at least as many epochs as it was saved with"
             )
         packing = self._job.packing
-        packed_by = {"context_window", "overlong", "method", *packing.options.identity(self._job.context_window)}
+        packed_by = {"context_window", "overlong", "method", *packing.identity(self._job.context_window)}
         self._planner.load_state_dict(planner, packed_otherwise=bool(changed & packed_by))
         self._before = planner if not changed else self._planner.state_dict()
         self._coming, self._ended = None, False

@@ -18,7 +18,6 @@ from wlb.job.memory.step import (
     predict_even_step,
     predict_memory,
 )
-from wlb.packing.options import LengthFactorOptions
 from wlb.schedules.operations import round_size
 
 _FACTORS = 64  # of L_max that are tried in a window
@@ -51,9 +50,7 @@ def largest_factor(job: JobSpec) -> float | None:
     From a window on a multiple of 1/64; where a step's documents are bounded, one of so many between the least and the
     most.
     """
-    options = job.packing.options
-    assert isinstance(options, LengthFactorOptions)
-    most = options.largest_auto_factor(job.packing.micro_batches)
+    most = job.packing.largest_auto_factor(job.packing.micro_batches)
     if job.most_step_tokens is None:
         factors = [count / _FACTORS for count in range(_FACTORS, math.ceil(most * _FACTORS) + 1)]
     else:

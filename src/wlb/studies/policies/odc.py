@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from wlb.packing.differencing import differenced
+from wlb.packing.bins import differenced
 from wlb.studies.policies.filling import Integers, power_of_two
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.packing.differencing import differenced
+from wlb.packing.bins import differenced
 from wlb.studies.policies.filling import Integers, first_fit, lightest, power_of_two
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
 from wlb.workload.flops import attention_flops, linear_flops

@@ -205,7 +205,7 @@ def data_identity(store: StoreGroup, job: JobSpec) -> dict[str, Any]:
     data = job.data.model_dump(mode="json", exclude={"store", "mixture"})
     if job.data.mixture:
         data["weights"] = list(job.data.weights)
-    packing = {"method": job.packing.method, **job.packing.options.identity(job.context_window)}
+    packing = {"method": job.packing.method, **job.packing.identity(job.context_window)}
     return {
         _STORE: store.identity,
         "tokenizer": store.tokenizer_identity,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from tests.packing.streams import SETTINGS, packer_for, segments_of, streams
-from wlb.packing.statistics import PackingStatistics
+from wlb.report.packing import PackingStatistics
 
 
 @SETTINGS
