@@ -1,4 +1,4 @@
-"""What ``wlb compare`` calls speed: work done in a second, with everything trained, as ``wlb simulate`` has it; its totals."""
+"""What ``wlb compare`` calls speed: work done in a second, with everything trained, as ``wlb simulate`` has it."""
 
 from __future__ import annotations
 
