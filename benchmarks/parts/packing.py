@@ -262,7 +262,7 @@ def memory(lengths: Lengths, task: Task, step_counts: Sequence[int], seed: int) 
                 chunk = random.choice(lengths, 256).tolist()
                 documents += len(chunk)
                 planned += len(packer.plan(chunk))
-                most_held = max(most_held, packer.pending_documents)
+                most_held = max(most_held, len(packer.pending))
             peak = tracemalloc.get_traced_memory()[1]
             gc.collect()
             kept = tracemalloc.get_traced_memory()[0]

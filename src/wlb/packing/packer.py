@@ -64,8 +64,8 @@ class Packer(ABC):
     def __init__(
         self, micro_batches: int, context_window: int, workload: DocumentPrices, options: PackingOptions
     ) -> None:
-        self.micro_batches = positive_integer("micro_batches", micro_batches)
-        self.context_window = positive_integer("context_window", context_window)
+        self.micro_batches = _positive_integer("micro_batches", micro_batches)
+        self.context_window = _positive_integer("context_window", context_window)
         self.workload = workload
         self.phased = workload if isinstance(workload, PhasedPrices) else None
         if self.phased and not self._takes_phases:
@@ -129,10 +129,6 @@ class Packer(ABC):
     def pending(self) -> list[Segment]:
         """Every segment taken in and not yet planned."""
         return list(self._arrived)
-
-    @property
-    def pending_documents(self) -> int:
-        return len(self.pending)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as JSON-serialisable data."""
@@ -295,7 +291,7 @@ def _as_integer(value: Any, segment: Segment) -> int:
     return number
 
 
-def positive_integer(name: str, value: Any) -> int:
+def _positive_integer(name: str, value: Any) -> int:
     """``value`` as a plain ``int``. Raises ``UserError`` where it is none of at least 1."""
     if (number := _whole(value)) is None or number < 1:
         raise UserError(f"{name} = {value!r} must be a whole number of at least 1")
