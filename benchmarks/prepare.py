@@ -29,7 +29,7 @@ from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
 from wlb.documents.prepare.batches import documents_of
 from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer
-from wlb.documents.store.index import bin_path
+from wlb.documents.store.index import store_path
 from wlb.documents.store.sources import store_prefixes
 from wlb.errors import UserError, require
 
@@ -68,7 +68,7 @@ def seconds_of(make: Callable[[Path], None], directory: Path) -> tuple[float, st
         prefix, began = Path(place, "store"), time.perf_counter()
         make(prefix)
         seconds = time.perf_counter() - began
-        content = b"".join(bin_path(shard).read_bytes() for shard in store_prefixes(place))
+        content = b"".join(store_path(shard, ".bin").read_bytes() for shard in store_prefixes(place))
     return seconds, hashlib.sha256(content).hexdigest()
 
 

@@ -157,9 +157,9 @@ def prepare(
 
 
 def _check(source: str, json: bool) -> None:
-    from wlb.documents.store.group import StoreGroup
+    from wlb.documents.store.reader import TokenStore
 
-    store = StoreGroup.open([source])
+    store = TokenStore.open(source)
     store.check_content()
     if json:
         emit_json({"store": source, "documents": len(store), "tokens": store.tokens})

@@ -16,7 +16,7 @@ from tests.documents.prepare.test_sources import compressed
 from wlb.documents.prepare import prepare_store
 from wlb.documents.prepare.sources import CorpusShard, FileCorpus
 from wlb.documents.prepare.tokenization import BytesTokenizer
-from wlb.documents.store.group import StoreGroup
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 
 
@@ -42,7 +42,7 @@ def corpus(tmp_path, monkeypatch):
 
 def test_shards_are_the_store_in_order(tmp_path, corpus):
     prepare_store(corpus, tmp_path / "alone", BytesTokenizer())
-    alone = StoreGroup.open([tmp_path / "alone"])
+    alone = TokenStore.open(tmp_path / "alone")
     assert 20 < len(list(corpus.tasks())) < 100
     for count in (1, 3, 11):
         shards = [CorpusShard(index, count) for index in range(1, count + 1)]
@@ -50,7 +50,7 @@ def test_shards_are_the_store_in_order(tmp_path, corpus):
             prepare_store(corpus, tmp_path / f"s{count}", BytesTokenizer(), shard=shard, workers=1 + (shard.index == 3))
             for shard in reversed(shards)
         ]
-        store = StoreGroup.open([tmp_path / f"s{count}-*-of-{count}"])
+        store = TokenStore.open(tmp_path / f"s{count}-*-of-{count}")
         assert sum(report.documents_out for report in reports) == len(store)
         assert np.array_equal(store.lengths, alone.lengths)
         tokens = b"".join((tmp_path / f"s{count}-{index}-of-{count}.bin").read_bytes() for index in range(1, count + 1))

@@ -36,7 +36,7 @@ from wlb.documents.prepare.chat import ChatFormat
 from wlb.documents.prepare.on_ray import cluster, map_on_ray
 from wlb.documents.prepare.sources import Corpus, CorpusShard
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
-from wlb.documents.store.index import index_path
+from wlb.documents.store.index import store_path
 from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
 from wlb.errors import UserError
 from wlb.terminal import number_of, tell
@@ -156,7 +156,7 @@ def prepare_shards(
         count = min(shards or cores, sum(1 for _ in corpus.tasks()))
         _check_number(prefix, count)
         every = [CorpusShard(number + 1, count) for number in range(count)]
-        todo = [shard for shard in every if overwrite or not index_path(shard.prefix(prefix)).exists()]
+        todo = [shard for shard in every if overwrite or not store_path(shard.prefix(prefix), ".idx").exists()]
         if not todo:
             raise UserError(f"all {count} shards {prefix}-*-of-{count} exist; choose another --out or pass --overwrite")
         if len(todo) < count:

@@ -20,17 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.documents.store.index import (
-    MAX_DOCUMENT_TOKENS,
-    IndexWriter,
-    bin_path,
-    index_path,
-    mask_path,
-    read_index,
-    sidecar_path,
-    store_path,
-)
-from wlb.documents.store.remote import RemotePath, store_prefix
+from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, IndexWriter, read_index, store_path
 from wlb.errors import UserError
 from wlb.files import flush, move, open_locked, sync, write_synced
 
@@ -44,22 +34,16 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < _UINT16_VOCAB else np.dtype("<i4")
 
 
-def tokenizer_path(prefix: Path) -> Path:
-    """``PREFIX.tokenizer.json``, where a tokenizer trained for the store lies."""
-    return store_path(prefix, ".tokenizer.json")
-
-
 def store_files(prefix: Path, with_tokenizer: bool = True, with_mask: bool = True) -> list[Path]:
     """The files of a store, in the order in which they appear: the index last."""
-    tokenizer = [tokenizer_path(prefix)] if with_tokenizer else []
-    mask = [mask_path(prefix)] if with_mask else []
-    return [bin_path(prefix), *mask, sidecar_path(prefix), *tokenizer, index_path(prefix)]
+    optional = [".mask"] * with_mask, [".tokenizer.json"] * with_tokenizer
+    return [store_path(prefix, ending) for ending in (".bin", *optional[0], ".json", *optional[1], ".idx")]
 
 
 def check_target(prefix: Path, overwrite: bool) -> None:
     """Raise ``UserError`` when a store cannot be made at ``prefix``, or is there already and not to be replaced."""
-    if isinstance(store_prefix(prefix), RemotePath):
-        raise UserError(f"{store_prefix(prefix)} is a URL; make the store on a disk and copy its files there")
+    if prefix.parts[:1] and prefix.parts[0].endswith(":"):
+        raise UserError(f"{prefix} is a URL; make the store on a disk and copy its files there")
     with _disk_errors(prefix):
         if prefix.is_dir():
             raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
