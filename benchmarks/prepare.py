@@ -26,7 +26,6 @@ from typing import Any
 
 from parts.measurement import command, facts, in_turns, make_parser, show, write
 from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
-from wlb.documents.prepare.batches import documents_of
 from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer
 from wlb.documents.store.index import store_path
@@ -73,7 +72,7 @@ def seconds_of(make: Callable[[Path], None], directory: Path) -> tuple[float, st
 
 
 def measured(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    texts = [text for batch in StdlibCorpus().batches() for text in documents_of(batch)]
+    texts = [text for batch in StdlibCorpus().batches() for text in batch.documents]
     source = directory / "documents.jsonl"
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     source.write_text(lines * options.copies, encoding="utf-8")

@@ -74,7 +74,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.documents.lengths.read_lengths": "source",
     "wlb.documents.overlong.split_overlong": "segments, limit, policy=...",
     "wlb.documents.segments.Segment": "document, start, length",
-    "wlb.documents.store.reader.TokenStore.open": "prefix",
+    "wlb.documents.store.reader.TokenStore.open": "*sources",
     "wlb.documents.store.reader.TokenStore.lengths": None,
     "wlb.documents.store.reader.TokenStore.read": "document, start=..., length=...",
     "wlb.documents.store.reader.TokenStore.tokens": None,

@@ -12,11 +12,12 @@ audio.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ _BLOCK = 1 << 10  # documents that lie together in a sample: reading one costs a
 
 Integers = NDArray[np.integer[Any]]
 _NAMES = ("length", "lengths", "tokens", "num_tokens")  # of a column of lengths
+_LONGEST_CELL = 2**31 - 1  # characters; a column of text beside has more than the 131,072 of csv's own limit
 _ENCODED = "_tokens"  # how columns of encoders' tokens end
 
 
@@ -158,6 +160,8 @@ def _if_text(path: Path, fields: Collection[str] = ("text",)) -> str:
     """The end of a message: what to do where ``path`` has text, in one of its ``fields`` if it has any."""
     if path == _STDIN:
         return ""
+    if path.suffix in (".csv", ".tsv"):
+        return "; if it is text, save it as Parquet or JSON Lines, which wlb check and wlb prepare read"
     option, instead = "", "a tokenizer's directory for bytes"
     if path.suffix == ".txt":
         option, instead = " --documents lines", f"{instead}, files for lines"
@@ -217,10 +221,8 @@ def _from_txt(path: Path) -> Integers:
 
 def _from_csv(path: Path) -> Integers:
     """The column ``length``, or another of ``_NAMES``; or the only one, if it has no heading."""
-    from wlb.documents.prepare.raw_files import csv_rows  # not above, as that package imports this file
-
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        rows = csv_rows(path, file)
+        rows = _csv_rows(path, file)
         first = next(rows, (0, []))
         heading = [name.strip() for name in first[1]]
         bare = len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None
@@ -234,6 +236,17 @@ def _from_csv(path: Path) -> Integers:
             )
         column = named[0] if named else 0
         return _from_texts(path, ((number, row[column] if column < len(row) else "") for number, row in rows))
+
+
+def _csv_rows(path: Path, text: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a CSV or TSV file, each with the number of its last line; no blank ones."""
+    csv.field_size_limit(_LONGEST_CELL)
+    # Strict: a quote that is never closed would make one cell of all that follows it.
+    reader = csv.reader(text, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+    try:
+        yield from ((reader.line_num, row) for row in reader if row)
+    except csv.Error as error:
+        raise UserError(f"{path} is not a CSV file: line {reader.line_num}: {error}") from None
 
 
 def _from_texts(path: Path, texts: Iterable[tuple[int, str]]) -> Integers:

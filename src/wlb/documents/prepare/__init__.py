@@ -27,7 +27,6 @@ from wlb.documents.prepare.batches import (
     Batch,
     Reject,
     TokenizedBatch,
-    documents_of,
     encode_text,
     map_in_order,
     tokenize_batch,
@@ -75,7 +74,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, on_progress: OnProgress = _
 
     def texts() -> Iterator[str]:
         for batch in corpus.batches():
-            yield from (text for text in documents_of(batch) if not isinstance(text, Reject))
+            yield from (text for text in batch.documents if not isinstance(text, Reject))
             on_progress(batch.progress)
 
     return train_bpe(texts(), vocab_size)
@@ -104,7 +103,7 @@ def prepare_store(
     if workers < 1:
         raise UserError(f"--workers must be at least 1, got {workers}")
     if shard:
-        _check_number(prefix, shard.count)
+        _check_number(prefix, shard.of)
         prefix = shard.prefix(prefix)
     check_target(prefix, overwrite)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None

@@ -21,7 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wlb.documents.prepare.batches import Encoded, Reject, checked_text
+from wlb.documents.prepare.batches import Encoded, Reject
+from wlb.documents.prepare.raw_files import as_text
 from wlb.documents.prepare.tokenization import Tokenizer, named_tokens, tokenizer_config
 from wlb.errors import UserError, require
 
@@ -81,7 +82,7 @@ class ChatFormat:
             return Reject.TEMPLATE
         if spans is None:
             return Reject.REWRITTEN
-        if isinstance(checked := checked_text(text), Reject):
+        if isinstance(checked := as_text(text), Reject):
             return checked
         return Encoded(text, *tokenizer.encode_spans(text, spans))
 
