@@ -138,7 +138,7 @@ def test_shards_are_stores_that_a_glob_checks(wlb, tmp_path, corpus):
         (["{tmp}/corpus", "--out", "{tmp}/s", "--shard", "0/2"], "0/2 is not I/N with I from 1 to N"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--shard", "1/2", "--ray", "auto"], "--ray runs all shards at once"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--shard", "1/2", "--train-bpe", "300"], "--train-bpe learns from all"),
-        (["{tmp}/corpus/c.png", "--out", "{tmp}/new/s"], "no documents are left of 1: 1 undecodable"),
+        (["{tmp}/corpus/c.png", "--out", "{tmp}/s"], "no documents are left of 1: 1 undecodable"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(wlb, tmp_path, corpus, arguments, message):

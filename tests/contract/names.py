@@ -142,7 +142,7 @@ MODELS = (
 HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 
 COMMANDS = {
-    "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --documents --chat --unit "
+    "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --documents --chat "
     "--workers --shard --ray --overwrite --json",
     "check": (
         "--context-window --batch-tokens --gpus --dp --pp --tp --cp --model --hardware --profile --steps --systems "

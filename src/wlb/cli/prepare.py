@@ -169,7 +169,7 @@ def _corpus(sources: list[Path], stdlib: bool, text: options.TextOptions, out: P
         return StdlibCorpus()
     corpus = text.corpus(sources)
     targets = {path.resolve() for path in store_files(out)}
-    for path in corpus.files():
+    for path, _ in corpus.files:
         if path.resolve() in targets:
             raise UserError(f"source {path} would be overwritten by the store; choose another --out")
     return corpus

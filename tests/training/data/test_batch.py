@@ -130,7 +130,7 @@ def test_nothing_is_read_of_a_store_that_has_changed(tmp_path, kind, ending, cha
         "shards": [[tmp_path / "a", tmp_path / "b"]],
         "mixture": [tmp_path / "a", tmp_path / "b"],
     }
-    store = TokenStore.open(sources[kind])
+    store = TokenStore.open(*sources[kind])
 
     def micro_batch(document: int) -> MicroBatch:
         return MicroBatch((Segment(document + len(store), 0, int(store.lengths_of(np.array([document]))[0])),), 0.0)

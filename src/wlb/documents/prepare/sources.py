@@ -1,8 +1,8 @@
 """Where raw documents come from: files and directories, or the standard library.
 
-A corpus is walked twice. Making it is the survey: every path is checked and its bytes counted, so that mistakes show
-before any work is done. ``tasks`` then divides it, always in the same order (arguments as given, directories sorted by
-name) and, for the same files, in the same way; each task is read as a stream, holding one batch at a time.
+Making a corpus is the survey: every path is checked and its bytes counted, so that mistakes show before any work is
+done. ``tasks`` then divides it, always in the same order (arguments as given, directories sorted by name) and, for the
+same files, in the same way; each task is read as a stream, holding one batch at a time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import platform
 import re
 import sysconfig
 import tokenize
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby, pairwise, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -91,20 +91,20 @@ class CorpusShard(NamedTuple):
 
 
 class Corpus:
-    """Documents that are always read in the same order; ``tasks`` divides them, in the same way every time."""
+    """The documents of ``files``, each with how it is read; always in the same order, and divided in the same way.
 
-    name: str  # and what is one document
-    total_bytes: int
-    skipped_files: int
-    description: dict[str, Any]
+    ``name`` says what is one document. A text, or a list of messages with ``chat``, stands in the field ``text_field``
+    of JSON and Parquet.
+    """
 
-    def tasks(self) -> Iterator[CorpusTask]:
-        """Tasks that have all documents between them, in order."""
-        raise NotImplementedError
-
-    def described_fields(self) -> str:
-        """Which field was looked for in JSON, and which ones the first entry without it has that was read."""
-        raise NotImplementedError
+    def __init__(
+        self, name: str, files: list[tuple[Path, str]], description: dict[str, Any], text_field: str, chat: bool = False
+    ) -> None:
+        self.name, self.files, self.description = name, files, description
+        self.total_bytes = sum(path.stat().st_size for path, _ in files)
+        self.skipped_files = 0
+        self._field, self._chat = text_field, chat
+        self._other_fields: list[str] = []  # of the first entry without the field
 
     def batches(self, shard: CorpusShard | None = None) -> Iterator[Batch]:
         """All documents in order, or those of ``shard``, in batches of about a megabyte.
@@ -119,6 +119,46 @@ class Corpus:
         first, stop = (len(tasks) * number // shard.of for number in (shard.number - 1, shard.number))
         return chain.from_iterable(map(_batches, tasks[first:stop]))
 
+    def tasks(self) -> Iterator[CorpusTask]:
+        """Tasks that have all documents between them, in order."""
+        least, most = _TASK_BYTES
+        most = min(most, max(least, self.total_bytes // _TASKS))
+        for kind, of_kind in groupby(self.files, itemgetter(1)):
+            paths = [path for path, _ in of_kind]
+            if kind in _WHOLE_READERS:
+                yield from _of_whole_files(paths, most, _WHOLE_READERS[kind])
+            else:
+                yield from chain.from_iterable(self._of_one_file(path, kind, most) for path in paths)
+
+    def described_fields(self) -> str:
+        """Which field was looked for in JSON, and which ones the first entry without it has that was read."""
+        names = beginning_of(self._other_fields) or "none"
+        return f"the first entry without field {self._field!r} has {names}; {choose_field(self._other_fields)}"
+
+    def _of_one_file(self, path: Path, kind: str, most: int) -> Iterator[CorpusTask]:
+        size = path.stat().st_size
+        shares = 1 if path.suffix.lower() in COMPRESSED or kind == "json" else -(-size // most) or 1
+        cuts = [size * share // shares for share in range(shares)]
+        document = line_text if kind == "lines" else partial(json_line, document=self._document)
+        for share, (start, end) in enumerate(zip_longest(cuts, cuts[1:])):  # the last has no end: a pipe has no size
+            if kind == "json":
+                yield partial(read_json_list, path, self._document)
+            elif kind == "parquet":
+                yield partial(read_parquet, path, self._field, share, shares, self._document if self._chat else None)
+            else:
+                yield partial(read_lines, path, start, end, document)
+
+    def _document(self, entry: Any) -> Any:
+        """What a JSON object has in the field, or a JSON string itself, where it is a document."""
+        if isinstance(entry, dict):
+            if self._field not in entry:
+                self._other_fields = self._other_fields or [*entry]
+                return Reject.NO_FIELD
+            entry = entry[self._field]
+        elif not isinstance(entry, str):
+            return Reject.NO_FIELD
+        return as_messages(entry) if self._chat else as_text(entry)
+
 
 class StdlibCorpus(Corpus):
     """The source code and prose of the running Python's own standard library: a corpus that is always there.
@@ -130,16 +170,9 @@ class StdlibCorpus(Corpus):
     """
 
     def __init__(self) -> None:
-        self._root = stdlib_root()
-        self.name = "the standard library (one document per definition)"
-        self.total_bytes = sum(path.stat().st_size for path in stdlib_files(self._root))
-        self.skipped_files = 0
-        self.description = {"kind": "stdlib", "python": platform.python_version()}
-
-    def tasks(self) -> Iterator[CorpusTask]:
-        return _of_whole_files(
-            stdlib_files(self._root), _task_bytes(self.total_bytes), lambda path: map(as_text, stdlib_documents(path))
-        )
+        files = [(path, "stdlib") for path in stdlib_files(stdlib_root())]
+        description = {"kind": "stdlib", "python": platform.python_version()}
+        super().__init__("the standard library (one document per definition)", files, description, "text")
 
 
 class FileCorpus(Corpus):
@@ -158,111 +191,58 @@ class FileCorpus(Corpus):
         chat: bool = False,
         documents: TextDocuments | None = None,
     ) -> None:
-        self._sources, self._documents = sources, documents
-        self._field, self._chat = text_field, chat
-        self._other_fields: list[str] = []  # of the first entry without the field
-        self.total_bytes = self.skipped_files = 0
-        kinds = Counter[str]()
-        for path in self.files(count_skipped=True):
-            self.total_bytes += path.stat().st_size
-            kinds[kind := self._kind(path)] += 1
-            if chat and kind in ("text", "lines"):
-                raise UserError(
-                    f"--chat reads conversations from JSON and Parquet, and {path} is neither; leave it out"
-                )
-            if format_suffix(path) in (".csv", ".tsv"):
-                raise UserError(f"{path} is a table; save it as Parquet or JSON Lines, with the text in a column")
-            if kind == "parquet":
-                require("pyarrow", "data")
+        found = [*chain.from_iterable(map(_found, sources))]
+        files = [(path, _kind(path, documents, chat)) for path in found if path is not None]
         named = f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else str(sources[0])
-        if not kinds:
+        kinds = dict.fromkeys(kind for _, kind in files)
+        if not files:
             raise UserError(f"no text, JSON Lines or Parquet files in {named}")
-        self._check_documents(named, kinds)
-        units = " or ".join(dict.fromkeys(_UNITS[kind] for kind in kinds))
-        self.name = f"{named} (one document per {units})"
-        self.description = {"kind": "files", "files": kinds.total(), "text_field": text_field, "documents": documents}
-
-    def _check_documents(self, named: str, kinds: Collection[str]) -> None:
-        """Raise ``UserError`` where ``documents`` is missing or has no effect."""
-        if self._documents is not None and not {"text", "lines"} & {*kinds}:
+        if documents is not None and not {"text", "lines"} & {*kinds}:
             raise UserError(f"--documents is for text files, and {named} has none; leave it out")
-        for source in self._sources:
-            is_known = self._documents is not None or source.is_dir() or format_suffix(source) in _WHOLE
+        for source in sources if documents is None else ():
+            is_known = source.is_dir() or format_suffix(source) in _WHOLE
             if not is_known and file_kind(source) == "text" and has_lines(source):
                 raise UserError(
                     f"{source} has several lines; give --documents lines if each is a document, or --documents files "
                     "if they are one together"
                 )
+        units = " or ".join(dict.fromkeys(_UNITS[kind] for kind in kinds))
+        description = {"kind": "files", "files": len(files), "text_field": text_field, "documents": documents}
+        super().__init__(f"{named} (one document per {units})", files, description, text_field, chat)
+        self.skipped_files = len(found) - len(files)
 
-    def _kind(self, path: Path) -> str:
-        kind = file_kind(path)
-        return "lines" if kind == "text" and self._documents == "lines" else kind
 
-    def files(self, count_skipped: bool = False) -> Iterator[Path]:
-        """All files that are read, in order."""
-        for source in self._sources:
-            try:
-                if source.is_dir():
-                    yield from self._directory(source, count_skipped)
-                else:
-                    source.stat()
-                    yield source
-            except FileNotFoundError:
-                raise UserError(f"source {source} does not exist") from None
-            except OSError as error:
-                raise UserError(f"source {source} cannot be read: {error.strerror}") from error
-
-    def _directory(self, directory: Path, count_skipped: bool) -> Iterator[Path]:
-        with os.scandir(directory) as entries:
+def _found(source: Path) -> Iterator[Path | None]:
+    """The files of a source, in order; None for each in a directory that is not read."""
+    try:
+        if not source.is_dir():
+            source.stat()
+            yield source
+            return
+        with os.scandir(source) as entries:
             ordered = sorted(entries, key=lambda entry: entry.name)
         for entry in ordered:
-            path = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                yield from self._directory(path, count_skipped)
-            elif entry.is_file() and not entry.name.startswith(".") and _is_searched_for(path):
-                yield path
+            path, is_hidden = Path(entry.path), entry.name.startswith(".")
+            if entry.is_dir(follow_symlinks=False) and not is_hidden:
+                yield from _found(path)
             else:
-                self.skipped_files += count_skipped
+                yield path if entry.is_file() and not is_hidden and _is_searched_for(path) else None
+    except FileNotFoundError:
+        raise UserError(f"source {source} does not exist") from None
+    except OSError as error:
+        raise UserError(f"source {source} cannot be read: {error.strerror}") from error
 
-    def tasks(self) -> Iterator[CorpusTask]:
-        most = _task_bytes(self.total_bytes)
-        for kind, paths in groupby(self.files(), self._kind):
-            if kind == "text":
-                yield from _of_whole_files(paths, most, lambda path: [read_text(path)])
-                continue
-            for path in paths:
-                yield from self._of_one_file(path, kind, most)
 
-    def described_fields(self) -> str:
-        names = beginning_of(self._other_fields) or "none"
-        return f"the first entry without field {self._field!r} has {names}; {choose_field(self._other_fields)}"
-
-    def _of_one_file(self, path: Path, kind: str, most: int) -> Iterator[CorpusTask]:
-        size = path.stat().st_size
-        shares = 1 if path.suffix.lower() in COMPRESSED or kind == "json" else -(-size // most) or 1
-        cuts = [size * share // shares for share in range(shares)]
-        for share, start in enumerate(cuts):
-            # The last share has no end: a pipe has no size.
-            end = cuts[share + 1] if share + 1 < shares else None
-            if kind == "lines":
-                yield partial(read_lines, path, start, end, line_text)
-            elif kind == "jsonl":
-                yield partial(read_lines, path, start, end, partial(json_line, document=self._document))
-            elif kind == "json":
-                yield partial(read_json_list, path, self._document)
-            else:
-                yield partial(read_parquet, path, self._field, share, shares, self._document if self._chat else None)
-
-    def _document(self, entry: Any) -> Any:
-        """What a JSON object has in the field, or a JSON string itself, where it is a document."""
-        if isinstance(entry, dict):
-            if self._field not in entry:
-                self._other_fields = self._other_fields or [*entry]
-                return Reject.NO_FIELD
-            entry = entry[self._field]
-        elif not isinstance(entry, str):
-            return Reject.NO_FIELD
-        return as_messages(entry) if self._chat else as_text(entry)
+def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
+    """How a file is read. Raises ``UserError`` where it cannot be."""
+    kind = file_kind(path)
+    if format_suffix(path) in (".csv", ".tsv"):
+        raise UserError(f"{path} is a table; save it as Parquet or JSON Lines, with the text in a column")
+    if chat and kind == "text":
+        raise UserError(f"--chat reads conversations from JSON and Parquet, and {path} is neither; leave it out")
+    if kind == "parquet":
+        require("pyarrow", "data")
+    return "lines" if kind == "text" and documents == "lines" else kind
 
 
 def _is_searched_for(path: Path) -> bool:
@@ -319,9 +299,11 @@ def _definitions(source: str, tree: ast.Module) -> list[str]:
     return ["".join(lines[first:end]) for first, end in pairwise([*cuts, len(lines)])]
 
 
-def _task_bytes(corpus_bytes: int) -> int:
-    least, most = _TASK_BYTES
-    return min(most, max(least, corpus_bytes // _TASKS))
+# Of kinds of files that are one document, or cut by what they say.
+_WHOLE_READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
+    "text": lambda path: [read_text(path)],
+    "stdlib": lambda path: map(as_text, stdlib_documents(path)),
+}
 
 
 def _of_whole_files(paths: Iterable[Path], most: int, read: Callable[[Path], Iterable[Any]]) -> Iterator[CorpusTask]:

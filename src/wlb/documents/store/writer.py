@@ -1,9 +1,8 @@
 """Writing a token store atomically.
 
-Tokens and index go to ``PREFIX.bin.part`` and ``PREFIX.idx.part`` while documents arrive. At the end every
-file is flushed to the disk and renamed, the index last: without ``PREFIX.idx`` nothing reads as a store, so a
-run that is killed at any moment leaves none. An old store that is being replaced loses its index first, for
-the same reason.
+Files have the ending ``.part`` while documents arrive. At the end each is flushed to the disk and renamed, the index
+last: without ``PREFIX.idx`` nothing reads as a store, so a run that is killed at any moment leaves none. An old store
+that is being replaced loses its index first, for the same reason.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ def check_target(prefix: Path, overwrite: bool) -> None:
     with _disk_errors(prefix):
         if prefix.is_dir():
             raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
-        existing = next((path for path in _upwards(prefix.parent) if os.path.exists(path)), prefix.parent)
+        upwards = [prefix.parent, *prefix.parent.parents]
+        existing = next((path for path in upwards if os.path.exists(path)), prefix.parent)
         if not existing.is_dir():
             raise UserError(f"{existing} is not a directory, so the token store {prefix} cannot be made")
         if not os.access(existing, os.W_OK | os.X_OK):
@@ -60,7 +60,6 @@ def check_target(prefix: Path, overwrite: bool) -> None:
 class TokenStoreWriter:
     """A context manager: documents are added inside it, and leaving it without an exception makes the store.
 
-    Entering makes the directory of ``prefix``; leaving with an exception removes it again, if it was not there before.
     ``details`` is merged into the sidecar and may be filled until the end; ``tokenizer_json`` becomes
     ``PREFIX.tokenizer.json``. With ``masked``, documents come with a mask that says which tokens are labels, and the
     store has a ``PREFIX.mask``. Raises ``UserError`` when the store exists (and ``overwrite`` is off), when another
@@ -92,38 +91,34 @@ class TokenStoreWriter:
         self.labelled_tokens = 0
         self._targets = store_files(self.prefix)
         check_target(self.prefix, overwrite)
-        self._new_directories = [path for path in _upwards(self.prefix.parent) if not os.path.exists(path)]
 
     def __enter__(self) -> TokenStoreWriter:
         data, mask, sidecar, tokenizer, index = self._targets
-        try:
-            with _disk_errors(self.prefix), ExitStack() as opened:
-                self.prefix.parent.mkdir(parents=True, exist_ok=True)
-                self._bin = opened.enter_context(_open_part(data))
-                self._idx = opened.enter_context(_open_part(index))
-                self._mask = opened.enter_context(_open_part(mask)) if self._masked else None
-                for stale in (sidecar, tokenizer):  # of a run that was killed, as the locks say that none is writing
-                    _part(stale).unlink(missing_ok=True)
-                self._index = IndexWriter(self._idx, self._dtype)
-                opened.pop_all()
-        except BaseException:
-            self._remove_new_directories()
-            raise
+        with _disk_errors(self.prefix), ExitStack() as opened:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._bin = opened.enter_context(_open_part(data))
+            self._idx = opened.enter_context(_open_part(index))
+            self._mask = opened.enter_context(_open_part(mask)) if self._masked else None
+            for stale in (sidecar, tokenizer):  # of a run that was killed, as the locks say that none is writing
+                _part(stale).unlink(missing_ok=True)
+            self._index = IndexWriter(self._idx, self._dtype)
+            opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        committed = False
         try:
             if kind is None:
                 with _disk_errors(self.prefix):
                     self._commit()
-                committed = True
         finally:
-            self._discard_parts()
-            if not committed:
-                self._remove_new_directories()
+            # Parts go while their locks are held. Closing flushes, which fails again on a full disk.
+            for target in self._targets:
+                _part(target).unlink(missing_ok=True)
+            for file in (self._bin, self._idx, *([self._mask] if self._mask is not None else [])):
+                with suppress(OSError):
+                    file.close()
 
     def add(self, tokens: ArrayLike, mask: ArrayLike | None = None) -> None:
         """Append one document; ``mask`` as in ``add_documents``."""
@@ -178,7 +173,17 @@ class TokenStoreWriter:
         if self._mask is not None:
             flush(self._mask)
             complete.append(mask)
-        write_synced(_part(sidecar), self._sidecar_text())
+        says = {
+            "format": SIDECAR_FORMAT,
+            "vocab_size": self.vocab_size,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "token_type": self._dtype.name,
+            "content_sha256": self._content.hexdigest(),
+        }
+        if self._masked:
+            says |= {"mask_sha256": self._mask_content.hexdigest(), "labelled_tokens": self.labelled_tokens}
+        write_synced(_part(sidecar), json.dumps(says | self.details, indent=2, sort_keys=True) + "\n")
         if self._tokenizer_json is not None:
             write_synced(_part(tokenizer), self._tokenizer_json)
             complete.append(tokenizer)
@@ -190,36 +195,6 @@ class TokenStoreWriter:
             os.replace(_part(target), target)
         sync(index.parent)
         move(_part(index), index)
-
-    def _sidecar_text(self) -> str:
-        sidecar = {
-            "format": SIDECAR_FORMAT,
-            "vocab_size": self.vocab_size,
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "token_type": self._dtype.name,
-            "content_sha256": self._content.hexdigest(),
-        }
-        if self._masked:
-            sidecar |= {"mask_sha256": self._mask_content.hexdigest(), "labelled_tokens": self.labelled_tokens}
-        return json.dumps(sidecar | self.details, indent=2, sort_keys=True) + "\n"
-
-    def _discard_parts(self) -> None:
-        # Parts go while their locks are held. Closing flushes, which fails again on a full disk.
-        for target in self._targets:
-            _part(target).unlink(missing_ok=True)
-        for file in (self._bin, self._idx, *([self._mask] if self._mask is not None else [])):
-            with suppress(OSError):
-                file.close()
-
-    def _remove_new_directories(self) -> None:
-        with suppress(OSError):  # somebody else may have put something there by now
-            for directory in self._new_directories:
-                directory.rmdir()
-
-
-def _upwards(directory: Path) -> list[Path]:
-    return [directory, *directory.parents]
 
 
 def _part(target: Path) -> Path:
