@@ -144,8 +144,8 @@ def read_encoder_tokens(source: StoreSource) -> dict[str, NDArray[np.int64]]:
     """
     path, found = Path(source_name(source)), {}
     if path.suffix == ".parquet" and path.is_file():
-        names = [name for name in _parquet_names(path) if name.endswith(_ENCODED)]
-        found = {name: _from_parquet(path, name) for name in names}
+        schema = require("pyarrow.parquet", "data").read_schema(path)
+        found = {name: _from_parquet(path, name) for name in schema.names if name.endswith(_ENCODED)}
     elif path.suffix in (".json", ".jsonl") and path.is_file():
         rows = _json_rows(path)
         names = sorted({name for row in rows if isinstance(row, dict) for name in row if name.endswith(_ENCODED)})
@@ -177,21 +177,19 @@ def _if_text(path: Path, fields: Collection[str] = ("text",)) -> str:
 
 
 def _from_json(path: Path) -> Integers:
-    where = "line" if path.suffix == ".jsonl" else "entry"
-    rows = enumerate(_json_rows(path), int(where == "line"))
-    return _from_integers(path, [_length_in(path, row, where, number) for number, row in rows], where)
-
-
-def _length_in(path: Path, row: Any, where: str, number: int) -> Any:
-    """The length that a value of JSON says, or counts."""
-    if isinstance(row, dict):
-        if not {"length", "input_ids"} & row.keys():
-            raise UserError(
-                f"{path}: {where} {number} has neither length nor input_ids, but {beginning_of(row)}"
-                f"{_if_text(path, row)}"
-            )
-        row = row["length"] if "length" in row else row["input_ids"]
-    return len(row) if isinstance(row, list) else row
+    """The lengths that values of JSON say, or count."""
+    where, lengths = "line" if path.suffix == ".jsonl" else "entry", []
+    for number, row in enumerate(_json_rows(path), int(where == "line")):
+        said = row
+        if isinstance(row, dict):
+            if not {"length", "input_ids"} & row.keys():
+                raise UserError(
+                    f"{path}: {where} {number} has neither length nor input_ids, but {beginning_of(row)}"
+                    f"{_if_text(path, row)}"
+                )
+            said = row["length"] if "length" in row else row["input_ids"]
+        lengths.append(len(said) if isinstance(said, list) else said)
+    return _from_integers(path, lengths, where)
 
 
 def _json_rows(path: Path) -> list[Any]:
@@ -225,11 +223,10 @@ def _from_csv(path: Path) -> Integers:
         rows = _csv_rows(path, file)
         first = next(rows, (0, []))
         heading = [name.strip() for name in first[1]]
-        bare = len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None
-        if bare:
-            rows = chain([first], rows)
         named = [heading.index(name) for name in _NAMES if name in heading]
-        if first[1] and not (bare or named):
+        if len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None:
+            rows = chain([first], rows)
+        elif heading and not named:
             raise UserError(
                 f"{path} has no column 'length', but {beginning_of(heading)}; give the column of lengths that name"
                 f"{_if_text(path, heading)}"
@@ -284,11 +281,6 @@ def _from_npy(path: Path) -> Integers:
     return _from_integer_array(path, array)
 
 
-def _parquet_names(path: Path) -> list[str]:
-    names: list[str] = require("pyarrow.parquet", "data").read_schema(path).names
-    return names
-
-
 def _from_parquet(path: Path, name: str = "length") -> Integers:
     parquet = require("pyarrow.parquet", "data")
     arrow = require("pyarrow", "data")
@@ -324,8 +316,16 @@ def _from_store(source: StoreSource) -> tuple[Path, Integers]:
         path = Path(source_name(source))
         raise UserError(f"{error}{_if_text(path)}") if path.is_dir() else error from None
     only = prefixes[0] if len(prefixes) == 1 else None
-    if only and not (is_url(only) or str(source).endswith(".idx")) and not os.path.exists(f"{only}.idx"):
-        raise _no_lengths(Path(only))
+    if only and not (is_url(only) or str(source).endswith(".idx") or os.path.exists(f"{only}.idx")):
+        if os.path.isfile(only):
+            raise UserError(
+                f"{only} is of no known kind; lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
+                f"{_if_text(Path(only))}"
+            )
+        raise UserError(
+            f"neither {only} nor a token store {only}.idx exists; name a file of lengths, or make a store with: "
+            f"wlb prepare SOURCE --out {only}"
+        )
     path = Path(f"{only}.idx" if only else source_name(source))
 
     def index(prefix: str) -> TokenIndex:
@@ -346,18 +346,6 @@ def _from_store(source: StoreSource) -> tuple[Path, Integers]:
         f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0"
     )
     return path, np.concatenate(sample)
-
-
-def _no_lengths(path: Path) -> UserError:
-    if path.is_file():
-        return UserError(
-            f"{path} is of no known kind; lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
-            f"{_if_text(path)}"
-        )
-    return UserError(
-        f"neither {path} nor a token store {path}.idx exists; name a file of lengths, or make a store with: "
-        f"wlb prepare SOURCE --out {path}"
-    )
 
 
 def _synthetic(source: str) -> NDArray[np.int64]:

@@ -153,6 +153,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
         Returns the number of documents that waited in ``state``: they are dropped.
         """
+        assert isinstance(self._stream, DocumentStream)
         self._stream.begin_after(state["stream"])
         self._packer.begin_with([], step=_next_step_of(state))
         self._held = None
