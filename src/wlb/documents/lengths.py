@@ -316,7 +316,7 @@ def _from_store(source: StoreSource) -> tuple[Path, Integers]:
         path = Path(source_name(source))
         raise UserError(f"{error}{_if_text(path)}") if path.is_dir() else error from None
     only = prefixes[0] if len(prefixes) == 1 else None
-    if only and not (is_url(only) or str(source).endswith(".idx") or os.path.exists(f"{only}.idx")):
+    if only and not (is_url(only) or str(source).endswith(".idx") or Path(f"{only}.idx").exists()):
         if os.path.isfile(only):
             raise UserError(
                 f"{only} is of no known kind; lengths come from {', '.join(_READERS)}, .idx or a token store prefix"

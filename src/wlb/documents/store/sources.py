@@ -27,10 +27,10 @@ def _check_kind(source: object) -> object:
     return texts if isinstance(source, list | tuple) else texts[0]
 
 
+_StorePath = Annotated[str, Field(json_schema_extra={"format": "path"})]
 # A setting that names a store.
 StoreSetting = Annotated[
-    Annotated[str, Field(json_schema_extra={"format": "path"})] | Annotated[tuple[str, ...], Field(min_length=1)],
-    BeforeValidator(_check_kind),
+    _StorePath | Annotated[tuple[_StorePath, ...], Field(min_length=1)], BeforeValidator(_check_kind)
 ]
 
 
