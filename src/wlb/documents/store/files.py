@@ -77,13 +77,12 @@ def read_bytes(path: str) -> Any:
 
 def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | RemoteArray:
     """A file of ``size`` numbers. Raises ``UserError`` where it has more or fewer, ``FileNotFoundError`` without it."""
-    remote = RemoteFile(path) if is_url(path) else None
+    remote, expected = RemoteFile(path) if is_url(path) else None, size * dtype.itemsize
     try:
         found = remote.size if remote else os.path.getsize(path)
-        if found != size * dtype.itemsize:
+        if found != expected:
             raise UserError(
-                f"{path} has {found} bytes where its index asks for {size * dtype.itemsize}: truncated or of another "
-                "store"
+                f"{path} has {found} bytes where its index asks for {expected}: truncated or of another store"
             )
         if remote:
             return RemoteArray(remote, dtype)
