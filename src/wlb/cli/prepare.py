@@ -136,7 +136,7 @@ def prepare(
     )
     made = f"{out}-*" if ray is not None else report.files[-1].removesuffix(".idx")
     _show(report, made)
-    if "missing_field" in report.rejects:
+    if "missing_field" in report.rejects and ray is None:  # else another process knows which
         stdout.print(corpus.described_fields(), markup=False, highlight=False)
     if chat_format is not None and chat_format.is_chatml:
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)

@@ -36,7 +36,7 @@ from wlb.documents.prepare.on_ray import cluster, map_on_ray
 from wlb.documents.prepare.sources import Corpus, CorpusShard
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
 from wlb.documents.store.index import store_path
-from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
+from wlb.documents.store.writer import TokenStoreWriter, store_files, token_type
 from wlb.errors import UserError
 from wlb.terminal import number_of, tell
 
@@ -106,7 +106,6 @@ def prepare_store(
     if shard:
         _check_number(prefix, shard.of)
         prefix = shard.prefix(prefix)
-    check_target(prefix, overwrite)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
     tokenize, size, masked = _tokenize(tokenizer, chat), tokenizer.vocab_size, chat is not None
     with (

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,11 +87,10 @@ class TokenIndex:
         if not ((first >= 0) & (first <= last) & (last <= len(self.pointers))).all():
             raise self._uncovered()
         starts, stops = self._begins(first), self._begins(last)
-        if (last - first == 1).all():
-            tokens = self.sequence_lengths[first].astype(np.int64)
-        else:
-            sequences = zip(first.tolist(), last.tolist(), strict=True)
-            tokens = np.array([self.sequence_lengths[one:other].sum(dtype=np.int64) for one, other in sequences])
+        tokens, only = np.zeros(len(first), np.int64), last - first == 1
+        tokens[only] = self.sequence_lengths[first[only]]
+        for place in np.flatnonzero(last - first > 1):
+            tokens[place] = self.sequence_lengths[first[place] : last[place]].sum(dtype=np.int64)
         size = self.dtype.itemsize
         bad = np.flatnonzero((tokens < 0) | (starts < 0) | (starts % size != 0) | (starts + tokens * size != stops))
         if bad.size:
@@ -103,14 +103,13 @@ class TokenIndex:
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of all documents, shape (documents,)."""
-        chunks = (np.arange(*chunk) for chunk in _chunks(0, self.documents))
-        return np.concatenate([np.empty(0, np.int64), *(self.runs(chunk)[1] for chunk in chunks)])
+        return np.concatenate([np.empty(0, np.int64), *self._chunks()])
 
     def check(self) -> None:
         """Read all of it."""
         self._check_ends()
-        for chunk in _chunks(0, self.documents):
-            self.runs(np.arange(*chunk))
+        for _ in self._chunks():
+            pass
 
     def check_sample(self) -> None:
         """Read its ends and a few evenly spaced blocks of documents; all of it where it has no more than that."""
@@ -118,6 +117,10 @@ class TokenIndex:
         last = max(0, self.documents - 1) // _BLOCK
         for block in sorted({last * number // (_SAMPLED_BLOCKS - 1) for number in range(_SAMPLED_BLOCKS)}):
             self.runs(np.arange(_BLOCK * block, min(_BLOCK * (block + 1), self.documents)))
+
+    def _chunks(self) -> Iterator[NDArray[np.int64]]:
+        for first in range(0, self.documents, _CHUNK):
+            yield self.runs(np.arange(first, min(first + _CHUNK, self.documents)))[1]
 
     def _check_ends(self) -> None:
         """Raise ``UserError`` unless documents begin with the first sequence and byte, and end with the last."""
@@ -136,10 +139,6 @@ class TokenIndex:
     def _uncovered(self) -> UserError:
         sequences = len(self.pointers)
         return UserError(f"{self.path} is corrupt: its documents do not cover its {sequences} sequences in order")
-
-
-def _chunks(start: int, stop: int) -> list[tuple[int, int]]:
-    return [(first, min(first + _CHUNK, stop)) for first in range(start, stop, _CHUNK)]
 
 
 def _spaced(array: NDArray[Any]) -> NDArray[Any]:
