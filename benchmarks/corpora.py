@@ -40,9 +40,8 @@ from numpy.typing import NDArray
 from parts.measurement import CpuTimer, command, console, facts, freeze_imports, make_parser, show, write
 from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
-from wlb.documents.store.group import StoreGroup
-from wlb.documents.store.index import IndexWriter, TokenIndex, bin_path, index_path
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.index import IndexWriter, TokenIndex, store_path
+from wlb.documents.store.reader import Shard, TokenStore
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
@@ -123,11 +122,11 @@ def _write_shards(folder: Path, shards: int) -> None:
     lengths = sample_lengths(SHARD_DOCUMENTS, WINDOW, seed=0)
     for number in range(shards):
         prefix = folder / f"{number:05}_tokens"
-        with index_path(prefix).open("w+b") as file:
+        with store_path(prefix, ".idx").open("w+b") as file:
             writer = IndexWriter(file, TOKENS)
             writer.add(lengths)
             writer.finish()
-        with bin_path(prefix).open("wb") as file:
+        with store_path(prefix, ".bin").open("wb") as file:
             file.truncate(int(lengths.sum()) * TOKENS.itemsize)
 
 
@@ -135,7 +134,7 @@ def _measured_shards(folder: Path, shards: int) -> dict[str, Any]:
     freeze_imports()
     handles = len(os.listdir("/proc/self/fd"))
     since = _Clock()
-    store = StoreGroup.open([folder])
+    store = TokenStore.open(folder)
     opening = since()
     order = Permutation(len(store), 0, 0, 0)
     blocks = [order.between(start, start + BLOCK) for start in range(0, BLOCK * SHARD_BLOCKS, BLOCK)]
@@ -159,7 +158,7 @@ def _lengths() -> NDArray[np.int64]:
 def _write(prefix: Path, documents: int) -> None:
     """An index of ``documents`` documents, and a token file of nothing but its size."""
     lengths, left = _lengths(), documents
-    with index_path(prefix).open("w+b", buffering=1 << 20) as file:
+    with store_path(prefix, ".idx").open("w+b", buffering=1 << 20) as file:
         writer, tokens = IndexWriter(file, TOKENS), 0
         while left:
             part = lengths[: min(left, PERIOD)]
@@ -168,9 +167,9 @@ def _write(prefix: Path, documents: int) -> None:
         writer.finish()
         file.flush()
         os.fsync(file.fileno())
-    with bin_path(prefix).open("wb") as file:
+    with store_path(prefix, ".bin").open("wb") as file:
         file.truncate(tokens * TOKENS.itemsize)
-    with index_path(prefix).open("rb") as file:
+    with store_path(prefix, ".idx").open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -206,9 +205,12 @@ class _VirtualStore(TokenStore):
             _Virtual(documents, pointers),
             _Virtual(documents + 1, lambda places: places),
         ]
-        index = TokenIndex(Path("virtual"), TOKENS, *arrays)
-        index.check_sample()
-        super().__init__(Path("virtual"), index, np.broadcast_to(np.zeros(1, TOKENS), index.tokens), {})
+        index = TokenIndex("virtual", TOKENS, *arrays)
+        self._virtual = Shard(index, np.broadcast_to(np.zeros(1, TOKENS), index.tokens), {})
+        super().__init__([["virtual"]])
+
+    def _open_shard(self, prefix: str) -> Shard:
+        return self._virtual
 
 
 def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:
         return TokenStore.open(prefix) if written else _VirtualStore(documents)
 
     since = _Clock()
-    lengths: Any = StoreGroup([opened()]).stored_lengths
+    lengths: Any = opened().stored_lengths
     opening = since()
     planner = StepPlanner(decide(job, lengths), lengths)
     next(planner)
@@ -228,9 +230,9 @@ def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:
 
     state = planner.state_dict()
     place = int(np.random.default_rng(0).integers(documents))
-    state["stream"] |= {"epoch": 3, "cursor": place}
+    state["stream"]["stores"][0] |= {"epoch": 3, "cursor": place}
     since = _Clock()
-    lengths = StoreGroup([opened()]).stored_lengths
+    lengths = opened().stored_lengths
     resumed = StepPlanner(decide(job, lengths), lengths)
     resumed.load_state_dict(state)
     next(resumed)
@@ -248,7 +250,7 @@ def _measured(prefix: Path, documents: int, written: bool) -> dict[str, Any]:
     gc.collect()
     return {
         "documents": documents,
-        "index": f"{index_path(prefix).stat().st_size / 1e9:.0f} GB on disk" if written else "virtual",
+        "index": f"{store_path(prefix, '.idx').stat().st_size / 1e9:.0f} GB on disk" if written else "virtual",
         "opening": opening,
         "first_step": first_step,
         "resume": resume,

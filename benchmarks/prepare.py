@@ -26,10 +26,9 @@ from typing import Any
 
 from parts.measurement import command, facts, in_turns, make_parser, show, write
 from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
-from wlb.documents.prepare.batches import documents_of
 from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer
-from wlb.documents.store.index import bin_path
+from wlb.documents.store.index import store_path
 from wlb.documents.store.sources import store_prefixes
 from wlb.errors import UserError, require
 
@@ -68,12 +67,12 @@ def seconds_of(make: Callable[[Path], None], directory: Path) -> tuple[float, st
         prefix, began = Path(place, "store"), time.perf_counter()
         make(prefix)
         seconds = time.perf_counter() - began
-        content = b"".join(bin_path(shard).read_bytes() for shard in store_prefixes(place))
+        content = b"".join(store_path(shard, ".bin").read_bytes() for shard in store_prefixes(place))
     return seconds, hashlib.sha256(content).hexdigest()
 
 
 def measured(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    texts = [text for batch in StdlibCorpus().batches() for text in documents_of(batch)]
+    texts = [text for batch in StdlibCorpus().batches() for text in batch.documents]
     source = directory / "documents.jsonl"
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     source.write_text(lines * options.copies, encoding="utf-8")

@@ -80,7 +80,7 @@ def stdlib_texts(count: int, longest: int) -> list[dict[str, Any]]:
     """``count`` documents of at most ``longest`` tokens, numbered: definitions, from every seventh file."""
     documents: list[dict[str, Any]] = []
     for path in list(stdlib_files(stdlib_root()))[::7]:
-        for text in stdlib_documents(path, "definition"):
+        for text in stdlib_documents(path):
             tokens = list(text.encode()[:longest])
             if len(tokens) > 1:
                 documents.append({"input_ids": tokens, "length": len(tokens), "number": len(documents)})

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from wlb.documents.filling import documents_filling
 from wlb.documents.lengths import read_lengths
 from wlb.documents.overlong import split_overlong
-from wlb.documents.prepare.batches import documents_of
 from wlb.documents.prepare.sources import StdlibCorpus
 from wlb.documents.segments import Segment
 from wlb.documents.synthetic import sample_lengths
@@ -106,7 +105,7 @@ def split(lengths: Lengths, window: int) -> Lengths:
 
 def _stdlib_lengths(window: int) -> Lengths:
     """Bytes of the definitions, scaled to ``window`` and shuffled."""
-    texts = (text for batch in StdlibCorpus().batches() for text in documents_of(batch) if isinstance(text, str))
+    texts = (text for batch in StdlibCorpus().batches() for text in batch.documents if isinstance(text, str))
     lengths = np.array([len(text.encode()) for text in texts if text], np.int64)
     scaled = np.maximum(1, lengths * window // _STDLIB_WINDOW)
     return split(np.random.default_rng(0).permutation(scaled), window)

@@ -251,10 +251,6 @@ def test_sizes_that_cannot_be_are_refused_at_once(wlb, arguments, message):
         (["train", "job.toml", "--rank", 1], "--rank has no effect without --dry-run"),
         (["report", ".", "--steps", 3], "--steps has no effect on the report of a training run"),
         (["reproduce", "table2", "--seeds", 3], "--seeds is for convergence"),
-        (
-            ["prepare", ".", "--out", "s", "--unit", "module"],
-            "--unit has no effect without --stdlib (got module); leave it out",
-        ),
         (["prepare", "--stdlib", "--out", "s", "--text-field", "t"], "--text-field has no effect with --stdlib"),
     ],
 )

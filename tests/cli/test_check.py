@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 
 SMALL = ("--tokenizer", "bytes", "--model", "tiny", "--hardware", "cpu", "--gpus", 1, "--context-window", "4K")
@@ -90,8 +91,7 @@ def test_the_layout_that_is_given_is_said_with_whether_it_fits(wlb, even):
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of texts, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    with Path("d.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["id", "text"], *enumerate(TEXTS)])
+    parquet.write_table(arrow.table({"id": [*range(len(TEXTS))], "text": TEXTS}), "d.parquet")
     Path("d.json").write_text(json.dumps(TEXTS))
     Path("d.txt").write_text("".join(text.replace("\n", " ") + "\n" for text in TEXTS))
     (tmp_path / "folder").mkdir()
@@ -103,7 +103,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("given", "options"),
-    [("d.csv", ()), ("d.txt", ("--documents", "lines")), ("chats.jsonl", ("--chat",))],
+    [("d.parquet", ()), ("d.txt", ("--documents", "lines")), ("chats.jsonl", ("--chat",))],
 )
 def test_every_kind_of_text_is_counted_and_the_same_is_prepared(wlb, texts, given, options):
     status, out, err = wlb("check", given, *SMALL, *options)
@@ -124,17 +124,20 @@ def test_every_kind_of_text_is_counted_and_the_same_is_prepared(wlb, texts, give
             "d.txt has several lines; give --documents lines if each is a document, or --documents files",
         ),
         (
-            ["d.csv", *SMALL, "--text-field", "body"],
-            "d.csv has no column 'body', only id, text; choose one with --text-f",
+            ["d.parquet", *SMALL, "--text-field", "body"],
+            "d.parquet has no column 'body', only id, text; choose one with --text-f",
         ),
         (
             ["chats.jsonl", *SMALL],
             "3 missing field; the first entry without field 'text' has messages; choose one with",
         ),
-        (["d.csv", *SMALL, "--documents", "lines"], "--documents is for text files, and d.csv has none; leave it out"),
         (
-            ["d.csv"],
-            "has no column 'length', but id, text; give the column of lengths that name; if it is text, count its tok",
+            ["d.parquet", *SMALL, "--documents", "lines"],
+            "--documents is for text files, and d.parquet has none; leave it out",
+        ),
+        (
+            ["d.parquet"],
+            "has no column 'length'; it has id, text; if it is text, count its tok",
         ),
         (
             ["folder"],

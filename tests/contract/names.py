@@ -74,7 +74,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.documents.lengths.read_lengths": "source",
     "wlb.documents.overlong.split_overlong": "segments, limit, policy=...",
     "wlb.documents.segments.Segment": "document, start, length",
-    "wlb.documents.store.reader.TokenStore.open": "prefix",
+    "wlb.documents.store.reader.TokenStore.open": "*sources",
     "wlb.documents.store.reader.TokenStore.lengths": None,
     "wlb.documents.store.reader.TokenStore.read": "document, start=..., length=...",
     "wlb.documents.store.reader.TokenStore.tokens": None,
@@ -140,7 +140,7 @@ MODELS = (
 HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 
 COMMANDS = {
-    "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --documents --chat --unit "
+    "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --documents --chat "
     "--workers --shard --ray --overwrite --json",
     "check": (
         "--context-window --batch-tokens --gpus --dp --pp --tp --cp --model --hardware --profile --steps --systems "

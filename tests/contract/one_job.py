@@ -16,8 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from wlb.documents.order import check_trainable
-from wlb.documents.store.group import StoreGroup
-from wlb.documents.store.reader import TokenStoreWriter
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.job.config import JobConfig
@@ -87,8 +86,8 @@ class Case:
         printer.text(repr(self))  # Hypothesis would print every default of the configuration
 
     @property
-    def store(self) -> StoreGroup:
-        return cast(StoreGroup, self.documents)
+    def store(self) -> TokenStore:
+        return cast(TokenStore, self.documents)
 
 
 @dataclass(frozen=True)

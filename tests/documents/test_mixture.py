@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.limits import examples
-from wlb.documents.mixture import MixtureStream, document_stream
+from wlb.documents.order import DocumentStream
 from wlb.errors import UserError
 from wlb.job.config import DataConfig
 
@@ -24,12 +23,10 @@ some_lengths = st.lists(st.integers(0, 35), min_size=1, max_size=30).filter(any)
 some_stores = st.lists(st.tuples(some_lengths, st.sampled_from([0.1, 1.0, 2.5])), min_size=1, max_size=4)
 
 
-def mixture_of(stores: list[tuple[list[int], float]], **more: Any) -> MixtureStream:
+def mixture_of(stores: list[tuple[list[int], float]], **more: Any) -> DocumentStream:
     mixture = [{"store": f"store-{number}", "weight": weight} for number, (_, weight) in enumerate(stores)]
     config = DataConfig.model_validate({"mixture": mixture, "context_window": WINDOW, **more})
-    stream = document_stream([np.array(lengths, dtype=np.int64) for lengths, _ in stores], config)
-    assert isinstance(stream, MixtureStream)
-    return stream
+    return DocumentStream([np.array(lengths, dtype=np.int64) for lengths, _ in stores], config)
 
 
 @settings(deadline=None, max_examples=examples(25))
@@ -142,7 +139,7 @@ def test_a_store_in_two_spellings_is_one_store(tmp_path, monkeypatch, other):
     (tmp_path / "alias.idx").symlink_to("corpus.idx")
     other = other.format(tmp_path)
     mixture = [{"store": "folder/part", "weight": 1}, {"store": "corpus", "weight": 1}, {"store": other, "weight": 2}]
-    with pytest.raises(ValidationError, match=f"as corpus and as {Path(other)}; add up its weights"):
+    with pytest.raises(ValidationError, match=f"as corpus and as {other}; add up its weights"):
         DataConfig.model_validate({"mixture": mixture})
     mixture[2]["store"] = "folder/corpus"
     assert len(DataConfig.model_validate({"mixture": mixture}).stores) == 3

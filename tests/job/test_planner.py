@@ -224,7 +224,7 @@ def test_a_document_is_finished_when_all_of_its_pieces_are_trained(method, lengt
             left[document] -= length
         trained = {segment.document for segment in step.plan.segments}
         assert step.documents == tuple(sorted(document for document in trained if not left[document]))
-        assert step.pending_documents == step.state["stream"]["cursor"] - left.count(0)
+        assert step.pending_documents == step.state["stream"]["stores"][0]["cursor"] - left.count(0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -233,7 +233,7 @@ def test_a_document_is_finished_when_all_of_its_pieces_are_trained(method, lengt
 def test_pending_documents_are_those_taken_in_and_not_finished(method, lengths, taken):
     planner = planner_of(lengths, method, one_epoch=True)
     steps = list(islice(planner, taken))
-    cursor = planner.state_dict()["stream"]["cursor"]
+    cursor = planner.state_dict()["stream"]["stores"][0]["cursor"]
     planned = Counter(document for document, _ in tokens_of(steps))
     finished = sum(planned[document] == length for document, length in enumerate(lengths))
     if steps:
@@ -331,7 +331,7 @@ def test_resuming_takes_in_only_what_the_next_step_needs(method, monkeypatch):
     lengths = [16] * 5000
     planner = planner_of(lengths, method, one_epoch=False)
     state = planner.state_dict()
-    state["stream"] |= {"epoch": 10_000, "cursor": 4000}
+    state["stream"]["stores"][0] |= {"epoch": 10_000, "cursor": 4000}
     state["packer"] |= {"step": 10_000_000}
     taken: list[int] = []
     take = DocumentStream.take

@@ -157,7 +157,10 @@ def test_what_is_wrong_is_one_line(page: PageServer):
     for question, said in (
         ({"lengths": dropped(page, "bad.json", b"[5, 0]")}, "bad.json: entry 1 is 0; a document has 1 to 2147483647"),
         ({"lengths": dropped(page, "bad.npy", b"none")}, "bad.npy is not a NumPy array"),
-        ({"lengths": dropped(page, "my docs.csv", b"id,text\n1,Once\n")}, "wlb check 'my docs.csv' --tokenizer bytes"),
+        (
+            {"lengths": dropped(page, "my docs.jsonl", b'{"text": "Once"}\n')},
+            "wlb check 'my docs.jsonl' --tokenizer bytes",
+        ),
         ({"lengths": "nowhere.json"}, "lengths nowhere.json does not exist"),
         ({"lengths": "synthetic:200:4K", "gpus": "1009"}, "no layout"),
         ({"lengths": "synthetic:200:4K", "model": "gpt-0"}, "unknown model 'gpt-0'"),

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.limits import HUNG_SECONDS
-from wlb.documents.store.group import StoreGroup
-from wlb.documents.store.reader import TokenStoreWriter
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import JobConfig
 
@@ -29,7 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def write_store(prefix: Path, documents: int = 400, longest: int = 2 * WINDOW, shards: int = 1) -> StoreGroup:
+def write_store(prefix: Path, documents: int = 400, longest: int = 2 * WINDOW, shards: int = 1) -> TokenStore:
     """Random tokens in documents of very different lengths, some over the context window.
 
     In several ``shards``, ``prefix`` is the directory that they lie in.
@@ -41,7 +40,7 @@ def write_store(prefix: Path, documents: int = 400, longest: int = 2 * WINDOW, s
         with TokenStoreWriter(part, vocab_size=VOCABULARY) as writer:
             for length in lengths:
                 writer.add(rng.integers(0, VOCABULARY, length))
-    return StoreGroup.open([prefix])
+    return TokenStore.open(prefix)
 
 
 def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from wlb.attention import segment_attention
-from wlb.documents.store.group import StoreGroup
+from wlb.documents.store.reader import TokenStore
 from wlb.job.config import JobConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
@@ -23,7 +23,7 @@ from wlb.training.trainer import Trainer
 
 def losses_of_single_documents(config: JobConfig, plans: Sequence[StepPlan]) -> list[float]:
     """The loss of every step of ``plans``, trained from the first on in float64, one segment at a time."""
-    store = StoreGroup.open([config.data.stores[0]])
+    store = TokenStore.open(config.data.stores[0])
     model_config = trained_model(config, store)
     model = Transformer(model_config).double()
     initialise_weights(model, layers=model_config.shape.layers, seed=config.training.seed)

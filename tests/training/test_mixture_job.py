@@ -12,8 +12,7 @@ import pytest
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of, write_store
 from tests.web import Faults, files_of, served
-from wlb.documents.store.group import StoreGroup
-from wlb.documents.store.reader import TokenStoreWriter
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.job.config import JobConfig
 
 WEIGHTS = {"store": 2.0, "chats": 1.0}
@@ -87,7 +86,7 @@ def _write_stores(folder: Path, shards: int = 1) -> None:
 
 def _labels(folder: Path, segments: list[tuple[int, int, int]]) -> int:
     """Tokens of ``segments`` with a label, document by document."""
-    plain, chats = (StoreGroup.open([folder / name]) for name in WEIGHTS)
+    plain, chats = (TokenStore.open(folder / name) for name in WEIGHTS)
     labels = 0
     for document, start, length in segments:
         index = document % (len(plain) + len(chats))

@@ -168,9 +168,9 @@ def spec(config: JobConfig) -> JobSpec:
 def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> JobSpec:
     """As before the job starts; ``saved`` is the identity in its checkpoint."""
     store = config.data.store
-    assert isinstance(store, Path)
-    if not store.with_suffix(".idx").exists():
-        write_store(store)
+    assert isinstance(store, str)
+    if not Path(f"{store}.idx").exists():
+        write_store(Path(store))
     with mock.patch.object(preflight, "_saved_loader_state", return_value=saved and {"identity": saved}):
         return preflight.check_job(config, 1).job
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +22,12 @@ if TYPE_CHECKING:
     from wlb.documents.prepare.tokenization import Tokenizer
 
 
-class UnitOption(StrEnum):
-    """What counts as one document of the standard library."""
-
-    DEFINITION = "definition"
-    MODULE = "module"
-
-
 def prepare(
     context: typer.Context,
     sources: list[Path] = typer.Argument(
         None,
         metavar="SOURCE",
-        help="Files or directories: text, JSON (.jsonl, .ndjson, .json), CSV (.csv, .tsv), Parquet; also .gz and .zst.",
+        help="Files or directories: text, JSON (.jsonl, .ndjson, .json), Parquet; also .gz and .zst.",
         show_default=False,
     ),
     stdlib: bool = typer.Option(
@@ -56,11 +48,6 @@ def prepare(
     end_token: str | None = typer.Option(
         None, metavar="TOKEN", help="Token that ends a document, where the tokenizer does not say."
     ),
-    unit: UnitOption = typer.Option(
-        UnitOption.DEFINITION,
-        metavar="definition|module",
-        help="With --stdlib: one document per top-level definition or module.",
-    ),
     workers: int | None = typer.Option(
         None,
         metavar="N",
@@ -70,8 +57,8 @@ def prepare(
     ),
     shard: str | None = typer.Option(
         None,
-        metavar="I/N|slurm",
-        help="Write only the I-th of N shares, to PREFIX-I-of-N; slurm: as an element of a job array.",
+        metavar="I/N",
+        help="Write only the I-th of N shares, to PREFIX-I-of-N, as an element of a job array.",
     ),
     ray: str | None = typer.Option(
         None,
@@ -111,13 +98,13 @@ def prepare(
         refuse_unused(
             context, ["bpe_size"], "learns from all documents; make a tokenizer first and name it in --tokenizer"
         )
-    unused = names_of(options.TextOptions) if stdlib else ["unit"]
-    refuse_unused(context, unused, f"has no effect {'with' if stdlib else 'without'} --stdlib")
+    if stdlib:
+        refuse_unused(context, names_of(options.TextOptions), "has no effect with --stdlib")
     if text.chat:
         refuse_unused(context, ["bpe_size"], "learns from text, not from conversations")
     if ray is not None:  # processes of Ray have working directories of their own
         sources, out = [path.absolute() for path in sources or []], out.absolute()
-    corpus = _corpus(sources or [], stdlib, text, unit, chosen_shard.prefix(out) if chosen_shard else out)
+    corpus = _corpus(sources or [], stdlib, text, chosen_shard.prefix(out) if chosen_shard else out)
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
     chat_format = ChatFormat.of_tokenizer(tokenizer, chosen.special_tokens) if text.chat else None
     # Bytes cost less to tokenise than to send to another process.
@@ -149,7 +136,7 @@ def prepare(
     )
     made = f"{out}-*" if ray is not None else report.files[-1].removesuffix(".idx")
     _show(report, made)
-    if "missing_field" in report.rejects:
+    if "missing_field" in report.rejects and ray is None:  # else another process knows which
         stdout.print(corpus.described_fields(), markup=False, highlight=False)
     if chat_format is not None and chat_format.is_chatml:
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
@@ -157,9 +144,9 @@ def prepare(
 
 
 def _check(source: str, json: bool) -> None:
-    from wlb.documents.store.group import StoreGroup
+    from wlb.documents.store.reader import TokenStore
 
-    store = StoreGroup.open([source])
+    store = TokenStore.open(source)
     store.check_content()
     if json:
         emit_json({"store": source, "documents": len(store), "tokens": store.tokens})
@@ -171,7 +158,7 @@ def _check(source: str, json: bool) -> None:
         show_next("check", source)
 
 
-def _corpus(sources: list[Path], stdlib: bool, text: options.TextOptions, unit: UnitOption, out: Path) -> Corpus:
+def _corpus(sources: list[Path], stdlib: bool, text: options.TextOptions, out: Path) -> Corpus:
     """What is read; raises ``UserError`` where the store in ``out`` would replace some of it."""
     from wlb.documents.prepare.sources import StdlibCorpus
     from wlb.documents.store.writer import store_files
@@ -179,10 +166,10 @@ def _corpus(sources: list[Path], stdlib: bool, text: options.TextOptions, unit: 
     if stdlib == bool(sources):
         raise UserError("name files or directories to prepare, or else --stdlib" + ", not both" * stdlib)
     if stdlib:
-        return StdlibCorpus(unit.value)
+        return StdlibCorpus()
     corpus = text.corpus(sources)
     targets = {path.resolve() for path in store_files(out)}
-    for path in corpus.files():
+    for path, _ in corpus.files:
         if path.resolve() in targets:
             raise UserError(f"source {path} would be overwritten by the store; choose another --out")
     return corpus
@@ -205,7 +192,7 @@ def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_tok
 def _progress(what: str, corpus: Corpus, shard: CorpusShard | None = None) -> Iterator[Callable[[int], None]]:
     mebibyte = 1 << 20
     with progress_bar() as progress:
-        total = corpus.total_bytes / (shard.count if shard else 1)
+        total = corpus.total_bytes / (shard.of if shard else 1)
         task = progress.add_task(f"{what}, MiB", total=total / mebibyte)
         yield lambda source_bytes: progress.advance(task, source_bytes / mebibyte)
 

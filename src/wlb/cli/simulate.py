@@ -190,7 +190,7 @@ def simulate(
         _search(context, asked, lengths or _synthetic(asked.context_window), steps, json)
         return
     from wlb.documents.lengths import what_was_read
-    from wlb.documents.mixture import joined_lengths
+    from wlb.documents.order import joined_lengths
     from wlb.documents.store.sources import source_name
 
     if asked.trace is not None:

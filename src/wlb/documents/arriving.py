@@ -84,7 +84,7 @@ class ArrivingDocuments(Generic[T]):
 
         Raises ``UserError`` unless the stream is at its beginning, and where it is shorter or of other documents.
         """
-        documents: int = state["documents"]
+        documents = state["documents"]
         if self._taken:
             raise UserError("a stream is continued from its beginning; open it anew and give the state with it")
         for document, _, length in waiting:
@@ -118,9 +118,6 @@ class ArrivingDocuments(Generic[T]):
         """Continue from ``state``, after ``read_again``."""
         self.epoch_is_over = state["over"]
         self._overlong = OverlongReport(**state["overlong"])
-
-    def begin_after(self, state: dict[str, Any]) -> None:
-        raise UserError("a stream cannot take the place of other documents; begin a new job with it")
 
     def _arrive(self, document: T) -> Segment:
         number, length = self._taken, self._length_of(document)

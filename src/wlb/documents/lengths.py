@@ -2,24 +2,22 @@
 
 ``read_lengths`` takes a ``.json`` list or ``.jsonl`` file (of lengths, or of objects with ``length`` or
 ``input_ids``), a ``.txt`` with one length per line, the same on standard input (``-``), a ``.npy`` array, a ``.csv``,
-``.tsv`` or ``.parquet`` file with a column ``length``, a Megatron ``.idx``, the prefix or URL of a token store, a
-directory, glob or list of them, or ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn
-by ``wlb.documents.synthetic``. What it returns is checked: whole, positive, in order. Only a store may have empty
-documents; they are passed over, as in training, and counted in a note on stderr. Of a store of more than 16 million
-documents a sample is taken, and a note says so. Text is refused in a line that says how to count its tokens.
+``.tsv`` or ``.parquet`` file with a column ``length``, what names a token store, or
+``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by ``wlb.documents.synthetic``. What
+it returns is checked: whole, positive, in order. Text is refused in a line that says how to count its tokens.
 
-``what_was_read`` says in a line what documents there are, and ``assumed_window`` chooses a context window for them.
-
-``read_encoder_tokens`` reads what else ``.json`` and ``.parquet`` files may say: what documents put through encoders of
-images or audio.
+``read_encoder_tokens`` reads what else JSON and Parquet may say: what documents put through encoders of images or
+audio.
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.permutation import Permutation
-from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
-from wlb.documents.store.remote import RemotePath, store_prefix
+from wlb.documents.store.files import is_url
+from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, TokenIndex, read_index
 from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
@@ -43,6 +41,7 @@ _BLOCK = 1 << 10  # documents that lie together in a sample: reading one costs a
 
 Integers = NDArray[np.integer[Any]]
 _NAMES = ("length", "lengths", "tokens", "num_tokens")  # of a column of lengths
+_LONGEST_CELL = 2**31 - 1  # characters; a column of text beside has more than the 131,072 of csv's own limit
 _ENCODED = "_tokens"  # how columns of encoders' tokens end
 
 
@@ -96,26 +95,22 @@ def _holding(percent: int, ascending: NDArray[np.int64], tokens: NDArray[np.int6
 def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np.int64]:
     """Tokens of every document of ``source``, in order; shape (documents,), or (sample,) of a large store.
 
-    Empty documents, which a store may have, are left out unless ``keep_empty``: the order in which a job trains its
-    documents counts them.
+    Empty documents, which only a store may have, are left out unless ``keep_empty``: the order in which a job trains
+    its documents counts them. Of a store of more than 16 million documents a sample is taken. Notes on stderr say both.
 
     Raises ``UserError`` when there are none, or when one is not a whole number from 1 to 2**31 - 1, with its
     position.
     """
     if str(source).startswith("synthetic:"):
         return _synthetic(str(source))
-    path = store_prefix(source_name(source))
+    path = _STDIN if source == "-" else Path(source_name(source))
+    read, where = _READERS.get(path.suffix.lower(), (None, ""))
     try:
-        if source == "-":
-            path, lengths, where = _STDIN, _from_txt(_STDIN), "line"
-        elif (
-            isinstance(path, RemotePath)
-            or path.suffix.lower() not in _READERS
-            or (not path.exists() and names_store(source))
-        ):
+        if path == _STDIN:
+            lengths, where = _from_txt(path), "line"
+        elif read is None or is_url(source_name(source)) or (not path.exists() and names_store(source)):
             (path, lengths), where = _from_store(source), "document"
         else:
-            read, where = _READERS[path.suffix.lower()]
             lengths = read(path)
     except FileNotFoundError:
         raise UserError(f"lengths {path} does not exist") from None
@@ -123,7 +118,14 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
         raise UserError(f"lengths {path} cannot be read: {error.strerror or error}") from error
     if not len(lengths):
         raise UserError(f"{path} holds no document lengths")
-    _check_range(path, lengths, where)
+    smallest = 0 if where == "document" else 1  # stores may have empty documents, and training passes over them
+    bad = np.flatnonzero((lengths < smallest) | (lengths > MAX_DOCUMENT_TOKENS))
+    if bad.size:
+        # Lines are counted from 1, entries of arrays and documents from 0.
+        raise UserError(
+            f"{path}: {where} {int(bad[0]) + (where == 'line')} is {lengths[bad[0]]}; a document has 1 to "
+            f"{MAX_DOCUMENT_TOKENS} tokens"
+        )
     tokens = lengths.astype(np.int64)
     trained = tokens[tokens > 0]
     if keep_empty or len(trained) == len(tokens):
@@ -137,14 +139,14 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
 def read_encoder_tokens(source: StoreSource) -> dict[str, NDArray[np.int64]]:
     """Tokens (patches, frames) of every document in each encoder: the columns ``NAME_tokens``, by NAME.
 
-    Shape (documents,) each; none where ``source`` is no ``.json`` or ``.parquet`` file that has any. Raises
-    ``UserError`` for what is no whole number of at least 0.
+    Shape (documents,) each; none where ``source`` is no JSON or Parquet file that has any. Raises ``UserError`` for
+    what is no whole number of at least 0.
     """
     path, found = Path(source_name(source)), {}
     if path.suffix == ".parquet" and path.is_file():
-        names = [name for name in _parquet_names(path) if name.endswith(_ENCODED)]
-        found = {name: _from_parquet(path, name) for name in names}
-    elif path.suffix == ".json" and path.is_file():
+        schema = require("pyarrow.parquet", "data").read_schema(path)
+        found = {name: _from_parquet(path, name) for name in schema.names if name.endswith(_ENCODED)}
+    elif path.suffix in (".json", ".jsonl") and path.is_file():
         rows = _json_rows(path)
         names = sorted({name for row in rows if isinstance(row, dict) for name in row if name.endswith(_ENCODED)})
         found = {name: _from_integers(path, [row.get(name) for row in rows], f"{name} of entry") for name in names}
@@ -154,28 +156,19 @@ def read_encoder_tokens(source: StoreSource) -> dict[str, NDArray[np.int64]]:
     return {name.removesuffix(_ENCODED): tokens.astype(np.int64) for name, tokens in found.items()}
 
 
-def _check_range(path: Path, lengths: Integers, where: str) -> None:
-    smallest = 0 if where == "document" else 1  # stores may have empty documents, and training passes over them
-    bad = np.flatnonzero((lengths < smallest) | (lengths > MAX_DOCUMENT_TOKENS))
-    if bad.size:
-        # Lines are counted from 1, entries of arrays and documents from 0.
-        position = int(bad[0]) + (where == "line")
-        raise UserError(
-            f"{path}: {where} {position} is {lengths[bad[0]]}; a document has 1 to {MAX_DOCUMENT_TOKENS} tokens"
-        )
-
-
 def _if_text(path: Path, fields: Collection[str] = ("text",)) -> str:
     """The end of a message: what to do where ``path`` has text, in one of its ``fields`` if it has any."""
     if path == _STDIN:
         return ""
+    if path.suffix in (".csv", ".tsv"):
+        return "; if it is text, save it as Parquet or JSON Lines, which wlb check and wlb prepare read"
     option, instead = "", "a tokenizer's directory for bytes"
     if path.suffix == ".txt":
         option, instead = " --documents lines", f"{instead}, files for lines"
+    elif "messages" in fields:
+        option = " --chat"
     elif "text" not in fields:
-        option = (
-            " --chat" if "messages" in fields else f" --text-field {next(iter(fields)) if len(fields) == 1 else 'NAME'}"
-        )
+        option = f" --text-field {next(iter(fields)) if len(fields) == 1 else 'NAME'}"
     name = shlex.quote(str(path))
     return (
         f"; if it is text, count its tokens with: wlb check {name} --tokenizer bytes{option}, or store them with: "
@@ -184,27 +177,33 @@ def _if_text(path: Path, fields: Collection[str] = ("text",)) -> str:
 
 
 def _from_json(path: Path) -> Integers:
-    rows = _json_rows(path)
-    return _from_integers(path, [_length_in(path, row, "entry", number) for number, row in enumerate(rows)], "entry")
-
-
-def _length_in(path: Path, row: Any, where: str, number: int) -> Any:
-    """The length that a value of JSON says, or counts."""
-    if isinstance(row, dict):
-        if not {"length", "input_ids"} & row.keys():
-            raise UserError(
-                f"{path}: {where} {number} has neither length nor input_ids, but {beginning_of(row)}"
-                f"{_if_text(path, row)}"
-            )
-        row = row["length"] if "length" in row else row["input_ids"]
-    return len(row) if isinstance(row, list) else row
+    """The lengths that values of JSON say, or count."""
+    where, lengths = "line" if path.suffix == ".jsonl" else "entry", []
+    for number, row in enumerate(_json_rows(path), int(where == "line")):
+        said = row
+        if isinstance(row, dict):
+            if not {"length", "input_ids"} & row.keys():
+                raise UserError(
+                    f"{path}: {where} {number} has neither length nor input_ids, but {beginning_of(row)}"
+                    f"{_if_text(path, row)}"
+                )
+            said = row["length"] if "length" in row else row["input_ids"]
+        lengths.append(len(said) if isinstance(said, list) else said)
+    return _from_integers(path, lengths, where)
 
 
 def _json_rows(path: Path) -> list[Any]:
+    """The entries of a list, or of a .jsonl file what each line says."""
+    place, values = "", []
     try:
-        values = json.loads(path.read_bytes())
+        if path.suffix == ".json":
+            values = json.loads(path.read_bytes())
+        else:
+            for number, line in enumerate(path.read_bytes().splitlines(), 1):
+                place = f": line {number}"
+                values.append(json.loads(line))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}{_if_text(path)}") from None
+        raise UserError(f"{path}{place} is not valid JSON: {error}{'' if place else _if_text(path)}") from None
     if not isinstance(values, list):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; a list of lengths is needed")
     return values
@@ -215,50 +214,47 @@ def _from_txt(path: Path) -> Integers:
         lines = (sys.stdin.read() if path == _STDIN else path.read_text(encoding="utf-8-sig")).rstrip().splitlines()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8; write one length per line as plain text") from None
-    return _from_integers(path, [_whole(path, number, line) for number, line in enumerate(lines, 1)], "line")
+    return _from_texts(path, enumerate(lines, 1))
 
 
 def _from_csv(path: Path) -> Integers:
     """The column ``length``, or another of ``_NAMES``; or the only one, if it has no heading."""
-    from wlb.documents.prepare.raw_files import csv_rows  # not above, as that package imports this file
-
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        rows = csv_rows(path, file)
+        rows = _csv_rows(path, file)
         first = next(rows, (0, []))
         heading = [name.strip() for name in first[1]]
-        bare = len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None
-        if bare:
-            rows = chain([first], rows)
         named = [heading.index(name) for name in _NAMES if name in heading]
-        if first[1] and not (bare or named):
+        if len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None:
+            rows = chain([first], rows)
+        elif heading and not named:
             raise UserError(
                 f"{path} has no column 'length', but {beginning_of(heading)}; give the column of lengths that name"
                 f"{_if_text(path, heading)}"
             )
         column = named[0] if named else 0
-        cells = ((number, row[column] if column < len(row) else "") for number, row in rows)
-        return _from_integers(path, [_whole(path, number, cell) for number, cell in cells], "line")
+        return _from_texts(path, ((number, row[column] if column < len(row) else "") for number, row in rows))
 
 
-def _from_jsonl(path: Path) -> Integers:
-    """A number in each line, or an object with ``length`` or ``input_ids``."""
-    values: list[Any] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}: line {number} is not valid JSON: {error}") from None
-            values.append(_length_in(path, value, "line", number))
-    return _from_integers(path, values, "line")
+def _csv_rows(path: Path, text: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a CSV or TSV file, each with the number of its last line; no blank ones."""
+    csv.field_size_limit(_LONGEST_CELL)
+    # Strict: a quote that is never closed would make one cell of all that follows it.
+    reader = csv.reader(text, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+    try:
+        yield from ((reader.line_num, row) for row in reader if row)
+    except csv.Error as error:
+        raise UserError(f"{path} is not a CSV file: line {reader.line_num}: {error}") from None
 
 
-def _whole(path: Path, number: int, line: str) -> int:
-    text = line.strip()
-    size = parse_count(text.removeprefix("-"))
-    if size is None:
-        raise _no_whole_number(path, "line", number, text)
-    return -size if text.startswith("-") else size
+def _from_texts(path: Path, texts: Iterable[tuple[int, str]]) -> Integers:
+    """Whole numbers as text, each with the number of its line."""
+    lengths = []
+    for number, text in texts:
+        size = parse_count(text.strip().removeprefix("-"))
+        if size is None:
+            raise _no_whole_number(path, "line", number, text.strip())
+        lengths.append(-size if text.strip().startswith("-") else size)
+    return _from_integers(path, lengths, "line")
 
 
 def _no_whole_number(path: Path, where: str, position: int, value: Any) -> UserError:
@@ -283,11 +279,6 @@ def _from_npy(path: Path) -> Integers:
         shape = getattr(array, "shape", "none")
         raise UserError(f"{path} has shape {shape}; one dimension, one length per document, is needed")
     return _from_integer_array(path, array)
-
-
-def _parquet_names(path: Path) -> list[str]:
-    names: list[str] = require("pyarrow.parquet", "data").read_schema(path).names
-    return names
 
 
 def _from_parquet(path: Path, name: str = "length") -> Integers:
@@ -324,40 +315,37 @@ def _from_store(source: StoreSource) -> tuple[Path, Integers]:
     except UserError as error:
         path = Path(source_name(source))
         raise UserError(f"{error}{_if_text(path)}") if path.is_dir() else error from None
-    path = index_path(prefixes[0]) if len(prefixes) == 1 else Path(source_name(source))
-    may_be_file = len(prefixes) == 1 and not (isinstance(path, RemotePath) or str(source).endswith(".idx"))
-    if may_be_file and not path.exists():
-        raise _no_lengths(prefixes[0])
-    ends = np.cumsum([0, *(read_index(index_path(prefix)).documents for prefix in prefixes)])
+    only = prefixes[0] if len(prefixes) == 1 else None
+    if only and not (is_url(only) or str(source).endswith(".idx") or Path(f"{only}.idx").exists()):
+        if os.path.isfile(only):
+            raise UserError(
+                f"{only} is of no known kind; lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
+                f"{_if_text(Path(only))}"
+            )
+        raise UserError(
+            f"neither {only} nor a token store {only}.idx exists; name a file of lengths, or make a store with: "
+            f"wlb prepare SOURCE --out {only}"
+        )
+    path = Path(f"{only}.idx" if only else source_name(source))
+
+    def index(prefix: str) -> TokenIndex:
+        index = read_index(f"{prefix}.idx")
+        index.check_sample()
+        return index
+
+    ends = np.cumsum([0, *(index(prefix).documents for prefix in prefixes)])
     documents = int(ends[-1])
     if documents <= _MOST_READ:
-        indexes = (read_index(index_path(prefix), sample=False) for prefix in prefixes)
-        return path, np.concatenate([index.lengths_between(0, index.documents) for index in indexes])
+        return path, np.concatenate([index(prefix).lengths() for prefix in prefixes])
     blocks = np.sort(Permutation(documents // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
     chosen = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
-    sample = [
-        read_index(index_path(prefix), sample=False).lengths(of_shard - first)
-        for prefix, first, of_shard in zip(
-            prefixes, ends, np.split(chosen, chosen.searchsorted(ends[1:-1])), strict=False
-        )
-    ]
+    of_shards = zip(prefixes, ends, np.split(chosen, chosen.searchsorted(ends[1:-1])), strict=False)
+    sample = [index(prefix).runs(of_shard - first)[1] for prefix, first, of_shard in of_shards if len(of_shard)]
     tell(
         f"wlb: note: {path}: lengths are those of a sample of {len(chosen):,} of its {documents:,} documents, "
         f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0"
     )
     return path, np.concatenate(sample)
-
-
-def _no_lengths(path: Path) -> UserError:
-    if path.is_file():
-        return UserError(
-            f"{path} is of no known kind; lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
-            f"{_if_text(path)}"
-        )
-    return UserError(
-        f"neither {path} nor a token store {index_path(path)} exists; name a file of lengths, or make a store with: "
-        f"wlb prepare SOURCE --out {path}"
-    )
 
 
 def _synthetic(source: str) -> NDArray[np.int64]:
@@ -379,6 +367,6 @@ _READERS: dict[str, tuple[Callable[[Path], Integers], str]] = {
     ".npy": (_from_npy, "entry"),
     ".csv": (_from_csv, "line"),
     ".tsv": (_from_csv, "line"),
-    ".jsonl": (_from_jsonl, "line"),
+    ".jsonl": (_from_json, "line"),
     ".parquet": (_from_parquet, "row"),
 }

@@ -1,19 +1,25 @@
 """Which document comes next: the order of documents over epochs, as a few integers of state.
 
-Every epoch visits every document once, in an order that follows from seed, epoch and store alone
+Every epoch visits every document of a store once, in an order that follows from seed, epoch and store alone
 (``wlb.documents.permutation``), so a position in the order is (epoch, cursor) and any rank can go there directly,
-whatever the number of documents. Document ids count up over the
-whole history, ``epoch * documents in the store + index in the store``; an id is never used twice. In a mixture of
-stores (``wlb.documents.mixture``) documents are counted through all of them.
+whatever the number of documents.
+
+In a mixture of stores the next document comes from the store that is furthest behind: the one with the fewest tokens
+taken for its weight. So after any document the share of a store is off by at most about one of its documents, and
+nothing is drawn at random. Every store has its own epochs; one that is used up begins its next epoch while the others
+go on. An epoch of the mixture ends when every store has finished one in it. One store is a mixture of one.
+
+Documents are counted through all stores: document i of a store has the index ``first + i``, with ``first`` documents in
+the stores before it, and the id ``epoch * documents of all stores + first + i``, with the epoch of its store. Ids count
+up over the whole history; an id is never used twice.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +29,7 @@ from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS
-from wlb.documents.store.lengths import Lengths, chunks
+from wlb.documents.store.reader import DocumentLengths, Lengths
 from wlb.documents.store.sources import StoreSetting, StoreSource, source_name, source_parts
 from wlb.errors import UserError
 from wlb.settings import NonNegativeInt, Number, Section, Tokens
@@ -54,7 +60,7 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="Shuffle documents anew in every epoch")
 
     @property
-    def stores(self) -> tuple[Path | tuple[Path, ...], ...]:
+    def stores(self) -> tuple[str | tuple[str, ...], ...]:
         """What names each store, in the order in which their documents are counted."""
         return tuple(part.store for part in self.mixture) if self.store is None else (self.store,)
 
@@ -68,111 +74,165 @@ class DataConfig(Section):
             raise ValueError("data.store is missing and has no default; set it, or [[data.mixture]]")
         if self.store is not None and self.mixture:
             raise ValueError("data.store and data.mixture both say what to train on; leave one out")
-        spelled: dict[str, Path] = {}
+        spelled: dict[str, str] = {}
         for store in (path for part in self.mixture for path in source_parts(part.store)):
-            first = spelled.setdefault(os.path.realpath(f"{str(store).removesuffix('.idx')}.idx"), store)
-            if first is not store:
-                raise ValueError(f"data.mixture names a store twice, as {first} and as {store}; add up its weights")
+            index = os.path.realpath(f"{store.removesuffix('.idx')}.idx")
+            if index in spelled:
+                raise ValueError(
+                    f"data.mixture names a store twice, as {spelled[index]} and as {store}; add up its weights"
+                )
+            spelled[index] = store
         return self
 
 
-_Between = Callable[[int, int], NDArray[np.int64]]  # the documents from one place in an epoch to another
-
-
-class StorePlace(NamedTuple):
-    """Of a store in a mixture: its number, the index of its first document, and the documents of all stores."""
-
-    number: int
-    first: int
-    documents: int
+_AT_ONCE = 64  # documents taken together
+_CHECKED = 1 << 14  # documents looked at together
 
 
 class DocumentStream:
     """An endless stream of documents, taken a few at a time and never across the end of an epoch.
 
-    ``lengths`` are tokens per document of the store, read when a document is taken. Empty documents are passed over;
-    those longer than the context window meet ``data.overlong``. In a mixture, ``among`` is the place of the store.
-    Raises ``UserError`` if nothing is left to train on.
+    ``lengths`` are tokens per document of one store, or of each store of ``config.mixture`` in a sequence; they are
+    read when a document is taken. Empty documents are passed over; those longer than the context window meet
+    ``data.overlong``. Raises ``UserError`` if a store leaves nothing to train on, and ``ValueError`` unless there are
+    lengths of every store.
     """
 
-    def __init__(self, lengths: Lengths, config: DataConfig, among: StorePlace | None = None) -> None:
-        self._lengths = lengths
+    def __init__(self, lengths: DocumentLengths, config: DataConfig) -> None:
+        of_stores = lengths if isinstance(lengths, Sequence) else [lengths]
+        if len(of_stores) != len(config.stores):
+            raise ValueError(f"lengths are of {len(of_stores)} stores, the configuration names {len(config.stores)}")
+        for of_store, store in zip(of_stores, config.stores, strict=True):
+            check_trainable(of_store, config, store)
         self._config = config
-        self._place = among or StorePlace(0, 0, len(lengths))
-        check_trainable(lengths, config, config.stores[self._place.number])
-        self._epoch = 0
-        self._cursor = 0
+        self._firsts: list[int] = np.cumsum([0, *map(len, of_stores)]).tolist()
+        self._stores = [_StoreOrder(of_store, config, number) for number, of_store in enumerate(of_stores)]
+        self._weights = config.weights or (1.0,)
+        self._tokens = [0] * len(of_stores)  # taken from each store, since these weights hold
         self._overlong = OverlongReport()  # of all documents taken, over all epochs
-        self._seed, self._shuffle = config.seed, config.shuffle  # of this epoch
-        self._between: _Between | None = None  # documents by their place in this epoch, once they are asked for
-
-    @property
-    def epoch(self) -> int:
-        """That the next documents are of, or the last ones were where it is over."""
-        return self._epoch
+        self.begin(0)
 
     @property
     def epoch_is_over(self) -> bool:
-        return self._cursor == len(self._lengths)
+        """Whether every store has finished an epoch."""
+        return not self._unfinished
 
     def take(self, documents: int) -> list[Segment]:
         """The segments of the next ``documents`` documents of this epoch, or of as many as remain."""
-        if self._between is None:
-            self._between = self._ordered()
-        stop = min(self._cursor + documents, len(self._lengths))
-        chosen = self._between(self._cursor, stop)
-        self._cursor = stop
-        lengths = self._lengths[chosen]
-        ids = chosen[lengths > 0] + self._place.first + self._epoch * self._place.documents
-        segments = [
-            Segment(document, 0, length)
-            for document, length in zip(ids.tolist(), lengths[lengths > 0].tolist(), strict=True)
-        ]
-        segments, report = split_overlong(segments, self._config.context_window, self._config.overlong)
-        self._overlong += report
+        segments: list[Segment] = []
+        while documents > 0 and not self.epoch_is_over:
+            number = min(range(len(self._stores)), key=lambda number: self._tokens[number] / self._weights[number])
+            store = self._stores[number]
+            if store.is_over:
+                store.begin(store.epoch + 1)
+            first = self._firsts[number] + store.epoch * self._firsts[-1]
+            chosen, lengths = store.take(documents if len(self._stores) == 1 else 1)
+            documents -= len(chosen)
+            ids = (chosen[lengths > 0] + first).tolist()
+            whole = [Segment(*of) for of in zip(ids, [0] * len(ids), lengths[lengths > 0].tolist(), strict=True)]
+            taken, report = split_overlong(whole, self._config.context_window, self._config.overlong)
+            self._overlong += report
+            self._tokens[number] += sum([segment.length for segment in taken])
+            segments += taken
+            if store.is_over:
+                self._unfinished.discard(number)
         return segments
 
     def next_epoch(self) -> None:
-        self.begin(self._epoch + 1)
+        """Begin the next epoch, where the stores are."""
+        self.epoch += 1
+        self._unfinished = set(range(len(self._stores)))
+
+    def begin(self, epoch: int) -> None:
+        """Go to the first document of ``epoch`` of every store, in the order that the configuration asks for."""
+        for store in self._stores:
+            store.begin(epoch)
+        self.epoch = epoch  # that the next documents are of, or the last ones were where it is over
+        self._unfinished = set(range(len(self._stores)))  # stores that have not finished an epoch in this one
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "documents": self._place.documents,
-            "epoch": self._epoch,
-            "cursor": self._cursor,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
+            "documents": self._firsts[-1],
+            "stores": [store.state_dict() for store in self._stores],
+            "weights": list(self._weights),
+            "tokens": list(self._tokens),
+            "epoch": self.epoch,
+            "unfinished": sorted(self._unfinished),
             "overlong": asdict(self._overlong),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue an epoch of the same documents, in the order that it began with."""
-        self._epoch, self._cursor, self._between = state["epoch"], state["cursor"], None
-        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        """Continue on the same stores, each epoch in the order that it began with.
+
+        Where weights have changed, shares are counted from here on.
+        """
+        for store, saved in zip(self._stores, state["stores"], strict=True):
+            store.load_state_dict(saved)
+        same = state["weights"] == list(self._weights)
+        self._tokens = list(state["tokens"]) if same else [0] * len(self._stores)
+        self.epoch = state["epoch"]
+        self._unfinished = set(state["unfinished"])
         self._overlong = OverlongReport(**state["overlong"])
 
     def begin_after(self, state: dict[str, Any]) -> None:
-        """Begin the first epoch of these documents with ids above all that the documents of ``state`` can have had."""
-        self.begin(-(-ids_used(state) // self._place.documents))
+        """Begin with an epoch of every store whose ids are above all that the documents of ``state`` can have had."""
+        used = (1 + max(store["epoch"] for store in state["stores"])) * state["documents"]
+        self.begin(-(-used // self._firsts[-1]))
         self._overlong = OverlongReport(**state["overlong"])
 
+
+class _StoreOrder:
+    """The place in the order of one store, the ``number``-th of a mixture."""
+
+    def __init__(self, lengths: Lengths, config: DataConfig, number: int) -> None:
+        self._lengths, self._config, self._number = lengths, config, number
+        self.begin(0)
+
     def begin(self, epoch: int) -> None:
-        """Go to the first document of ``epoch``, in the order that the configuration asks for."""
-        self._epoch, self._cursor, self._between = epoch, 0, None
-        self._seed, self._shuffle = self._config.seed, self._config.shuffle
+        self.epoch, self._cursor = epoch, 0
+        self._seed, self._shuffle = self._config.seed, self._config.shuffle  # of this epoch
+        # Documents by their place in this epoch, once they are asked for.
+        self._between: Callable[[int, int], NDArray[np.int64]] | None = None
 
-    def _ordered(self) -> _Between:
-        """The documents of this epoch by their place in it."""
-        if not self._shuffle:
-            return np.arange
-        return Permutation(len(self._lengths), self._seed, self._epoch, self._place.number).between
+    @property
+    def is_over(self) -> bool:
+        return self._cursor == len(self._lengths)
+
+    def take(self, documents: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The next documents of this epoch, or as many as remain, and their tokens."""
+        if self._between is None and self._shuffle:
+            self._between = Permutation(len(self._lengths), self._seed, self.epoch, self._number).between
+        stop = min(self._cursor + documents, len(self._lengths))
+        chosen = (self._between or np.arange)(self._cursor, stop)
+        self._cursor = stop
+        return chosen, self._lengths[chosen]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "cursor": self._cursor, "seed": self._seed, "shuffle": self._shuffle}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self._cursor, self._between = state["epoch"], state["cursor"], None
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
 
 
-def ids_used(state: dict[str, Any]) -> int:
-    """Document ids from this one on were not used up to the ``state`` of a stream."""
-    epochs: int = 1 + max(part["epoch"] for part in state.get("stores", [state]))
-    documents: int = state["documents"]
-    return epochs * documents
+def global_batches(lengths: DocumentLengths, config: DataConfig, tokens: int) -> Iterator[NDArray[np.int64]]:
+    """The lengths of the documents that begin in each ``tokens`` tokens of their stream, epoch after epoch."""
+    stream, left = DocumentStream(lengths, config), tokens
+    batch: list[int] = []
+    while True:
+        if stream.epoch_is_over:
+            stream.next_epoch()
+        for segment in stream.take(_AT_ONCE):
+            if left <= 0:
+                yield np.array(batch)
+                batch, left = [], left + tokens
+            batch.append(segment.length)
+            left -= segment.length
+
+
+def joined_lengths(lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The lengths of all documents as they are counted, shape (documents,)."""
+    return np.concatenate(lengths) if isinstance(lengths, Sequence) else lengths
 
 
 def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | None = None) -> None:
@@ -184,7 +244,8 @@ def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | N
     store, window = source_name(store or config.stores[0]), config.context_window
     limit = window if config.overlong == "drop" else MAX_DOCUMENT_TOKENS
     refuses, found = config.overlong == "error", False
-    for first, chunk in chunks(lambda start, stop: lengths[start:stop], len(lengths)):
+    for first in range(0, len(lengths), _CHECKED):
+        chunk = lengths[np.arange(first, min(first + _CHECKED, len(lengths)))]
         if refuses and (chunk > window).any():
             place = int(np.argmax(chunk > window))
             where = f" of {store}" if config.mixture else ""

@@ -30,11 +30,8 @@ class OverlongReport:
     tokens_dropped: int = 0
 
     def __add__(self, other: OverlongReport) -> OverlongReport:
-        return OverlongReport(
-            self.documents + other.documents,
-            self.pieces + other.pieces,
-            self.tokens_dropped + other.tokens_dropped,
-        )
+        sums = self.documents + other.documents, self.pieces + other.pieces
+        return OverlongReport(*sums, self.tokens_dropped + other.tokens_dropped)
 
 
 def split_overlong(
@@ -54,17 +51,6 @@ def split_overlong(
     overlong = [segment for segment in kept if segment.length > limit]
     if not overlong:
         return kept, OverlongReport()
-    _check(overlong, limit, policy)
-    result: list[Segment] = []
-    for segment in kept:
-        result += _pieces(segment, limit, policy) if segment.length > limit else (segment,)
-    pieces = len(result) - (len(kept) - len(overlong))
-    dropped = sum(s.length for s in kept) - sum(s.length for s in result)
-    return result, OverlongReport(len(overlong), pieces, dropped)
-
-
-def _check(overlong: list[Segment], limit: int, policy: str) -> None:
-    """Raise ``UserError`` where the policy is to refuse these segments, or they would make too many pieces."""
     if policy == "error":
         document, _, length = overlong[0]
         raise UserError(
@@ -78,12 +64,15 @@ def _check(overlong: list[Segment], limit: int, policy: str) -> None:
             f"documents over the context window of {limit} tokens make {pieces} pieces, over {_MOST_PIECES}; "
             f"the longest, document {longest.document}, has {longest.length} tokens; raise the context window"
         )
-
-
-def _pieces(segment: Segment, limit: int, policy: str) -> list[Segment]:
-    if policy == "drop":
-        return []
-    document, start, length = segment
-    if policy == "truncate":
-        return [Segment(document, start, limit)]
-    return [Segment(document, start + offset, min(limit, length - offset)) for offset in range(0, length, limit)]
+    result: list[Segment] = []
+    for segment in kept:
+        document, start, length = segment
+        if length <= limit:
+            result.append(segment)
+        elif policy == "truncate":
+            result.append(Segment(document, start, limit))
+        elif policy == "split":
+            result += [Segment(document, start + at, min(limit, length - at)) for at in range(0, length, limit)]
+    pieces = len(result) - (len(kept) - len(overlong))
+    dropped = sum(s.length for s in kept) - sum(s.length for s in result)
+    return result, OverlongReport(len(overlong), pieces, dropped)

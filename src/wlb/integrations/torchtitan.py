@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wlb.documents.store.group import StoreGroup
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches import ItemsOfSteps, WholeSteps, balanced_job
 from wlb.integrations.batches.processes import Processes, digest
@@ -84,7 +84,7 @@ class BalancedDataLoader(BaseDataLoader):
         if prefix is None:
             raise UserError('no documents; give the override the prefix of a token store, "store" (see `wlb prepare`)')
         self._in_rows = "seq_len" in sizes
-        self._store = StoreGroup.open([prefix])
+        self._store = TokenStore.open(prefix)
         self._rank, self._multiple_of = dp_rank, config.multiple_of
         job = balanced_job(
             self._store.lengths,

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from wlb.documents.arriving import ArrivingDocuments
-from wlb.documents.mixture import document_stream
+from wlb.documents.order import DocumentStream
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
-from wlb.documents.store.lengths import DocumentLengths, documents_in, tokens_of
+from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.job import JobSpec
 from wlb.packing.arrange import arrange
@@ -65,10 +65,13 @@ class StepPlanner(Iterator[PlannedStep]):
         epochs: int | None = None,
         first_epoch: int = 0,
     ) -> None:
-        self._stream = document_stream(documents, job.data)
-        self._stream.begin(first_epoch)
-        if not isinstance(documents, ArrivingDocuments):
+        self._stream: DocumentStream | ArrivingDocuments[Any]
+        if isinstance(documents, ArrivingDocuments):
+            self._stream = documents
+        else:
+            self._stream = DocumentStream(documents, job.data)
             _check_step(job, documents)
+        self._stream.begin(first_epoch)
         if job.phases is not None:
             if not isinstance(documents, np.ndarray):
                 raise UserError("phases are of the documents of one data set; give no stream, mixture or store of them")
@@ -150,6 +153,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
         Returns the number of documents that waited in ``state``: they are dropped.
         """
+        assert isinstance(self._stream, DocumentStream)
         self._stream.begin_after(state["stream"])
         self._packer.begin_with([], step=_next_step_of(state))
         self._held = None
@@ -212,7 +216,9 @@ class StepPlanner(Iterator[PlannedStep]):
 def documents_together(job: JobSpec, lengths: DocumentLengths) -> int:
     """Documents of ``lengths`` that are packed together, on average: those of a step, or of more with ``window``."""
     windows = job.packing.window * job.global_batch
-    return round(windows * job.context_window / max(1, tokens_of(lengths)) * documents_in(lengths))
+    stores = lengths if isinstance(lengths, Sequence) else [lengths]
+    tokens = sum(int(store.sum()) if isinstance(store, np.ndarray) else store.tokens for store in stores)
+    return round(windows * job.context_window / max(1, tokens) * sum(map(len, stores)))
 
 
 def _check_step(job: JobSpec, lengths: DocumentLengths) -> None:

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.mixture import global_batches
-from wlb.documents.store.lengths import DocumentLengths
+from wlb.documents.order import global_batches
+from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import fits, largest_factor, too_large

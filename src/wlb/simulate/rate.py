@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from wlb.documents.store.lengths import DocumentLengths
+from wlb.documents.store.reader import DocumentLengths
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.simulate.costs import JobCosts

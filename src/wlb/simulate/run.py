@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.filling import check_filling
-from wlb.documents.mixture import joined_lengths
+from wlb.documents.order import joined_lengths
 from wlb.packing.plan import StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob

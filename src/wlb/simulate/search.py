@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.store.lengths import DocumentLengths
+from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.config import PackingConfig
 from wlb.job.memory.fit import fits, largest_factor

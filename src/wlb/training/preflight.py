@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from wlb.documents.mixture import document_stream
-from wlb.documents.store.group import StoreGroup
+from wlb.documents.order import DocumentStream
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
 from wlb.job.config import JobConfig
 from wlb.job.job import JobSpec
@@ -45,7 +45,7 @@ class CheckedJob:
     config: JobConfig
     job: JobSpec
     model: TransformerConfig
-    store: StoreGroup
+    store: TokenStore
     saved: dict[str, Any] | None
 
     def check_data(self) -> None:
@@ -88,7 +88,7 @@ def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None
     """
     device = torch.device(device_type(config.training, local_processes))
     limit = limit or memory_limit(device.type, local_processes)
-    store = StoreGroup.open(config.data.stores)
+    store = TokenStore.open(*config.data.stores)
     job = checked(config, store, hardware_name(device), limit, _check_writable, lambda check: check())
     job.check_data()
     return job
@@ -96,7 +96,7 @@ def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None
 
 def checked(
     config: JobConfig,
-    store: StoreGroup,
+    store: TokenStore,
     hardware: str,
     limit: MemoryLimit,
     check_writable: Callable[[str, Path], object],
@@ -122,10 +122,10 @@ def checked(
     return CheckedJob(config, job, model, store, saved)
 
 
-def _settings_checks(config: JobConfig, store: StoreGroup, model: TransformerConfig) -> list[Check]:
+def _settings_checks(config: JobConfig, store: TokenStore, model: TransformerConfig) -> list[Check]:
     """What can be said of settings and data before anything is decided; each raises ``UserError``."""
     checks: list[Check] = [
-        lambda: document_stream(store.stored_lengths, config.data),  # refuses what leaves nothing to train on
+        lambda: DocumentStream(store.stored_lengths, config.data),  # refuses what leaves nothing to train on
         store.check_labels,
         lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size),
         partial(check_first_tokens, store, model.shape.vocab_size),

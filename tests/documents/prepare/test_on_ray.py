@@ -16,7 +16,7 @@ from tests.documents.prepare.test_shards import write_corpus
 from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
 from wlb.documents.prepare.on_ray import cluster, map_on_ray
 from wlb.documents.prepare.tokenization import BytesTokenizer
-from wlb.documents.store.group import StoreGroup
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (the extra ray)")
@@ -58,8 +58,8 @@ def test_any_number_of_shards_is_the_store(tmp_path, corpus):
         report = prepare_shards(corpus, prefix, tokenizer, ray="auto", shards=count, on_progress=progress.append)
         assert len(progress) == count
         assert report.to_json() | {"files": None} == alone.to_json() | {"files": None}
-        store = StoreGroup.open([f"{prefix}-*-of-{count}"])
-        assert np.array_equal(store.lengths, StoreGroup.open([tmp_path / "alone"]).lengths)
+        store = TokenStore.open(f"{prefix}-*-of-{count}")
+        assert np.array_equal(store.lengths, TokenStore.open(tmp_path / "alone").lengths)
 
 
 @pytest.mark.parametrize("kills", [1, 9])

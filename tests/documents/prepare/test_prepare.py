@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import gzip
 import json
 import os
@@ -125,8 +124,6 @@ def test_a_corpus_without_documents_makes_no_store(tmp_path):
 def test_lengths_are_counted_as_they_would_be_stored(tmp_path, capsys):
     texts = ["one", "two\nlines", "drei ü", 'f"our,']
     entries = [{"text": text} for text in texts]
-    with (tmp_path / "d.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["text"], *([text] for text in texts)])
     (tmp_path / "d.json").write_text(json.dumps(entries))
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     pq.write_table(pa.Table.from_pylist(entries), tmp_path / "d.parquet")
@@ -134,7 +131,6 @@ def test_lengths_are_counted_as_they_would_be_stored(tmp_path, capsys):
     for number, text in enumerate(texts):
         (tmp_path / "files" / f"{number}.txt").write_text(text)
     for name, unit in (
-        ("d.csv", "row"),
         ("d.json", "entry"),
         ("d.jsonl", "line"),
         ("d.parquet", "row"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import csv
 import gzip
-import io
 import json
 import os
 from pathlib import Path
@@ -14,12 +12,11 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb.documents.prepare.sources as prepare_sources
-from wlb.documents.prepare.batches import Reject, documents_of
+from wlb.documents.prepare.batches import Reject
 from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus, stdlib_documents, stdlib_files, stdlib_root
 from wlb.errors import UserError
 
@@ -40,7 +37,7 @@ documents = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=
 
 
 def read(*sources, **options):
-    return [text for batch in FileCorpus(sources, **options).batches() for text in documents_of(batch)]
+    return [text for batch in FileCorpus(sources, **options).batches() for text in batch.documents]
 
 
 def compressed(path, content):
@@ -50,7 +47,8 @@ def compressed(path, content):
         case ".zst":
             # Two frames, as tools that compress in parallel write.
             half = len(content) // 2
-            content = zstandard.compress(content[:half]) + zstandard.compress(content[half:])
+            frames = content[:half], content[half:]
+            content = b"".join(pa.Codec("zstd").compress(frame, asbytes=True) for frame in frames)
     path.write_bytes(content)
     return path
 
@@ -80,39 +78,11 @@ def test_parquet_gives_its_texts(tmp_path):
     same()
 
 
-@pytest.mark.parametrize("name", ["d.csv", "d.tsv", "d.csv.gz"])
-def test_csv_gives_its_texts(tmp_path, name):
-    """Texts have commas, quotes, line ends and any length; the order of columns is free."""
-
-    @given(documents, st.sampled_from(["\n", "\r\n"]), st.booleans())
-    def same(texts, newline, mark):
-        written = io.StringIO(newline="")
-        delimiter = "\t" if "tsv" in name else ","
-        writer = csv.writer(written, delimiter=delimiter, lineterminator=newline, quoting=csv.QUOTE_ALL)
-        writer.writerows([("id", "body "), *((number, text) for number, text in enumerate(texts))])
-        path = compressed(tmp_path / name, written.getvalue().encode("utf-8-sig" if mark else "utf-8"))
-        assert read(path, text_field="body") == texts
-
-    same()
-    long = "x" * 200_000
-    assert read(compressed(tmp_path / name, f"text\n{long}\n".encode())) == [long]
-
-
-def test_bad_cells_and_files_of_csv(tmp_path):
-    path = tmp_path / "d.csv"
-    path.write_bytes(b'id,text\n1,good\n2\n\n3,\xff\n4,""\n')
-    assert read(path) == ["good", Reject.NOT_TEXT, Reject.UNDECODABLE, Reject.EMPTY]
-    path.touch()
-    assert read(compressed(path, b"")) == []
-    for content, message in (
-        (b'id,text\n1,"never closed\n2,b\n', "is not a CSV file: line 3: unexpected end of data"),
-        (b"id,body,messages\n1,a,b\n", "no column 'text', only id, body, messages; choose one with --text-field, or"),
-        (b'"a text\nof two lines"\nanother\n', "no column 'text', only a text of two lines; choose"),
-    ):
-        path.write_bytes(content)
-        for source in (path, tmp_path):  # of a directory too: nothing is left out
-            with pytest.raises(UserError, match=message):
-                read(source)
+@pytest.mark.parametrize("name", ["d.csv", "d.tsv.gz"])
+def test_tables_of_text_are_refused_and_not_taken_for_lines(tmp_path, name):
+    compressed(tmp_path / name, b"id,text\n1,one\n")
+    with pytest.raises(UserError, match=rf"{name} is a table; save it as Parquet or JSON Lines"):
+        read(tmp_path / name, documents="lines")
 
 
 @pytest.mark.parametrize("name", ["d.json", "d.json.gz"])
@@ -152,16 +122,13 @@ def test_conversations_are_read_from_json_and_parquet(tmp_path, kind):
         case "parquet":
             pq.write_table(pa.Table.from_pylist(rows), path)
     batches = FileCorpus([path], "messages", chat=True).batches()
-    assert [chat for batch in batches for item in batch.items for chat in batch.texts(item)] == chats
+    assert [chat for batch in batches for chat in batch.documents] == chats
 
 
 def test_conversations_are_not_read_from_text(tmp_path):
-    for name in ("d.txt", "d.csv"):
-        (tmp_path / name).write_text("messages")
-        with pytest.raises(
-            UserError, match=f"--chat reads conversations from JSON and Parquet, and .*{name} is neither"
-        ):
-            FileCorpus([tmp_path / name], "messages", chat=True)
+    (tmp_path / "d.txt").write_text("messages")
+    with pytest.raises(UserError, match=r"--chat reads conversations from JSON and Parquet, and .*d\.txt is neither"):
+        FileCorpus([tmp_path / "d.txt"], "messages", chat=True)
 
 
 @pytest.mark.parametrize("name", ["d.txt", "d.txt.gz", "d.txt.zst", "README", "d.weird"])
@@ -252,7 +219,7 @@ def test_directories_are_read_in_order_of_names(tmp_path):
     (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
     corpus = FileCorpus([tmp_path])
-    texts = [text for batch in corpus.batches() for text in documents_of(batch)]
+    texts = [text for batch in corpus.batches() for text in batch.documents]
     assert texts == ["a/y.jsonl", "a/z.md", "b.py", "c.txt"]
     # .git, d.png, e.json, .hidden.txt, broken.txt, again; the second walk does not count again.
     assert corpus.skipped_files == 6
@@ -268,7 +235,7 @@ def test_batches_are_bounded_and_their_progress_is_the_size_of_the_sources(tmp_p
     batches = list(corpus.batches())
     assert len(batches) > 6
     assert sum(batch.progress for batch in batches) == corpus.total_bytes
-    assert max(sum(map(len, batch.items)) for batch in batches if isinstance(batch.items[0], bytes)) < 1.1 * 2**20
+    assert max(sum(map(len, batch.documents)) for batch in batches) < 1.1 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -302,7 +269,7 @@ def test_missing_empty_and_unsuitable_sources(tmp_path):
     with pytest.raises(UserError, match=r"source .*nowhere does not exist"):
         FileCorpus([tmp_path / "nowhere"])
     (tmp_path / "picture.png").write_bytes(b"")
-    with pytest.raises(UserError, match="no text, JSON Lines, CSV or Parquet files in"):
+    with pytest.raises(UserError, match="no text, JSON Lines or Parquet files in"):
         FileCorpus([tmp_path])
     pq.write_table(pa.table({"length": [1, 2]}), tmp_path / "n.parquet")
     with pytest.raises(UserError, match=r"no column 'text', only length; choose one with --text-field"):
@@ -316,7 +283,7 @@ def test_definitions_partition_a_module(tmp_path_factory, pieces, last_line):
     path = tmp_path_factory.getbasetemp() / "module.py"
     source = "".join(pieces) + last_line
     path.write_text(source)
-    documents = stdlib_documents(path, "definition")
+    documents = stdlib_documents(path)
     assert "".join(documents) == source
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for document in documents:
@@ -330,14 +297,13 @@ def test_definitions_partition_a_module(tmp_path_factory, pieces, last_line):
 def test_comments_and_decorators_go_with_what_follows(tmp_path):
     path = tmp_path / "m.py"
     path.write_text("# top\nimport os\n\n# about f\n@d\ndef f(): pass\n# end\n")
-    assert stdlib_documents(path, "definition") == ["# top\nimport os\n", "\n# about f\n@d\ndef f(): pass\n# end\n"]
-    assert stdlib_documents(path, "module") == [path.read_text()]
+    assert stdlib_documents(path) == ["# top\nimport os\n", "\n# about f\n@d\ndef f(): pass\n# end\n"]
 
 
 def test_declared_encodings_are_followed(tmp_path):
     path = tmp_path / "m.py"
     path.write_bytes("# coding: latin-1\nx = 'é'\n".encode("latin-1"))
-    assert stdlib_documents(path, "module") == ["# coding: latin-1\nx = 'é'\n"]
+    assert stdlib_documents(path) == ["# coding: latin-1\nx = 'é'\n"]
 
 
 def test_files_are_source_and_prose_without_tests_or_packages():
@@ -353,16 +319,14 @@ def test_files_are_source_and_prose_without_tests_or_packages():
 
 def test_reference_articles_are_prose_documents():
     (topics,) = (path for path in stdlib_files(stdlib_root()) if path.name == "topics.py")
-    documents = stdlib_documents(topics, "definition")
+    documents = stdlib_documents(topics)
     assert len(documents) > 50
     assert not any(document.lstrip().startswith(("'", "{")) for document in documents)
 
 
-@pytest.mark.parametrize("unit", ["definition", "module"])
-def test_the_whole_library_reads(unit):
-    corpus = StdlibCorpus(unit)
-    documents = [len(text) for batch in corpus.batches() for text in documents_of(batch)]
-    assert len(documents) > {"definition": 5000, "module": 500}[unit]
+def test_the_whole_library_reads():
+    documents = [len(text) for batch in StdlibCorpus().batches() for text in batch.documents]
+    assert len(documents) > 5000
     # Heavy-tailed, as pre-training corpora are: that is why it is the default corpus.
     assert max(documents) > 50 * sorted(documents)[len(documents) // 2]
 

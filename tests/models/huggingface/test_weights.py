@@ -15,8 +15,7 @@ from tests.models.huggingface.models import load_model, save_random_model, their
 from tests.models.huggingface.ranks import weights_in
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job, read_steps, train, write_store
-from wlb.documents.store.group import StoreGroup
-from wlb.documents.store.reader import TokenStoreWriter
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.models.huggingface.weights import PretrainedWeights
@@ -30,13 +29,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {"llama-3.2": {"pp": 2, "tp": 2}, "qwen3": 
 
 
 @pytest.fixture(autouse=True)
-def store(tmp_path: Path) -> StoreGroup:
+def store(tmp_path: Path) -> TokenStore:
     """Eight short documents with the vocabulary of the random models."""
     random = torch.Generator().manual_seed(2)
     with TokenStoreWriter(tmp_path / "store", vocab_size=60) as writer:
         for length in (5, 40, 17, 1, 64, 30, 9, 26):
             writer.add(torch.randint(60, (length,), generator=random).numpy())
-    return StoreGroup.open([tmp_path / "store"])
+    return TokenStore.open(tmp_path / "store")
 
 
 def _job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
@@ -59,7 +58,7 @@ def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
             assert all(torch.equal(weight, expected[name]) for name, weight in held.items())
 
 
-def test_the_first_loss_is_that_of_transformers(tmp_path: Path, store: StoreGroup) -> None:
+def test_the_first_loss_is_that_of_transformers(tmp_path: Path, store: TokenStore) -> None:
     save_random_model("qwen3", tmp_path / "model", torch.float32)
     config = _job(tmp_path, training={"steps": None, "dtype": "float32"}, packing={"micro_batches": 1})
     run_ranks(1, train, config)
@@ -74,7 +73,7 @@ def test_the_first_loss_is_that_of_transformers(tmp_path: Path, store: StoreGrou
     assert rows[0]["tokens"] == labels + len(rows[0]["document_ids"])
 
 
-def test_the_model_is_the_files_with_rotary_settings_and_untying_of_the_job(tmp_path: Path, store: StoreGroup) -> None:
+def test_the_model_is_the_files_with_rotary_settings_and_untying_of_the_job(tmp_path: Path, store: TokenStore) -> None:
     save_random_model("llama-3.2", tmp_path / "model", torch.float32)
     config = _job(tmp_path, model={"rope_theta": 5e6, "layers": 3, "tied_embeddings": False})
     model = trained_model(config, store)

@@ -17,7 +17,7 @@ from tests.limits import HUNG_SECONDS, examples
 from tests.training.documents import RandomDocuments
 from tests.training.jobs import VOCABULARY, write_store
 from wlb.documents.segments import Segment
-from wlb.documents.store.group import StoreGroup
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data import batch as batch_module
@@ -130,7 +130,7 @@ def test_nothing_is_read_of_a_store_that_has_changed(tmp_path, kind, ending, cha
         "shards": [[tmp_path / "a", tmp_path / "b"]],
         "mixture": [tmp_path / "a", tmp_path / "b"],
     }
-    store = StoreGroup.open(sources[kind])
+    store = TokenStore.open(*sources[kind])
 
     def micro_batch(document: int) -> MicroBatch:
         return MicroBatch((Segment(document + len(store), 0, int(store.lengths_of(np.array([document]))[0])),), 0.0)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.training.jobs import VOCABULARY, job, write_store
-from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.job import JobSpec
@@ -38,7 +37,7 @@ def open_loader(
     state: dict[str, Any] | None = None,
 ) -> StepLoader:
     config = job(folder, **(changes or {}))
-    store = StoreGroup.open(config.data.stores)
+    store = TokenStore.open(*config.data.stores)
     spec = JobSpec.from_config(config, "h100", vocab_size=config.model.vocab_size or VOCABULARY)
     allowed = config.checkpoint.allow_changed_data
     return StepLoader(store, spec, config.training, share=share, state=state, allow_changes=allowed)

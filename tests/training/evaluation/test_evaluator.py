@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, trainer_of, write_store
 from wlb.attention import segment_attention
-from wlb.documents.store.group import StoreGroup
-from wlb.documents.store.reader import TokenStoreWriter
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config import EvaluationConfig, JobConfig
 from wlb.job.configured_model import configured_model
@@ -42,13 +41,13 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def write_held_out(prefix: Path, tokens: int = VOCABULARY) -> StoreGroup:
+def write_held_out(prefix: Path, tokens: int = VOCABULARY) -> TokenStore:
     """20 documents: of one token, without any, two longer than the context window and one as long."""
     rng = np.random.default_rng(8)
     with TokenStoreWriter(prefix, vocab_size=tokens) as writer:
         for length in [1, 0, 2 * WINDOW + 5, WINDOW + 1, WINDOW, *rng.integers(2, WINDOW, 15)]:
             writer.add(rng.integers(0, tokens, length))
-    return StoreGroup.open([prefix])
+    return TokenStore.open(prefix)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,7 @@ def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
 def _alone(config: JobConfig, piece: int = WINDOW) -> tuple[list[float], list[int], list[int]]:
     """Losses summed, labelled tokens and documents by bucket, from one piece of one document at a time."""
     assert config.evaluation.store is not None
-    store = StoreGroup.open([config.evaluation.store])
+    store = TokenStore.open(config.evaluation.store)
     model = Transformer(configured_model(config.model, 68)).double()
     initialise_weights(model, layers=4, seed=0)
     sums, tokens, documents = [0.0] * 5, [0] * 5, [0] * 5
@@ -255,7 +254,7 @@ def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path
     with pytest.raises(UserError, match=r"nothing to train on in token store .*empty"):
         check_job(_job(folder, evaluation={"store": str(tmp_path / "empty")}), 1)
     write_held_out(tmp_path / "unlabelled")
-    (tmp_path / "unlabelled.mask").write_bytes(bytes(StoreGroup.open([tmp_path / "unlabelled"]).tokens))
+    (tmp_path / "unlabelled.mask").write_bytes(bytes(TokenStore.open(tmp_path / "unlabelled").tokens))
     with pytest.raises(UserError, match=r"evaluation.store .*unlabelled has no label, so there is no loss to take"):
         check_job(_job(folder, evaluation={"store": str(tmp_path / "unlabelled")}), 1)
     for name, kind in (("ours", "a"), ("theirs", "b")):
@@ -293,6 +292,6 @@ def test_a_store_without_a_vocabulary_is_looked_at_before_the_start(folder: Path
     write_held_out(tmp_path / "held_out", tokens=100)
     (tmp_path / "held_out.json").unlink()
     config = _job(folder, evaluation={"store": str(tmp_path / "held_out")}, metrics={"dir": str(tmp_path / "metrics")})
-    assert trained_model(config, StoreGroup.open([config.data.stores[0]])).shape.vocab_size == VOCABULARY
+    assert trained_model(config, TokenStore.open(config.data.stores[0])).shape.vocab_size == VOCABULARY
     with pytest.raises(UserError, match=r"held_out has token \d+, outside the vocabulary of model\.vocab_size = 67"):
         check_job(config, 1)

@@ -13,8 +13,7 @@ import torch
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job
-from wlb.documents.store.group import StoreGroup
-from wlb.documents.store.reader import TokenStoreWriter
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config import ModelConfig, TrainingConfig
 from wlb.os_limits import usable_cores
@@ -132,7 +131,7 @@ def test_a_store_of_another_tokenizer_is_told(tmp_path: Path) -> None:
         details = {"tokenizer": {"kind": "huggingface", "name": name, "sha256": sha256}}
         with TokenStoreWriter(tmp_path / name, vocab_size=9, details=details) as writer:
             writer.add(torch.arange(9).numpy())
-        return tokenizer_warning(ModelConfig(pretrained=tmp_path), StoreGroup.open([tmp_path / name]))
+        return tokenizer_warning(ModelConfig(pretrained=tmp_path), TokenStore.open(tmp_path / name))
 
     assert warning("same", same) is None
     assert "prepared with the tokenizer other, not with" in (warning("other", "0" * 64) or "")

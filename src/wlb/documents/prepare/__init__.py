@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from wlb.documents.prepare.batches import (
     Batch,
     Reject,
     TokenizedBatch,
-    documents_of,
     encode_text,
     map_in_order,
     tokenize_batch,
@@ -36,11 +35,12 @@ from wlb.documents.prepare.chat import ChatFormat
 from wlb.documents.prepare.on_ray import cluster, map_on_ray
 from wlb.documents.prepare.sources import Corpus, CorpusShard
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
-from wlb.documents.store.index import index_path
-from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
+from wlb.documents.store.index import store_path
+from wlb.documents.store.writer import TokenStoreWriter, store_files, token_type
 from wlb.errors import UserError
 from wlb.terminal import number_of, tell
 
+_ADDED = ("documents_in", "documents_out", "tokens", "text_bytes")  # of the reports of shards
 _MOST_COUNTED = 20_000  # documents that are tokenised to know their lengths, and those of a batch
 
 
@@ -75,7 +75,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, on_progress: OnProgress = _
 
     def texts() -> Iterator[str]:
         for batch in corpus.batches():
-            yield from (text for text in documents_of(batch) if not isinstance(text, Reject))
+            yield from (text for text in batch.documents if not isinstance(text, Reject))
             on_progress(batch.progress)
 
     return train_bpe(texts(), vocab_size)
@@ -85,10 +85,10 @@ def prepare_store(
     corpus: Corpus,
     prefix: Path,
     tokenizer: Tokenizer,
+    shard: CorpusShard | None = None,
     *,
     chat: ChatFormat | None = None,
     save_tokenizer: bool = False,
-    shard: CorpusShard | None = None,
     workers: int = 1,
     overwrite: bool = False,
     on_progress: OnProgress = _ignore,
@@ -104,9 +104,8 @@ def prepare_store(
     if workers < 1:
         raise UserError(f"--workers must be at least 1, got {workers}")
     if shard:
-        _check_number(prefix, shard.count)
+        _check_number(prefix, shard.of)
         prefix = shard.prefix(prefix)
-    check_target(prefix, overwrite)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
     tokenize, size, masked = _tokenize(tokenizer, chat), tokenizer.vocab_size, chat is not None
     with (
@@ -115,7 +114,14 @@ def prepare_store(
         ) as writer,
         closing(map_in_order(tokenize, corpus.batches(shard), workers)) as batches,
     ):
-        rejects, text_bytes = _write(batches, writer, corpus, on_progress)
+        rejects, text_bytes = Counter[str](), 0
+        for batch in batches:
+            writer.add_documents(batch.tokens, batch.lengths, batch.mask)
+            rejects.update(batch.rejects)
+            text_bytes += batch.text_bytes
+            on_progress(batch.progress)
+        if not writer.documents:
+            raise _nothing_left(corpus, rejects)
         report = PrepareReport(
             documents_in=writer.documents + rejects.total(),
             documents_out=writer.documents,
@@ -156,25 +162,27 @@ def prepare_shards(
         count = min(shards or cores, sum(1 for _ in corpus.tasks()))
         _check_number(prefix, count)
         every = [CorpusShard(number + 1, count) for number in range(count)]
-        todo = [shard for shard in every if overwrite or not index_path(shard.prefix(prefix)).exists()]
+        todo = [shard for shard in every if overwrite or not store_path(shard.prefix(prefix), ".idx").exists()]
         if not todo:
             raise UserError(f"all {count} shards {prefix}-*-of-{count} exist; choose another --out or pass --overwrite")
         if len(todo) < count:
             tell(f"wlb: note: {count - len(todo)} of {count} shards exist and are kept; --overwrite makes them anew")
-        make = partial(_prepare_shard, corpus=corpus, prefix=prefix, tokenizer=tokenizer, options=options)
+        # Ray may make a shard again whose process died after the store was there.
+        make = partial(prepare_store, corpus, prefix, tokenizer, overwrite=True, **options)
         reports = []
         with closing(map_on_ray(make, todo)) as done:
             for report in done:
                 reports.append(report)
                 on_progress(corpus.total_bytes // count)
-    return _added(reports)
-
-
-def _prepare_shard(
-    shard: CorpusShard, corpus: Corpus, prefix: Path, tokenizer: Tokenizer, options: dict[str, Any]
-) -> PrepareReport:
-    # Ray may do a shard again whose process died after the store was there.
-    return prepare_store(corpus, prefix, tokenizer, shard=shard, overwrite=True, **options)
+    reports.sort(key=lambda report: report.files)
+    rejects = sum((Counter(report.rejects) for report in reports), Counter[str]())
+    return replace(
+        reports[0],
+        **{name: sum(getattr(report, name) for report in reports) for name in _ADDED},
+        rejects=dict(sorted(rejects.items())),
+        labelled_tokens=sum(report.labelled_tokens or 0 for report in reports) if options.get("chat") else None,
+        files=[file for report in reports for file in report.files],
+    )
 
 
 def _check_number(prefix: Path, count: int) -> None:
@@ -184,17 +192,6 @@ def _check_number(prefix: Path, count: int) -> None:
             raise UserError(
                 f"{path} is one of another number of shards than {count}; remove those, or choose another --out"
             )
-
-
-def _added(reports: list[PrepareReport]) -> PrepareReport:
-    def total(name: str) -> int:
-        return sum(getattr(report, name) for report in reports)
-
-    rejects = sum((Counter(report.rejects) for report in reports), Counter[str]())
-    counts = {name: total(name) for name in ("documents_in", "documents_out", "tokens", "text_bytes")}
-    labelled = None if reports[0].labelled_tokens is None else total("labelled_tokens")
-    files = [file for report in sorted(reports, key=lambda report: report.files) for file in report.files]
-    return replace(reports[0], **counts, rejects=dict(sorted(rejects.items())), labelled_tokens=labelled, files=files)
 
 
 def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> ReadLengths:
@@ -211,11 +208,9 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
         rejects.update(tokenized.rejects)
     if not count:
         raise _nothing_left(corpus, rejects)
-    left_out = [describe_rejects(rejects)] if rejects else []
-    if corpus.skipped_files:
-        left_out.append(f"{number_of(corpus.skipped_files, 'file')} of other kinds")
-    if left_out:
-        tell(f"wlb: note: {corpus.name}: left out {', '.join(left_out)}")
+    skipped = f"{number_of(corpus.skipped_files, 'file')} of other kinds" if corpus.skipped_files else ""
+    if left_out := ", ".join(filter(None, [describe_rejects(rejects), skipped])):
+        tell(f"wlb: note: {corpus.name}: left out {left_out}")
     name = corpus.name
     if next(batches, None) is not None:
         name = f"the beginning of {name}"
@@ -237,22 +232,6 @@ def _tokenize(tokenizer: Tokenizer, chat: ChatFormat | None) -> Callable[[Batch]
     return partial(tokenize_batch, encode=encode, end_token=tokenizer.end_token, dtype=token_type(tokenizer.vocab_size))
 
 
-def _write(
-    batches: Iterable[TokenizedBatch], writer: TokenStoreWriter, corpus: Corpus, on_progress: OnProgress
-) -> tuple[Counter[str], int]:
-    """Rejects by reason, and the bytes of text that were written. Raises ``UserError`` where none are."""
-    rejects: Counter[str] = Counter()
-    text_bytes = 0
-    for batch in batches:
-        writer.add_documents(batch.tokens, batch.lengths, batch.mask)
-        rejects.update(batch.rejects)
-        text_bytes += batch.text_bytes
-        on_progress(batch.progress)
-    if not writer.documents:
-        raise _nothing_left(corpus, rejects)
-    return rejects, text_bytes
-
-
 def describe_rejects(rejects: dict[str, int]) -> str:
     """Rejects by reason, in words."""
-    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(rejects.items())) or "none"
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(rejects.items()))

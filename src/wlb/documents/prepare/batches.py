@@ -1,9 +1,8 @@
-"""The step from raw input to tokens, which worker processes take over.
+"""The step from documents to tokens, which worker processes take over.
 
-A ``Batch`` is a handful of raw items (lines, file paths, table cells) and the function that makes texts of one: reading
-and decoding happen where tokenising does. ``tokenize_batch`` turns it into a ``TokenizedBatch``: all tokens in
-one array, the length of every document, and how many documents were rejected and why. ``map_in_order`` does so on
-several processes: results come in the order of the items, with a bounded number under way.
+``tokenize_batch`` turns a ``Batch`` of documents into a ``TokenizedBatch``: all tokens in one array, the length of
+every document, and how many documents were rejected and why. ``map_in_order`` does so on several processes: results
+come in the order of the batches, with a bounded number under way.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -52,13 +50,12 @@ class Reject(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Raw items, ``texts`` which gives the documents of one item, and ``progress``: their bytes of source.
+    """Documents, and ``progress``: the bytes of source that they used up.
 
     A document is a ``str``, a list of messages in a corpus of conversations, or a ``Reject``.
     """
 
-    items: list[Any]
-    texts: Callable[[Any], Iterable[Any]]
+    documents: list[Any]
     progress: int
 
 
@@ -85,26 +82,8 @@ class Encoded(NamedTuple):
     mask: NDArray[np.bool_] | None = None
 
 
-def documents_of(batch: Batch) -> Iterator[str | Reject]:
-    """The texts of a batch, in order, or why there is none."""
-    return (checked_text(text) for item in batch.items for text in batch.texts(item))
-
-
-def checked_text(text: str) -> str | Reject:
-    """``text``, or why it is no document. JSON may escape half of a surrogate pair, which no encoding can write."""
-    if not text:
-        return Reject.EMPTY
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return Reject.UNDECODABLE
-    return text
-
-
 def encode_text(text: str, tokenizer: Tokenizer) -> Encoded | Reject:
     """Tokenise a text, in which no token is special."""
-    if isinstance(checked := checked_text(text), Reject):
-        return checked
     tokens = tokenizer.encode(text)
     return Encoded(text, tokens) if tokens.size else Reject.NO_TOKENS
 
@@ -119,7 +98,7 @@ def tokenize_batch(
     masks: list[NDArray[np.bool_]] = []
     lengths: list[int] = []
     text_bytes = 0
-    for document in chain.from_iterable(map(batch.texts, batch.items)):
+    for document in batch.documents:
         encoded = document if isinstance(document, Reject) else encode(document)
         if isinstance(encoded, Reject):
             rejects[encoded.value] += 1

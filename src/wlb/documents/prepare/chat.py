@@ -17,11 +17,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wlb.documents.prepare.batches import Encoded, Reject, checked_text
+from wlb.documents.prepare.batches import Encoded, Reject
+from wlb.documents.prepare.raw_files import as_text
 from wlb.documents.prepare.tokenization import Tokenizer, named_tokens, tokenizer_config
 from wlb.errors import UserError, require
 
@@ -74,28 +75,20 @@ class ChatFormat:
             return Reject.SPECIAL_TOKEN  # it would end the turn in which it is quoted
         if not any(message["role"] == "assistant" for message in messages):
             return Reject.NO_ASSISTANT
+        spans = []  # of characters, in which the assistant speaks
         try:
             text = self._text(messages)
-            spans = self._spans(text, messages)
+            for number, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    prompt = self._text(messages[:number], add_generation_prompt=True)
+                    said = self._text(messages[: number + 1])
+                    if not (text.startswith(said) and said.startswith(prompt)):
+                        return Reject.REWRITTEN
+                    spans.append((len(prompt), len(said)))
         except self._template_errors:
             return Reject.TEMPLATE
-        if spans is None:
-            return Reject.REWRITTEN
-        if isinstance(checked := checked_text(text), Reject):
-            return checked
-        return Encoded(text, *tokenizer.encode_spans(text, spans))
-
-    def _spans(self, text: str, messages: Sequence[ChatMessage]) -> list[tuple[int, int]] | None:
-        """Characters between which the assistant speaks; None where the template rewrites what was said."""
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt = self._text(messages[:number], add_generation_prompt=True)
-                said = self._text(messages[: number + 1])
-                if not (text.startswith(said) and said.startswith(prompt)):
-                    return None
-                spans.append((len(prompt), len(said)))
-        return spans
+        checked = as_text(text)
+        return checked if isinstance(checked, Reject) else Encoded(text, *tokenizer.encode_spans(text, spans))
 
     def _text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
         text: str = self._compiled.render(
@@ -109,7 +102,7 @@ class ChatFormat:
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _fixed_day}
         try:
             return environment.from_string(_GENERATION_MARKS.sub(r"{#\1 \2#}", self.template))
@@ -126,21 +119,12 @@ class ChatFormat:
 
 def as_messages(messages: Any) -> list[ChatMessage] | Reject:
     """``messages`` where they are a conversation."""
-    are_messages = (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in messages
-        )
-    )
-    return messages if are_messages else Reject.NOT_MESSAGES
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    if not isinstance(messages, list) or not messages:
+        return Reject.NOT_MESSAGES
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            return Reject.NOT_MESSAGES
+    return messages
 
 
 def _refuse(message: str) -> NoReturn:

@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from wlb.errors import UserError, require
 
@@ -28,27 +28,23 @@ def cluster(address: str) -> Iterator[int]:
     initialised already, it is used as it is. Raises ``UserError`` where there is no cluster.
     """
     ray = require("ray", "ray")
-    if ray.is_initialized():
-        yield _cores(ray)
-        return
+    was_connected = ray.is_initialized()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     host, _, port = address.rpartition(":")
     try:
-        if host and port.isdecimal() and "://" not in address:  # Ray itself would try for minutes
+        if not was_connected and host and port.isdecimal() and "://" not in address:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
-        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        if not was_connected:
+            ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"no Ray cluster at {address}: {_first_line(error)}; start one with ray start, or give --ray local"
         ) from error
     try:
-        yield _cores(ray)
+        yield max(1, int(ray.cluster_resources().get("CPU", 0)))  # one that grows on demand may begin without
     finally:
-        ray.shutdown()
-
-
-def _cores(ray: Any) -> int:
-    return max(1, int(ray.cluster_resources().get("CPU", 0)))  # a cluster that grows on demand may begin without one
+        if not was_connected:
+            ray.shutdown()
 
 
 def map_on_ray(function: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,19 +22,12 @@ from wlb.errors import UserError, require
 
 # Names under which published tokenizers keep the token that ends a document, when no configuration says which.
 END_TOKEN_NAMES = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eod|>",
-    "<|endofdocument|>",
-    "<｜end▁of▁sentence｜>",
-    "[EOS]",
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
+    *("<|eod|>", "<|endofdocument|>", "<｜end▁of▁sentence｜>", "[EOS]"),
 )
 TRAINED_END_TOKEN = "<|endoftext|>"
 # Byte-level BPE starts from all 256 bytes and the end token.
-SMALLEST_BPE = 257
-LARGEST_BPE = 2**20  # several times the largest in use
+SMALLEST_BPE, LARGEST_BPE = 257, 2**20  # several times the largest in use
 
 
 class BytesTokenizer:
@@ -62,6 +56,7 @@ class BytesTokenizer:
         return tokens, _inside(np.cumsum(starts_character) - 1, spans)
 
 
+@dataclass(frozen=True)
 class HuggingFaceTokenizer:
     """A tokenizer defined by the text of a ``tokenizer.json`` of Hugging Face ``tokenizers``.
 
@@ -69,19 +64,16 @@ class HuggingFaceTokenizer:
     end there), nothing is added around it, and the file's own truncation and padding are off.
     """
 
-    def __init__(self, definition: str, end_token_name: str, name: str) -> None:
-        self.definition = definition
-        self.end_token_name = end_token_name
-        self.name = name
+    definition: str
+    end_token_name: str
+    name: str
 
     def __reduce__(self) -> tuple[Any, tuple[str, str, str]]:
         return HuggingFaceTokenizer, (self.definition, self.end_token_name, self.name)
 
     @cached_property
     def _backend(self) -> Any:
-        backend = self._parsed()
-        backend.encode_special_tokens = True
-        return backend
+        return _parse(self.definition, self.name, encode_special_tokens=True)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -112,13 +104,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _with_special_tokens(self) -> Any:
-        return self._parsed()
-
-    def _parsed(self) -> Any:
-        backend = _parse(self.definition, self.name)
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
+        return _parse(self.definition, self.name)
 
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         try:
@@ -172,10 +158,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     The same texts in the same order give the same tokenizer. Memory grows with the number of distinct words.
     Raises ``UserError`` for a vocabulary below 257 or over a million.
     """
-    if vocab_size < SMALLEST_BPE:
-        raise UserError(f"--train-bpe {vocab_size} is too small; 256 bytes and the end token need {SMALLEST_BPE}")
-    if vocab_size > LARGEST_BPE:
-        raise UserError(f"--train-bpe {vocab_size} is too large; a vocabulary has at most {LARGEST_BPE} tokens")
+    if not SMALLEST_BPE <= vocab_size <= LARGEST_BPE:
+        wrong = "small" if vocab_size < SMALLEST_BPE else "large"
+        raise UserError(f"--train-bpe {vocab_size} is too {wrong}; give {SMALLEST_BPE} to {LARGEST_BPE} tokens")
     tokenizers = require("tokenizers", "data")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -192,20 +177,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
 
 def _find_end_token(definition: str, path: Path, wanted: str | None) -> str:
     backend = _parse(definition, str(path))
-    candidates = [wanted] if wanted is not None else [*_configured_end_token(path), *END_TOKEN_NAMES]
+    candidates = [wanted] if wanted is not None else [*END_TOKEN_NAMES]
+    if wanted is None and path.name == "tokenizer.json":
+        candidates.insert(0, named_tokens(tokenizer_config(path.parent)).get("eos_token", ""))
     for candidate in candidates:
         if backend.token_to_id(candidate) is not None:
             return candidate
     if wanted is not None:
         raise UserError(f"--end-token {wanted!r} is not in the vocabulary of {path}")
     raise UserError(f"{path} does not say which token ends a document; name it with --end-token")
-
-
-def _configured_end_token(path: Path) -> list[str]:
-    if path.name != "tokenizer.json":
-        return []
-    tokens = named_tokens(tokenizer_config(path.parent))
-    return [tokens["eos_token"]] if "eos_token" in tokens else []
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
@@ -231,9 +211,13 @@ def named_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: token for name, token in plain.items() if isinstance(token, str)}
 
 
-def _parse(definition: str, name: str) -> Any:
+def _parse(definition: str, name: str, encode_special_tokens: bool = False) -> Any:
     tokenizers = require("tokenizers", "data")
     try:
-        return tokenizers.Tokenizer.from_str(definition)
+        backend = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"{name} is not a tokenizers file: {str(error).splitlines()[0]}") from None
+    backend.encode_special_tokens = encode_special_tokens
+    backend.no_truncation()
+    backend.no_padding()
+    return backend

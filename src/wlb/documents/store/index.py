@@ -15,15 +15,15 @@ A document is one or more whole sequences. Sequences follow each other without g
 run of tokens whatever its number of sequences.
 
 The file is mapped into memory and read where a document is asked for, so an index of any size opens at once and all
-processes of a machine share what they have read of it. Whatever is read is checked against what the file says of it
-elsewhere: a length against byte offsets, documents against sequences. Opening reads a sample in this way,
-``check`` everything.
+processes of a machine share what they have read of it. What is read of a document is checked against what the file says
+elsewhere: byte offsets against lengths of sequences. Opening a store checks a sample in this way, ``check`` everything.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.store.remote import RemotePath
+from wlb.documents.store.files import is_url, read_bytes
 from wlb.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -57,7 +57,7 @@ class TokenIndex:
     (documents + 1,). All methods raise ``UserError`` where what they read contradicts itself.
     """
 
-    path: Path
+    path: str
     dtype: np.dtype[Any]
     sequence_lengths: NDArray[np.int32]
     pointers: NDArray[np.int64]
@@ -69,7 +69,7 @@ class TokenIndex:
 
     @property
     def tokens(self) -> int:
-        return self._pointer(len(self.sequence_lengths)) // self.dtype.itemsize
+        return int(self._begins(np.array([len(self.pointers)]))[0]) // self.dtype.itemsize
 
     @property
     def identity(self) -> bytes:
@@ -81,100 +81,63 @@ class TokenIndex:
         places = [_spaced(array).astype("<i8").tobytes() for array in (self.pointers, self.firsts)]
         return b"".join([f"{self.dtype.name} {self.documents} {self.tokens} ".encode(), *places])
 
-    def run(self, document: int) -> tuple[int, int]:
-        """The first token of a document in the token file, and its tokens."""
-        first, last = int(self.firsts[document]), int(self.firsts[document + 1])
-        if not 0 <= first <= last <= len(self.sequence_lengths):
-            raise self._uncovered()
-        start, stop = self._pointer(first), self._pointer(last)
-        tokens = int(self.sequence_lengths[first:last].sum(dtype=np.int64))
-        follows = start + tokens * self.dtype.itemsize == stop <= self._pointer(len(self.sequence_lengths))
-        if start < 0 or start % self.dtype.itemsize or not follows:
-            self._check_sequences(first, last)
-            raise UserError(f"{self.path} is corrupt: document {document} is at bytes {start} to {stop}")
-        return start // self.dtype.itemsize, tokens
-
-    def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of each of ``documents``, in any order; int64 of their shape."""
+    def runs(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first token of each of ``documents`` in the token file, and its tokens; int64 of their shape."""
         first, last = self.firsts[documents], self.firsts[documents + 1]
-        sequences = len(self.sequence_lengths)
-        if not ((last - first == 1) & (first >= 0) & (last < sequences)).all():
-            return np.array([self.run(document)[1] for document in documents.tolist()], np.int64)
-        lengths = self.sequence_lengths[first].astype(np.int64)
-        ends = self.pointers[first] + lengths * self.dtype.itemsize
-        if (lengths < 0).any() or (ends != self.pointers[last]).any():
-            for document in documents.tolist():
-                self.run(document)  # says what is wrong
-        return lengths
+        if not ((first >= 0) & (first <= last) & (last <= len(self.pointers))).all():
+            raise self._uncovered()
+        starts, stops = self._begins(first), self._begins(last)
+        tokens, only = np.zeros(len(first), np.int64), last - first == 1
+        tokens[only] = self.sequence_lengths[first[only]]
+        for place in np.flatnonzero(last - first > 1):
+            tokens[place] = self.sequence_lengths[first[place] : last[place]].sum(dtype=np.int64)
+        size = self.dtype.itemsize
+        bad = np.flatnonzero((tokens < 0) | (starts < 0) | (starts % size != 0) | (starts + tokens * size != stops))
+        if bad.size:
+            at = bad[0]
+            raise UserError(
+                f"{self.path} is corrupt: document {documents[at]} has {tokens[at]} tokens of {size} bytes each, and "
+                f"lies at bytes {starts[at]} to {stops[at]}"
+            )
+        return starts // size, tokens
 
-    def lengths_between(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens of the documents from ``start`` to ``stop``; shape (stop - start,)."""
-        return np.diff(self.offsets_between(start, stop))
-
-    def offsets_between(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where in the token file the documents from ``start`` to ``stop`` begin, and the last of them ends."""
-        offsets = np.empty(stop - start + 1, np.int64)
-        for first in range(start, max(stop, start + 1), _CHUNK):
-            last = min(first + _CHUNK, stop)
-            offsets[first - start : last - start + 1] = self._offsets(first, last)
-        return offsets
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of all documents, shape (documents,)."""
+        return np.concatenate([np.empty(0, np.int64), *self._chunks()])
 
     def check(self) -> None:
         """Read all of it."""
-        self.check_ends()
-        for first in range(0, self.documents, _CHUNK):
-            self._offsets(first, min(first + _CHUNK, self.documents))
+        self._check_ends()
+        for _ in self._chunks():
+            pass
 
     def check_sample(self) -> None:
         """Read its ends and a few evenly spaced blocks of documents; all of it where it has no more than that."""
-        self.check_ends()
+        self._check_ends()
         last = max(0, self.documents - 1) // _BLOCK
         for block in sorted({last * number // (_SAMPLED_BLOCKS - 1) for number in range(_SAMPLED_BLOCKS)}):
-            self._offsets(_BLOCK * block, min(_BLOCK * (block + 1), self.documents))
+            self.runs(np.arange(_BLOCK * block, min(_BLOCK * (block + 1), self.documents)))
 
-    def _offsets(self, start: int, stop: int) -> NDArray[np.int64]:
-        firsts = self.firsts[start : stop + 1]
-        low, high = int(firsts[0]), int(firsts[-1])
-        if not 0 <= low <= high <= len(self.sequence_lengths) or (np.diff(firsts) < 0).any():
-            raise self._uncovered()
-        for first in range(low, high, _CHUNK):
-            self._check_sequences(first, min(first + _CHUNK, high))
-        inside = firsts[: np.searchsorted(firsts, len(self.sequence_lengths))]
-        offsets = np.full(len(firsts), self._pointer(len(self.sequence_lengths)))
-        offsets[: len(inside)] = self.pointers[inside]
-        return offsets // self.dtype.itemsize
+    def _chunks(self) -> Iterator[NDArray[np.int64]]:
+        for first in range(0, self.documents, _CHUNK):
+            yield self.runs(np.arange(first, min(first + _CHUNK, self.documents)))[1]
 
-    def _check_sequences(self, first: int, last: int) -> None:
-        """Raise ``UserError`` unless these sequences follow each other, and the one before them."""
-        first = max(0, first - 1)
-        lengths = self.sequence_lengths[first:last].astype(np.int64)
-        pointers = np.append(self.pointers[first:last], self._pointer(last))
-        expected = np.append(pointers[0], pointers[:-1] + lengths * self.dtype.itemsize)
-        if first == 0:
-            expected[0] = 0
-        if lengths.size and lengths.min() < 0:
-            bad = int(np.argmax(lengths < 0))
-            raise UserError(f"{self.path} is corrupt: sequence {first + bad} has {lengths[bad]} tokens")
-        if (pointers != expected).any():
-            bad = int(np.argmax(pointers != expected))
-            raise UserError(
-                f"{self.path} is corrupt: sequence {first + bad} starts at byte {pointers[bad]}, "
-                f"the sequences before it end at byte {expected[bad]}"
-            )
-
-    def check_ends(self) -> None:
-        """Raise ``UserError`` unless documents begin with the first sequence and end with the last."""
-        if self.firsts[0] != 0 or self.firsts[-1] != len(self.sequence_lengths):
+    def _check_ends(self) -> None:
+        """Raise ``UserError`` unless documents begin with the first sequence and byte, and end with the last."""
+        if self.firsts[0] != 0 or self.firsts[-1] != len(self.pointers) or (len(self.pointers) and self.pointers[0]):
             raise self._uncovered()
 
-    def _pointer(self, sequence: int) -> int:
-        """The byte at which a sequence starts, or after the last one the byte at which that ends."""
-        if sequence < len(self.pointers):
-            return int(self.pointers[sequence])
-        return int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize if sequence else 0
+    def _begins(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The bytes at which ``sequences`` start, or after the last one the byte at which that ends."""
+        count = len(self.pointers)
+        if not count:
+            return np.zeros(len(sequences), np.int64)
+        begins = self.pointers[np.minimum(sequences, count - 1)].astype(np.int64)
+        end = int(self.sequence_lengths[count - 1]) * self.dtype.itemsize
+        return begins + np.where(sequences == count, end, 0)
 
     def _uncovered(self) -> UserError:
-        sequences = len(self.sequence_lengths)
+        sequences = len(self.pointers)
         return UserError(f"{self.path} is corrupt: its documents do not cover its {sequences} sequences in order")
 
 
@@ -182,71 +145,41 @@ def _spaced(array: NDArray[Any]) -> NDArray[Any]:
     return array[:: 1 if len(array) <= _IDENTIFIED_WHOLE else len(array) // _IDENTIFIED]
 
 
-def index_path(prefix: Path) -> Path:
-    """``PREFIX.idx``."""
-    return store_path(prefix, ".idx")
-
-
-def bin_path(prefix: Path) -> Path:
-    """``PREFIX.bin``."""
-    return store_path(prefix, ".bin")
-
-
-def mask_path(prefix: Path) -> Path:
-    """``PREFIX.mask``: one byte for each token of ``PREFIX.bin``, 1 where the token is a label and else 0."""
-    return store_path(prefix, ".mask")
-
-
-def sidecar_path(prefix: Path) -> Path:
-    """``PREFIX.json``."""
-    return store_path(prefix, ".json")
-
-
-def store_path(prefix: Path, ending: str) -> Path:
-    """The file of a store with this ``ending``; the prefix may itself contain dots.
+def store_path(prefix: str | Path, ending: str) -> Path:
+    """The file of a store on a disk with this ``ending``; the prefix may itself contain dots.
 
     Raises ``UserError`` for the working directory and the root, to which no ending can be added.
     """
+    prefix = Path(prefix)
     if not prefix.name:
         raise UserError(f"{prefix} is a directory; name a token store in it, such as {prefix / 'corpus'}")
     return prefix.with_name(prefix.name + ending)
 
 
-def read_index(path: Path, *, whole: bool = False, sample: bool = True) -> TokenIndex:
-    """Open an index file and check a sample of it, unless that has been done before (not ``sample``).
+def read_index(path: str | Path, *, whole: bool = False) -> TokenIndex:
+    """Open an index file; with ``whole`` it is to be read from its beginning to its end.
 
-    With ``whole`` it is to be read from its beginning to its end.
-
-    Raises ``UserError`` when the file is missing, foreign, truncated, contradicts itself, or holds floats.
+    Raises ``UserError`` when the file is missing, foreign, truncated or holds floats.
     """
     try:
-        with path.open("rb") as file:
-            header, size = file.read(_HEADER.size), path.stat().st_size
-            dtype, sequences, starts = _parsed_header(path, header, size)
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        content = read_bytes(str(path))
     except FileNotFoundError:
-        remedy = (
-            "name one store, not a directory" if isinstance(path, RemotePath) else "make the store with wlb prepare"
-        )
+        remedy = "name one store, not a directory" if is_url(path) else "make the store with wlb prepare"
         raise UserError(f"token store index {path} does not exist; {remedy}") from None
     except OSError as error:
         raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
+    dtype, sequences, starts = _parsed_header(str(path), content[: _HEADER.size], len(content))
     if not starts:
         raise UserError(f"{path} is corrupt: it does not say where its documents begin")
-    if whole and hasattr(content, "madvise"):
-        content.madvise(mmap.MADV_SEQUENTIAL)
+    if hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
+        content.madvise(mmap.MADV_SEQUENTIAL if whole else mmap.MADV_RANDOM)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
     firsts = np.frombuffer(content, "<i8", starts, _HEADER.size + 12 * sequences)
-    index = TokenIndex(path, dtype, lengths, pointers, firsts)
-    if sample:
-        index.check_sample()
-    if not whole and hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
-        content.madvise(mmap.MADV_RANDOM)
-    return index
+    return TokenIndex(str(path), dtype, lengths, pointers, firsts)
 
 
-def _parsed_header(path: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
+def _parsed_header(path: str, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
     """The token type, sequences, and documents plus one, of an index file of ``size`` bytes."""
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
         raise UserError(f"{path} is not a Megatron index (no MMIDIDX header of {_HEADER.size} bytes)")

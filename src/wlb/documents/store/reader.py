@@ -2,143 +2,233 @@
 
 A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format, so that
 existing Megatron corpora open as they are. ``wlb prepare`` adds a sidecar ``PREFIX.json`` that names the tokenizer, and
-where only some tokens are labels, ``PREFIX.mask`` says which. ``TokenStore`` maps all of them into memory,
-so a store of any size opens at once: any slice of any document is an array view, O(1). ``TokenStoreWriter`` makes
-stores.
+where only some tokens are labels, ``PREFIX.mask`` says which. All of them are mapped into memory, so a store of any
+size opens at once, and any slice of any document is an array view.
+
+Several stores open as one, whose documents are counted through all of them: the shards that tools leave which tokenize
+on many machines, or the stores of a mixture. Opening reads a sample of every index. Afterwards a shard is mapped when
+one of its documents is asked for, and only a bounded number of them at a time. ``TokenStoreWriter`` makes stores.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_left
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.store.index import (
-    TokenIndex,
-    bin_path,
-    index_path,
-    mask_path,
-    read_index,
-    sidecar_path,
+from wlb.documents.store.files import (
+    RemoteArray,
+    Stamps,
+    check_unchanged,
+    exists,
+    is_url,
+    open_array,
+    read_bytes,
+    stamps_of,
 )
-from wlb.documents.store.lengths import chunks
-from wlb.documents.store.remote import RemoteArray, RemotePath, store_prefix
-from wlb.documents.store.sources import StoreSource, store_prefixes
-from wlb.documents.store.stamps import Stamps, check_unchanged, stamps_of
+from wlb.documents.store.index import TokenIndex, read_index
+from wlb.documents.store.sources import StoreSource, name_of, refuse_twice, store_prefixes
 from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
 from wlb.errors import UserError
 
 __all__ = ["TokenStore", "TokenStoreWriter"]
 
+_OPEN_SHARDS = 128  # that stay mapped; each takes up to three file handles, of which a process may often have 1,024
 # Sidecars have a few KiB; a larger PREFIX.json is somebody's data.
 _LARGEST_SIDECAR = 1 << 20
-_MASK_CHUNK = 1 << 20  # tokens whose mask is looked at together
+_CHUNK = 1 << 20  # tokens whose mask is looked at together
+_HASHED = 1 << 24  # values that are hashed together
 
 
-class TokenStore:
-    """A read-only token store; safe to share between threads and to pickle (a copy re-opens the files)."""
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The files of one prefix: ``tokens`` are those of all documents; ``mask`` has as many bytes, 1 for labels."""
 
-    def __init__(
-        self,
-        prefix: Path,
-        index: TokenIndex,
-        data: NDArray[Any] | RemoteArray,
-        sidecar: dict[str, Any],
-        mask: NDArray[np.uint8] | RemoteArray | None = None,
-        stamps: Stamps = (None, None, None),
-    ) -> None:
-        self.prefix = prefix
-        self.sidecar = sidecar
-        self._index = index
-        self.stamps = stamps
-        self._data = data
-        self._mask = mask
-        self._vocab_size: int | None = sidecar.get("vocab_size")
+    index: TokenIndex
+    tokens: NDArray[Any] | RemoteArray
+    sidecar: dict[str, Any]
+    mask: NDArray[np.uint8] | RemoteArray | None = None
 
     @classmethod
-    def open(cls, prefix: str | Path, *, may_be_empty: bool = False) -> TokenStore:
-        """Open ``PREFIX.idx``, ``PREFIX.bin`` and, if they are there, ``PREFIX.json`` and ``PREFIX.mask``.
-
-        ``prefix`` may be a URL, such as ``s3://bucket/corpus``. Raises ``UserError`` when a file is missing, truncated,
-        corrupt or does not belong to the others, or cannot be read, and unless it ``may_be_empty`` for a store without
-        documents. Stores in many shards are opened by ``wlb.documents.store.group.StoreGroup.open``.
-        """
-        prefix = store_prefix(prefix)
-        stamps = stamps_of(prefix)
-        store = TokenStore.with_index(prefix, read_index(index_path(prefix)), stamps)
-        if not (len(store) or may_be_empty):
-            raise UserError(f"{index_path(prefix)} holds no documents")
-        return store
-
-    @classmethod
-    def with_index(cls, prefix: Path, index: TokenIndex, stamps: Stamps) -> TokenStore:
-        """Open the files of ``PREFIX`` beside its ``index``, of which all had ``stamps`` before that was opened."""
+    def open(cls, prefix: str) -> Shard:
+        index = read_index(f"{prefix}.idx")
         sidecar = _read_sidecar(prefix, index)
-        tokens, mask = _map_tokens(bin_path(prefix), index), _map_mask(prefix, index, sidecar)
-        return cls(prefix, index, tokens, sidecar, mask, stamps)
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return TokenStore.open, (self.prefix,)
-
-    def __len__(self) -> int:
-        return self._index.documents
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every document, its end token included; shape (documents,), 8 bytes for each in memory."""
-        return self.lengths_between(0, len(self))
-
-    def lengths_between(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens of the documents from ``start`` to ``stop``."""
-        return self._index.lengths_between(start, stop)
-
-    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of some documents, in any order; int64 of their shape."""
-        return self._index.lengths(documents)
+        try:
+            tokens = open_array(f"{prefix}.bin", index.dtype, index.tokens)
+        except FileNotFoundError:
+            raise UserError(f"token file {prefix}.bin does not exist, only its index") from None
+        try:
+            return cls(index, tokens, sidecar, open_array(f"{prefix}.mask", np.dtype(np.uint8), index.tokens))
+        except FileNotFoundError:
+            if "mask_sha256" in sidecar:
+                raise UserError(
+                    f"{prefix}.mask does not exist, and the store was written with one; prepare it again"
+                ) from None
+            return cls(index, tokens, sidecar)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all documents."""
-        return self._index.tokens
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Integer type of the stored tokens."""
-        return self._index.dtype
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether tokens come from a server, where one read at a time would be slow."""
-        return isinstance(self.prefix, RemotePath)
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Token ids are below this; None without a sidecar."""
-        return self._vocab_size
-
-    @property
-    def tokenizer(self) -> dict[str, Any] | None:
-        """Identity of the tokenizer from the sidecar: kind, name, sha256 of its definition."""
-        return self.sidecar.get("tokenizer")
-
-    @cached_property
     def identity(self) -> str:
         """sha256 in hex over ``TokenIndex.identity`` and, where the sidecar has it, its sha256 of the tokens.
 
         The tokens are not read: the writer of the store hashed them, and their mask, if there is one. A store without
         that, such as one made by Megatron-Core, keeps its identity when tokens change and lengths do not.
         """
-        digest = hashlib.sha256(self._index.identity)
+        digest = hashlib.sha256(self.index.identity)
         digest.update(self.sidecar.get("content_sha256", "").encode())
-        if self._mask is not None:
+        if self.mask is not None:
             digest.update(b"mask" + self.sidecar.get("mask_sha256", "").encode())
         return digest.hexdigest()
+
+    def has_labels(self) -> bool:
+        """Whether some document has a token that follows another and is a label; reads up to the first one."""
+        first = 0
+        while first < self.index.documents:
+            starts, tokens = self.index.runs(np.arange(first, min(first + _CHUNK, self.index.documents)))
+            count = max(1, int(np.searchsorted(starts + tokens, starts[0] + _CHUNK)))  # documents looked at together
+            starts, tokens = starts[:count], tokens[:count]
+            if self.mask is None and (tokens > 1).any():
+                return True
+            if self.mask is not None:
+                labels = self.mask[int(starts[0]) : int(starts[-1] + tokens[-1])] != 0
+                labels[(starts - starts[0])[tokens > 0]] = False
+                if labels.any():
+                    return True
+            first += count
+        return False
+
+
+class _Known(NamedTuple):
+    """What opening found of a shard."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    vocab_size: int | None
+    tokenizer: dict[str, Any] | None
+    identity: str
+
+
+class TokenStore:
+    """A read-only token store; safe to share between threads and to pickle (a copy re-opens the files)."""
+
+    def __init__(self, stores: Sequence[Sequence[str]]) -> None:
+        """Open ``stores``, each by the prefixes of its shards; see ``open``."""
+        self._stores = stores
+        self._stamps: dict[str, Stamps] = {}
+        self._opened = lru_cache(_OPEN_SHARDS)(self._open_shard)
+        self._shards: list[_Known] = []
+        self._ends_of_stores = [0]  # in shards
+        for prefixes in stores:
+            self._shards += (shard for shard in map(self._known, prefixes) if shard.documents)
+            if len(self._shards) == self._ends_of_stores[-1]:
+                raise UserError(f"{name_of([f'{prefix}.idx' for prefix in prefixes])} holds no documents")
+            self._ends_of_stores.append(len(self._shards))
+        for shards in self._by_store():
+            _check_alike(shards, "a vocabulary of", [shard.vocab_size for shard in shards])
+        tokenizers = [identity_of(shard.tokenizer) for shard in self._shards]
+        _check_alike(self._shards, "the tokenizer", tokenizers)
+        self._ends = np.cumsum([0, *(shard.documents for shard in self._shards)], dtype=np.int64)
+
+    @classmethod
+    def open(cls, *sources: StoreSource) -> TokenStore:
+        """The stores that ``sources`` name, as one: each by a prefix, a directory, a glob or a list of shards.
+
+        A prefix may be a URL, such as ``s3://bucket/corpus``. Raises ``UserError`` when a file is missing, truncated,
+        corrupt, does not belong to the others, or cannot be read; where a store has no documents, or is named twice;
+        where its shards have different vocabularies, and where any two were prepared with different tokenizers.
+        """
+        stores = [store_prefixes(source) for source in sources]
+        refuse_twice([prefix for prefixes in stores for prefix in prefixes])
+        return cls(stores)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return TokenStore, (self._stores,)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first document of every store, and after the last one the number of all documents."""
+        firsts: list[int] = self._ends[self._ends_of_stores].tolist()
+        return firsts
+
+    @property
+    def prefix(self) -> str:
+        """What names the stores in messages."""
+        return " + ".join(map(name_of, self._stores))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return sum(shard.tokens for shard in self._shards)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether tokens of some store come from a server, where one read at a time would be slow."""
+        return any(is_url(shard.prefix) for shard in self._shards)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below this; None where a store has no sidecar."""
+        sizes = [shard.vocab_size for shard in self._shards]
+        return None if None in sizes else max(size for size in sizes if size is not None)
+
+    @property
+    def sidecar(self) -> dict[str, Any]:
+        """What ``PREFIX.json`` says, of shards that of the first one; empty where there is none."""
+        return self._shard(0).sidecar
+
+    @property
+    def tokenizer(self) -> dict[str, Any] | None:
+        """What the first sidecar that says it says of the tokenizer: kind, name, sha256 of its definition."""
+        return next((shard.tokenizer for shard in self._shards if shard.tokenizer is not None), None)
+
+    @property
+    def tokenizer_identity(self) -> dict[str, Any] | None:
+        """Equal for stores of the same tokenizer."""
+        return identity_of(self.tokenizer)
+
+    @cached_property
+    def identity(self) -> str:
+        """sha256 in hex over the identities of the shards of each store, in their order; see ``Shard.identity``."""
+        identities = [" ".join(shard.identity for shard in shards) for shards in self._by_store()]
+        return hashlib.sha256("\n".join(identities).encode()).hexdigest()
+
+    @property
+    def stored_lengths(self) -> DocumentLengths:
+        """What a stream of these documents needs: lengths of one store, or of each in a list."""
+        tokens = [sum(shard.tokens for shard in shards) for shards in self._by_store()]
+        of_stores = [
+            StoredLengths(self, first, stop - first, total)
+            for (first, stop), total in zip(pairwise(self.firsts), tokens, strict=True)
+        ]
+        return of_stores[0] if len(of_stores) == 1 else of_stores
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of every document, its end token included; shape (documents,), 8 bytes for each in memory."""
+        return np.concatenate([self._shard(number).index.lengths() for number in range(len(self._shards))])
+
+    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of some documents, in any order; int64 of their shape."""
+        lengths = np.empty(len(documents), np.int64)
+        for number, chosen in self._by_shard(documents):
+            index = self._shard(number).index
+            lengths[chosen] = index.runs(documents[chosen] - self._ends[number])[1]
+        return lengths
+
+    def tokens_by_store(self, documents: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[int, ...]:
+        """How many of ``tokens`` each store has, one number for each of ``documents`` (ids of any epoch)."""
+        numbers = np.searchsorted(self.firsts, documents % len(self), side="right") - 1
+        return tuple(np.bincount(numbers, tokens, len(self._stores)).astype(np.int64).tolist())
 
     def check_unchanged(self, documents: NDArray[np.int64]) -> None:
         """Raise ``UserError`` where a file that holds any of ``documents`` has changed since the store was opened.
@@ -146,7 +236,9 @@ class TokenStore:
         Called after a read, it says that what was read is of the store that was opened; called before, that no part of
         a mapped file is missing, of which a read would kill the process. Remote files are compared by their reader.
         """
-        check_unchanged(self.prefix, self.stamps)
+        for number, _ in self._by_shard(documents):
+            prefix = self._shards[number].prefix
+            check_unchanged(prefix, self._stamps[prefix])
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """``length`` tokens of a document from token ``start`` on (default: the rest), as a read-only view.
@@ -155,15 +247,18 @@ class TokenStore:
         """
         if not 0 <= document < len(self):
             raise UserError(f"document {document} is not in {self.prefix}, which holds {len(self)} documents")
-        first, tokens = self._index.run(document)
+        shard, prefix, first, tokens = self._place(document)
         length = tokens - start if length is None else length
         if start < 0 or length < 0 or start + length > tokens:
             raise UserError(
-                f"tokens {start} to {start + length} are not in document {document} of {self.prefix}, "
-                f"which has {tokens}"
+                f"tokens {start} to {start + length} are not in document {document} of {prefix}, which has {tokens}"
             )
-        view = self._data[first + start : first + start + length]
-        self._check_ids(view, document)
+        view = shard.tokens[first + start : first + start + length]
+        limit = shard.sidecar.get("vocab_size")
+        if limit is not None and (largest := int(view.max(initial=0))) >= limit:
+            raise UserError(f"document {document} of {prefix} holds token {largest}, outside the vocabulary of {limit}")
+        if view.dtype.kind == "i" and view.min(initial=0) < 0:
+            raise UserError(f"document {document} of {prefix} holds the negative token {view.min()}")
         return view
 
     def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None:
@@ -171,156 +266,150 @@ class TokenStore:
 
         Raises ``UserError`` for a byte of the mask that is neither 0 nor 1.
         """
-        if self._mask is None:
+        shard, prefix, first, _ = self._place(document)
+        if shard.mask is None:
             return None
-        first = self._index.run(document)[0] + start
-        flags = self._mask[first : first + length]
+        flags = shard.mask[first + start : first + start + length]
         if flags.size and flags.max() > 1:
             raise UserError(
-                f"{mask_path(self.prefix)} has the byte {flags.max()} for a token of document {document}; write 1 for "
-                "tokens that are labels and 0 for others"
+                f"{prefix}.mask has the byte {flags.max()} for a token of document {document}; write 1 for tokens that "
+                "are labels and 0 for others"
             )
         labels: NDArray[np.bool_] = flags.view(np.bool_)
         return labels
 
-    def has_labels(self) -> bool:
-        """Whether some document has a token that follows another and is a label.
+    def check_labels(self) -> None:
+        """Raise ``UserError`` unless every store has a token that follows another and is a label."""
+        for prefixes, (start, stop) in zip(self._stores, pairwise(self._ends_of_stores), strict=True):
+            if not any(self._shard(number).has_labels() for number in range(start, stop)):
+                raise UserError(
+                    f"token store {name_of(prefixes)} has no label (PREFIX.mask), or documents of one token only, so "
+                    "nothing would be learnt; prepare it again"
+                )
 
-        Reads the mask, if there is one, up to the first such token.
+    def check_content(self) -> None:
+        """Read all of the indexes, and tokens and masks where sidecars say what they are.
+
+        Raises ``UserError`` for whatever is damaged.
         """
-        if self._mask is None:
-            return any((lengths > 1).any() for _, lengths in chunks(self.lengths_between, len(self)))
-        return any(map(self._labels_from, range(0, self.tokens, _MASK_CHUNK)))
+        for number, known in enumerate(self._shards):
+            shard = self._shard(number)
+            read_index(f"{known.prefix}.idx", whole=True).check()
+            for ending, key, content in (
+                (".bin", "content_sha256", shard.tokens),
+                (".mask", "mask_sha256", shard.mask),
+            ):
+                expected = shard.sidecar.get(key)
+                if content is not None and expected and (found := _sha256(content, shard.index.tokens)) != expected:
+                    raise UserError(
+                        f"{known.prefix}{ending} is not what was written: its sha256 is {found}, the sidecar says "
+                        f"{key} = {expected}; prepare the store again"
+                    )
 
-    def _labels_from(self, start: int) -> bool:
-        """Whether ``_MASK_CHUNK`` tokens from ``start`` on have a label that is not the first token of its document."""
-        assert self._mask is not None
-        labels = self._mask[start : start + _MASK_CHUNK] != 0
-        first, last = (
-            bisect_left(range(len(self)), token, key=lambda document: self._index.run(document)[0])
-            for token in (start, start + len(labels))
-        )
-        labels[self._index.offsets_between(first, last)[:-1] - start] = False
-        return bool(labels.any())
+    def _by_store(self) -> list[list[_Known]]:
+        return [self._shards[start:stop] for start, stop in pairwise(self._ends_of_stores)]
 
-    def _check_ids(self, view: NDArray[Any], document: int) -> None:
-        if not view.size:
-            return
-        largest, limit = int(view.max()), self._vocab_size
-        if limit is not None and largest >= limit:
-            raise UserError(
-                f"document {document} of {self.prefix} holds token {largest}, outside the vocabulary of {limit}"
-            )
-        if view.dtype.kind == "i" and view.min() < 0:
-            raise UserError(f"document {document} of {self.prefix} holds the negative token {view.min()}")
+    def _place(self, document: int) -> tuple[Shard, str, int, int]:
+        """The shard that has ``document``, its prefix, and the document's first token there and number of tokens."""
+        number = int(np.searchsorted(self._ends, document, side="right")) - 1
+        shard = self._shard(number)
+        (first,), (tokens,) = shard.index.runs(np.array([document - self._ends[number]]))
+        return shard, self._shards[number].prefix, int(first), int(tokens)
 
+    def _by_shard(self, documents: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+        """The shards that have any of ``documents``, and which of them."""
+        shards = np.searchsorted(self._ends, documents, side="right") - 1
+        return ((number, shards == number) for number in np.unique(shards).tolist())
 
-def _map_tokens(path: Path, index: TokenIndex) -> NDArray[Any] | RemoteArray:
-    try:
-        return _mapped(path, index.dtype, index)
-    except FileNotFoundError:
-        raise UserError(f"token file {path} does not exist, only its index") from None
+    def _shard(self, number: int) -> Shard:
+        return self._opened(self._shards[number].prefix)
 
+    def _open_shard(self, prefix: str) -> Shard:
+        """A shard that is still what it was when it was first opened."""
+        check_unchanged(prefix, self._stamps.setdefault(prefix, stamps_of(prefix)))
+        return Shard.open(prefix)
 
-def _map_mask(prefix: Path, index: TokenIndex, sidecar: dict[str, Any]) -> NDArray[np.uint8] | RemoteArray | None:
-    path = mask_path(prefix)
-    try:
-        return _mapped(path, np.dtype(np.uint8), index)
-    except FileNotFoundError:
-        if "mask_sha256" in sidecar:
-            raise UserError(f"{path} does not exist, and the store was written with one; prepare it again") from None
-        return None
-
-
-def _mapped(path: Path, dtype: np.dtype[Any], index: TokenIndex) -> NDArray[Any] | RemoteArray:
-    """A file of one value for each token of the store. Raises ``UserError`` where it has more or fewer."""
-    expected = index.tokens * dtype.itemsize
-    try:
-        size = path.stat().st_size
-        if size == expected and isinstance(path, RemotePath):
-            return RemoteArray(path, dtype)
-        if size == expected:  # an empty file cannot be mapped
-            return np.memmap(str(path), dtype, mode="r") if size else np.empty(0, dtype)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    raise UserError(f"{path} has {size} bytes where its index asks for {expected}: truncated or of another store")
+    def _known(self, prefix: str) -> _Known:
+        shard = self._opened(prefix)
+        shard.index.check_sample()
+        says = shard.sidecar.get("vocab_size"), shard.sidecar.get("tokenizer"), shard.identity
+        return _Known(prefix, shard.index.documents, shard.index.tokens, *says)
 
 
-def check_store(prefix: Path) -> TokenStore:
-    """Open a store and read all of it: its index, and where the sidecar says what tokens and mask are, these too.
+class StoredLengths:
+    """Tokens per document of the ``documents`` of a store from ``first`` on, read when asked for; ``tokens`` of all.
 
-    Raises ``UserError`` for whatever is damaged.
+    ``lengths[documents]`` are those of an int64 array of documents, in any order.
     """
-    store = TokenStore.open(prefix)
-    prefix = store.prefix
-    read_index(index_path(prefix), whole=True).check()
-    for path, key in ((bin_path(prefix), "content_sha256"), (mask_path(prefix), "mask_sha256")):
-        if (expected := store.sidecar.get(key)) is not None and (found := _sha256(path)) != expected:
-            raise UserError(
-                f"{path} is not what was written: its sha256 is {found}, the sidecar says {key} = {expected}; "
-                "prepare the store again"
-            )
-    return store
+
+    def __init__(self, store: TokenStore, first: int, documents: int, tokens: int) -> None:
+        self._store, self._first, self._documents = store, first, documents
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return self._documents
+
+    def __getitem__(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._store.lengths_of(self._first + documents)
 
 
-def _sha256(path: Path) -> str:
-    """In hex, of the content of a file, which is not held in memory."""
-    digest = hashlib.sha256()
-    try:
-        if isinstance(path, RemotePath):
-            for piece in path.pieces():
-                digest.update(piece)
-            return digest.hexdigest()
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+# Tokens per document of one store: an array of shape (documents,), or what stands for one.
+Lengths: TypeAlias = NDArray[np.int64] | StoredLengths
+# Those of one store, or of every store of a mixture.
+DocumentLengths: TypeAlias = Lengths | Sequence[Lengths]
 
 
 def stored_vocab_size(source: StoreSource) -> int | None:
     """The vocabulary of the store that ``source`` names; None where there is no store, or it does not say."""
     for prefix in store_prefixes(source):
-        if index_path(prefix).exists():
-            index = read_index(index_path(prefix))
-            return _read_sidecar(prefix, index).get("vocab_size")  # all shards have the same
+        if exists(f"{prefix}.idx"):
+            return _read_sidecar(prefix, read_index(f"{prefix}.idx")).get("vocab_size")  # all shards have the same
     return None
 
 
-def _read_sidecar(prefix: Path, index: TokenIndex) -> dict[str, Any]:
-    path = sidecar_path(prefix)
+def identity_of(tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What tells a sidecar's ``tokenizer`` from others: all but its name, which is only that of a file."""
+    return {key: value for key, value in tokenizer.items() if key != "name"} if tokenizer else None
+
+
+def _check_alike(shards: Sequence[_Known], what: str, values: Sequence[Any]) -> None:
+    """Raise ``UserError`` where shards say different things."""
+    known = [(shard.prefix, value) for shard, value in zip(shards, values, strict=True) if value is not None]
+    for prefix, value in known:
+        if value != known[0][1]:
+            raise UserError(
+                f"{prefix} has {what} {value}, {known[0][0]} {known[0][1]}; prepare all with the same tokenizer"
+            )
+
+
+def _sha256(content: NDArray[Any] | RemoteArray, size: int) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, size, _HASHED):
+        digest.update(content[start : start + _HASHED].data)
+    return digest.hexdigest()
+
+
+def _read_sidecar(prefix: str, index: TokenIndex) -> dict[str, Any]:
+    path = f"{prefix}.json"
     try:
-        is_long = path.stat().st_size > _LARGEST_SIDECAR
-        sidecar = None if is_long else json.loads(path.read_bytes())
+        content = read_bytes(path)
+        sidecar = json.loads(bytes(content)) if len(content) <= _LARGEST_SIDECAR else None
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise UserError(f"sidecar {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"sidecar {path} is not valid JSON; prepare the store again or remove it") from None
-    if not isinstance(sidecar, dict) or "format" not in sidecar:
+    if not isinstance(sidecar, dict) or sidecar.get("format") != SIDECAR_FORMAT:
         raise UserError(
-            f"{path} is not what wlb prepare writes beside a token store, an object with a format; move it elsewhere, "
-            "or prepare the store again"
+            f"{path} is not what wlb prepare writes beside a token store, an object of format {SIDECAR_FORMAT}; move "
+            "it elsewhere, or prepare the store again"
         )
-    _check_sidecar(path, sidecar, index)
-    return sidecar
-
-
-def _check_sidecar(path: Path, sidecar: dict[str, Any], index: TokenIndex) -> None:
-    if sidecar["format"] != SIDECAR_FORMAT:
-        raise UserError(f"sidecar {path} has format {sidecar['format']!r}; this version reads {SIDECAR_FORMAT!r}")
-    actual = {"documents": index.documents, "tokens": index.tokens, "token_type": index.dtype.name}
-    for key, value in actual.items():
+    for key, value in (("documents", index.documents), ("tokens", index.tokens), ("token_type", index.dtype.name)):
         if sidecar.get(key) != value:
             raise UserError(
                 f"sidecar {path} says {key} = {sidecar.get(key)!r}, the index {value!r}: it is of another store"
             )
-    vocab_size = sidecar.get("vocab_size")
-    if type(vocab_size) is not int or vocab_size < 1:
-        raise UserError(f"sidecar {path} has vocab_size {vocab_size!r}; it must be a positive whole number")
-    if not isinstance(sidecar.get("content_sha256", ""), str):
-        raise UserError(f"sidecar {path} is corrupt: its content_sha256 is not a string")
-    if not isinstance(sidecar.get("tokenizer"), dict | None):
-        raise UserError(f"sidecar {path} is corrupt: its tokenizer is not an object")
+    return sidecar

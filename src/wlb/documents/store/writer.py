@@ -1,9 +1,8 @@
 """Writing a token store atomically.
 
-Tokens and index go to ``PREFIX.bin.part`` and ``PREFIX.idx.part`` while documents arrive. At the end every
-file is flushed to the disk and renamed, the index last: without ``PREFIX.idx`` nothing reads as a store, so a
-run that is killed at any moment leaves none. An old store that is being replaced loses its index first, for
-the same reason.
+Files have the ending ``.part`` while documents arrive. At the end each is flushed to the disk and renamed, the index
+last: without ``PREFIX.idx`` nothing reads as a store, so a run that is killed at any moment leaves none. An old store
+that is being replaced loses its index first, for the same reason.
 """
 
 from __future__ import annotations
@@ -20,17 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.documents.store.index import (
-    MAX_DOCUMENT_TOKENS,
-    IndexWriter,
-    bin_path,
-    index_path,
-    mask_path,
-    read_index,
-    sidecar_path,
-    store_path,
-)
-from wlb.documents.store.remote import RemotePath, store_prefix
+from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, IndexWriter, read_index, store_path
 from wlb.errors import UserError
 from wlb.files import flush, move, open_locked, sync, write_synced
 
@@ -44,26 +33,21 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < _UINT16_VOCAB else np.dtype("<i4")
 
 
-def tokenizer_path(prefix: Path) -> Path:
-    """``PREFIX.tokenizer.json``, where a tokenizer trained for the store lies."""
-    return store_path(prefix, ".tokenizer.json")
-
-
 def store_files(prefix: Path, with_tokenizer: bool = True, with_mask: bool = True) -> list[Path]:
     """The files of a store, in the order in which they appear: the index last."""
-    tokenizer = [tokenizer_path(prefix)] if with_tokenizer else []
-    mask = [mask_path(prefix)] if with_mask else []
-    return [bin_path(prefix), *mask, sidecar_path(prefix), *tokenizer, index_path(prefix)]
+    optional = [".mask"] * with_mask, [".tokenizer.json"] * with_tokenizer
+    return [store_path(prefix, ending) for ending in (".bin", *optional[0], ".json", *optional[1], ".idx")]
 
 
 def check_target(prefix: Path, overwrite: bool) -> None:
     """Raise ``UserError`` when a store cannot be made at ``prefix``, or is there already and not to be replaced."""
-    if isinstance(store_prefix(prefix), RemotePath):
-        raise UserError(f"{store_prefix(prefix)} is a URL; make the store on a disk and copy its files there")
+    if prefix.parts[:1] and prefix.parts[0].endswith(":"):
+        raise UserError(f"{prefix} is a URL; make the store on a disk and copy its files there")
     with _disk_errors(prefix):
         if prefix.is_dir():
             raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
-        existing = next((path for path in _upwards(prefix.parent) if os.path.exists(path)), prefix.parent)
+        upwards = [prefix.parent, *prefix.parent.parents]
+        existing = next((path for path in upwards if os.path.exists(path)), prefix.parent)
         if not existing.is_dir():
             raise UserError(f"{existing} is not a directory, so the token store {prefix} cannot be made")
         if not os.access(existing, os.W_OK | os.X_OK):
@@ -76,7 +60,6 @@ def check_target(prefix: Path, overwrite: bool) -> None:
 class TokenStoreWriter:
     """A context manager: documents are added inside it, and leaving it without an exception makes the store.
 
-    Entering makes the directory of ``prefix``; leaving with an exception removes it again, if it was not there before.
     ``details`` is merged into the sidecar and may be filled until the end; ``tokenizer_json`` becomes
     ``PREFIX.tokenizer.json``. With ``masked``, documents come with a mask that says which tokens are labels, and the
     store has a ``PREFIX.mask``. Raises ``UserError`` when the store exists (and ``overwrite`` is off), when another
@@ -108,38 +91,34 @@ class TokenStoreWriter:
         self.labelled_tokens = 0
         self._targets = store_files(self.prefix)
         check_target(self.prefix, overwrite)
-        self._new_directories = [path for path in _upwards(self.prefix.parent) if not os.path.exists(path)]
 
     def __enter__(self) -> TokenStoreWriter:
         data, mask, sidecar, tokenizer, index = self._targets
-        try:
-            with _disk_errors(self.prefix), ExitStack() as opened:
-                self.prefix.parent.mkdir(parents=True, exist_ok=True)
-                self._bin = opened.enter_context(_open_part(data))
-                self._idx = opened.enter_context(_open_part(index))
-                self._mask = opened.enter_context(_open_part(mask)) if self._masked else None
-                for stale in (sidecar, tokenizer):  # of a run that was killed, as the locks say that none is writing
-                    _part(stale).unlink(missing_ok=True)
-                self._index = IndexWriter(self._idx, self._dtype)
-                opened.pop_all()
-        except BaseException:
-            self._remove_new_directories()
-            raise
+        with _disk_errors(self.prefix), ExitStack() as opened:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._bin = opened.enter_context(_open_part(data))
+            self._idx = opened.enter_context(_open_part(index))
+            self._mask = opened.enter_context(_open_part(mask)) if self._masked else None
+            for stale in (sidecar, tokenizer):  # of a run that was killed, as the locks say that none is writing
+                _part(stale).unlink(missing_ok=True)
+            self._index = IndexWriter(self._idx, self._dtype)
+            opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        committed = False
         try:
             if kind is None:
                 with _disk_errors(self.prefix):
                     self._commit()
-                committed = True
         finally:
-            self._discard_parts()
-            if not committed:
-                self._remove_new_directories()
+            # Parts go while their locks are held. Closing flushes, which fails again on a full disk.
+            for target in self._targets:
+                _part(target).unlink(missing_ok=True)
+            for file in (self._bin, self._idx, *([self._mask] if self._mask is not None else [])):
+                with suppress(OSError):
+                    file.close()
 
     def add(self, tokens: ArrayLike, mask: ArrayLike | None = None) -> None:
         """Append one document; ``mask`` as in ``add_documents``."""
@@ -194,7 +173,17 @@ class TokenStoreWriter:
         if self._mask is not None:
             flush(self._mask)
             complete.append(mask)
-        write_synced(_part(sidecar), self._sidecar_text())
+        says = {
+            "format": SIDECAR_FORMAT,
+            "vocab_size": self.vocab_size,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "token_type": self._dtype.name,
+            "content_sha256": self._content.hexdigest(),
+        }
+        if self._masked:
+            says |= {"mask_sha256": self._mask_content.hexdigest(), "labelled_tokens": self.labelled_tokens}
+        write_synced(_part(sidecar), json.dumps(says | self.details, indent=2, sort_keys=True) + "\n")
         if self._tokenizer_json is not None:
             write_synced(_part(tokenizer), self._tokenizer_json)
             complete.append(tokenizer)
@@ -206,36 +195,6 @@ class TokenStoreWriter:
             os.replace(_part(target), target)
         sync(index.parent)
         move(_part(index), index)
-
-    def _sidecar_text(self) -> str:
-        sidecar = {
-            "format": SIDECAR_FORMAT,
-            "vocab_size": self.vocab_size,
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "token_type": self._dtype.name,
-            "content_sha256": self._content.hexdigest(),
-        }
-        if self._masked:
-            sidecar |= {"mask_sha256": self._mask_content.hexdigest(), "labelled_tokens": self.labelled_tokens}
-        return json.dumps(sidecar | self.details, indent=2, sort_keys=True) + "\n"
-
-    def _discard_parts(self) -> None:
-        # Parts go while their locks are held. Closing flushes, which fails again on a full disk.
-        for target in self._targets:
-            _part(target).unlink(missing_ok=True)
-        for file in (self._bin, self._idx, *([self._mask] if self._mask is not None else [])):
-            with suppress(OSError):
-                file.close()
-
-    def _remove_new_directories(self) -> None:
-        with suppress(OSError):  # somebody else may have put something there by now
-            for directory in self._new_directories:
-                directory.rmdir()
-
-
-def _upwards(directory: Path) -> list[Path]:
-    return [directory, *directory.parents]
 
 
 def _part(target: Path) -> Path:

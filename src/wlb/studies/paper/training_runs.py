@@ -95,7 +95,7 @@ def prepare_data(folder: Path) -> tuple[Path, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     everything = folder / "stdlib"
     tokenizer = load_tokenizer("bytes")
-    prepare_store(StdlibCorpus("definition"), everything, tokenizer, overwrite=True)
+    prepare_store(StdlibCorpus(), everything, tokenizer, overwrite=True)
     store = TokenStore.open(everything)
     for prefix, held in ((train, False), (held_out, True)):
         with TokenStoreWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=True) as writer:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from wlb.documents.mixture import global_batches
+from wlb.documents.order import global_batches
 from wlb.errors import UserError
 from wlb.job.config import DataConfig
 from wlb.job.memory.step import limit_of_gpu

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from wlb.documents.store.index import store_path
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.store.sources import StoreSource, store_prefixes
-from wlb.documents.store.writer import tokenizer_path
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig
 from wlb.job.configured_model import configured_model
@@ -139,7 +139,7 @@ def _read(checkpoint: Path, held: Mapping[str, TensorStorageMetadata], names: Se
     return tensors
 
 
-def _prefixes(source: StoreSource) -> list[Path]:
+def _prefixes(source: StoreSource) -> list[str]:
     """Those of a store, which may be elsewhere by now."""
     try:
         return store_prefixes(source)
@@ -153,12 +153,12 @@ def _companions(config: JobConfig) -> tuple[dict[str, bytes], dict[str, Any]]:
         kept = [directory / name for name in _KEPT_FILES if (directory / name).is_file()]
         return {path.name: path.read_bytes() for path in kept}, read_config_json(directory)
     prefixes = (prefix for source in config.data.stores for prefix in _prefixes(source))
-    prefix = next((prefix for prefix in prefixes if tokenizer_path(prefix).is_file()), None)
+    prefix = next((prefix for prefix in prefixes if store_path(prefix, ".tokenizer.json").is_file()), None)
     if prefix is None:
         return {}, {}
     store = TokenStore.open(prefix)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {"eos_token": store.tokenizer["end_token"]} if store.tokenizer else {}
     ids = {"eos_token_id": store.sidecar["end_token"]} if "end_token" in store.sidecar else {}
-    tokenizer = tokenizer_path(prefix).read_bytes()
+    tokenizer = store_path(prefix, ".tokenizer.json").read_bytes()
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": json.dumps(settings).encode()}, ids

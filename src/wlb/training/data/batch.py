@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.documents.segments import Segment
-from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -102,7 +101,7 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     )
 
 
-def read_batch(micro_batch: MicroBatch, store: TokenStore | StoreGroup, vocab_size: int | None = None) -> TokenBatch:
+def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | None = None) -> TokenBatch:
     """``make_batch`` from a store that must not change while it is in use.
 
     Raises ``UserError`` where a file of one of the documents has changed since the store was opened, and for a token
@@ -128,7 +127,7 @@ def check_vocabulary(batch: TokenBatch, micro_batch: MicroBatch, vocab_size: int
         )
 
 
-def check_first_tokens(store: StoreGroup, vocab_size: int) -> None:
+def check_first_tokens(store: TokenStore, vocab_size: int) -> None:
     """Raise ``UserError`` where a store that does not say its vocabulary begins with a token outside ``vocab_size``.
 
     So a wrong ``model.vocab_size`` nearly always shows before a job starts; ``read_batch`` finds what is left.

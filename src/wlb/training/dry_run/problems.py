@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from wlb.documents.store.group import StoreGroup
 from wlb.documents.store.index import TokenIndex
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.reader import Shard, TokenStore
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
@@ -42,9 +41,13 @@ class SyntheticStore(TokenStore):
         lengths = sample_lengths(documents, context_window)
         ends = np.cumsum(lengths)
         pointers, firsts = (ends - lengths) * _TOKEN_TYPE.itemsize, np.arange(documents + 1)
-        index = TokenIndex(Path("synthetic"), _TOKEN_TYPE, lengths.astype(np.int32), pointers, firsts)
+        index = TokenIndex("synthetic", _TOKEN_TYPE, lengths.astype(np.int32), pointers, firsts)
         tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(ends[-1]))
-        super().__init__(Path("synthetic"), index, tokens, {"vocab_size": vocab_size})
+        self._drawn = Shard(index, tokens, {"vocab_size": vocab_size})
+        super().__init__([["synthetic"]])
+
+    def _open_shard(self, prefix: str) -> Shard:
+        return self._drawn
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return SyntheticStore, self._arguments
@@ -84,8 +87,8 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     limit = limit_of_gpu(rates.memory_bytes)
     if rates.device_type == "cpu":
         limit = memory_limit("cpu", config.parallel.world_size)
-    stored = tried(lambda: StoreGroup.open(config.data.stores))
-    store = stored or StoreGroup([synthetic_store(config)])
+    stored = tried(lambda: TokenStore.open(*config.data.stores))
+    store = stored or synthetic_store(config)
     job = checked(config, store, hardware, limit, _check_could_write, tried)
     if stored:
         tried(job.check_data)

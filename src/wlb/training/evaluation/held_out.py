@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from wlb.documents.order import check_trainable
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
-from wlb.documents.store.group import StoreGroup
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, EvaluationConfig
 from wlb.job.job import JobSpec
@@ -88,7 +88,7 @@ class HeldOut:
 
     def __init__(self, evaluation: EvaluationConfig, job: JobSpec) -> None:
         assert evaluation.store is not None, "evaluating needs evaluation.store"
-        self.store = StoreGroup.open([evaluation.store])
+        self.store = TokenStore.open(evaluation.store)
         segments = _segments(self.store, evaluation, job.data)
         self.plans = [arrange(plan, job.layout.dp, order="arrival") for plan in _pack(segments, job)]
         self._boundaries = bucket_boundaries(evaluation, job.context_window)
@@ -126,14 +126,14 @@ class HeldOut:
         )
 
 
-def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: StoreGroup, vocab_size: int) -> None:
+def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: TokenStore, vocab_size: int) -> None:
     """Raise ``UserError`` for held-out documents that cannot be scored by a model of ``vocab_size`` tokens.
 
     ``trained`` is the store that the job trains on.
     """
     if evaluation.store is None:
         return
-    store = StoreGroup.open([evaluation.store])
+    store = TokenStore.open(evaluation.store)
     if store.vocab_size is not None and store.vocab_size > vocab_size:
         raise UserError(
             f"evaluation.store {store.prefix} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; "
@@ -159,11 +159,11 @@ def bucket_boundaries(evaluation: EvaluationConfig, context_window: int) -> list
     return boundaries
 
 
-def _lengths(store: StoreGroup, evaluation: EvaluationConfig) -> NDArray[np.int64]:
-    return store.lengths_between(0, min(len(store), evaluation.documents or len(store)))
+def _lengths(store: TokenStore, evaluation: EvaluationConfig) -> NDArray[np.int64]:
+    return store.lengths_of(np.arange(min(len(store), evaluation.documents or len(store))))
 
 
-def _segments(store: StoreGroup, evaluation: EvaluationConfig, data: DataConfig) -> list[Segment]:
+def _segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig) -> list[Segment]:
     lengths = _lengths(store, evaluation)
     check_trainable(lengths, data.changed(store=evaluation.store, mixture=()))
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist()) if length]

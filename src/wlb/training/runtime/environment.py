@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from wlb.documents.store.group import StoreGroup
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import JobConfig, ModelConfig, TrainingConfig
 from wlb.job.configured_model import configured_model
@@ -124,7 +124,7 @@ def device_type(config: TrainingConfig, local_processes: int) -> str:
     return "cuda"
 
 
-def trained_model(config: JobConfig, store: StoreGroup) -> TransformerConfig:
+def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
     """The model that ``config`` trains on ``store``.
 
     Raises ``UserError`` where neither says how large the vocabulary is, for a model that is only priced, and as
@@ -168,7 +168,7 @@ def dense_attention_warning(dtype: torch.dtype, device: torch.device) -> str | N
     )
 
 
-def tokenizer_warning(model: ModelConfig, store: StoreGroup) -> str | None:
+def tokenizer_warning(model: ModelConfig, store: TokenStore) -> str | None:
     """What to tell the user where ``store`` was not prepared with the tokenizer of the pretrained model, or None."""
     file = model.pretrained / "tokenizer.json" if model.pretrained is not None else None
     if store.tokenizer is None or file is None or not file.is_file():

@@ -1,0 +1,207 @@
+"""The files of a token store, on a disk or at a URL of ``fsspec`` such as ``s3://bucket/corpus``.
+
+Files on a disk are mapped into memory. Of a file at a URL, ``RemoteArray`` reads blocks and keeps the last ones; small
+ones are read whole. A store must not change while it is in use: the size and time of a file on a disk are compared by
+``check_unchanged``, the size and version (ETag, checksum or date) of one at a URL after every request, so that tokens
+of two versions are never mixed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError, require
+
+T = TypeVar("T")
+
+# Of .idx, .bin and .mask: size and time of change, in words; None where there is no such file, or it is at a URL.
+Stamps: TypeAlias = "tuple[str | None, ...]"
+
+_STAMPED = (".idx", ".bin", ".mask")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
+_TRIES = 6
+_FIRST_DELAY = 1.0  # seconds before the second try; doubles with each
+_BLOCK = 2 << 20  # bytes read of a token file: no more takes the time that a request takes anyway, on 1 Gbit/s
+_BLOCKS = 64  # that are kept of a file
+# What file systems call the version of a file; all that are there are compared.
+_VERSIONS = (
+    *("ETag", "etag", "Content-MD5", "content_md5", "md5Hash", "generation", "blob_id"),
+    *("Last-Modified", "LastModified", "last_modified", "updated", "mtime", "created"),
+)
+
+
+def is_url(name: str | Path) -> bool:
+    return _URL.fullmatch(str(name)) is not None
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file. Raises ``UserError`` where a server does not say."""
+    try:
+        return bool(RemoteFile(path)) if is_url(path) else os.path.exists(path)
+    except FileNotFoundError:
+        return False
+
+
+def stamps_of(prefix: str) -> Stamps:
+    """Those of the store at ``prefix``, to be taken before it is opened."""
+    return tuple(_stamp(prefix + ending) for ending in _STAMPED)
+
+
+def check_unchanged(prefix: str, opened: Stamps) -> None:
+    """Raise ``UserError`` where a file of the store at ``prefix`` has other stamps than when it was ``opened``."""
+    for ending, before, now in zip(_STAMPED, opened, stamps_of(prefix), strict=True):
+        if before is not None and now != before:
+            raise _changed(prefix + ending, before, now)
+
+
+def read_bytes(path: str) -> Any:
+    """All of a file: mapped into memory, or read from a URL. Raises ``OSError`` or ``UserError``."""
+    if is_url(path):
+        file = RemoteFile(path)
+        return file.read(0, file.size)
+    with open(path, "rb") as opened:
+        if not os.path.getsize(path):  # an empty file cannot be mapped
+            return b""
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | RemoteArray:
+    """A file of ``size`` numbers. Raises ``UserError`` where it has more or fewer, ``FileNotFoundError`` without it."""
+    remote, expected = RemoteFile(path) if is_url(path) else None, size * dtype.itemsize
+    try:
+        found = remote.size if remote else os.path.getsize(path)
+        if found != expected:
+            raise UserError(
+                f"{path} has {found} bytes where its index asks for {expected}: truncated or of another store"
+            )
+        if remote:
+            return RemoteArray(remote, dtype)
+        return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+class RemoteArray:
+    """A remote file as a one-dimensional array of which slices are read; safe to share between threads."""
+
+    def __init__(self, file: RemoteFile, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._size = file.size // dtype.itemsize
+        self._cache = require("fsspec.caching", "remote").BlockCache(_BLOCK, file.read, file.size, _BLOCKS)
+
+    def __getitem__(self, places: slice) -> NDArray[Any]:
+        """A read-only copy. Raises ``UserError`` where it cannot be read, or the file has changed."""
+        start, stop, _ = places.indices(self._size)
+        size = self._dtype.itemsize
+        return np.frombuffer(self._cache._fetch(start * size, stop * size), self._dtype)
+
+
+class RemoteFile:
+    """The file at ``url``, of ``size`` bytes, in the version that it has now.
+
+    Raises ``FileNotFoundError`` where there is none, and ``UserError`` where the server fails.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.size, self._version = self._tried(self._found)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes from ``start`` to ``stop``, or to the end. Raises ``UserError`` if the file is not what it was."""
+        stop = min(stop, self.size)
+        try:
+            content, (_, now) = self._tried(lambda: self._range(start, stop)), self._tried(self._found)
+        except FileNotFoundError:
+            content, now = b"", None
+        if now != self._version:
+            raise _changed(self.url, self._version, now)
+        return content
+
+    def _range(self, start: int, stop: int) -> bytes:
+        files, path = _file_system(self.url)
+        content: bytes
+        if self.url.startswith("http"):  # cat_file takes in all of a file where the server ignores the range
+            with files.open(path, "rb", max(1, stop - start), size=self.size, cache_type="none") as file:
+                file.seek(start)
+                content = file.read(stop - start)
+        else:
+            content = files.cat_file(path, start=start, end=stop)
+        if len(content) != stop - start:
+            raise OSError(f"got {len(content)} bytes from byte {start} on, asked for {stop - start}")
+        return content
+
+    def _found(self) -> tuple[int, str]:
+        files, path = _file_system(self.url)
+        found = files.info(path)
+        if found.get("type") == "directory":
+            raise FileNotFoundError(self.url)
+        marks = [f"{name} {found[name]}" for name in _VERSIONS if found.get(name) is not None]
+        if found.get("size") is None or not marks:
+            raise UserError(
+                f"{self.url}: the server gives no size, or neither ETag nor checksum nor date, so a change would go "
+                "unnoticed; serve the store from another server, or copy it to a disk"
+            )
+        return int(found["size"]), ", ".join([f"{found['size']} bytes", *marks])
+
+    def _tried(self, ask: Callable[[], T]) -> T:
+        """The answer to ``ask``, several times if need be. Raises ``FileNotFoundError`` where that is the answer."""
+        for attempt in range(_TRIES):
+            try:
+                return ask()
+            except UserError:
+                raise
+            except Exception as error:  # of whatever kind the file system has
+                # For HTTP, fsspec says FileNotFoundError of all that goes wrong.
+                cause = (self.url.startswith("http") and error.__cause__) or error
+                status = getattr(cause, "status", None)
+                if status in (404, 410) or isinstance(cause, FileNotFoundError):
+                    raise FileNotFoundError(self.url) from error
+                is_final = isinstance(error, PermissionError | ValueError) or status in (401, 403)
+                tries = "" if is_final else f" in {_TRIES} tries"
+                if is_final or attempt == _TRIES - 1:
+                    what = " ".join(f"{type(cause).__name__}: {cause}".split())
+                    raise UserError(
+                        f"{self.url} cannot be read{tries}: {what}; check the URL, the network and "
+                        "the credentials in the environment, then start again"
+                    ) from error
+                time.sleep(_FIRST_DELAY * 2**attempt)
+        raise AssertionError
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The file system, which fsspec keeps for each process, and the path in it."""
+    core = require("fsspec.core", "remote")
+    try:
+        files, path = core.url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{url} cannot be opened: {reason}; for s3 and http run: pip install 'wlb-llm[remote]'"
+        ) from error
+    return files, path
+
+
+def _stamp(path: str) -> str | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    seconds, nanoseconds = divmod(found.st_mtime_ns, 10**9)
+    return f"{found.st_size} bytes of {datetime.fromtimestamp(seconds)}.{nanoseconds:09}"
+
+
+def _changed(path: str, before: str, now: str | None) -> UserError:
+    return UserError(
+        f"{path} changed while it was in use: it had {before}, now {f'it has {now}' if now else 'it is gone'}; put "
+        "back what was there, or start anew on the new store"
+    )
