@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "job": {"documents", "packing", "schedules", "sharding", "workload"},
     "simulate": {"documents", "job", "packing", "schedules", "sharding", "workload"},
     "serving": {"sharding", "workload"},
-    "report": {"documents", "job", "packing", "sharding", "simulate", "workload"},
+    "report": {"documents", "job", "packing", "schedules", "sharding", "simulate", "workload"},
     "studies": {"documents", "job", "packing", "report", "schedules", "sharding", "simulate", "workload"},
     "page": {"documents", "report", "simulate", "studies", "workload"},
     "attention": {"sharding"},

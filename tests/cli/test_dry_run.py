@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.training.jobs import write_config, write_store
-from wlb.simulate.traffic import STAGES
+from wlb.training.dry_run.traffic import STAGES
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny.toml"
 TRIED = ("train", CONFIG, "--dry-run", "--device", "cuda")

@@ -11,10 +11,11 @@ import pytest
 from tests.report.conftest import HOSTILE, WINDOW
 from tests.test_markup import read
 from wlb.documents.synthetic import sample_lengths
+from wlb.report.answer import about
 from wlb.report.evidence import Evidence, gather_evidence
 from wlb.report.predicted import predicted_report
 from wlb.simulate import simulate
-from wlb.simulate.estimate import CHECKED, about, estimate, question_of
+from wlb.simulate.estimate import CHECKED, estimate, question_of
 from wlb.simulate.search import drawn
 from wlb.simulate.verdict import BASELINE, BEST, PER_DOCUMENT, Verdict
 

@@ -15,12 +15,12 @@ from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
 from wlb.job.prices import LevelPrices
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.report.trace import write_trace
 from wlb.simulate import CAUSES, SimulatedJob, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.timeline import timeline
-from wlb.simulate.trace import write_trace
 from wlb.workload import model_shape
 
 

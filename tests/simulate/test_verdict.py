@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.documents.synthetic import sample_lengths
+from wlb.report.answer import columns_of
 from wlb.simulate import CAUSES, SimulationResult
-from wlb.simulate.estimate import Estimate, columns_of, estimate, question_of
+from wlb.simulate.estimate import Estimate, estimate, question_of
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, FACTORS, LOST, PARTS, Verdict, rounded
 
 WINDOW = 8192

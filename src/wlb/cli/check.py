@@ -114,7 +114,7 @@ def estimated(
 
 def show_estimate(found: Estimate) -> None:
     """Print the verdict, then what it is made of."""
-    from wlb.simulate.estimate import about, columns_of
+    from wlb.report.answer import about, columns_of
 
     verdict = found.verdict
     for line in (f"{verdict}\n", *about(found)):

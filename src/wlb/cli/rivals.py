@@ -37,7 +37,8 @@ def rivals(
     Example: wlb rivals synthetic:20000:128K:0 --gpus 64 --context-window 128K --policies distca,bytescale,best
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.simulate.estimate import question_of, too_few
+    from wlb.report.answer import too_few
+    from wlb.simulate.estimate import question_of
     from wlb.simulate.search import DRAWS
     from wlb.studies.policies import chosen, compare, epochs, workers
     from wlb.studies.policies.grid import draw_speeds

@@ -325,8 +325,8 @@ def _write_trace(path: Path, jobs: dict[str, SimulatedJob], lengths: Lengths, st
     from itertools import islice
 
     from wlb.job.planner import StepPlanner
+    from wlb.report.trace import write_trace
     from wlb.simulate.timeline import timeline
-    from wlb.simulate.trace import write_trace
 
     lines = {}
     for system, job in jobs.items():
@@ -383,7 +383,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
 
 def _repeated(results: Iterable[SimulationResult]) -> str:
     """A line where the documents did not fill the steps."""
-    from wlb.simulate.estimate import too_few
+    from wlb.report.answer import too_few
 
     epochs = max(result.epochs for result in results)
     return f"{too_few(epochs)}\n" if epochs > 1 else ""

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from wlb.documents.lengths import read_lengths, what_was_read
 from wlb.errors import UserError
 from wlb.markup import Markup, join, tag
+from wlb.report.answer import about, columns_of
 from wlb.report.evidence import usual_step
 from wlb.report.html.charts import length_histogram
 from wlb.report.html.markup import table
 from wlb.report.html.page import facts, paragraph, section, verdict
 from wlb.report.predicted import step_chart, where_chart
-from wlb.simulate.estimate import Estimate, about, columns_of, estimate, question_of
+from wlb.simulate.estimate import Estimate, estimate, question_of
 from wlb.simulate.verdict import BASELINE, Verdict
 from wlb.token_count import parse_count, parse_tokens
 

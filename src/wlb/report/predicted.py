@@ -12,6 +12,7 @@ import numpy as np
 from wlb.documents.lengths import what_was_read
 from wlb.errors import UserError
 from wlb.markup import Markup, join, tag
+from wlb.report.answer import about, columns_of
 from wlb.report.evidence import Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram
@@ -20,7 +21,6 @@ from wlb.report.html.markup import Caption, table
 from wlb.report.html.page import code, facts, page, paragraph, section, verdict
 from wlb.report.plots import is_baseline
 from wlb.simulate import simulate_step
-from wlb.simulate.estimate import about, columns_of
 from wlb.simulate.timeline import Timeline
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, PARTS, Verdict
 

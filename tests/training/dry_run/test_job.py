@@ -12,8 +12,8 @@ from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.job.job import JobSpec
 from wlb.sharding.latency import Shards
-from wlb.simulate.traffic import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, WEIGHTS
 from wlb.training.dry_run.job import DryRun, Place, RankReport, distinct_roles, dry_run, rank_at
+from wlb.training.dry_run.traffic import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, WEIGHTS
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.toml"))
 CONFIG = next(path for path in CONFIGS if path.stem == "7b_128k")

@@ -15,8 +15,8 @@ from tests.limits import examples
 from tests.training.dry_run.order import OrderError, check_order
 from tests.training.dry_run.recorded import recorded_calls, small_job
 from wlb.job.config import PRESETS
-from wlb.simulate.traffic import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL
 from wlb.training.dry_run.calls import Call
+from wlb.training.dry_run.traffic import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL
 
 NOWHERE = Path("/nowhere")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from wlb.simulate.traffic import AGREEMENT, GRADIENTS, KEYS_AND_VALUES, LOSS, STAGES, TENSOR_PARALLEL, WEIGHTS
+from wlb.training.dry_run.traffic import AGREEMENT, GRADIENTS, KEYS_AND_VALUES, LOSS, STAGES, TENSOR_PARALLEL, WEIGHTS
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 
@@ -28,7 +28,7 @@ _NAMESPACES = ("c10d", "_c10d_functional")
 class Call(NamedTuple):
     """One call of ``operation`` by a rank.
 
-    ``purpose`` is one of ``wlb.simulate.traffic.PURPOSES``. ``group`` is the communicator's name, which is the same on
+    ``purpose`` is one of ``traffic.PURPOSES``. ``group`` is the communicator's name, which is the same on
     all its ``members`` (global ranks, in order). ``peer`` is the other side's global rank, of messages only. ``shape``
     is what must agree between ranks: element type and elements; of an all-to-all, in which ranks differ, type and rows
     for and from every member. ``received`` are the bytes that this rank gets from others.

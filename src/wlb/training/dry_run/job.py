@@ -24,12 +24,12 @@ from wlb.simulate.estimate import CONFIGURED, judge_config
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import simulate_step
 from wlb.simulate.step import Steps
-from wlb.simulate.traffic import PURPOSES, received_bytes
 from wlb.simulate.verdict import Verdict
 from wlb.training.data.loader import micro_batches_of
 from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from wlb.training.dry_run.problems import FoundJob, find_problems
 from wlb.training.dry_run.rank import Place, RankRun, run_ranks
+from wlb.training.dry_run.traffic import PURPOSES, received_bytes
 from wlb.training.parallel.mesh import mesh_shape
 
 _LOOK_AHEAD = 4  # steps to choose from: a job's first have few long documents where packing lets those wait
