@@ -326,10 +326,11 @@ class TokenStore:
 
     def _open_shard(self, prefix: str) -> Shard:
         """A shard that is still what it was when it was first opened."""
-        check_unchanged(prefix, self._stamps.setdefault(prefix, stamps_of(prefix)))
+        check_unchanged(prefix, self._stamps[prefix])
         return Shard.open(prefix)
 
     def _known(self, prefix: str) -> _Known:
+        self._stamps[prefix] = stamps_of(prefix)
         shard = self._opened(prefix)
         shard.index.check_sample()
         says = shard.sidecar.get("vocab_size"), shard.sidecar.get("tokenizer"), shard.identity
