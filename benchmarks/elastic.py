@@ -21,11 +21,12 @@ import numpy as np
 
 from parts.measurement import CpuTimer, chosen, command, facts, make_parser, show, write
 from wlb.documents.lengths import read_lengths
+from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.sharding import make_shard_plan
 from wlb.sharding.pieces import Locality, locality
-from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job
+from wlb.simulate import SimulationResult, simulate, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.job import PAPER_JOBS, named_job
 
@@ -59,14 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write(results, options.out)
 
 
-def mesh_job(window: int, system: str, model: str = "llama3-8b", **settings: Any) -> SimulatedJob:
+def mesh_job(window: int, system: str, model: str = "llama3-8b", **settings: Any) -> Job:
     """A model on tp 8, pp 4 and the dp x cp of the window, 4 micro-batches a rank."""
     dp, cp = MESHES[window]
     sizes: Row = {"tp": 8, "pp": 4, "dp": dp, "cp": cp, "micro_batches": 4} | INTERLEAVED
     return simulated_job(model, window, system, **(sizes | settings))
 
 
-JOBS: dict[str, Callable[[str], SimulatedJob]] = {
+JOBS: dict[str, Callable[[str], Job]] = {
     **{f"llama3-8b, {window // 1024}K": partial(mesh_job, window) for window in MESHES},
     "7b, 128K": partial(mesh_job, 131_072, model="7b"),  # whose key and value heads are not grouped
     "405b-128k": partial(named_job, "405b-128k", **INTERLEAVED),
@@ -86,7 +87,7 @@ def ingredients(window: int, steps: int) -> list[Row]:
     whole = _simulated(mesh_job(window, "elastic"), steps, base).job
     pool, count = whole.layout.cp, whole.micro_batches_per_rank
     hybrid = mesh_job(window, "elastic", sharding="hybrid", pool=pool, packing={"pool_micro_batches": count})
-    variants: dict[str, tuple[SimulatedJob, AbstractContextManager[Any]]] = {
+    variants: dict[str, tuple[Job, AbstractContextManager[Any]]] = {
         "elastic": (whole, nullcontext()),
         "hybrid in place of uneven slices": (hybrid, nullcontext()),
         "slices of equal seconds, forward and backward uneven": (
@@ -173,13 +174,13 @@ def planning(turns: int) -> list[Row]:
     return rows
 
 
-def _shard_all(plan: StepPlan, job: SimulatedJob) -> None:
+def _shard_all(plan: StepPlan, job: Job) -> None:
     """The micro-batches of one pool."""
     for micro_batch in filter(len, (held.lengths for held in plan.ranks[0])):
         make_shard_plan(micro_batch, job.layout.cp, "elastic", workload=job.costs)
 
 
-def _simulated(job: SimulatedJob, steps: int, base: SimulationResult | None = None) -> SimulationResult:
+def _simulated(job: Job, steps: int, base: SimulationResult | None = None) -> SimulationResult:
     lengths = read_lengths(f"synthetic:60000:{job.context_window}:0")
     run = partial(simulate, job, lengths, steps)
     return run() if base is None else run(work_prices=base.job.work_prices)

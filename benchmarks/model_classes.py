@@ -18,8 +18,9 @@ import numpy as np
 
 from parts.measurement import command, facts, make_parser, show, write
 from wlb.documents.lengths import read_lengths
+from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
-from wlb.simulate import SimulatedJob, simulate, simulated_job
+from wlb.simulate import simulate, simulated_job
 from wlb.workload import make_workload, model_shape
 from wlb.workload.weights import parameters
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write(facts() | {"steps": options.steps, "models": rows}, options.out)
 
 
-def job_of(model: str, system: str) -> SimulatedJob:
+def job_of(model: str, system: str) -> Job:
     sizes: Row = {"tp": 8, "cp": 2, "pp": 4, "dp": 4, "virtual_pp": 2, "schedule": "interleaved_1f1b"}
     return simulated_job(model, WINDOW, system, micro_batches=4, **sizes, **SYSTEMS[system])
 

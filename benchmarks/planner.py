@@ -25,10 +25,11 @@ from parts.measurement import CpuTimer, command, console, facts, freeze_imports,
 from parts.packing import Row, against_optimum
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
+from wlb.job.job import Job
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import StepPlan
 from wlb.report.packing import packer_for
-from wlb.simulate import SimulatedJob, simulate_steps, simulated_job
+from wlb.simulate import simulate_steps, simulated_job
 
 MODEL, HARDWARE, TP, CP = "7b", "h100", 8, 2
 LAYOUTS = {"small": (4, 1), "large": (32, 4)}  # micro-batches, dp
@@ -72,12 +73,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _job(micro_batches: int, context_window: int, dp: int = 1) -> SimulatedJob:
+def _job(micro_batches: int, context_window: int, dp: int = 1) -> Job:
     sizes: Row = {"micro_batches": micro_batches // dp, "tp": TP, "cp": CP, "pp": 4, "dp": dp}
     return simulated_job(MODEL, context_window, hardware=HARDWARE, **sizes)
 
 
-def _corpora(options: argparse.Namespace, job: SimulatedJob, layout: str) -> dict[str, Lengths]:
+def _corpora(options: argparse.Namespace, job: Job, layout: str) -> dict[str, Lengths]:
     steps = options.steps or {"small": 160, "large": 40}[layout]
     if options.lengths:
         lengths = split(read_lengths(options.lengths), job.context_window)
@@ -89,13 +90,11 @@ def _corpora(options: argparse.Namespace, job: SimulatedJob, layout: str) -> dic
     return {name: every[name]() for name in options.corpora or every}
 
 
-def _steps(lengths: Lengths, job: SimulatedJob, steps: int) -> Lengths:
+def _steps(lengths: Lengths, job: Job, steps: int) -> Lengths:
     return first_steps(lengths, steps * job.global_batch * job.context_window)
 
 
-def _compared(
-    title: str, lengths: Lengths, job: SimulatedJob, factors: Sequence[float]
-) -> tuple[list[Point], list[Violation]]:
+def _compared(title: str, lengths: Lengths, job: Job, factors: Sequence[float]) -> tuple[list[Point], list[Violation]]:
     """All points of one corpus, printed, and those of the others that ``makespan`` does not cover."""
     points: list[Point] = []
     worse: list[Violation] = []
@@ -133,7 +132,7 @@ def _sections(options: argparse.Namespace, lengths: Lengths) -> dict[str, Any]:
     return {"placement": placed, "fixed_solver": rows, "planning": times}
 
 
-def _planning(lengths: Lengths, job: SimulatedJob) -> Row:
+def _planning(lengths: Lengths, job: Job) -> Row:
     """Median CPU time of planning one step, beside the simulated seconds of the step that hides it."""
     steps = max(5, 256 // job.packing.micro_batches)
     stream = _steps(lengths, job, steps + 1)
@@ -156,7 +155,7 @@ def _planning(lengths: Lengths, job: SimulatedJob) -> Row:
     }
 
 
-def _packer(job: SimulatedJob) -> Any:
+def _packer(job: Job) -> Any:
     return packer_for("makespan", job, max_length_factor=FACTOR)
 
 

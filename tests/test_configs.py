@@ -8,7 +8,7 @@ import pytest
 
 from wlb.job.config import PRESETS
 from wlb.job.config_file import load_config
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.toml"))
@@ -18,7 +18,7 @@ CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.to
 def test_a_configuration_is_valid_and_fits(path):
     config = load_config(path)
     hardware = "h100" if config.training.device == "cuda" else "cpu"
-    job = JobSpec.from_config(config, hardware, vocab_size=32_000)
+    job = Job.from_config(config, hardware, vocab_size=32_000)
     assert hardware == "cpu" or fits(job)
 
 

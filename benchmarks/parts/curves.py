@@ -12,9 +12,9 @@ from itertools import product
 from typing import Any
 
 from parts.documents import Lengths, segments
+from wlb.job.job import Job
 from wlb.packing.options import PackingOptions
 from wlb.report.packing import compare_packer, packer_for
-from wlb.simulate import SimulatedJob
 from wlb.studies.thresholds import search, trade_off
 
 DELAY_PRICES = (0.02, 0.035, 0.05, 0.1, 0.2, 0.4, 1.0, 1.5, 4.0)
@@ -54,7 +54,7 @@ class Point:
         }
 
 
-def point(lengths: Lengths, job: SimulatedJob, packer: str, length_factor: float = 1.0, **setting: Any) -> Point:
+def point(lengths: Lengths, job: Job, packer: str, length_factor: float = 1.0, **setting: Any) -> Point:
     """Pack the documents of ``job`` once."""
     planner = packer_for(packer, job, max_length_factor=length_factor, **setting)
     row = compare_packer(packer, planner, segments(lengths), job)
@@ -70,7 +70,7 @@ def point(lengths: Lengths, job: SimulatedJob, packer: str, length_factor: float
     )
 
 
-def makespan_points(lengths: Lengths, job: SimulatedJob, length_factor: float) -> list[Point]:
+def makespan_points(lengths: Lengths, job: Job, length_factor: float) -> list[Point]:
     """The settings of the trade-off curve, and those in which nothing waits."""
     waits: list[dict[str, Any]] = [
         {"max_delay": 0},
@@ -82,7 +82,7 @@ def makespan_points(lengths: Lengths, job: SimulatedJob, length_factor: float) -
     ]
 
 
-def other_points(lengths: Lengths, job: SimulatedJob, length_factor: float, few: SimulatedJob) -> list[Point]:
+def other_points(lengths: Lengths, job: Job, length_factor: float, few: Job) -> list[Point]:
     """``sequential``, and ``variable_length`` with the thresholds on the trade-off curve of its own search.
 
     They are searched for in ``few`` micro-batches, and hold for any number.

@@ -20,7 +20,7 @@ from wlb.cli import perfetto
 from wlb.cli.app import app
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.errors import UserError
-from wlb.simulate import SimulatedJob
+from wlb.job.job import Job
 
 LENGTHS = "synthetic:3000:4096:0"
 
@@ -170,11 +170,11 @@ def trained(tmp_path: Path) -> Path:
     return path
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> tuple[SimulatedJob, NDArray[np.int64]] | str:
+def simulated(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> tuple[Job, NDArray[np.int64]] | str:
     """The job and the lengths that would be simulated, or why there are none."""
-    asked: list[tuple[SimulatedJob, NDArray[np.int64]]] = []
+    asked: list[tuple[Job, NDArray[np.int64]]] = []
 
-    def judge(_: object, job: SimulatedJob, lengths: NDArray[np.int64], *__: object, **___: object) -> None:
+    def judge(_: object, job: Job, lengths: NDArray[np.int64], *__: object, **___: object) -> None:
         asked.append((job, lengths))
         raise UserError("this is enough")
 

@@ -20,14 +20,14 @@ from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.job.config import JobConfig
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits, predicted_memory
 from wlb.job.memory.step import USABLE_SHARE, MemoryEstimate, predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import StepPlan
 from wlb.sharding import ShardPlan, price_shards
-from wlb.simulate import SimulatedJob, simulate
+from wlb.simulate import simulate
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
@@ -137,11 +137,11 @@ def trained_shape(case: Case) -> ModelShape:
     return trained_job(case).shape
 
 
-def trained_job(case: Case) -> JobSpec:
-    return JobSpec.from_config(case.config, case.hardware, model=trained_model(case))
+def trained_job(case: Case) -> Job:
+    return Job.from_config(case.config, case.hardware, model=trained_model(case))
 
 
-def _decided(case: Case) -> JobSpec:
+def _decided(case: Case) -> Job:
     """The job without "auto", as a machine with such GPUs decides; what does not fit is not refused."""
     return decide(trained_job(case), case.documents.lengths)
 
@@ -197,11 +197,11 @@ def _attention(starts: NDArray[np.int64], stops: NDArray[np.int64], costs: JobCo
 # The simulator
 
 
-def _undecided(case: Case) -> SimulatedJob:
-    return SimulatedJob.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
+def _undecided(case: Case) -> Job:
+    return Job.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
 
 
-def simulated_job(case: Case) -> SimulatedJob:
+def simulated_job(case: Case) -> Job:
     return decide(_undecided(case), case.documents.lengths)
 
 
@@ -241,7 +241,7 @@ class Decided(NamedTuple):
     memory_bytes: int
 
 
-def decided(job: JobSpec) -> Decided:
+def decided(job: Job) -> Decided:
     layout = (job.layout.tp, job.layout.cp, job.layout.pp, job.layout.dp, job.layout.virtual_pp, job.layout.schedule)
     return Decided(layout, job.packing.in_use(), job.longest_micro_batch, predicted_memory(job).total)
 
@@ -301,14 +301,14 @@ def decided_by_batches(case: Case) -> Decided:
     return decided(_fitting(sampler.job))
 
 
-def _fitting(job: SimulatedJob) -> SimulatedJob:
+def _fitting(job: Job) -> Job:
     """Raises ``UserError`` for a job that the trainer refuses, which is simulated all the same."""
     if not fits(job):
         raise UserError("it does not fit")
     return job
 
 
-def case_of_job(job: SimulatedJob, model: str, lengths: NDArray[np.int64]) -> Case:
+def case_of_job(job: Job, model: str, lengths: NDArray[np.int64]) -> Case:
     """What a user sets to train ``job``: its layout, with the dp x cp ranks of pools as data-parallel ranks."""
     packing = {name: value for name, value in job.packing.in_use().items() if value is not None}
     undecided = {"max_length_factor": "auto", "grouping": "auto", "pool_micro_batches": "auto"}

@@ -14,11 +14,12 @@ from pydantic import BaseModel
 from wlb.errors import UserError
 from wlb.job.config import NO_BOUND, PRESETS, JobConfig
 from wlb.job.config_file import load_config
+from wlb.job.job import Job
 from wlb.packing.options import METHODS
 from wlb.schedules.layout import Layout
 from wlb.sharding import STRATEGIES
 from wlb.sharding.static import per_sequence
-from wlb.simulate import SimulatedJob, simulate
+from wlb.simulate import simulate
 
 
 @pytest.fixture
@@ -298,7 +299,7 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
 
     monkeypatch.setitem(STRATEGIES, "toy", toy)
     job = load_config(config, ["sharding.strategy=toy", "parallel.cp=2"])
-    simulate(SimulatedJob.from_config(job), np.array([4000, 3000, 2000, 1000] * 20), 1)
+    simulate(Job.from_config(job), np.array([4000, 3000, 2000, 1000] * 20), 1)
     assert set(sharded) == {2}
     known = "per_sequence, per_document, adaptive, hybrid, elastic, toy"
     with pytest.raises(UserError, match=rf"sharding\.strategy = 'worst': .*'worst' is unknown; choose from {known}"):

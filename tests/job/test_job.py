@@ -13,7 +13,7 @@ import pytest
 
 from wlb.errors import UserError
 from wlb.job.config import JobConfig, PackingConfig
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory, too_large
 from wlb.job.memory.step import MemoryLimit, limit_of_gpu
 from wlb.job.pricing import Pricing
@@ -24,10 +24,10 @@ from wlb.workload import ModelShape, hardware_preset
 WINDOW = 32_768
 
 
-def spec(hardware: str = "h100", **sections: Any) -> JobSpec:
+def spec(hardware: str = "h100", **sections: Any) -> Job:
     data = {"store": "corpus", "context_window": WINDOW}
     model = {"name": "7b"}
-    return JobSpec.from_config(JobConfig.model_validate({"data": data, "model": model} | sections), hardware)
+    return Job.from_config(JobConfig.model_validate({"data": data, "model": model} | sections), hardware)
 
 
 @pytest.mark.parametrize("method", ["makespan", "fixed_greedy"])
@@ -77,9 +77,9 @@ def test_a_pretrained_model_is_described_without_torch(tmp_path: Path):
     code = f"""
 import sys
 from wlb.job.config import JobConfig
-from wlb.simulate import SimulatedJob
+from wlb.job.job import Job
 sections = {{"data": {{"store": "corpus"}}, "model": {{"pretrained": {str(tmp_path)!r}}}}}
-job = SimulatedJob.from_config(JobConfig.model_validate(sections), vocab_size=300)
+job = Job.from_config(JobConfig.model_validate(sections), vocab_size=300)
 assert (job.shape.layers, job.shape.vocab_size, job.tied_embeddings) == (2, 320, True)
 assert "torch" not in sys.modules
 """
@@ -97,4 +97,4 @@ def test_a_model_that_cannot_be_divided_is_refused():
     )
     for changes, message in cases:
         with pytest.raises(UserError, match=message):
-            JobSpec(replace(shape, **changes), Pricing(hardware_preset("h100")), PackingConfig(), layout=layout)
+            Job(replace(shape, **changes), Pricing(hardware_preset("h100")), PackingConfig(), layout=layout)

@@ -16,7 +16,7 @@ from tests.limits import examples
 from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
 from wlb.job.config import DataConfig, PackingConfig
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.job.pricing import Pricing
 from wlb.packing import options
@@ -46,7 +46,7 @@ def planner_of(
     unread = {option for read in options.METHODS.values() for option in read} - options.METHODS[method].keys()
     read = {name: value for name, value in given.items() if name not in unread}
     config = PackingConfig.model_validate({"method": method, "micro_batches": 4} | read)
-    job = JobSpec(model_shape("tiny"), Pricing(hardware_preset("h100")), config, data=data, layout=Layout(dp=dp, pp=2))
+    job = Job(model_shape("tiny"), Pricing(hardware_preset("h100")), config, data=data, layout=Layout(dp=dp, pp=2))
     return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1 if one_epoch else None)
 
 
@@ -62,7 +62,7 @@ class Divided(NamedTuple):
     def planner(self, lengths: list[int]) -> StepPlanner:
         packing = PackingConfig.model_validate({"method": "elastic", "micro_batches": 4})
         data = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, "seed": 4})
-        job = JobSpec(
+        job = Job(
             model_shape("tiny"),
             Pricing(hardware_preset("h100")),
             packing,

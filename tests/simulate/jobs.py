@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.synthetic import sample_lengths
-from wlb.simulate import SimulatedJob, simulated_job
+from wlb.job.job import Job
+from wlb.simulate import simulated_job
 from wlb.workload import ModelShape
 
 WINDOW = 8192
 SHAPE = ModelShape(hidden=1024, layers=8, heads=8, kv_heads=8, head_dim=128, ffn_hidden=2816, vocab_size=32_000)
 
 
-def job(preset: str = "wlb-llm", **settings: Any) -> SimulatedJob:
+def job(preset: str = "wlb-llm", **settings: Any) -> Job:
     return simulated_job(SHAPE, WINDOW, preset, **settings)
 
 

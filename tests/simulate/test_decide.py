@@ -12,10 +12,11 @@ import pytest
 from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
 from wlb.packing.options import Pools
-from wlb.simulate import SimulatedJob, simulate, simulated_job
+from wlb.simulate import simulate, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.rate import rate
 from wlb.workload import hardware_preset
@@ -24,7 +25,7 @@ WINDOW = 32_768
 LENGTHS = read_lengths(f"synthetic:4000:{WINDOW}:0")
 
 
-def elastic(**settings: Any) -> SimulatedJob:
+def elastic(**settings: Any) -> Job:
     sizes = {"tp": 8, "dp": 4, "cp": 2, "micro_batches": 2}
     return simulated_job("llama3-8b", WINDOW, "elastic", **(sizes | settings))
 
@@ -140,7 +141,7 @@ def test_so_many_documents_that_a_step_would_take_minutes_are_refused():
         StepPlanner(job, np.ones(1000, np.int64))
 
 
-def all_choices(job: SimulatedJob, lengths: np.ndarray) -> list[SimulatedJob]:
+def all_choices(job: Job, lengths: np.ndarray) -> list[Job]:
     """The job with every size of pools, number of micro-batches and grouping, found without ``decide``'s search."""
     pools = job.pools
     assert pools is not None

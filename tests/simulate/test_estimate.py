@@ -22,8 +22,9 @@ from wlb.documents.store.writer import TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
+from wlb.job.job import Job
 from wlb.simulate.estimate import CONFIGURED, _each, config_of, estimate, judge_config, question_of
-from wlb.simulate.job import SimulatedJob, simulated_job
+from wlb.simulate.job import simulated_job
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC
 from wlb.workload import MODEL_SHAPES
 
@@ -61,7 +62,7 @@ def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path
         path = tmp_path / f"{preset}.toml"
         path.write_text(config_of(preset, found.searched[preset].job, base, settings["model"], "x"))
         config = load_config(path)
-        judged = judge_config(config, SimulatedJob.from_config(config, settings["hardware"]), lengths, steps=2)
+        judged = judge_config(config, Job.from_config(config, settings["hardware"]), lengths, steps=2)
         assert judged.speeds(CONFIGURED) == found.verdict.speeds(preset)
 
 

@@ -11,8 +11,9 @@ import pytest
 from tests.simulate.jobs import SHAPE, WINDOW, job
 from wlb.errors import UserError
 from wlb.job.config import PRESETS, JobConfig
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits, too_large
-from wlb.simulate import SimulatedJob, simulated_job
+from wlb.simulate import simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.job import NAMED_JOBS, named_job
 from wlb.workload import hardware_preset, model_shape
@@ -32,7 +33,7 @@ def test_a_configuration_becomes_the_job_it_describes():
         parallel={"pp": 2, "cp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
         training={"activation_checkpointing": "full"},
     )
-    simulated = SimulatedJob.from_config(config)
+    simulated = Job.from_config(config)
     assert simulated.shape == replace(model_shape("7b"), layers=12)
     assert simulated.packing == config.packing
     assert simulated.sharding.strategy == "adaptive"
@@ -46,13 +47,13 @@ def test_a_configuration_becomes_the_job_it_describes():
 
 def test_the_length_factor_is_what_memory_allows():
     config = configuration(model={"name": "550m"}, packing={"max_length_factor": "auto"})
-    simulated = decide(SimulatedJob.from_config(config), NO_LENGTHS)
+    simulated = decide(Job.from_config(config), NO_LENGTHS)
     assert 1 <= float(simulated.packing.max_length_factor) <= 4
     assert fits(simulated)
     with pytest.raises(UserError, match="GiB of 90% of a GPU"):
-        decide(SimulatedJob.from_config(config, replace(H100, memory_bytes=1e9)), NO_LENGTHS)
+        decide(Job.from_config(config, replace(H100, memory_bytes=1e9)), NO_LENGTHS)
     little = configuration(model={"name": "550m"}, training={"memory_gib": 1.0})
-    assert too_large(SimulatedJob.from_config(little)) is not None  # as the trainer says
+    assert too_large(Job.from_config(little)) is not None  # as the trainer says
 
 
 @pytest.mark.parametrize("name", sorted(NAMED_JOBS))
@@ -85,7 +86,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
             "micro_batches = 65537: Input should be less than or equal to 65536",
         ),
         (lambda: named_job("7b"), "unknown job '7b'; choose from 550m-64k"),
-        (lambda: SimulatedJob.from_config(configuration(model={"pretrained": Path("x")})), "holds no config.json"),
+        (lambda: Job.from_config(configuration(model={"pretrained": Path("x")})), "holds no config.json"),
     ],
 )
 def test_mistakes_are_named_in_one_line(make, message):

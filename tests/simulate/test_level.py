@@ -12,11 +12,12 @@ from tests.simulate.jobs import WINDOW, documents
 from tests.workload.profiles import analytic_profile
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.job.prices import LevelPrices
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.report.trace import write_trace
-from wlb.simulate import CAUSES, SimulatedJob, simulate, simulate_step, simulate_steps, simulated_job
+from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.simulate.level import LevelSteps
@@ -24,14 +25,14 @@ from wlb.simulate.timeline import timeline
 from wlb.workload import model_shape
 
 
-def level_job(**settings) -> SimulatedJob:
+def level_job(**settings) -> Job:
     packing = {"grouping": "level", "global_batch": 16} | settings.pop("packing", {})
     job = simulated_job("llama3-8b", WINDOW, "elastic", dp=8, micro_batches=2, tp=2, packing=packing, **settings)
     return decide(job, documents())
 
 
 @pytest.fixture(scope="module")
-def job() -> SimulatedJob:
+def job() -> Job:
     return level_job()
 
 

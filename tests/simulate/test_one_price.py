@@ -16,11 +16,11 @@ from tests.simulate.jobs import SHAPE, WINDOW, documents
 from tests.workload.profiles import analytic_profile
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import PRESETS
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
-from wlb.simulate import SimulatedJob, simulate_steps, simulated_job
+from wlb.simulate import simulate_steps, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.level import LevelSteps
 from wlb.workload.profile import WorkloadProfile
@@ -55,7 +55,7 @@ layouts = st.fixed_dictionaries(
 )
 
 
-def plans_of(job: JobSpec, steps: int = 2) -> list[StepPlan]:
+def plans_of(job: Job, steps: int = 2) -> list[StepPlan]:
     return [*islice(StepPlanner(job, documents()).plans(), steps)]
 
 
@@ -78,7 +78,7 @@ def test_plan_sharder_and_simulator_give_one_price(preset, layout, measured):
             assert shard_latency(sharded, job.costs).slowest == pytest.approx(micro_batch.workload, rel=1e-3)
 
 
-def _by(profile: bool, preset: str, **layout: Any) -> SimulatedJob:
+def _by(profile: bool, preset: str, **layout: Any) -> Job:
     job = simulated_job(SHAPE, WINDOW, preset, profile=PROFILE if profile else None, **layout)
     return decide(job, documents())
 

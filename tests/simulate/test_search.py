@@ -16,10 +16,11 @@ from tests.simulate.jobs import SHAPE, WINDOW, documents
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import PRESETS
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.planner import StepPlanner
 from wlb.schedules.layout import Layout
-from wlb.simulate import SimulatedJob, search, simulated_job
+from wlb.simulate import search, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.rate import rate, simulate_step
 from wlb.simulate.search import SearchSpace, drawn, fastest_layout, least_seconds, search_space
@@ -30,7 +31,7 @@ SMALL = replace(hardware_preset("h100"), memory_bytes=16e9)
 STEPS, DRAWS, WARM_UP = 4, 3, 4
 
 
-def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) -> Iterator[SimulatedJob]:
+def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) -> Iterator[Job]:
     """Every job that fits, found without the search: each layout with each kind of activation checkpointing."""
     sizes = [size for size in range(1, space.gpus + 1) if space.gpus % size == 0]
     for tp, cp, pp, stages in product(sizes, sizes, sizes, (1, 2, 4)):
@@ -64,7 +65,7 @@ def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) ->
                     yield job
 
 
-def of_draws(job: SimulatedJob, space: SearchSpace, lengths: np.ndarray) -> float:
+def of_draws(job: Job, space: SearchSpace, lengths: np.ndarray) -> float:
     prices, warm_up = (
         make_workload(space.shape, space.hardware),
         WARM_UP if job.packing.reads("max_length_factor") else 0,
@@ -177,7 +178,7 @@ def test_a_layout_that_is_lucky_in_the_first_draw_only_is_not_the_fastest(monkey
     fastest, second, *_ = fastest_layout(space, lengths, "plain-4d").ranking
     rated = search._rated
 
-    def with_luck(job: SimulatedJob, *given: Any) -> search.Rated:
+    def with_luck(job: Job, *given: Any) -> search.Rated:
         luck = 1.0 if job.layout != second.job.layout else 1.08 if job.data.seed == 0 else 0.8
         return search.Rated(job, luck * rated(job, *given).work_rate)
 

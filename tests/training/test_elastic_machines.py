@@ -19,7 +19,7 @@ from tests.training.jobs import VOCABULARY, read_steps, write_config, write_stor
 from tests.training.processes import is_listening, process, reserved_port, steps_written, wait_until
 from wlb.errors import UserError
 from wlb.job.config_file import dp_of, load_config
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_elastic.sh"
@@ -88,7 +88,7 @@ def test_a_job_outlives_a_machine_and_takes_it_back(tmp_path: Path, config: Path
             wait_until(lambda: steps_written(tmp_path) > after + 3)
     rows = read_steps(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    job = JobSpec.from_config(load_config(config, auto_dp=dp_of(1)), "cpu", vocab_size=VOCABULARY)
+    job = Job.from_config(load_config(config, auto_dp=dp_of(1)), "cpu", vocab_size=VOCABULARY)
     uninterrupted = islice(StepPlanner(job, store.lengths), len(rows))
     assert [row["document_ids"] for row in rows] == [list(step.documents) for step in uninterrupted]
 

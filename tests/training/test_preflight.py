@@ -19,7 +19,7 @@ from tests.workload.profiles import analytic_profile
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.memory.step import USABLE_SHARE, predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.os_limits import usable_memory
@@ -161,11 +161,11 @@ def auto_job(folder: Path, gib: float | None = None, **changes: dict[str, Any]) 
     return job(folder, **(AUTO | ({"training": {"memory_gib": gib}} if gib else {}) | changes))
 
 
-def spec(config: JobConfig) -> JobSpec:
-    return JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY)
+def spec(config: JobConfig) -> Job:
+    return Job.from_config(config, "cpu", vocab_size=VOCABULARY)
 
 
-def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> JobSpec:
+def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> Job:
     """As before the job starts; ``saved`` is the identity in its checkpoint."""
     store = config.data.store
     assert isinstance(store, str)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from wlb.documents.overlong import OverlongReport
     from wlb.documents.segments import Segment
+    from wlb.job.job import Job
     from wlb.packing.packer import Packer
     from wlb.report.packing import MethodResult
-    from wlb.simulate import SimulatedJob
 
 _ALL = "all"
 _MANY_STEPS = 2000  # which take the methods together about half a minute
@@ -114,7 +114,7 @@ def _compared_methods(
 
 
 def documents_of(
-    tokens: NDArray[np.int64], steps: int | None, job: SimulatedJob, overlong: str = "split"
+    tokens: NDArray[np.int64], steps: int | None, job: Job, overlong: str = "split"
 ) -> tuple[Sequence[Segment], OverlongReport]:
     """The documents of as many steps as were asked for; all take minutes to plan where there are many."""
     from wlb.documents.filling import documents_for
@@ -125,7 +125,7 @@ def documents_of(
     return documents_for(tokens, job.packing.micro_batches, job.context_window, overlong=overlong, steps=steps)
 
 
-def title_of(job: SimulatedJob, priced_by: Mapping[str, str | int]) -> str:
+def title_of(job: Job, priced_by: Mapping[str, str | int]) -> str:
     from wlb.simulate.search import layout_of
 
     micro_batches = number_of(job.packing.micro_batches, "micro-batch")
@@ -134,7 +134,7 @@ def title_of(job: SimulatedJob, priced_by: Mapping[str, str | int]) -> str:
 
 
 def compare_packers(
-    packers: Iterable[tuple[str, Packer]], documents: Sequence[Segment], job: SimulatedJob
+    packers: Iterable[tuple[str, Packer]], documents: Sequence[Segment], job: Job
 ) -> list[MethodResult]:
     """A row for each packer, by the name it is shown with."""
     from wlb.report.packing import compare_packer

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from wlb.documents.prepare.sources import FileCorpus, TextDocuments
+    from wlb.job.job import Job
     from wlb.schedules.layout import Layout
-    from wlb.simulate import SimulatedJob
     from wlb.simulate.estimate import Question
     from wlb.workload import Costs, ModelShape
     from wlb.workload.profile import WorkloadProfile
@@ -322,7 +322,7 @@ class JobOptions(GpuOptions):
 class AskedJob(NamedTuple):
     """A job under preset ``best``, and what it is priced by."""
 
-    job: SimulatedJob
+    job: Job
     priced_by: Mapping[str, str | int]
 
 
@@ -356,7 +356,7 @@ class PackedOptions(JobOptions):
         check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
         return AskedJob(packed_as(question.fastest(BASELINE, lengths).job, BEST), question.priced_by)
 
-    def given_again(self, context: typer.Context, job: SimulatedJob) -> list[str]:
+    def given_again(self, context: typer.Context, job: Job) -> list[str]:
         """The options of ``job`` that stood on the command line, for a command without --micro-batches."""
         batch = ["--batch-tokens", f"{self.micro_batches * job.context_window}"] if self.micro_batches else []
         return given_again(context, names_of(JobOptions)) + batch

@@ -19,7 +19,8 @@ from wlb.terminal import number_of, tell
 
 if TYPE_CHECKING:
     from wlb.documents.store.sources import StoreSource
-    from wlb.simulate import SimulatedJob, SimulationResult
+    from wlb.job.job import Job
+    from wlb.simulate import SimulationResult
     from wlb.simulate.search import Rated
     from wlb.simulate.verdict import Lengths, Verdict
     from wlb.workload.profile import WorkloadProfile
@@ -82,7 +83,7 @@ class SimulateOptions:
             return self._configured(Path(self.job), lengths, steps, profile)
         raise UserError(f"{self.job!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
 
-    def follows(self, job: SimulatedJob, sources: list[StoreSource]) -> list[object]:
+    def follows(self, job: Job, sources: list[StoreSource]) -> list[object]:
         """The command to go on with: a dry run of a configuration whose stores exist, or a report on a named job."""
         from wlb.documents.store.sources import names_store
         from wlb.simulate.job import NAMED_JOBS
@@ -133,7 +134,7 @@ class SimulateOptions:
     ) -> tuple[Verdict, Lengths, list[StoreSource]]:
         from wlb.documents.store.reader import stored_vocab_size
         from wlb.job.config_file import load_config
-        from wlb.simulate import SimulatedJob
+        from wlb.job.job import Job
         from wlb.simulate.estimate import CONFIGURED, completed, encoders_of, judge_config
         from wlb.simulate.search import DRAWS
         from wlb.simulate.verdict import usual_steps
@@ -141,7 +142,7 @@ class SimulateOptions:
         config = load_config(path, self.settings or [])
         sources: list[StoreSource] = [*config.data.stores] if lengths is None else [lengths]
         vocab_size = max(stored_vocab_size(prefix) or 0 for prefix in config.data.stores) or None
-        job = SimulatedJob.from_config(config, self.hardware, vocab_size=vocab_size)
+        job = Job.from_config(config, self.hardware, vocab_size=vocab_size)
         job = completed(job, profile, encoders_of(lengths, self.encoder))
         presets = options.names_in("--systems", self.systems, ["plain-4d"])
         documents = _lengths(sources)
@@ -257,7 +258,7 @@ def _search(context: typer.Context, asked: SearchOptions, lengths: str, steps: i
     show_next("report", lengths, "--context-window", asked.context_window, *same)
 
 
-def _described(job: SimulatedJob, work_rate: float) -> dict[str, Any]:
+def _described(job: Job, work_rate: float) -> dict[str, Any]:
     return {
         "parallel": vars(job.layout),
         "activation_checkpointing": job.activation_checkpointing,
@@ -285,7 +286,7 @@ def _show_layouts(rankings: Mapping[str, Sequence[Rated]]) -> None:
     show_columns(columns, title="The nearest layouts of each system", words=("system", "layout", "check-\npointing"))
 
 
-def _as_options(job: SimulatedJob, priced: dict[str, Any]) -> list[object]:
+def _as_options(job: Job, priced: dict[str, Any]) -> list[object]:
     """What ``wlb report`` is told for ``job``: its sizes, and by what it is ``priced``."""
     layout = job.layout
     batch_tokens = job.global_batch * job.context_window
@@ -307,7 +308,7 @@ def _lengths(sources: Sequence[StoreSource]) -> Any:
     return read[0] if len(read) == 1 else read
 
 
-def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
+def _warn_of_memory(jobs: dict[str, Job]) -> None:
     """Say in one line which jobs the trainer would refuse, and why; they are simulated all the same."""
     from wlb.job.memory.fit import fits, predicted_memory, too_large
 
@@ -320,7 +321,7 @@ def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
         tell(f"wlb: warning: {worst}: {problem}{also}")
 
 
-def _write_trace(path: Path, jobs: dict[str, SimulatedJob], lengths: Lengths, steps: int) -> None:
+def _write_trace(path: Path, jobs: dict[str, Job], lengths: Lengths, steps: int) -> None:
     """The last step of every system."""
     from itertools import islice
 

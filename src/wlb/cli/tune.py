@@ -15,8 +15,8 @@ from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
 
 if TYPE_CHECKING:
     from wlb.documents.segments import Segment
+    from wlb.job.job import Job
     from wlb.report.packing import MethodResult
-    from wlb.simulate import SimulatedJob
     from wlb.studies.thresholds import Trial
 
 _TUNED, _UNTUNED = "variable_length, tuned", "makespan"
@@ -95,7 +95,7 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
     show_next("report", lengths, *asked.given_again(context, job))
 
 
-def _trials(documents: Sequence[Segment], asked: TuneOptions, job: SimulatedJob) -> list[Trial]:
+def _trials(documents: Sequence[Segment], asked: TuneOptions, job: Job) -> list[Trial]:
     """Settings of variable_length, the best first."""
     from wlb.packing.options import PackingOptions
     from wlb.studies.thresholds import MAX_LENGTH_FACTORS, search

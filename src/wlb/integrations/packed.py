@@ -29,9 +29,9 @@ from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.batches.processes import Processes, check_accumulation, digest, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, check_documents, chooses_labels, ids_and_labels, token_count
+from wlb.job.job import Job
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import ShardPlan, make_shard_plan
-from wlb.simulate.job import SimulatedJob
 from wlb.terminal import number_of
 from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch, read_batch
 from wlb.training.data.sharded_batch import shard_batch
@@ -200,7 +200,7 @@ class PackedSteps(Iterator[PackedStep]):
         lengths = None
         if self._stream is None:
             lengths = checked_lengths(self._source.lengths, context_window if overlong == "error" else None)
-        self.job: SimulatedJob = balanced_job(lengths, context_window, dp=processes.dp, overlong=overlong, **settings)
+        self.job: Job = balanced_job(lengths, context_window, dp=processes.dp, overlong=overlong, **settings)
         self._steps = WholeSteps(self.job, self._stream or self._source.lengths, epochs=epochs)
         self._told_of_overlong = False
         if lengths is not None and (longer := int((lengths > context_window).sum())):

@@ -1,1 +1,1 @@
-"""What the trainer and the simulator both need to know of a job (``job.JobSpec``) before it runs, without torch."""
+"""What the trainer and the simulator both need to know of a job (``job.Job``) before it runs, without torch."""

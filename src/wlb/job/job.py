@@ -1,6 +1,6 @@
 """One description of a job before it runs, shared by trainer, simulator and report: model, devices, layout, packing.
 
-From a ``JobSpec`` and the lengths of documents follow the steps (``wlb.job.planner``), what they cost and what
+From a ``Job`` and the lengths of documents follow the steps (``wlb.job.planner``), what they cost and what
 they hold (``wlb.job.memory.fit``). The trainer makes one from its configuration and the device it finds, the simulator
 from a configuration, a name or keywords (``wlb.simulate.job``).
 """
@@ -46,7 +46,7 @@ _FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class JobSpec:
+class Job:
     """A job on the GPUs of ``layout``, or processes on CPUs.
 
     ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what

@@ -23,7 +23,7 @@ from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.packing.arrange import arrange
 from wlb.packing.packer import held_segments
 from wlb.packing.plan import StepPlan
@@ -59,7 +59,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def __init__(
         self,
-        job: JobSpec,
+        job: Job,
         documents: DocumentLengths | ArrivingDocuments[Any],
         *,
         epochs: int | None = None,
@@ -213,7 +213,7 @@ class StepPlanner(Iterator[PlannedStep]):
         return fits and len(plan.micro_batches) == self._packer.micro_batches
 
 
-def documents_together(job: JobSpec, lengths: DocumentLengths) -> int:
+def documents_together(job: Job, lengths: DocumentLengths) -> int:
     """Documents of ``lengths`` that are packed together, on average: those of a step, or of more with ``window``."""
     windows = job.packing.window * job.global_batch
     stores = lengths if isinstance(lengths, Sequence) else [lengths]
@@ -221,7 +221,7 @@ def documents_together(job: JobSpec, lengths: DocumentLengths) -> int:
     return round(windows * job.context_window / max(1, tokens) * sum(map(len, stores)))
 
 
-def _check_step(job: JobSpec, lengths: DocumentLengths) -> None:
+def _check_step(job: Job, lengths: DocumentLengths) -> None:
     together = documents_together(job, lengths)
     if together > _MOST_DOCUMENTS:
         raise UserError(

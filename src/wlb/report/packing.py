@@ -20,13 +20,13 @@ import numpy as np
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.config import PackingConfig
+from wlb.job.job import Job
 from wlb.packing.arrange import arrange
 from wlb.packing.exact import FixedSolverPacker
 from wlb.packing.options import METHODS, checked_method, default_thresholds
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.rate import Rate, in_groups
 from wlb.simulate.step import Steps
 from wlb.token_count import parse_count
@@ -137,7 +137,7 @@ def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
 _WORDS: dict[str, dict[str, Any]] = {"auto": {"outlier_thresholds": "auto"}, "paper": {"early_release": False}}
 
 
-def packer_for(method: str, job: SimulatedJob, *, solver_seconds: float | None = None, **overrides: object) -> Packer:
+def packer_for(method: str, job: Job, *, solver_seconds: float | None = None, **overrides: object) -> Packer:
     """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``; ARGUMENT stands for options of that packer.
 
     It packs micro-batches of ``job``, by the prices that the job would pack by with this packer. ``overrides`` are
@@ -175,7 +175,7 @@ def compare_packer(
     method: str,
     packer: Packer,
     documents: Sequence[Segment],
-    job: SimulatedJob,
+    job: Job,
     *,
     on_progress: Callable[[int], None] = lambda documents: None,
 ) -> MethodResult:
@@ -279,7 +279,7 @@ class PackingStatistics:
 class _Simulated:
     """Sums over steps, ``as_packed`` and ``arranged``."""
 
-    def __init__(self, job: SimulatedJob) -> None:
+    def __init__(self, job: Job) -> None:
         self.as_packed, self.arranged = _Sums(Rate(job.work_prices)), _Sums(Rate(job.work_prices))
         self._costs = JobCosts(job)
         self._dealt = partial(arrange, dp=job.layout.dp, assignment="arrival", order="arrival")

@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.job.job import Job
 from wlb.schedules.layer_split import split_layers
-from wlb.simulate.job import SimulatedJob
 from wlb.workload.base import Seconds
 from wlb.workload.costs import MASTER_BYTES
 from wlb.workload.links import Traffic, group_link, shard_bytes
@@ -26,7 +26,7 @@ _OPTIMIZER_VALUES = 1 + 2 + 7
 class JobCosts:
     """Prices of one job. A context-parallel group lies on ``nodes`` nodes, by default on as few as hold it."""
 
-    def __init__(self, job: SimulatedJob, nodes: int | None = None) -> None:
+    def __init__(self, job: Job, nodes: int | None = None) -> None:
         self.job, self.layout = job, job.layout
         self.rank = job.costs if nodes is None else replace(job.costs, nodes=nodes)
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from wlb.documents.order import global_batches
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor, too_large
 from wlb.job.planner import documents_together
 from wlb.packing.options import Grouping, Pools
@@ -51,7 +51,7 @@ _FEWER_BUBBLES = 0.1  # of a pipeline whose lightest micro-batches are at its en
 _HANDICAP: dict[Grouping, float] = {"even": 1.0, "alike": 1.01, "level": 1.0}
 
 
-def decide(job: JobSpec, lengths: DocumentLengths, *, lock_step: bool = False, least_rate: float = 0.0) -> JobSpec:
+def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least_rate: float = 0.0) -> Job:
     """``job`` with nothing left "auto"; the same job and documents always give the same.
 
     Context-parallel groups become its pools: those given, or the fastest on documents of ``lengths``. L_max becomes the
@@ -70,14 +70,14 @@ def decide(job: JobSpec, lengths: DocumentLengths, *, lock_step: bool = False, l
     return decided
 
 
-def _with_length(job: JobSpec) -> JobSpec:
+def _with_length(job: Job) -> Job:
     """With the largest L_max that fits, where it is "auto"; where none does, with the least."""
     if job.packing.max_length_factor == "auto":
         job = job.with_length_factor(largest_factor(job) or job.least_length_factor)
     return job
 
 
-def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths, *, lock_step: bool, least_rate: float) -> Pools:
+def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, *, lock_step: bool, least_rate: float) -> Pools:
     if pools.grouping == "level":
         if lock_step:
             raise UserError(
@@ -94,7 +94,7 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths, *, lock_step:
 
 
 def _fastest_for_part(
-    job: JobSpec, pools: Pools, lengths: DocumentLengths, parts: int, *, lock_step: bool, least_rate: float
+    job: Job, pools: Pools, lengths: DocumentLengths, parts: int, *, lock_step: bool, least_rate: float
 ) -> Pools:
     """Decided on one of ``parts`` equal parts of the global batch."""
     part = replace(pools, global_batch=pools.global_batch // parts)
@@ -127,19 +127,19 @@ class _PricedPools(NamedTuple):
     size: int
     micro_batches: int  # of a pool; 0 where ranks run their own
     grouping: Grouping
-    job: JobSpec  # no two choices are alike in all that comes before it
+    job: Job  # no two choices are alike in all that comes before it
 
 
 @dataclass(frozen=True)
 class _PoolSearch:
     """The fastest of all ``pools`` that ``job`` could have, for one of ``parts`` equal parts of its global batch."""
 
-    job: JobSpec
+    job: Job
     pools: Pools
     parts: int
     lock_step: bool
     lengths: DocumentLengths
-    with_length: dict[tuple[int, int], JobSpec] = field(default_factory=dict)  # of choices that were simulated
+    with_length: dict[tuple[int, int], Job] = field(default_factory=dict)  # of choices that were simulated
 
     def fastest(self, most_seconds: float) -> _PricedPools | None:
         """None where no pools can run in ``most_seconds`` for a second of work."""
@@ -170,7 +170,7 @@ class _PoolSearch:
             job = self.job.with_pools(replace(self.pools, grouping="level"))
             yield _PricedPools(not _holds(job), False, 0.0, 0, layout.replicas, 0, "level", job)
 
-    def _with_counts(self, size: int) -> list[tuple[bool, JobSpec]]:
+    def _with_counts(self, size: int) -> list[tuple[bool, Job]]:
         """With pools of this size and numbers of micro-batches; more where the memory holds none of the usual ones."""
         if self.pools.micro_batches != "auto":
             return self._that_run(size, [self.pools.micro_batches])
@@ -189,7 +189,7 @@ class _PoolSearch:
         fewest = more[bisect_left(more[:-1], True, key=holds)]
         return self._that_run(size, [min(more[-1], math.ceil(times * fewest / pp) * pp) for times in _FEWEST])
 
-    def _that_run(self, size: int, counts: Iterable[int]) -> list[tuple[bool, JobSpec]]:
+    def _that_run(self, size: int, counts: Iterable[int]) -> list[tuple[bool, Job]]:
         """Jobs with so many micro-batches, and before each whether it is too large for the memory."""
         jobs = []
         for count in sorted(set(counts)):
@@ -209,7 +209,7 @@ class _PoolSearch:
         batches = global_batches(self.lengths, self.job.data, self.pools.global_batch * self.job.context_window)
         return np.concatenate([*islice(batches, self._steps)])
 
-    def _least_filled(self, job: JobSpec) -> int:
+    def _least_filled(self, job: Job) -> int:
         """Micro-batches of a pool that are not empty, if each holds as many tokens as the longest document."""
         tokens, longest = float(self._documents.sum()), float(self._documents.max())
         rounds = math.ceil(tokens / longest / (self._steps * job.layout.dp * job.layout.pp))
@@ -241,6 +241,6 @@ class _PoolSearch:
         return choice._replace(no_room=no_room and steps == self._steps, seconds=seconds, steps=steps)
 
 
-def _holds(job: JobSpec) -> bool:
+def _holds(job: Job) -> bool:
     """Whether the memory holds micro-batches of its L_max or, where that is "auto", of the least that it could be."""
     return fits(job if job.packing.max_length_factor != "auto" else job.with_length_factor(job.least_length_factor))

@@ -30,10 +30,11 @@ from wlb.documents.store.sources import StoreSource, names_store
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import to_toml
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.os_limits import usable_cores
 from wlb.schedules.layout import Layout
-from wlb.simulate.job import SimulatedJob, preset_sections
+from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
 from wlb.simulate.search import (
     BATCH_TOKENS,
@@ -91,12 +92,12 @@ class Question:
             self.space, lengths, preset, adapt=partial(completed, profile=self.profile, encoders=self.encoders)
         )
 
-    def fixed_to(self, job: SimulatedJob) -> Question:
+    def fixed_to(self, job: Job) -> Question:
         """The same in the layout of ``job``."""
         return replace(self, space=replace(self.space, fixed=tuple(vars(job.layout).items())))
 
 
-def completed(job: SimulatedJob, profile: WorkloadProfile | None, encoders: Encoders) -> SimulatedJob:
+def completed(job: Job, profile: WorkloadProfile | None, encoders: Encoders) -> Job:
     """``job`` priced by a measured profile, if there is one, with the encoders that its documents go through."""
     if profile is not None:
         job = job.priced(profile=profile)
@@ -248,7 +249,7 @@ def estimate(
 
 def judge_config(
     config: JobConfig,
-    job: SimulatedJob,
+    job: Job,
     lengths: Lengths,
     presets: Sequence[str] = (BASELINE,),
     steps: int | None = None,
@@ -264,7 +265,7 @@ def judge_config(
     baseline = config.baseline
     space = SearchSpace(job.layout.world_size, job.shape, job.hardware, job.context_window, job.global_batch)
 
-    def fastest(preset: str, layout: Layout) -> SimulatedJob:
+    def fastest(preset: str, layout: Layout) -> Job:
         fixed = replace(space, fixed=tuple(vars(layout).items()))
         return fastest_layout(fixed, lengths, preset, adapt=partial(_alike, job)).job
 
@@ -289,7 +290,7 @@ def judge_config(
     )
 
 
-def _alike(job: SimulatedJob, other: SimulatedJob) -> SimulatedJob:
+def _alike(job: Job, other: Job) -> Job:
     """``other`` with the documents, prices and memory of ``job``."""
     return replace(
         other,
@@ -304,8 +305,8 @@ def _alike(job: SimulatedJob, other: SimulatedJob) -> SimulatedJob:
 
 def _explained(
     of_draws: Mapping[str, Sequence[SimulationResult]],
-    simulated: Callable[[SimulatedJob], Sequence[SimulationResult]],
-    moved: Callable[[str], SimulatedJob],
+    simulated: Callable[[Job], Sequence[SimulationResult]],
+    moved: Callable[[str], Job],
 ) -> Verdict:
     """The verdict; a winner in another layout than the base's is simulated there too: ``moved`` gives that job."""
     verdict = verdict_of(of_draws)
@@ -354,7 +355,7 @@ def _send_each(sender: Connection, function: Callable[[str], object], names: Seq
         sender.send([function(name) for name in names])
 
 
-def config_of(preset: str, job: SimulatedJob, base: SimulatedJob, model: str, source: str) -> str:
+def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
     """The job of ``preset`` as TOML, nothing in it left "auto", and the layout of the ``base`` to compare it with.
 
     ``source`` is the token store to train on; where it is none, a placeholder stands for it.
@@ -385,7 +386,7 @@ def config_of(preset: str, job: SimulatedJob, base: SimulatedJob, model: str, so
     return to_toml({"preset": preset}, sections, f"For documents as in {source}{remark}.")
 
 
-def _written(job: SimulatedJob) -> dict[str, Any]:
+def _written(job: Job) -> dict[str, Any]:
     layout = job.layout
     sizes: dict[str, Any] = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
     return sizes | ({"virtual_pp": layout.virtual_pp, "schedule": layout.schedule} if layout.virtual_pp > 1 else {})

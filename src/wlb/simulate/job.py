@@ -1,6 +1,6 @@
 """A job as the simulator sees it: the trainer's own description, with profile and price overrides.
 
-It comes from a job's configuration (``SimulatedJob.from_config``), from keywords (``simulated_job``), or by name
+It comes from a job's configuration (``Job.from_config``), from keywords (``simulated_job``), or by name
 (``named_job``).
 
 The named jobs are those of the paper's evaluation, and the one of its motivation. Quoted: WLB-LLM (arXiv 2503.17924),
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from wlb.errors import UserError, choose_from
 from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig, with_preset
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.pricing import Pricing
 from wlb.schedules.layout import Layout
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 
-SimulatedJob = JobSpec  # the name that programs use
+Job = Job  # the name that programs use
 
 
 def simulated_job(
@@ -36,7 +36,7 @@ def simulated_job(
     dp: int = 1,
     pp: int = 1,
     **layout: Any,
-) -> SimulatedJob:
+) -> Job:
     """A job of ``model`` under one of the systems in ``wlb.job.config.PRESETS``.
 
     ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
@@ -53,7 +53,7 @@ def simulated_job(
     packing_section, sharding_section = preset_sections(
         preset, {"micro_batches": per_rank * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
     )
-    return SimulatedJob(
+    return Job(
         shape=replicate_kv_heads(shape, sizes.get("tp", 1)),
         pricing=Pricing(hardware_preset(hardware) if isinstance(hardware, str) else hardware, **prices),
         packing=packing_section,
@@ -121,7 +121,7 @@ PAPER_JOBS: dict[str, NamedJob] = {
 NAMED_JOBS = PAPER_JOBS | {"405b-128k": NamedJob("llama3-405b", _128K, Layout(8, 16, 16, 4))}
 
 
-def named_job(name: str, preset: str = "best", **settings: object) -> SimulatedJob:
+def named_job(name: str, preset: str = "best", **settings: object) -> Job:
     """The job called ``name`` under one of the systems of ``wlb.job.config.PRESETS``.
 
     ``settings`` are further keywords of ``simulated_job``. Raises ``UserError`` that lists the names.

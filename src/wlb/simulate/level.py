@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.job.config import PackingConfig, ShardingConfig
+from wlb.job.job import Job
 from wlb.job.prices import LEVEL_SHARDING
 from wlb.packing.plan import StepPlan
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import reduced_behind, waiting_for_weights
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.step import CAUSES, EVERYTHING, Steps
 
 Array = NDArray[np.float64]
@@ -233,13 +233,13 @@ def _empty(shape: tuple[int, int], column: NDArray[Any]) -> NDArray[Any]:
     return np.zeros(shape[: column.ndim], column.dtype)
 
 
-def nodes_of(ranks: Iterable[int], job: SimulatedJob) -> int:
+def nodes_of(ranks: Iterable[int], job: Job) -> int:
     """How many nodes these ranks of a stage of ``job`` lie on."""
     return len({rank // job.ranks_per_node for rank in ranks})
 
 
 @lru_cache(maxsize=4096)
-def group_costs(job: SimulatedJob, size: int, sharding: str, nodes: int | None = None) -> JobCosts:
+def group_costs(job: Job, size: int, sharding: str, nodes: int | None = None) -> JobCosts:
     """Prices of a context-parallel group of ``size`` of the ranks of a stage of ``job``, as ``JobCosts``."""
     return JobCosts(
         replace(
@@ -252,7 +252,7 @@ def group_costs(job: SimulatedJob, size: int, sharding: str, nodes: int | None =
     )
 
 
-def _group_steps(lengths: Sequence[Sequence[int]], job: SimulatedJob, size: int, nodes: int | None = None) -> Steps:
+def _group_steps(lengths: Sequence[Sequence[int]], job: Job, size: int, nodes: int | None = None) -> Steps:
     """Groups of ``size`` ranks, each with segments of ``lengths``, as the micro-batches of one step."""
     costs = group_costs(job, size, LEVEL_SHARDING, nodes)
     shards = price_shards(lengths, size, LEVEL_SHARDING, costs.rank)

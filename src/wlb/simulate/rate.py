@@ -15,10 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from wlb.documents.store.reader import DocumentLengths
+from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.step import Steps
 from wlb.workload.base import DocumentPrices
@@ -62,9 +62,7 @@ class Rate:
         return self.work_seconds / self.seconds
 
 
-def rate(
-    job: SimulatedJob, lengths: DocumentLengths, steps: int, work_prices: DocumentPrices, warm_up: int = 0
-) -> Rate:
+def rate(job: Job, lengths: DocumentLengths, steps: int, work_prices: DocumentPrices, warm_up: int = 0) -> Rate:
     """That of ``steps`` steps of ``job`` on documents of ``lengths`` tokens, after ``warm_up`` that do not count."""
     rated = Rate(work_prices)
     for plans, priced in first_steps(job, lengths, steps, warm_up):
@@ -72,19 +70,19 @@ def rate(
     return rated
 
 
-def simulate_steps(plans: Sequence[StepPlan], job: SimulatedJob | JobCosts) -> Steps | LevelSteps:
+def simulate_steps(plans: Sequence[StepPlan], job: Job | JobCosts) -> Steps | LevelSteps:
     """What each of ``plans`` takes, dealt to the job's data-parallel ranks already."""
     costs = job if isinstance(job, JobCosts) else JobCosts(job)
     return (LevelSteps if costs.job.levels_steps else Steps).of_plans(plans, costs)
 
 
-def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> Steps | LevelSteps:
+def simulate_step(plan: StepPlan, job: Job | JobCosts) -> Steps | LevelSteps:
     """``simulate_steps`` of one step."""
     return simulate_steps([plan], job)
 
 
 def first_steps(
-    job: SimulatedJob, lengths: DocumentLengths, steps: int, warm_up: int = 0
+    job: Job, lengths: DocumentLengths, steps: int, warm_up: int = 0
 ) -> Iterator[tuple[list[StepPlan], Steps | LevelSteps]]:
     """Plans of the trainer's own planner, and what they take; a few at a time, so memory does not grow with steps.
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from wlb.documents.filling import check_filling
 from wlb.documents.order import joined_lengths
+from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
 from wlb.simulate.decide import decide
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import Rate, first_steps
 from wlb.simulate.step import CAUSES, Steps
@@ -37,7 +37,7 @@ class SimulationResult:
     the last step, count as far as they were computed.
     """
 
-    job: SimulatedJob
+    job: Job
     steps: int
     tokens: int
     work_seconds: float
@@ -89,7 +89,7 @@ class SimulationResult:
 
 
 def simulate(
-    job: SimulatedJob,
+    job: Job,
     lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]],
     steps: int,
     *,
@@ -118,16 +118,14 @@ def simulate(
     return totals.result()
 
 
-def check_documents(
-    job: SimulatedJob, lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]], steps: int = 1
-) -> None:
+def check_documents(job: Job, lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]], steps: int = 1) -> None:
     """``check_filling`` for ``steps`` steps of ``job``: before anything is simulated, which may take long."""
     step_tokens, overlong = job.global_batch * job.context_window, job.data.overlong
     check_filling(joined_lengths(lengths), step_tokens, job.context_window, overlong=overlong, steps=steps)
 
 
 class _Totals:
-    def __init__(self, job: SimulatedJob, rate: Rate) -> None:
+    def __init__(self, job: Job, rate: Rate) -> None:
         self.rate = rate
         self._job = job
         self._where = dict.fromkeys(CAUSES, 0.0)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.config import PackingConfig
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.memory.step import gib
 from wlb.job.planner import StepPlanner
@@ -32,7 +33,7 @@ from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
-from wlb.simulate.job import SimulatedJob, preset_sections, simulated_job
+from wlb.simulate.job import preset_sections, simulated_job
 from wlb.simulate.rate import rate
 from wlb.terminal import number_of
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload, model_shape
@@ -55,7 +56,7 @@ _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4)
 PINNED = {"tp", "cp", "pp", "dp"}  # sizes that leave one layout
 
-Adapt = Callable[[SimulatedJob], SimulatedJob]
+Adapt = Callable[[Job], Job]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class SearchSpace:
 class Rated(NamedTuple):
     """A job with nothing left "auto", and the seconds of work that it does in a second: the mean of the draws."""
 
-    job: SimulatedJob
+    job: Job
     work_rate: float
 
 
@@ -98,7 +99,7 @@ class SearchResult:
     layouts: int
 
     @property
-    def job(self) -> SimulatedJob:
+    def job(self) -> Job:
         return self.ranking[0].job
 
 
@@ -184,12 +185,12 @@ def fastest_layout(
     return SearchResult(ranking, len(found))
 
 
-def drawn(job: SimulatedJob, draw: int) -> SimulatedJob:
+def drawn(job: Job, draw: int) -> Job:
     """``job`` on another draw of its documents: in the order of a later seed."""
     return replace(job, data=job.data.model_copy(update={"seed": job.data.seed + draw}))
 
 
-def least_seconds(job: SimulatedJob, segments: NDArray[np.int64]) -> float:
+def least_seconds(job: Job, segments: NDArray[np.int64]) -> float:
     """What ``job`` takes for ``segments`` at least, in however many steps, however they are packed and sharded.
 
     Its busiest pipeline rank computes its share of all of them, as if in one micro-batch and spread evenly over dp and
@@ -208,7 +209,7 @@ def least_seconds(job: SimulatedJob, segments: NDArray[np.int64]) -> float:
     return float(busiest / job.layout.replicas)
 
 
-def layout_of(job: SimulatedJob) -> str:
+def layout_of(job: Job) -> str:
     """A layout in one line."""
     layout = job.layout
     interleaved = f" x {layout.virtual_pp} stages" if layout.virtual_pp > 1 else ""
@@ -247,7 +248,7 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
             yield layout
 
 
-def _jobs(space: SearchSpace, preset: str) -> Iterator[SimulatedJob]:
+def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
     """``preset`` in every layout that can run the global batch, with every kind of activation checkpointing."""
     pooled = preset_sections(preset, {})[0].pools("auto") is not None
     for layout in _layouts(space, pooled=pooled):
@@ -264,7 +265,7 @@ def _jobs(space: SearchSpace, preset: str) -> Iterator[SimulatedJob]:
 
 def job_on(
     space: SearchSpace, system: str, layout: Layout, micro_batches: int, packing: Mapping[str, Any] | None = None
-) -> SimulatedJob | None:
+) -> Job | None:
     """The job of ``system`` on one of ``meshes``, with so many micro-batches a rank; None where it cannot be so.
 
     Of a layout that was given the ``UserError`` says why.
@@ -284,13 +285,13 @@ def job_on(
         return None
 
 
-def packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
+def packed_as(job: Job, system: str) -> Job:
     """``job`` under another system of ``wlb.job.config.PRESETS``, with as many micro-batches."""
     packing, sharding = preset_sections(system, {"micro_batches": job.packing.micro_batches})
     return replace(job, packing=packing, sharding=sharding)
 
 
-def _fitting(job: SimulatedJob, lengths: DocumentLengths, least_rate: float) -> SimulatedJob | None:
+def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | None:
     """``job`` decided, with its L_max or the largest below it that fits the memory; None where it does not fit.
 
     Pools that work at less than ``least_rate`` are not looked at.
@@ -307,12 +308,12 @@ def _fitting(job: SimulatedJob, lengths: DocumentLengths, least_rate: float) -> 
     return decided if fits(decided) else None
 
 
-def _nearest_to_fitting(untried: Iterable[SimulatedJob], lengths: DocumentLengths) -> SimulatedJob:
+def _nearest_to_fitting(untried: Iterable[Job], lengths: DocumentLengths) -> Job:
     *_, job = untried  # with full checkpointing
     return decide(job.with_length_factor(job.least_length_factor) if job.pools is None else job, lengths)
 
 
-def _segments(job: SimulatedJob, lengths: DocumentLengths) -> NDArray[np.int64]:
+def _segments(job: Job, lengths: DocumentLengths) -> NDArray[np.int64]:
     """What the first steps of ``job`` train: the same in every layout, but for documents that wait."""
     packing = job.packing
     if job.pools is not None:  # in which no document is cut or waits, as in other packing by the global batch
@@ -322,11 +323,11 @@ def _segments(job: SimulatedJob, lengths: DocumentLengths) -> NDArray[np.int64]:
     return np.concatenate([plan.table for plan in islice(plans, _STEPS)])
 
 
-def _rated(job: SimulatedJob, lengths: DocumentLengths, steps: int, prices: DocumentPrices, warm_up: int = 0) -> Rated:
+def _rated(job: Job, lengths: DocumentLengths, steps: int, prices: DocumentPrices, warm_up: int = 0) -> Rated:
     return Rated(job, rate(job, lengths, steps, prices, warm_up).work_rate)
 
 
-def _warm_up(job: SimulatedJob) -> int:
+def _warm_up(job: Job) -> int:
     return _WARM_UP if job.packing.max_delay else 0
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import Operation
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import simulate_step
 from wlb.simulate.step import Steps
@@ -27,7 +27,7 @@ class Timeline:
     reduces gradients and updates weights.
     """
 
-    job: SimulatedJob
+    job: Job
     plan: StepPlan
     operations: tuple[Operation, ...]
     pipeline_ranks: tuple[int, ...]  # of each operation
@@ -52,7 +52,7 @@ class Timeline:
         return [index for index, members in enumerate(ranks) if not members or cp in members]
 
 
-def timeline(plan: StepPlan, job: SimulatedJob) -> Timeline:
+def timeline(plan: StepPlan, job: Job) -> Timeline:
     """The timeline of one step, dealt to the job's data-parallel ranks already."""
     steps = simulate_step(plan, job)
     if isinstance(steps, LevelSteps):

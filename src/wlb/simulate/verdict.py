@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.job.config import PRESETS
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.simulate.decide import decide
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.simulate.search import DRAWS, drawn
 from wlb.workload.base import DocumentPrices
@@ -264,7 +264,7 @@ def verdict_of(of_draws: Mapping[str, Sequence[SimulationResult]], moved: Sequen
 
 
 def simulate_draws(
-    job: SimulatedJob,
+    job: Job,
     lengths: Lengths,
     steps: int,
     work_prices: DocumentPrices,

@@ -15,7 +15,7 @@ from wlb.documents.order import DocumentStream
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
 from wlb.job.config import JobConfig
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.memory.fit import too_large
 from wlb.job.memory.step import USABLE_SHARE, MemoryLimit, limit_of_gpu
 from wlb.models.huggingface.weights import PretrainedWeights
@@ -43,7 +43,7 @@ class CheckedJob:
     """
 
     config: JobConfig
-    job: JobSpec
+    job: Job
     model: TransformerConfig
     store: TokenStore
     saved: dict[str, Any] | None
@@ -72,7 +72,7 @@ def least_limit(device_type: str, local_processes: int) -> MemoryLimit:
     return min(limits, key=lambda limit: limit.number_of_bytes)
 
 
-def check_agreed(job: JobSpec) -> None:
+def check_agreed(job: Job) -> None:
     """Raise ``TrainingError`` where ranks decided on different jobs; called on every rank."""
     if len(set(gathered(f"{job.layout} {job.packing.in_use()} {job.pricing.profile}"))) > 1:
         raise TrainingError(
@@ -107,7 +107,7 @@ def checked(
     ``tried`` makes each check: it returns what the check does, or None where it keeps its ``UserError`` for later.
     """
     model = trained_model(config, store)
-    job = JobSpec.from_config(config, hardware, model=model, limit=limit)
+    job = Job.from_config(config, hardware, model=model, limit=limit)
     for check in _settings_checks(config, store, model):
         tried(check)
     for name, directory in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):
@@ -152,7 +152,7 @@ def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str
     return manifest.progress.loader
 
 
-def _as_saved(job: JobSpec, identity: dict[str, Any]) -> JobSpec:
+def _as_saved(job: Job, identity: dict[str, Any]) -> Job:
     """With the L_max that the job was started with, where documents that wait in the packer were measured by it."""
     measured = "max_length_factor" in job.packing.identity(job.context_window)
     factor = identity.get("packing.max_length_factor") if measured else None
@@ -161,7 +161,7 @@ def _as_saved(job: JobSpec, identity: dict[str, Any]) -> JobSpec:
     return job.with_length_factor(float(factor))
 
 
-def _check_memory(job: JobSpec, *, resumes: bool) -> None:
+def _check_memory(job: Job, *, resumes: bool) -> None:
     if problem := too_large(job, resumes=resumes):
         raise UserError(problem)
 

@@ -16,7 +16,7 @@ import torch
 from tests.training.jobs import VOCABULARY, job, write_store
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.training.data.batch import IGNORE_LABEL
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
@@ -38,7 +38,7 @@ def open_loader(
 ) -> StepLoader:
     config = job(folder, **(changes or {}))
     store = TokenStore.open(*config.data.stores)
-    spec = JobSpec.from_config(config, "h100", vocab_size=config.model.vocab_size or VOCABULARY)
+    spec = Job.from_config(config, "h100", vocab_size=config.model.vocab_size or VOCABULARY)
     allowed = config.checkpoint.allow_changed_data
     return StepLoader(store, spec, config.training, share=share, state=state, allow_changes=allowed)
 

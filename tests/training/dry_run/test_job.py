@@ -10,7 +10,7 @@ import pytest
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.sharding.latency import Shards
 from wlb.training.dry_run.job import DryRun, Place, RankReport, distinct_roles, dry_run, rank_at
 from wlb.training.dry_run.traffic import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, WEIGHTS
@@ -86,7 +86,7 @@ def test_a_rank_that_is_not_in_the_job_is_refused(config):
 
 
 def test_all_means_every_kind_of_rank(config):
-    job = JobSpec.from_config(config, "h100", vocab_size=32_000).with_layout(dp=2)
+    job = Job.from_config(config, "h100", vocab_size=32_000).with_layout(dp=2)
     none = np.zeros((2, 1, 2))
     fields = dict.fromkeys(Shards._fields, none) | {
         "tokens": np.array([[[5, 6]], [[9, 4]]]),

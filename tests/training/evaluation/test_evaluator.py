@@ -21,7 +21,7 @@ from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config import EvaluationConfig, JobConfig
 from wlb.job.configured_model import configured_model
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.training.data.loader import RankShare
@@ -73,7 +73,7 @@ def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
     results = []
     for config in configs:
         model = configured_model(config.model, 68)
-        job = JobSpec.from_config(config, "cpu", model=model)
+        job = Job.from_config(config, "cpu", model=model)
         mesh = build_mesh(job.layout, "cpu")
         execution = Execution(CPU, torch.float64)
         stages = build_stage_modules(model, job.layout, mesh, execution, seed=0)
@@ -222,7 +222,7 @@ def test_by_default_buckets_grow_fourfold_up_to_the_window(folder: Path) -> None
 def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder: Path) -> None:
     def scored(data: dict[str, Any], **evaluation: Any) -> list[tuple[int, int]]:
         config = _job(folder, data=data, evaluation=evaluation)
-        held_out = HeldOut(config.evaluation, JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY))
+        held_out = HeldOut(config.evaluation, Job.from_config(config, "cpu", vocab_size=VOCABULARY))
         segments = [segment for plan in held_out.plans for segment in plan.segments]
         assert len(set(segments)) == len(segments)
         return sorted((segment.document, segment.length) for segment in segments)
@@ -236,7 +236,7 @@ def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder:
 
 def test_micro_batches_are_even_by_the_prices_of_the_job(folder: Path) -> None:
     config = _job(folder)
-    job = JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY)
+    job = Job.from_config(config, "cpu", vocab_size=VOCABULARY)
     for plan in HeldOut(config.evaluation, job).plans:
         for micro_batch in plan.micro_batches:
             assert micro_batch.workload == pytest.approx(job.packing_prices.document_seconds(micro_batch.lengths).sum())

@@ -5,18 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.schedules.layer_split import split_layers
 from wlb.sharding import ShardPlan, make_shard_plan
-from wlb.simulate import SimulatedJob, simulate_step, simulated_job
+from wlb.simulate import simulate_step, simulated_job
 from wlb.simulate.step import Steps
 from wlb.training.observe.monitor import PredictedLoad
 
 LENGTHS = np.array([3000, 40, 700, 4096, 1, 2500, 12, 4000] * 4)
 
 
-def planned(cp: int, tp: int, stages: int) -> tuple[SimulatedJob, StepPlan, list[ShardPlan]]:
+def planned(cp: int, tp: int, stages: int) -> tuple[Job, StepPlan, list[ShardPlan]]:
     job = simulated_job("tiny", 4096, hardware="cpu", sharding="per_document", cp=cp, tp=tp, pp=stages)
     plan = next(StepPlanner(job, LENGTHS).plans())
     return job, plan, [make_shard_plan(of_one.lengths, cp, "per_document") for of_one in plan.micro_batches]

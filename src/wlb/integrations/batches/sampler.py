@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import Processes, check_accumulation, digest
 from wlb.integrations.batches.steps import ItemsOfSteps, Lengths, WholeSteps, balanced_job, checked_lengths
+from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
-from wlb.simulate.job import SimulatedJob
 from wlb.workload.base import DocumentPrices
 
 _COMPARED = 16  # documents of a loader's data set whose lengths are compared with those planned by
@@ -75,7 +75,7 @@ class PlannedBatchSampler:
         if epochs is not None and epochs < 1:
             raise UserError(f"epochs must be >= 1, or None for no end; got {epochs}")
         self._group = Processes(rank, dp, cp, group)
-        self.job: SimulatedJob = balanced_job(
+        self.job: Job = balanced_job(
             self._lengths, context_window, micro_batches, dp=self._group.dp, cp=cp, workload=workload, **settings
         )
         self._rank, self._epochs = rank, epochs

@@ -24,14 +24,14 @@ from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.overlong import OverlongReport
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import warn
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
 from wlb.packing.arrange import arrange
 from wlb.packing.balance import balance
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate.decide import decide
-from wlb.simulate.job import SimulatedJob, simulated_job
+from wlb.simulate.job import simulated_job
 from wlb.workload import Hardware, ModelShape
 from wlb.workload.base import DocumentPrices
 from wlb.workload.phases import DocumentPhases, PhasedPrices, segment_seconds
@@ -59,7 +59,7 @@ def balanced_job(
     pool: int | Literal["auto"] = "auto",
     phases: DocumentPhases | None = None,
     **packing: Any,
-) -> SimulatedJob:
+) -> Job:
     """The job that a training loop runs: ``micro_batches`` a step on each of dp data-parallel ranks.
 
     A document costs what it costs ``model`` on ``hardware``, or what ``workload`` says. Micro-batches hold one context
@@ -129,7 +129,7 @@ class WholeSteps(Iterator[StepPlan]):
 
     def __init__(
         self,
-        job: JobSpec,
+        job: Job,
         documents: Lengths | ArrivingDocuments[Any],
         *,
         epochs: int | None = 1,
@@ -240,7 +240,7 @@ class WholeSteps(Iterator[StepPlan]):
         return None
 
 
-def _settings(job: JobSpec, documents: Lengths | ArrivingDocuments[Any]) -> dict[str, Any]:
+def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str, Any]:
     data, packing = job.data, job.packing
     order: list[Any] = ["a stream", None, None, None]  # what has come of it is compared on the way
     if not isinstance(documents, ArrivingDocuments):

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from dataclasses import replace
 
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.memory.step import (
     EVEN_ROUNDS,
     MemoryEstimate,
@@ -23,7 +23,7 @@ from wlb.schedules.operations import round_size
 _FACTORS = 64  # of L_max that are tried in a window
 
 
-def predicted_memory(job: JobSpec, limit: float = math.inf) -> MemoryEstimate:
+def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     """The most that a process holds in the worst step; on the first pipeline rank over ``limit`` bytes, if any is."""
     longest, rest = job.longest_micro_batch, job.most_step_tokens
     if rest is None or job.levels_steps:
@@ -38,13 +38,13 @@ def predicted_memory(job: JobSpec, limit: float = math.inf) -> MemoryEstimate:
     return predict_memory(replace(job.memory_settings, micro_batches=len(tokens)), tokens, limit)
 
 
-def fits(job: JobSpec) -> bool:
+def fits(job: Job) -> bool:
     """Whether the worst step is within ``job.memory_limit``."""
     limit = job.memory_limit.number_of_bytes
     return predicted_memory(job, limit).total <= limit
 
 
-def largest_factor(job: JobSpec) -> float | None:
+def largest_factor(job: Job) -> float | None:
     """The largest L_max that fits the job's memory, in context windows; None where not even the least does.
 
     From a window on a multiple of 1/64; where a step's documents are bounded, one of so many between the least and the
@@ -61,7 +61,7 @@ def largest_factor(job: JobSpec) -> float | None:
     return factors[fitting - 1] if fitting else None
 
 
-def too_large(job: JobSpec, *, resumes: bool = False) -> str | None:
+def too_large(job: Job, *, resumes: bool = False) -> str | None:
     """What a job that does not fit its memory needs and what would help, in configuration keys; None where it fits."""
     estimate, limit = predicted_memory(job), job.memory_limit
     if estimate.total <= limit.number_of_bytes:

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
-from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job
+from wlb.job.job import Job
+from wlb.simulate import SimulationResult, simulate, simulated_job
 from wlb.simulate.job import NamedJob
 from wlb.studies.experiment import Settings
 
@@ -107,10 +108,10 @@ class Bench:
     def plain(self) -> SimulationResult:
         return self.run("plain-4d")
 
-    def simulate(self, job: SimulatedJob) -> SimulationResult:
+    def simulate(self, job: Job) -> SimulationResult:
         return simulate(job, self.lengths, self.steps)
 
-    def job(self, preset: str, **settings: Any) -> SimulatedJob:
+    def job(self, preset: str, **settings: Any) -> Job:
         job = self._job
         simulated = simulated_job(job.model, job.context_window, preset, **(job.settings | SCHEDULE | settings))
         order = {"shuffle": False} if self._cut else {"seed": self._seed}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from wlb.simulate import SimulatedJob
+from wlb.job.job import Job
 from wlb.simulate.job import PAPER_JOBS
 from wlb.studies.experiment import Column, Finding, Report, Settings, Table, bars_of
 from wlb.studies.paper import paper
@@ -28,7 +28,7 @@ class Variant(NamedTuple):
     changed: dict[str, Any]
     prices: Literal["own", "best's", "W_a + W_l"] = "own"
 
-    def job(self, bench: Bench) -> SimulatedJob:
+    def job(self, bench: Bench) -> Job:
         job = bench.job(self.preset, **self.changed)
         if self.prices == "own":
             return job

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.job.job import Job
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
-from wlb.simulate import SimulatedJob
 from wlb.simulate.job import NAMED_JOBS
 from wlb.simulate.rate import first_steps
 from wlb.studies.experiment import COLOURS, Column, Finding, Report, Settings, Table, tidy
@@ -69,7 +69,7 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _latency(job: SimulatedJob, bench: Bench) -> Latency:
+def _latency(job: Job, bench: Bench) -> Latency:
     parts = []
     for _, steps in first_steps(job, bench.lengths, bench.steps):
         attention = (steps.shards.attention_forward + steps.shards.attention_backward).sum(axis=2)  # (steps, dp, cp)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.job.job import Job
 from wlb.sharding.latency import RankSeconds, attending_seconds
 from wlb.sharding.pieces import Pieces, locality
-from wlb.simulate.job import SimulatedJob
 from wlb.studies.policies.plan import MovedPlan, Tasks
 from wlb.workload.base import Phase
 from wlb.workload.links import Link, group_link
@@ -34,19 +34,17 @@ class Moved(NamedTuple):
     keys: Array
 
 
-def query_bytes(job: SimulatedJob) -> float:
+def query_bytes(job: Job) -> float:
     """Of one token's query, or output, in one layer on one tensor-parallel rank."""
     return job.shape.heads * job.shape.head_dim / job.layout.tp * job.hardware.bytes_per_value
 
 
-def kv_bytes(job: SimulatedJob) -> float:
+def kv_bytes(job: Job) -> float:
     """Of one token's key and value."""
     return 2 * job.shape.kv_heads * job.shape.head_dim / job.layout.tp * job.hardware.bytes_per_value
 
 
-def all_to_all_of_heads(
-    job: SimulatedJob, tokens: ArrayLike, size: int, nodes: int | None = None
-) -> tuple[Array, Array]:
+def all_to_all_of_heads(job: Job, tokens: ArrayLike, size: int, nodes: int | None = None) -> tuple[Array, Array]:
     """Sequence parallelism over heads in groups of ``size`` (DeepSpeed-Ulysses, arXiv 2309.14509, section 3).
 
     Of micro-batches of ``tokens`` tokens: the seconds of all layers in one direction, which nothing hides, and the
@@ -64,7 +62,7 @@ def all_to_all_of_heads(
     return seconds, received
 
 
-def moved_bytes(plan: MovedPlan, job: SimulatedJob) -> dict[Phase, Moved]:
+def moved_bytes(plan: MovedPlan, job: Job) -> dict[Phase, Moved]:
     """What each direction exchanges."""
     keys_received, keys_sent = _keys_served_at_work(plan) if plan.reshuffled else _keys_from_home(plan)
     queries_received, queries_sent = _queries(plan)
@@ -78,7 +76,7 @@ def moved_bytes(plan: MovedPlan, job: SimulatedJob) -> dict[Phase, Moved]:
     return {"forward": Moved(received, sent, keys), "backward": backward}
 
 
-def shown_seconds(moved: Moved, attention: Array, rest: Array, plan: MovedPlan, job: SimulatedJob) -> Array:
+def shown_seconds(moved: Moved, attention: Array, rest: Array, plan: MovedPlan, job: Job) -> Array:
     """What an exchange adds to ranks that attend and compute the ``rest`` for so many seconds of all layers."""
     wire = moving_seconds(moved, plan, job)
     if plan.hidden_by == "everything":
@@ -94,12 +92,12 @@ def shown_seconds(moved: Moved, attention: Array, rest: Array, plan: MovedPlan, 
     return entry_and_exit + _beside(attention, keys)
 
 
-def moving_seconds(moved: Moved, plan: MovedPlan, job: SimulatedJob) -> Array:
+def moving_seconds(moved: Moved, plan: MovedPlan, job: Job) -> Array:
     """For how long the links of ranks carry what is moved, in all layers; shape (ranks, slots)."""
     return job.shape.layers * _pool_link(plan, job).seconds(np.maximum(moved.received, moved.sent))
 
 
-def _pool_link(plan: MovedPlan, job: SimulatedJob) -> Link:
+def _pool_link(plan: MovedPlan, job: Job) -> Link:
     return group_link(job.hardware, "all_to_all", plan.pool_size, stride=job.layout.tp)
 
 

@@ -13,12 +13,13 @@ from itertools import islice
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.prices import LevelPrices
 from wlb.packing.level import Ingredients, StagePrices, level_step
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate.decide import decide
-from wlb.simulate.job import SimulatedJob, preset_sections
+from wlb.simulate.job import preset_sections
 from wlb.simulate.rate import rate, simulate_step
 from wlb.simulate.search import SearchSpace, search_space
 from wlb.studies.experiment import Column, Report, Settings, Table, grouped_bars
@@ -105,7 +106,7 @@ def _ideal(space: SearchSpace, batches: list[Integers]) -> float:
     return sum(min(ideal_seconds(batch, ranks) for ranks in layouts) for batch in batches)
 
 
-def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[SimulatedJob, SimulatedJob]:
+def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Job, Job]:
     """The layout in which level steps are fastest, and the job there."""
     fitting = []
     for ranks in candidate_ranks(space, batch, pipelines=False, kept=(True,)):
@@ -120,26 +121,24 @@ def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Si
     return min(fitting, key=lambda pair: _seconds(pair[1], _prices(pair[1]), [batch]))
 
 
-def _prices(level: SimulatedJob) -> LevelPrices:
+def _prices(level: Job) -> LevelPrices:
     assert isinstance(level.packing_prices, LevelPrices)
     return level.packing_prices
 
 
-def _decided(layout: SimulatedJob, space: SearchSpace, lengths: Integers, grouping: str) -> SimulatedJob:
+def _decided(layout: Job, space: SearchSpace, lengths: Integers, grouping: str) -> Job:
     """What the trainer runs where the dp ranks of ``layout`` are in pools. Raises ``UserError`` where it cannot."""
     options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches, "grouping": grouping}
     packing, sharding = preset_sections("elastic", options)
     return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 
 
-def _seconds(
-    job: SimulatedJob, prices: StagePrices, batches: list[Integers], using: Ingredients = Ingredients()
-) -> float:
+def _seconds(job: Job, prices: StagePrices, batches: list[Integers], using: Ingredients = Ingredients()) -> float:
     """Of the level steps of ``job`` that train ``batches``, planned by ``prices``."""
     return sum(float(simulate_step(_plan(job, prices, batch, using), job).seconds[0]) for batch in batches)
 
 
-def _plan(job: SimulatedJob, prices: StagePrices, batch: Integers, using: Ingredients) -> StepPlan:
+def _plan(job: Job, prices: StagePrices, batch: Integers, using: Ingredients) -> StepPlan:
     groups = level_step(batch.tolist(), -(-job.longest_micro_batch // prices.ranks), prices, using)
     micro_batches = (
         MicroBatch(
@@ -153,7 +152,7 @@ def _plan(job: SimulatedJob, prices: StagePrices, batch: Integers, using: Ingred
 
 
 def _pooled(
-    layout: SimulatedJob, space: SearchSpace, lengths: Integers, batches: list[Integers], grouping: str, ideal: float
+    layout: Job, space: SearchSpace, lengths: Integers, batches: list[Integers], grouping: str, ideal: float
 ) -> float | None:
     """The share of pools, at equal work."""
     job = _decided(layout, space, lengths, grouping)

@@ -16,9 +16,9 @@ from typing import get_args
 import numpy as np
 
 from wlb.errors import UserError
+from wlb.job.job import Job
 from wlb.job.memory.step import limit_of_gpu
 from wlb.settings import MOST_RANKS
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.search import SearchSpace, job_on, meshes
 from wlb.studies.policies.filling import power_of_two
 from wlb.studies.policies.plan import Integers, Ranks
@@ -94,7 +94,7 @@ def checkpointed(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
 
 def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
     """Of the choices with the same job the one that holds most."""
-    largest: dict[SimulatedJob, Ranks] = {}
+    largest: dict[Job, Ranks] = {}
     for ranks in choices:
         known = largest.get(ranks.job)
         largest[ranks.job] = ranks if known is None or ranks.capacity > known.capacity else known
@@ -120,7 +120,7 @@ def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
     )
 
 
-def _capacities(job: SimulatedJob, space: SearchSpace, *, keeps_weights: bool) -> Iterator[Ranks]:
+def _capacities(job: Job, space: SearchSpace, *, keeps_weights: bool) -> Iterator[Ranks]:
     """Token caps worth trying, each with the cheapest activation checkpointing under which it fits.
 
     Unlike a job's L_max (``wlb.job.memory.fit``), a cap is of one rank, whatever group it is in.
@@ -142,7 +142,7 @@ def _capacities(job: SimulatedJob, space: SearchSpace, *, keeps_weights: bool) -
                 yield Ranks(replace(job, activation_checkpointing=kind), capacity, keeps_weights)
 
 
-def _most_tokens(job: SimulatedJob, space: SearchSpace, keeps_weights: bool) -> int:
+def _most_tokens(job: Job, space: SearchSpace, keeps_weights: bool) -> int:
     """The most tokens of a rank that fit, 0 if fewer than are worth trying do.
 
     Memory grows almost evenly with tokens, so the search starts on the line through two token counts.

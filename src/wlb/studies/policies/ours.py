@@ -10,9 +10,9 @@ from itertools import islice
 
 import numpy as np
 
+from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.planner import StepPlanner
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.rate import simulate_steps
 from wlb.simulate.search import SearchSpace, fastest_layout, layout_of
 from wlb.simulate.verdict import mean_delay, simulate_draws, usual_steps
@@ -48,13 +48,13 @@ class PresetPolicy(Policy):
         )
 
 
-def _pools_of(job: SimulatedJob) -> str:
+def _pools_of(job: Job) -> str:
     if job.pools is None:
         return ""
     return ", level steps" if job.levels_steps else f", {job.micro_batches_per_rank} {job.pools.grouping} micro-batches"
 
 
-def _measured(job: SimulatedJob, lengths: Integers, steps: int) -> tuple[float, float]:
+def _measured(job: Job, lengths: Integers, steps: int) -> tuple[float, float]:
     """Bytes that the mean GPU receives in a step, and the CPU seconds that planning a step takes here."""
     warm_up = usual_steps(job.global_batch)
     began = time.process_time()

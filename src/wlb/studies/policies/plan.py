@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.simulate.job import SimulatedJob
+from wlb.job.job import Job
 from wlb.studies.policies.filling import Integers, even_bins
 from wlb.workload.flops import attended_pairs
 
@@ -36,7 +36,7 @@ class Ranks:
     step, as in a pipeline they always are, so that ranks may run different numbers of micro-batches.
     """
 
-    job: SimulatedJob
+    job: Job
     capacity: int
     keeps_weights: bool = False
 

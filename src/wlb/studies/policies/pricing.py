@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.job.config import ShardingConfig
+from wlb.job.job import Job
 from wlb.job.memory.step import predict_even_step
 from wlb.schedules.timing import pipeline_times
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import group_costs, nodes_of
 from wlb.simulate.step import Steps
 from wlb.studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moving_seconds, shown_seconds
@@ -181,7 +181,7 @@ def step_seconds(
     return float(ends.max())
 
 
-def fetching(job: SimulatedJob) -> SimulatedJob:
+def fetching(job: Job) -> Job:
     """``job`` where every rank fetches weights and sends gradients on its own."""
     return replace(job, pricing=replace(job.pricing, software=replace(job.pricing.software, fetches_shards=True)))
 
@@ -206,7 +206,7 @@ def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _peak(job: SimulatedJob, tokens: int, members: int, keeps_weights: bool) -> int:
+def _peak(job: Job, tokens: int, members: int, keeps_weights: bool) -> int:
     count = max(1, job.layout.dp // members)
     grouped = replace(
         job,
@@ -231,7 +231,7 @@ class _Stages(NamedTuple):
     received_bytes: float  # of all layers
 
 
-def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: SimulatedJob, plan: GroupPlan) -> _Stages:
+def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, plan: GroupPlan) -> _Stages:
     """Groups of ``size`` ranks on so many nodes, with documents of ``lengths``."""
     if plan.exchange == "heads" and size > 1:
         return _priced_over_heads(lengths, size, nodes, job, plan.sharding)
@@ -242,9 +242,7 @@ def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Simula
     return _Stages(forward, backward, moving, received_bytes(shards, job))
 
 
-def _priced_over_heads(
-    lengths: Sequence[Sequence[int]], size: int, nodes: int, job: SimulatedJob, sharding: str
-) -> _Stages:
+def _priced_over_heads(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, sharding: str) -> _Stages:
     """Each rank has all tokens of a part of the heads for attention, and a part of the tokens for everything else."""
     costs = group_costs(job, 1, sharding)
     shards = price_shards(lengths, 1, sharding, costs.rank)
@@ -263,7 +261,7 @@ def _priced_over_heads(
     return _Stages(forward + of_wire, backward + again * of_wire, moving + of_wire, passed)
 
 
-def received_bytes(shards: Shards, job: SimulatedJob) -> float:
+def received_bytes(shards: Shards, job: Job) -> float:
     """Keys, values and their gradients that context-parallel ranks receive in a step's micro-batches, of all layers."""
     sent_again = np.where(
         shards.kept & (job.activation_checkpointing != "full"), 2, 3

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.job.job import Job
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.simulate import SimulatedJob, simulated_job
+from wlb.simulate import simulated_job
 from wlb.simulate.rate import simulate_steps
 from wlb.studies.policies import distca
 from wlb.studies.policies.plan import Ranks
@@ -84,7 +85,7 @@ class _Run:
     early: bool
     batches: tuple[Lists, ...]
 
-    def job(self) -> SimulatedJob:
+    def job(self) -> Job:
         """Whose context window is a rank's (or a context-parallel group's) share of a batch."""
         return simulated_job(
             self.shape,

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.job.job import Job
 from wlb.sharding import MicroBatches, shard_many
 from wlb.sharding.pieces import last_keys
-from wlb.simulate.job import SimulatedJob, simulated_job
+from wlb.simulate.job import simulated_job
 from wlb.studies.policies.exchange import all_to_all_of_heads
 from wlb.studies.policies.megatron import dynamic
 from wlb.studies.policies.plan import Ranks
@@ -198,5 +199,5 @@ def _workload() -> Costs:
 
 
 @lru_cache(maxsize=8)
-def _job(gpus: int) -> SimulatedJob:
+def _job(gpus: int) -> Job:
     return simulated_job(SHAPE, gpus * TOKENS_OF_A_GPU, "plain-4d", tp=1, cp=1, pp=1, dp=gpus, hardware=HARDWARE)

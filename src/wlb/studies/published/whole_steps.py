@@ -1,6 +1,6 @@
 """Whole training steps of published tables, simulated.
 
-A row becomes a ``SimulatedJob`` and a step of documents that all have the table's sequence length. What the row says
+A row becomes a ``Job`` and a step of documents that all have the table's sequence length. What the row says
 about layout, precision and recomputation is taken from it; what its repository does everywhere is in ``_STACKS``. All
 micro-batches of such a step are alike, so one is priced and stands for all.
 
@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.schedules.layout import Layout
 from wlb.sharding import price_shards
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import SimulatedJob, simulated_job
+from wlb.simulate.job import simulated_job
 from wlb.simulate.step import Steps
 from wlb.studies.published.metrics import Row, seconds_of_step, size, stated, step_tokens
 from wlb.studies.published.models import published_shape
@@ -69,7 +70,7 @@ _STACKS = {
 class PublishedStep:
     """A step as a row describes it: a job whose micro-batches all hold documents of ``lengths`` tokens."""
 
-    job: SimulatedJob
+    job: Job
     lengths: tuple[int, ...]
     kind: str
     assumed: tuple[str, ...] = ()
@@ -199,7 +200,7 @@ def _layout(row: Row) -> tuple[Layout, int, int, list[str]]:
     return Layout(tp, cp, pp, dp, virtual_pp, schedule), micro_batches, sequences, assumed
 
 
-def _held(job: SimulatedJob) -> SimulatedJob:
+def _held(job: Job) -> Job:
     """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
     if job.layout.pp > 1 or not job.pricing.software.reduces_always:
         return job
@@ -272,7 +273,7 @@ def _stated_recomputation(row: Row) -> Recomputation | None:
     return "selective" if "selective" in text else None
 
 
-def _remarks(row: Row, shape: ModelShape, stack: Stack, job: SimulatedJob) -> list[str]:
+def _remarks(row: Row, shape: ModelShape, stack: Stack, job: Job) -> list[str]:
     """What is assumed about a row beside its layout."""
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
     remarks.append(f"attention by {_KERNELS['triton' if ran_triton(row) else stack.attention]}")

@@ -20,7 +20,7 @@ from typing import Any
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.job.prices import LEVEL_SHARDING
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -49,7 +49,7 @@ class RankShare:
     workload: Costs | None = None
 
     @classmethod
-    def in_job(cls, job: JobSpec, dp_rank: int, cp_rank: int) -> RankShare:
+    def in_job(cls, job: Job, dp_rank: int, cp_rank: int) -> RankShare:
         """The share of a rank of ``job``."""
         return cls(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs)
 
@@ -108,7 +108,7 @@ class StepLoader(Iterator[LoadedStep]):
     def __init__(
         self,
         store: TokenStore,
-        job: JobSpec,
+        job: Job,
         training: TrainingConfig,
         *,
         share: RankShare | None = None,
@@ -196,7 +196,7 @@ def micro_batches_of(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[int]:
     return [index for index, named in enumerate(ranks) if not named or cp_rank in named]
 
 
-def data_identity(store: TokenStore, job: JobSpec) -> dict[str, Any]:
+def data_identity(store: TokenStore, job: Job) -> dict[str, Any]:
     """What a loader state is valid for: the data, and every setting that decides which document trains when.
 
     Parallel sizes, micro-batches, the model, the dealing of micro-batches to ranks and settings that the packing method
@@ -214,7 +214,7 @@ def data_identity(store: TokenStore, job: JobSpec) -> dict[str, Any]:
     }
 
 
-def check_identity(state: dict[str, Any], store: TokenStore, job: JobSpec, *, allow_changes: bool = False) -> list[str]:
+def check_identity(state: dict[str, Any], store: TokenStore, job: Job, *, allow_changes: bool = False) -> list[str]:
     """The names in which the identity of ``store`` and ``job`` differs from what loader ``state`` is valid for.
 
     Raises ``UserError``, naming the first of them, unless there is none or ``allow_changes`` is set.

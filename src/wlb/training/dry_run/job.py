@@ -13,7 +13,7 @@ import numpy as np
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import Exchange
 from wlb.job.memory.step import predict_rank_memory
@@ -154,7 +154,7 @@ def _judged(found: FoundJob) -> Verdict | None:
     if found.synthetic:
         return None
     lengths = [read_lengths(store, keep_empty=True) for store in found.config.data.stores]
-    job = JobSpec.from_config(found.config, found.hardware, model=found.model)
+    job = Job.from_config(found.config, found.hardware, model=found.model)
     try:
         return judge_config(found.config, job, lengths[0] if len(lengths) == 1 else lengths)
     except UserError:  # the documents do not fill a step
@@ -172,7 +172,7 @@ def _heaviest_step(found: FoundJob) -> tuple[int, StepPlan, Shards]:
     return max(choices, key=lambda choice: (int(choice[2].received.sum()), choice[1].tokens))
 
 
-def distinct_roles(job: JobSpec, shards: Shards) -> dict[int, str]:
+def distinct_roles(job: Job, shards: Shards) -> dict[int, str]:
     """Ranks that differ in what they do, by what they are. Tensor-parallel ranks are alike.
 
     These are the first, a middle and the last pipeline rank with the largest share of the step's tokens; and with the
@@ -197,7 +197,7 @@ def distinct_roles(job: JobSpec, shards: Shards) -> dict[int, str]:
     }
 
 
-def rank_at(job: JobSpec, place: Place) -> int:
+def rank_at(job: Job, place: Place) -> int:
     """The global rank at ``place``: tensor-parallel ranks are next to each other."""
     return int(np.ravel_multi_index(place, mesh_shape(job.layout)))
 
@@ -208,7 +208,7 @@ def _dimensions(members: Sequence[int], sizes: Sequence[int]) -> str:
     return " x ".join(name for name, of_one in zip(Place._fields, places, strict=True) if len(set(of_one)) > 1)
 
 
-def _shards(plan: StepPlan, job: JobSpec) -> Shards:
+def _shards(plan: StepPlan, job: Job) -> Shards:
     """Of all ranks, in the shape (dp, micro-batches, cp); nothing of a micro-batch that a rank does not run."""
     return simulate_step(plan, job).shards.map(lambda column: column[0])
 

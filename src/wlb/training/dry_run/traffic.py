@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.schedules.layer_split import split_layers
 from wlb.workload.model import TransformerConfig
 
@@ -33,7 +33,7 @@ _Matrix = tuple[int, int]  # rows, which FSDP divides, and columns
 
 
 def received_bytes(
-    job: JobSpec,
+    job: Job,
     model: TransformerConfig,
     pipeline_rank: int,
     rows: Sequence[int],
@@ -60,32 +60,32 @@ def received_bytes(
     }
 
 
-def _weight_passes(job: JobSpec) -> int:
+def _weight_passes(job: Job) -> int:
     """How often weights are gathered: once, or in the first forward and in every backward."""
     return 1 if job.layout.pp > 1 or job.levels_steps else 1 + job.micro_batches_per_rank
 
 
-def _collectives(job: JobSpec, stages: Sequence[int], blocks: int) -> int:
+def _collectives(job: Job, stages: Sequence[int], blocks: int) -> int:
     """Over tensor-parallel ranks, of each micro-batch: forward, backward, and forward again to save memory."""
     again = 0 if job.activation_checkpointing == "none" else _COMPUTED_AGAIN
     ends = (0 in stages) + (job.layout.stages - 1 in stages)  # embedding and head: one forward, one backward each
     return blocks * (2 * _COLLECTIVES + again) + 2 * ends
 
 
-def _messages(job: JobSpec, stages: Sequence[int]) -> int:
+def _messages(job: Job, stages: Sequence[int]) -> int:
     """Received from other pipeline ranks, of each micro-batch: activations and gradients."""
     if job.layout.pp == 1:
         return 0
     return sum((stage > 0) + (stage < job.layout.stages - 1) for stage in stages)
 
 
-def _over_shards(unit: Sequence[_Matrix], job: JobSpec, value_bytes: int) -> int:
+def _over_shards(unit: Sequence[_Matrix], job: Job, value_bytes: int) -> int:
     """What a rank receives when the ranks that share a unit's weights gather them: rows are padded to equal parts."""
     ranks = job.layout.replicas
     return sum(-(-rows // ranks) * columns * value_bytes * (ranks - 1) for rows, columns in unit)
 
 
-def _units(job: JobSpec, model: TransformerConfig, stage: int) -> list[list[_Matrix]]:
+def _units(job: Job, model: TransformerConfig, stage: int) -> list[list[_Matrix]]:
     """The weights of each unit that FSDP gathers at once, on one tensor-parallel rank."""
     shape, tp = job.shape, job.layout.tp
     query, key = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp

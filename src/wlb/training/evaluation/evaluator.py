@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.attention.profiler_regions import region
 from wlb.job.config import EvaluationConfig
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.models.transformer import Attend, Transformer
 from wlb.packing.plan import MicroBatch
 from wlb.training.data.batch import IGNORE_LABEL, read_batch
@@ -42,7 +42,7 @@ class Evaluator:
     def __init__(
         self,
         evaluation: EvaluationConfig,
-        job: JobSpec,
+        job: Job,
         stages: Sequence[Transformer],
         mesh: JobMesh,
         share: RankShare,

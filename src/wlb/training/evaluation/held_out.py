@@ -22,7 +22,7 @@ from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, EvaluationConfig
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.packing.registry import make_packer
@@ -86,7 +86,7 @@ class HeldOut:
     Raises ``UserError`` where there is nothing to score.
     """
 
-    def __init__(self, evaluation: EvaluationConfig, job: JobSpec) -> None:
+    def __init__(self, evaluation: EvaluationConfig, job: Job) -> None:
         assert evaluation.store is not None, "evaluating needs evaluation.store"
         self.store = TokenStore.open(evaluation.store)
         segments = _segments(self.store, evaluation, job.data)
@@ -170,7 +170,7 @@ def _segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig)
     return split_overlong(whole, data.context_window, data.overlong)[0]
 
 
-def _pack(segments: Sequence[Segment], job: JobSpec) -> list[StepPlan]:
+def _pack(segments: Sequence[Segment], job: Job) -> list[StepPlan]:
     """Even micro-batches of at most a context window; nothing waits long, as all documents are there at once."""
     packer = make_packer(
         "fixed_greedy",

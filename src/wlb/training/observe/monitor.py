@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from wlb.job.config import MetricsConfig
-from wlb.job.job import JobSpec
+from wlb.job.job import Job
 from wlb.schedules.layer_split import split_layers
 from wlb.sharding.plan import ShardPlan, owners
 from wlb.training.data.loader import LoadedStep
@@ -44,7 +44,7 @@ class Monitor:
     A context manager around the steps, for the trace.
     """
 
-    def __init__(self, metrics: MetricsConfig, job: JobSpec, mesh: JobMesh, device: torch.device) -> None:
+    def __init__(self, metrics: MetricsConfig, job: Job, mesh: JobMesh, device: torch.device) -> None:
         shape, layout = job.shape, job.layout
         self._mesh = mesh
         self._device = device

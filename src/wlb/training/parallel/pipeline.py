@@ -57,7 +57,7 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 class PipelineRunner:
     """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
 
-    ``JobSpec`` has checked that the schedule can run so few. ``clock`` measures the compute of each step.
+    ``Job`` has checked that the schedule can run so few. ``clock`` measures the compute of each step.
     """
 
     def __init__(
