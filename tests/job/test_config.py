@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_origin
@@ -142,10 +143,8 @@ def test_an_option_that_the_method_does_not_read_is_refused(config):
             with pytest.raises(UserError) as refusal:
                 load_config(config, [f"packing.method={method}", f"packing.{option}={json.dumps(value)}"])
             readers = ", ".join(other for other, read in METHODS.items() if option in read)
-            assert (
-                f"packing.{option}: has no effect with method '{method}', only with {readers}; leave it out (got "
-                in (str(refusal.value))
-            )
+            said = f"has no effect with method '{method}', only with {readers}; leave it out"
+            assert re.search(rf"packing\.{option} = .*: {re.escape(said)}", str(refusal.value))
             assert " more" not in str(refusal.value)  # no other value is wrong
     with pytest.raises(UserError, match=r"packing\.window: has no effect with method 'makespan'"):
         load_config(config, ["packing.window=8"])

@@ -193,8 +193,8 @@ def test_hanging_up_ends_the_simulation(page: PageServer, tmp_path: Path):
     connection.request("POST", f"/{page.key}/check", body, {"Origin": f"http://{address}"})
     (worker,) = awaited(lambda: {*multiprocessing.active_children()} - before)
     connection.close()
-    awaited(lambda: worker.exitcode is not None)
-    assert worker.exitcode == -signal.SIGKILL
+    # Its exit code is for whoever asks first: the server.
+    awaited(lambda: not Path(f"/proc/{worker.pid}").exists())
 
 
 def awaited(condition: Any) -> Any:

@@ -231,8 +231,10 @@ class Job:
     def priced_as_run(self, plan: StepPlan) -> StepPlan:
         """``plan`` with the seconds that its micro-batches take, by which they are dealt to ranks and ordered.
 
-        Whole nanoseconds, so that machines agree.
+        Whole nanoseconds, so that machines agree. A caller's own prices stay.
         """
+        if self.pricing.packed_by is not None:
+            return plan
         micro_batches = plan.micro_batches
         forward, backward = micro_batch_phases(
             micro_batches, self.layout.cp, self.sharding.strategy, self.costs, self.ranks_per_node

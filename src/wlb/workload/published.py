@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from wlb.errors import UserError, choose_from
-from wlb.workload.model_json import read_shape
 from wlb.workload.shapes import Experts, LatentAttention, ModelShape
 
 _DEEPSEEK_LATENT = LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128)
@@ -75,6 +74,8 @@ def model_shape(name: str) -> ModelShape:
         return MODEL_SHAPES[name.lower()]
     path = Path(name)
     if path.is_dir() or path.is_file():
+        from wlb.workload.model_json import read_shape  # presets need NumPy alone
+
         return read_shape(path)
     raise UserError(
         f"unknown model {name!r}; {choose_from(name, MODEL_SHAPES)}, or name the directory of a Hugging Face model "

@@ -72,7 +72,7 @@ def test_accelerate_deals_them_back_unchanged():
 
 
 def test_batches_are_even_and_passes_differ():
-    planned = sampler()
+    planned = sampler(hardware="cpu")  # on which so few tokens take longer than reading the weights
     assert np.mean([plan.imbalance for plan in islice(planned.steps(), 10)]) < 1.03
     first, second = list(planned), list(planned)
     assert first != second

@@ -70,8 +70,8 @@ def read_bytes(path: str) -> Any:
         file = RemoteFile(path)
         return file.read(0, file.size)
     with open(path, "rb") as opened:
-        if not os.path.getsize(path):  # an empty file cannot be mapped
-            return b""
+        if not os.path.getsize(path):  # an empty file, or a pipe, cannot be mapped
+            return opened.read()
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
