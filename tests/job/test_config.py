@@ -146,7 +146,7 @@ def test_an_option_that_the_method_does_not_read_is_refused(config):
             said = f"has no effect with method '{method}', only with {readers}; leave it out"
             assert re.search(rf"packing\.{option} = .*: {re.escape(said)}", str(refusal.value))
             assert " more" not in str(refusal.value)  # no other value is wrong
-    with pytest.raises(UserError, match=r"packing\.window: has no effect with method 'makespan'"):
+    with pytest.raises(UserError, match=r"packing\.window = 8: has no effect with method 'makespan'"):
         load_config(config, ["packing.window=8"])
 
 
