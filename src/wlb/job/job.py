@@ -22,7 +22,6 @@ from wlb.job.memory.layers import MemorySettings
 from wlb.job.memory.step import MemoryLimit, limit_of_gpu
 from wlb.job.prices import LevelPrices, micro_batch_phases, sharded_prices
 from wlb.job.pricing import Pricing
-from wlb.packing.arrange import Pipeline
 from wlb.packing.options import Pools
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
@@ -246,11 +245,6 @@ class Job:
             for one, first, second in zip(micro_batches, forward.tolist(), backward.tolist(), strict=True)
         )
         return replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline that micro-batches are ordered for."""
-        return Pipeline(self.layout.schedule, self.layout.pp, self.layout.virtual_pp)
 
     @property
     def memory_settings(self) -> MemorySettings:
