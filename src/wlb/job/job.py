@@ -20,8 +20,7 @@ from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig,
 from wlb.job.configured_model import configured_model
 from wlb.job.memory.layers import MemorySettings
 from wlb.job.memory.step import MemoryLimit, limit_of_gpu
-from wlb.job.prices import LevelPrices, micro_batch_phases, sharded_prices
-from wlb.job.pricing import Pricing
+from wlb.job.prices import LevelPrices, Pricing, micro_batch_phases, sharded_prices
 from wlb.packing.options import Pools
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
@@ -187,14 +186,9 @@ class Job:
     @cached_property
     def costs(self) -> Costs:
         """The prices of one of its GPUs: for sharding, planning and simulation alike."""
-        pricing = self.pricing
+        software, profile, recomputed = self.pricing.software, self.pricing.profile, self.activation_checkpointing
         return Costs(
-            self.shape,
-            self.hardware,
-            self.layout.tp,
-            software=pricing.software,
-            recomputed=self.activation_checkpointing,
-            profile=pricing.profile,
+            self.shape, self.hardware, self.layout.tp, software=software, recomputed=recomputed, profile=profile
         )
 
     @property
@@ -249,6 +243,7 @@ class Job:
     @property
     def memory_settings(self) -> MemorySettings:
         """What the memory model asks."""
+        uneven = self.sharding.strategy == "hybrid" and self.layout.cp > 1 and not self.levels_steps
         return MemorySettings(
             shape=self.shape,
             stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, self.layout.stages)),
@@ -258,16 +253,12 @@ class Job:
             activation_checkpointing=self.activation_checkpointing,
             fused_norms=self.hardware.device_type == "cuda",
             tied_embeddings=self.tied_embeddings,
-            uneven_shards=MEMORY_FACTOR if self._shards_unevenly else 1.0,
+            uneven_shards=MEMORY_FACTOR if uneven else 1.0,
             checkpoint_copy=self.checkpoint_copy,
             keeps_weights=self.levels_steps,
             # Of level steps, a micro-batch that is shared has one document.
             most_exchanged=self.context_window if self.levels_steps else None,
         )
-
-    @property
-    def _shards_unevenly(self) -> bool:
-        return self.sharding.strategy == "hybrid" and self.layout.cp > 1 and not self.levels_steps
 
     @property
     def pools(self) -> Pools | None:
