@@ -197,8 +197,8 @@ def test_sequential_packing_cuts_documents_of_any_length():
         ("makespan", {"lookahead": 2}, "^lookahead = 2: .*less than or equal to 1"),
         ("makespan", {"micro_batches": 2.5}, "^micro_batches = 2.5 is not a whole number"),
         ("makespan", {"context_window": True}, "^context_window = True is not a whole number"),
-        ("variable_length", {"micro_batches": 0}, "^micro_batches = 0 must be"),
-        ("variable_length", {"context_window": 0}, "^context_window = 0 must be"),
+        ("variable_length", {"micro_batches": 0}, "^micro_batches = 0 is not"),
+        ("variable_length", {"context_window": 0}, "^context_window = 0 is not"),
     ],
 )
 def test_impossible_settings_are_refused(method, options, message):
