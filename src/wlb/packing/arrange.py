@@ -174,15 +174,8 @@ def _peaks(count: int, most: int) -> Indices:
     if count <= _ALL_ORDERS_UP_TO:
         return np.array(list(permutations(range(count)))[:most])
     places = np.unique(np.linspace(-0.25, count - 0.75, min(2 * count, most)))
-    return np.array([_peak_at(place, count) for place in places.tolist()])
-
-
-def _peak_at(place: float, count: int) -> Indices:
-    """The heavier, the closer to ``place``."""
-    by_distance = sorted(range(count), key=lambda index: abs(index - place))
-    order = np.empty(count, dtype=np.intp)
-    order[by_distance] = np.arange(count)
-    return order
+    by_distance = np.argsort(np.abs(np.arange(count) - places[:, None]), axis=1, kind="stable")
+    return np.argsort(by_distance, axis=1)  # the heavier, the closer to the place
 
 
 @lru_cache(maxsize=16)

@@ -20,10 +20,10 @@ from typing import Any
 
 from wlb.errors import UserError
 from wlb.packing.bins import best_fit
+from wlb.packing.carrying import OpenMicroBatches, longest_first
 from wlb.packing.level import StagePrices, level_step
 from wlb.packing.makespan import MakespanPacker
 from wlb.packing.packer import Pending
-from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import MicroBatch, StepPlan
 
 _FILLINGS = 8  # of micro-batches that are tried, to find how few tokens the longest one needs

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
-from wlb.packing.carrying import CarryingPacker, split_at
+from wlb.packing.carrying import CarryingPacker, OpenMicroBatches, longest_first, split_at
 from wlb.packing.packer import Pending
-from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 from wlb.packing.release import Fluid, Offer, Outlier, StepRules, choose
 

@@ -29,9 +29,8 @@ from typing import Any
 import numpy as np
 
 from wlb.documents.filling import documents_filling
-from wlb.packing.carrying import CarryingPacker
+from wlb.packing.carrying import CarryingPacker, OpenMicroBatches, longest_first
 from wlb.packing.packer import Pending
-from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 
 DEFAULT_MAX_TOKEN_DELAY = 0.35

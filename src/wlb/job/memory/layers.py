@@ -123,7 +123,7 @@ class LayerMemory:
         """One block; one with a window counts as one without."""
         shape, settings, rows = self.settings.shape, self.settings, self.rows
         attention_out = rows * self.out * self.compute
-        received = self._kept_received()
+        received = self.exchange.kept * self.exchanged * self.compute
         kept_attention = attention_out + self.log_sum_exp + received
         projected = self._projected()
         wide = rows * (feed_forward_width(shape, kind) // settings.parallel.tp) * self.compute
@@ -175,9 +175,6 @@ class LayerMemory:
         assert experts is not None
         rows = -(-self.rows // self.settings.parallel.tp)
         return rows * (2 * experts.active * shape.hidden * self.compute + experts.count * self.master)
-
-    def _kept_received(self) -> int:
-        return self.exchange.kept * self.exchanged * self.compute
 
     def _attention_work(self) -> tuple[int, int]:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
