@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from wlb.documents.order import DataConfig
 from wlb.documents.store.sources import StoreSetting
+from wlb.errors import UserError
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import METHODS, PackingOptions, Pools
 from wlb.packing.packer import Packer
@@ -304,10 +305,10 @@ class EvaluationConfig(Section):
 
 
 def check_pool(ranks: int, pool: int) -> None:
-    """Raise ``ValueError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
+    """Raise ``UserError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
     if ranks % pool:
         sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
-        raise ValueError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
+        raise UserError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
 
 
 class JobConfig(Section):

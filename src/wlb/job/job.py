@@ -286,10 +286,7 @@ class Job:
         ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
-        try:
-            check_pool(ranks, size)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        check_pool(ranks, size)
         if micro_batches < self.layout.pp:
             raise UserError(
                 f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.layout.pp} pipeline stages; raise it"

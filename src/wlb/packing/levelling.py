@@ -80,9 +80,8 @@ class _Levelling:
         while left.any() and self._tries > 0:
             heaviest = int(np.where(left, self._loads, -1.0).argmax())
             lightest = int(self._loads.argmin())
-            if self._loads[heaviest] - self._loads[lightest] <= self._tolerance:
-                break
-            if self._loads[heaviest] <= self._limits.goal:
+            most = self._loads[heaviest]
+            if most - self._loads[lightest] <= self._tolerance or most <= self._limits.goal:
                 break
             if not self._exchange_with_any(heaviest):
                 if self._limits.goal:
@@ -127,11 +126,6 @@ class _Levelling:
             self._rooms[light] -= freed
         return True
 
-    def _wanted(self, heavy: int, light: int) -> float:
-        """What should move: as much as brings one of the two to the mean and the other no further than that."""
-        mean = self._total / self._count
-        return min(float(self._loads[heavy]) - mean, mean - float(self._loads[light]))
-
     def _swapped(self, part: Indices, without: Indices, added: Indices) -> Indices:
         stays = np.ones(len(part), bool)
         stays[without] = False
@@ -149,7 +143,9 @@ class _Levelling:
         if limited:
             given_tokens = _sums(self._tokens[ours], gives)
             taken_tokens = _sums(self._tokens[theirs], takes)[order]
-        for aim in (self._wanted(heavy, light), gap / 2):
+        mean = self._total / self._count
+        # As much as brings one of the two to the mean and the other no further than that, or both to the same.
+        for aim in (min(float(self._loads[heavy]) - mean, mean - float(self._loads[light])), gap / 2):
             wanted = given - aim
             above = taken.searchsorted(wanted)
             neighbours = np.array((np.minimum(above, len(order) - 1), np.maximum(above - 1, 0)))
