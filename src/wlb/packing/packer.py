@@ -265,20 +265,19 @@ def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
     if forms <= {Segment}:
         segments = arrivals
     else:
-        segments = [Segment(*_as_row(arrival, index)) for index, arrival in enumerate(arrivals, number)]
+        segments = [_as_segment(arrival, index) for index, arrival in enumerate(arrivals, number)]
     if set(map(type, chain.from_iterable(segments))) <= {int}:
         return segments
     return [Segment(*(_as_integer(value, segment) for value in segment)) for segment in segments]
 
 
-def _as_row(arrival: Any, index: int) -> tuple[Any, Any, Any]:
-    if not isinstance(arrival, tuple):
-        return index, 0, arrival
+def _as_segment(arrival: Any, index: int) -> Segment:
     if isinstance(arrival, Segment):
         return arrival
-    if len(arrival) == 2:
-        return arrival[0], 0, arrival[1]
-    raise UserError(f"arrival {arrival!r} is not a length, (document, length) pair or Segment")
+    pair = arrival if isinstance(arrival, tuple) else (index, arrival)
+    if len(pair) != 2:
+        raise UserError(f"arrival {arrival!r} is not a length, (document, length) pair or Segment")
+    return Segment(pair[0], 0, pair[1])
 
 
 def _as_integer(value: Any, segment: Segment) -> int:
