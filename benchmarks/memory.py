@@ -99,7 +99,7 @@ def predict(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
 
 def measure(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
     """Bytes of the process that held most."""
-    return max(on_ranks(case.parallel.world_size, _measure_rank, case, shape, tokens))
+    return max(on_ranks(case.parallel.layout.world_size, _measure_rank, case, shape, tokens))
 
 
 def _measure_rank(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:

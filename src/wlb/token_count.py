@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from operator import index
+from typing import Any
 
 from wlb.errors import UserError
 
@@ -16,6 +18,21 @@ _MOST_DIGITS = 20  # of a whole number: more than any count has, and int() refus
 def parse_count(text: str) -> int | None:
     """The number that ``text`` says in the digits 0 to 9; None for anything else, such as digits of other scripts."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def whole_number(value: Any) -> int | None:
+    """``value`` as a plain ``int``, where it is one or converts to one as NumPy's integers do, and is no ``bool``."""
+    try:
+        return None if isinstance(value, bool) else index(value)
+    except TypeError:
+        return None
+
+
+def positive_integer(name: str, value: Any) -> int:
+    """``value`` as a plain ``int``. Raises ``UserError`` where it is none of at least 1."""
+    if (number := whole_number(value)) is None or number < 1:
+        raise UserError(f"{name} = {value!r} is not a whole number of at least 1")
+    return number
 
 
 def parse_tokens(text: str) -> int:

@@ -259,7 +259,7 @@ def stored(case: Case, folder: Path) -> Case:
 
 
 def decided_by_trainer(case: Case) -> Decided:
-    return decided(check_job(case.config, case.config.parallel.world_size).job)
+    return decided(check_job(case.config, case.config.parallel.layout.world_size).job)
 
 
 def decided_by_dry_run(case: Case) -> Decided:

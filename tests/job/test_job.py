@@ -16,7 +16,7 @@ from wlb.job.config import JobConfig, PackingConfig
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory, too_large
 from wlb.job.memory.step import MemoryLimit, limit_of_gpu
-from wlb.job.pricing import Pricing
+from wlb.job.prices import Pricing
 from wlb.packing.options import Pools
 from wlb.schedules.layout import Layout
 from wlb.workload import ModelShape, hardware_preset

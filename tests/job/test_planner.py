@@ -18,7 +18,7 @@ from wlb.documents.permutation import Permutation
 from wlb.job.config import DataConfig, PackingConfig
 from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
-from wlb.job.pricing import Pricing
+from wlb.job.prices import Pricing
 from wlb.packing import options
 from wlb.packing.options import Grouping, Pools
 from wlb.schedules.layout import Layout

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.packing.streams import SETTINGS
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing.arrange import Order, Pipeline, arrange
+from wlb.packing.arrange import Order, arrange
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.schedules.layout import Layout
 from wlb.schedules.operations import SCHEDULES
 from wlb.schedules.timing import pipeline_makespan
 from wlb.workload import make_workload
@@ -56,7 +57,7 @@ def steps(draw):
 @st.composite
 def pipelines(draw):
     """Pipelines that take any number of micro-batches."""
-    return Pipeline(draw(st.sampled_from(SCHEDULES)), draw(st.integers(1, 4)))
+    return Layout(schedule=draw(st.sampled_from(SCHEDULES)), pp=draw(st.integers(1, 4)))
 
 
 def makespans(plan, pipeline):
@@ -159,7 +160,7 @@ def test_four_micro_batches_run_in_the_best_of_all_orders(workloads, pipeline):
 
 def test_the_search_comes_close_to_the_best_place_of_a_heavy_pair():
     """Two heavy micro-batches among light ones: every pair of places is tried here, the search tries few."""
-    pipeline = Pipeline("1f1b", 4)
+    pipeline = Layout(pp=4)
     light, heavy = [0.87] * 14, [2.3, 2.2]
     searched = arrange(step_of(light + heavy), 1, order="makespan", pipeline=pipeline)
     every_pair = []
@@ -172,25 +173,25 @@ def test_the_search_comes_close_to_the_best_place_of_a_heavy_pair():
 
 
 def test_of_many_micro_batches_a_sample_of_orders_is_searched():
-    pipeline, plan = Pipeline("1f1b", 8), step_of([0.9] * 509 + [9, 8, 7])
+    pipeline, plan = Layout(pp=8), step_of([0.9] * 509 + [9, 8, 7])
     searched = arrange(plan, 1, order="makespan", pipeline=pipeline)
     assert makespans(searched, pipeline)[0] < makespans(arrange(plan, 1), pipeline)[0]
 
 
 def test_even_micro_batches_keep_the_order_in_which_they_were_packed():
     plan = step_of([1, 1.0005, 1.0009, 1.0001])
-    assert arrange(plan, 1, assignment="arrival", order="makespan", pipeline=Pipeline("1f1b", 4)) == plan
+    assert arrange(plan, 1, assignment="arrival", order="makespan", pipeline=Layout(pp=4)) == plan
 
 
 def test_without_a_pipeline_ranks_run_micro_batches_that_cost_alike_at_the_same_time():
-    arranged = arrange(step_of([3, 1, 2, 5, 4, 6]), 2, order="makespan", pipeline=Pipeline("1f1b", 1))
+    arranged = arrange(step_of([3, 1, 2, 5, 4, 6]), 2, order="makespan", pipeline=Layout(pp=1))
     workloads = [[micro_batch.workload for micro_batch in rank] for rank in arranged.ranks]
     assert sorted(map(sorted, workloads)) == sorted(workloads)
     assert sum(max(at_once) for at_once in zip(*workloads, strict=True)) == 2 + 4 + 6
 
 
 def test_equal_workloads_of_unequal_forwards_are_ordered_too():
-    pipeline, plan = Pipeline("1f1b", 4), step_of([1] * 8, [200_000, 1] * 4)
+    pipeline, plan = Layout(pp=4), step_of([1] * 8, [200_000, 1] * 4)
     searched = arrange(plan, 1, assignment="arrival", order="makespan", pipeline=pipeline)
     assert makespans(searched, pipeline)[0] < makespans(plan, pipeline)[0]
 

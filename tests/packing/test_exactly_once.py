@@ -195,10 +195,10 @@ def test_sequential_packing_cuts_documents_of_any_length():
         ("variable_length", {"outlier_thresholds": (0,)}, r"^outlier_thresholds = 0: .*greater than or equal to 1"),
         ("makespan", {"max_length_factor": "auto"}, "^max_length_factor = 'auto' is decided by"),
         ("makespan", {"lookahead": 2}, "^lookahead = 2: .*less than or equal to 1"),
-        ("makespan", {"micro_batches": 2.5}, "^micro_batches = 2.5 must be a whole number"),
-        ("makespan", {"context_window": True}, "^context_window = True must be a whole number"),
-        ("variable_length", {"micro_batches": 0}, "^micro_batches = 0 must be"),
-        ("variable_length", {"context_window": 0}, "^context_window = 0 must be"),
+        ("makespan", {"micro_batches": 2.5}, "^micro_batches = 2.5 is not a whole number"),
+        ("makespan", {"context_window": True}, "^context_window = True is not a whole number"),
+        ("variable_length", {"micro_batches": 0}, "^micro_batches = 0 is not"),
+        ("variable_length", {"context_window": 0}, "^context_window = 0 is not"),
     ],
 )
 def test_impossible_settings_are_refused(method, options, message):

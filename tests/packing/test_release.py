@@ -21,7 +21,7 @@ WINDOW = 1024
 
 def outlier(length, due, overdue, workload=WORKLOADS["polynomial"]):
     seconds = float(workload.document_seconds([length])[0])
-    return Outlier(length, seconds, due, due and overdue, Pending(length, seconds, 0, Segment(0, 0, length), length))
+    return Outlier(Pending(length, seconds, 0, Segment(0, 0, length), length), due, due and overdue)
 
 
 def fluid(tokens, workload=WORKLOADS["polynomial"]):
@@ -37,9 +37,9 @@ def offers(draw, most=10):
     outliers = [outlier(length, draw(st.booleans()), draw(st.integers(0, 9)) == 0) for length in lengths]
     due, early = (draw(st.integers(0, batch)) // 16 * 16 for _ in range(2))
     spread = draw(st.sampled_from([0.25, 0.75, 1.0]))
-    due_tokens = due + sum(o.length for o in outliers if o.due)
+    due_tokens = due + sum(o.item.length for o in outliers if o.due)
     return Offer(
-        outliers=sorted(outliers, key=lambda o: (-o.seconds, o.due)),
+        outliers=sorted(outliers, key=lambda o: (-o.item.seconds, o.due)),
         due=fluid(due),
         early=fluid(early),
         aim=min(max(due_tokens, int((1 - spread) * batch)), batch),
@@ -77,10 +77,10 @@ def test_the_search_comes_close_to_the_best_of_all_subsets():
     for _ in range(150):
         lengths = random.integers(WINDOW // 8, WINDOW, random.integers(1, 9), endpoint=True).tolist()
         outliers = [outlier(length, bool(random.random() < 0.7), bool(random.random() < 0.1)) for length in lengths]
-        due = max(0, 4 * WINDOW - sum(o.length for o in outliers if o.due)) // 16 * 16
+        due = max(0, 4 * WINDOW - sum(o.item.length for o in outliers if o.due)) // 16 * 16
         delay_price = float(random.choice([0.02, 0.1, 0.3]))
         offer = Offer(
-            outliers=sorted(outliers, key=lambda o: (-o.seconds, o.due)),
+            outliers=sorted(outliers, key=lambda o: (-o.item.seconds, o.due)),
             due=fluid(due),
             early=fluid(WINDOW),
             aim=4 * WINDOW,

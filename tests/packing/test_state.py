@@ -23,12 +23,12 @@ from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
 from wlb.packing.packer import held_segments
 from wlb.packing.registry import make_packer
-from wlb.packing.tuning import TunedVariableLengthPacker
+from wlb.packing.variable_length import VariableLengthPacker
 
 
 def small_tuner(monkeypatch):
     """``auto`` tunes after two steps instead of 48, so that short streams see it."""
-    monkeypatch.setattr(TunedVariableLengthPacker, "_SAMPLE_STEPS", 2)
+    monkeypatch.setattr(VariableLengthPacker, "_SAMPLE_STEPS", 2)
 
 
 @pytest.mark.parametrize("method", METHODS)

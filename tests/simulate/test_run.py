@@ -13,8 +13,9 @@ from wlb.documents.order import DocumentStream
 from wlb.errors import UserError
 from wlb.job.config import DataConfig
 from wlb.job.planner import StepPlanner
-from wlb.packing.arrange import Pipeline, arrange
+from wlb.packing.arrange import arrange
 from wlb.packing.plan import StepPlan
+from wlb.schedules.layout import Layout
 from wlb.simulate import simulate, simulate_steps
 
 LENGTHS = documents(300)
@@ -28,7 +29,7 @@ def test_plans_are_those_of_packer_and_arrangement(preset, order):
     simulated = job(preset, pp=2, dp=2, packing={"order": order})
     packer = simulated.packing.packer(WINDOW, simulated.packing_prices)
     stream = DocumentStream(LENGTHS, simulated.data)
-    pipeline = Pipeline("1f1b", pp=2)
+    pipeline = Layout(pp=2)
     count = 2 * int(LENGTHS.sum()) // (WINDOW * simulated.packing.micro_batches)  # into the third epoch
     packed: list[StepPlan] = []
     while len(packed) < count:

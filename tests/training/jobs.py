@@ -76,7 +76,7 @@ def trainer_of(config: JobConfig) -> Trainer:
     from wlb.training.preflight import check_job
     from wlb.training.trainer import Trainer
 
-    return Trainer(check_job(config, config.parallel.world_size), torch.device("cpu"))
+    return Trainer(check_job(config, config.parallel.layout.world_size), torch.device("cpu"))
 
 
 def train(config: JobConfig) -> None:

@@ -98,7 +98,7 @@ def rehearse(folder: Path, preset: str, layout: dict[str, Any]) -> list[Row]:
     straight = _measured(_job(folder / "straight", folder, preset, layout), preset, [])
     config = _job(folder / "killed", folder, preset, layout)
     try:
-        run_ranks(config.parallel.world_size, _train_and_lose_a_node, config, seconds=_SECONDS)
+        run_ranks(config.parallel.layout.world_size, _train_and_lose_a_node, config, seconds=_SECONDS)
         raise AssertionError("no process was lost")
     except RankFailure as failure:
         if "died" not in str(failure):
@@ -115,7 +115,7 @@ class _Measured(NamedTuple):
 
 def _measured(config: JobConfig, preset: str, before: list[StepPlan]) -> _Measured:
     """Train ``config`` to its end, and compare it with single documents; ``before`` are the plans of earlier steps."""
-    processes = config.parallel.world_size
+    processes = config.parallel.layout.world_size
     began = time.time()
     ranks: list[RankTimes] = run_ranks(processes, _train, config, seconds=_SECONDS)
     ended = time.time()
@@ -170,10 +170,10 @@ def _train(config: JobConfig) -> RankTimes:
 
 def _train_and_lose_a_node(config: JobConfig) -> None:
     trainer = trainer_of(config)
-    node = config.parallel.world_size // config.parallel.dp
+    node = config.parallel.layout.world_size // config.parallel.dp
     rank = int(torch.distributed.get_rank())
     for step in trainer.steps():
-        if step == LOST_AFTER and rank >= config.parallel.world_size - node:
+        if step == LOST_AFTER and rank >= config.parallel.layout.world_size - node:
             wait_until(lambda: newest_checkpoint(config.checkpoint) is not None, _SECONDS)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -70,7 +70,7 @@ def _train(config: JobConfig) -> list[StepPlan]:
 )
 def test_steps_have_the_losses_of_single_documents(preset: str, steps: int, folder: Path) -> None:
     config = configure(folder, preset, steps)
-    plans = run_ranks(config.parallel.world_size, _train, config)[0]
+    plans = run_ranks(config.parallel.layout.world_size, _train, config)[0]
     if preset == "level":
         assert {len(part.ranks) for plan in plans for part in plan.micro_batches} == {1, 2}
     losses = [row["loss"] for row in read_steps(folder / preset)]

@@ -63,7 +63,7 @@ def test_every_layout_trains_the_same(tmp_path, store):
     for number, parallel in enumerate([{}, *LAYOUTS]):
         folder = tmp_path / str(number)
         config = configure(folder, store, parallel, steps=3)
-        run_ranks(config.parallel.world_size, _train, config)
+        run_ranks(config.parallel.layout.world_size, _train, config)
         rows.append(read_steps(folder))
     alone, others = rows[0], rows[1:]
     assert alone[0]["loss"] == pytest.approx(math.log(67), rel=0.05)  # random weights on 67 tokens

@@ -193,7 +193,7 @@ def trained(
     Steps are planned once more, from the job's configuration and document lengths alone; others are refused.
     """
     config = load_config(CONFIG, _overrides(arguments, store, layout, preset, 0))
-    job = check_job(config, config.parallel.world_size).job
+    job = check_job(config, config.parallel.layout.world_size).job
     plans = [*islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, arguments.steps + 1)]
     rows = counted_rows(layout, preset, arguments)
     tokens = [plan.tokens for plan in plans]

@@ -15,12 +15,13 @@ from pydantic import AfterValidator, Field, model_validator
 
 from wlb.documents.order import DataConfig
 from wlb.documents.store.sources import StoreSetting
+from wlb.errors import UserError
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import METHODS, PackingOptions, Pools
 from wlb.packing.packer import Packer
 from wlb.packing.registry import PACKERS
 from wlb.schedules.layout import Layout
-from wlb.schedules.operations import SCHEDULES, round_size
+from wlb.schedules.operations import SCHEDULES, check_operations
 from wlb.settings import (
     MOST_MICRO_BATCHES,
     MOST_RANKS,
@@ -119,14 +120,6 @@ class LayoutConfig(Section):
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
     virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
     schedule: Annotated[str, *one_of(SCHEDULES)] = Field("1f1b", description="Pipeline schedule")
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.pp * self.cp * self.tp
-
-    @property
-    def stages(self) -> int:
-        return self.pp * self.virtual_pp
 
     @property
     def layout(self) -> Layout:
@@ -312,10 +305,10 @@ class EvaluationConfig(Section):
 
 
 def check_pool(ranks: int, pool: int) -> None:
-    """Raise ``ValueError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
+    """Raise ``UserError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
     if ranks % pool:
         sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
-        raise ValueError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
+        raise UserError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
 
 
 class JobConfig(Section):
@@ -356,10 +349,11 @@ class JobConfig(Section):
                 f"packing.outlier_thresholds has {thresholds[-1]}, over data.context_window = {window}: no document "
                 "could reach it"
             )
-        if self.baseline is not None and self.baseline.world_size != self.parallel.world_size:
+        processes = self.parallel.layout.world_size
+        if self.baseline is not None and self.baseline.layout.world_size != processes:
             raise ValueError(
-                f"[baseline] is a job of {self.baseline.world_size} processes and [parallel] of "
-                f"{self.parallel.world_size}; give both the same number, or leave [baseline] out"
+                f"[baseline] is a job of {self.baseline.layout.world_size} processes and [parallel] of {processes}; "
+                "give both the same number, or leave [baseline] out"
             )
         pooled = self.packing.pools(self.parallel.pool) is not None
         if self.parallel.pool != "auto":
@@ -382,10 +376,5 @@ class JobConfig(Section):
                 f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
                 "pipeline stages; raise packing.micro_batches"
             )
-        if self.parallel.virtual_pp > 1 and per_rank % round_size(self.parallel.pp, per_rank):
-            raise ValueError(
-                f"interleaved 1F1B runs micro-batches in equal rounds of at least parallel.pp = {self.parallel.pp}; "
-                f"packing.micro_batches / parallel.dp = {per_rank} cannot be divided into "
-                f"{per_rank // self.parallel.pp}"
-            )
+        check_operations(self.parallel.schedule, self.parallel.pp, per_rank, self.parallel.virtual_pp)
         return self

@@ -78,7 +78,7 @@ def _with_decided_dp(document: dict[str, Any], auto_dp: Callable[[int], int] | N
             "--set parallel.dp=N"
         )
     alone = ParallelConfig.of(given | {"dp": 1}, "parallel")
-    return document | {"parallel": given | {"dp": auto_dp(alone.world_size)}}
+    return document | {"parallel": given | {"dp": auto_dp(alone.layout.world_size)}}
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:

@@ -20,9 +20,7 @@ from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig,
 from wlb.job.configured_model import configured_model
 from wlb.job.memory.layers import MemorySettings
 from wlb.job.memory.step import MemoryLimit, limit_of_gpu
-from wlb.job.prices import LevelPrices, micro_batch_phases, sharded_prices
-from wlb.job.pricing import Pricing
-from wlb.packing.arrange import Pipeline
+from wlb.job.prices import LevelPrices, Pricing, micro_batch_phases, sharded_prices
 from wlb.packing.options import Pools
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
@@ -188,14 +186,9 @@ class Job:
     @cached_property
     def costs(self) -> Costs:
         """The prices of one of its GPUs: for sharding, planning and simulation alike."""
-        pricing = self.pricing
+        software, profile, recomputed = self.pricing.software, self.pricing.profile, self.activation_checkpointing
         return Costs(
-            self.shape,
-            self.hardware,
-            self.layout.tp,
-            software=pricing.software,
-            recomputed=self.activation_checkpointing,
-            profile=pricing.profile,
+            self.shape, self.hardware, self.layout.tp, software=software, recomputed=recomputed, profile=profile
         )
 
     @property
@@ -250,13 +243,9 @@ class Job:
         return replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
 
     @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline that micro-batches are ordered for."""
-        return Pipeline(self.layout.schedule, self.layout.pp, self.layout.virtual_pp)
-
-    @property
     def memory_settings(self) -> MemorySettings:
         """What the memory model asks."""
+        uneven = self.sharding.strategy == "hybrid" and self.layout.cp > 1 and not self.levels_steps
         return MemorySettings(
             shape=self.shape,
             stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, self.layout.stages)),
@@ -266,16 +255,12 @@ class Job:
             activation_checkpointing=self.activation_checkpointing,
             fused_norms=self.hardware.device_type == "cuda",
             tied_embeddings=self.tied_embeddings,
-            uneven_shards=MEMORY_FACTOR if self._shards_unevenly else 1.0,
+            uneven_shards=MEMORY_FACTOR if uneven else 1.0,
             checkpoint_copy=self.checkpoint_copy,
             keeps_weights=self.levels_steps,
             # Of level steps, a micro-batch that is shared has one document.
             most_exchanged=self.context_window if self.levels_steps else None,
         )
-
-    @property
-    def _shards_unevenly(self) -> bool:
-        return self.sharding.strategy == "hybrid" and self.layout.cp > 1 and not self.levels_steps
 
     @property
     def pools(self) -> Pools | None:
@@ -303,10 +288,7 @@ class Job:
         ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
-        try:
-            check_pool(ranks, size)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        check_pool(ranks, size)
         if micro_batches < self.layout.pp:
             raise UserError(
                 f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.layout.pp} pipeline stages; raise it"

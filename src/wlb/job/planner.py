@@ -77,10 +77,7 @@ class StepPlanner(Iterator[PlannedStep]):
                 raise UserError("phases are of the documents of one data set; give no stream, mixture or store of them")
             job.phases.check(len(documents))
         self._packer = job.packer()
-        self._packing = job.packing
-        self._dp = job.layout.dp
-        self._pipeline = job.pipeline
-        self._priced = job.priced_as_run
+        self._job = job
         self._last_epoch = None if epochs is None else first_epoch + epochs - 1
         self._emitted: deque[StepPlan] = deque()
         self._drained = False
@@ -193,8 +190,10 @@ class StepPlanner(Iterator[PlannedStep]):
             tokens -= sum([segment.length for segment in segments])
 
     def _arranged(self, plan: StepPlan) -> StepPlan:
-        packing, plan = self._packing, self._priced(plan)
-        return arrange(plan, self._dp, assignment=packing.assignment, order=packing.order, pipeline=self._pipeline)
+        job, priced = self._job, self._job.priced_as_run(plan)
+        return arrange(
+            priced, job.layout.dp, assignment=job.packing.assignment, order=job.packing.order, pipeline=job.layout
+        )
 
     def _waiting_documents(self) -> set[int]:
         return self._held_by_packer().documents.union(

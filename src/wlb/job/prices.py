@@ -14,17 +14,20 @@ are (``micro_batch_phases``), and arranged by that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases, group_seconds
-from wlb.workload import Costs
+from wlb.workload import Costs, Hardware, ModelShape
 from wlb.workload.base import DocumentPrices, Seconds
+from wlb.workload.costs import Software
+from wlb.workload.profile import WorkloadProfile
 
 LEVEL_SHARDING = "per_document"  # of a document that several ranks share: by its length alone, alike on every machine
 _PROBES = np.arange(2, 17) / 16  # lengths of documents, in context windows
@@ -35,6 +38,29 @@ _DECIMALS = 4  # of corrections, so that rounding on different CPUs does not mak
 # Corrections. Short documents that stay whole in a group of 64 ranks cost 0.07 of W_a + W_l, which has them exchanged;
 # outside these bounds, the window is too short to be probed.
 _LEAST, _MOST = 0.05, 4.0
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What a job's seconds depend on beside its model and layout.
+
+    ``hardware`` has the rates of the type that the job computes in. A measured ``profile`` replaces what it measured;
+    links stay the hardware's. ``packed_by`` are a caller's own prices of documents, by which they are packed.
+    """
+
+    hardware: Hardware
+    profile: WorkloadProfile | None = field(default=None, hash=False)  # it has a dict
+    packed_by: DocumentPrices | None = None
+    software: Software = field(default_factory=Software)
+
+    def check(self, shape: ModelShape, gpus_of_stage: int) -> None:
+        """Raise ``UserError`` unless the experts of a model of ``shape`` divide so many GPUs of a pipeline rank."""
+        ranks, experts = self.software.expert_parallel, shape.experts
+        if ranks < 1 or gpus_of_stage % ranks or (ranks > 1 and (experts is None or experts.count % ranks)):
+            raise UserError(
+                f"expert_parallel = {ranks} must divide the {gpus_of_stage} GPUs of a pipeline stage and the model's "
+                f"{experts.count if experts else 0} experts; choose a common divisor, or 1"
+            )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, permutations
 from typing import Literal
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.packing.bins import into_lightest
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.schedules.layout import Layout
 from wlb.schedules.timing import pipeline_makespan
 
 Assignment = Literal["arrival", "balanced"]
@@ -47,26 +48,13 @@ Indices = NDArray[np.intp]
 Seconds = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """A schedule of ``wlb.schedules``, its pipeline ranks, and the stages that each of them holds."""
-
-    schedule: str
-    pp: int
-    virtual_pp: int = 1
-
-    @property
-    def stages(self) -> int:
-        return self.pp * self.virtual_pp
-
-
 def arrange(
     plan: StepPlan,
     dp: int,
     *,
     assignment: Assignment = "balanced",
     order: Order | None = None,
-    pipeline: Pipeline | None = None,
+    pipeline: Layout | None = None,
 ) -> StepPlan:
     """Deal the micro-batches of ``plan`` to ``dp`` ranks, the same number to each, and order each rank's.
 
@@ -114,7 +102,7 @@ def _heavy_in_the_middle(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch
     return rising[::2] + rising[1::2][::-1]
 
 
-def _in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: Pipeline) -> list[list[MicroBatch]]:
+def _in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: Layout) -> list[list[MicroBatch]]:
     """``ranks``, of equally many micro-batches, each in the order in which the pipeline is fastest, as far as tried.
 
     No rank is slower than as given, rising, falling, or rising and then falling, up to 0.1%. Without a pipeline ranks
@@ -143,7 +131,7 @@ def _phase_seconds(ranks: Sequence[Sequence[MicroBatch]]) -> Seconds:
     return np.stack([np.array(known), both - np.array(known)])
 
 
-def _best_rule(seconds: Seconds, pipeline: Pipeline) -> tuple[Indices, Seconds]:
+def _best_rule(seconds: Seconds, pipeline: Layout) -> tuple[Indices, Seconds]:
     """Orders (ranks, micro-batches), the first of the best for each rank, and their makespans (ranks,)."""
     _, ranks, micro_batches = seconds.shape
     as_given = np.broadcast_to(np.arange(micro_batches), (ranks, micro_batches))
@@ -157,7 +145,7 @@ def _best_rule(seconds: Seconds, pipeline: Pipeline) -> tuple[Indices, Seconds]:
     return orders[rows, best], makespans[rows, best]
 
 
-def _best_of_round(seconds: Seconds, order: Indices, pipeline: Pipeline) -> tuple[Indices, float]:
+def _best_of_round(seconds: Seconds, order: Indices, pipeline: Layout) -> tuple[Indices, float]:
     """The best order near ``order`` or with a peak, and its makespan; ``seconds`` has shape (2, micro-batches)."""
     count = len(order)
     most = max(2, _ROUND_OPERATIONS // (2 * pipeline.stages * count))
@@ -168,7 +156,7 @@ def _best_of_round(seconds: Seconds, order: Indices, pipeline: Pipeline) -> tupl
     return orders[best], float(makespans[best])
 
 
-def _makespans(seconds: Seconds, pipeline: Pipeline) -> Seconds:
+def _makespans(seconds: Seconds, pipeline: Layout) -> Seconds:
     """Seconds of shape (...) from forward and backward, all stages, (2, ..., micro-batches)."""
     shape = (*seconds.shape[:-1], pipeline.stages, seconds.shape[-1])
     forward, backward = np.broadcast_to(seconds[..., None, :] / pipeline.stages, shape)
@@ -186,15 +174,8 @@ def _peaks(count: int, most: int) -> Indices:
     if count <= _ALL_ORDERS_UP_TO:
         return np.array(list(permutations(range(count)))[:most])
     places = np.unique(np.linspace(-0.25, count - 0.75, min(2 * count, most)))
-    return np.array([_peak_at(place, count) for place in places.tolist()])
-
-
-def _peak_at(place: float, count: int) -> Indices:
-    """The heavier, the closer to ``place``."""
-    by_distance = sorted(range(count), key=lambda index: abs(index - place))
-    order = np.empty(count, dtype=np.intp)
-    order[by_distance] = np.arange(count)
-    return order
+    by_distance = np.argsort(np.abs(np.arange(count) - places[:, None]), axis=1, kind="stable")
+    return np.argsort(by_distance, axis=1)  # the heavier, the closer to the place
 
 
 @lru_cache(maxsize=16)

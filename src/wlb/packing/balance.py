@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.packing.bins import differenced, fitting_bins, into_lightest
-from wlb.packing.levelling import Indices, Limits, Prices, level, level_equal_sizes, sums_of
+from wlb.packing.levelling import Indices, Limits, Prices, level, sums_of
+from wlb.token_count import positive_integer, whole_number
 
 if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
@@ -138,7 +139,10 @@ def _divided(task: _Task, parts: int, start: list[Indices] | None = None) -> lis
             f"found no way to divide {len(task.tokens)} documents of {task.tokens.sum()} tokens into {parts} parts of "
             f"max_tokens = {task.most_tokens}; raise max_tokens or parts"
         )
-    starts = [start, *_differenced(task, parts)]
+    starts = [start]
+    few = len(task.tokens) <= _FEW or (parts <= _FEW_PARTS and len(task.tokens) <= _FEW_OF_PART * parts)
+    if few and not task.equal_size and (other := _differenced(task, parts)):
+        starts.append(other)
     if not task.even:  # for ranks each slot is levelled by itself
         starts = [_levelled(start, task) for start in starts]
     return min(starts, key=lambda found: _most(found, task.prices))
@@ -160,14 +164,9 @@ def _fewest(task: _Task, multiple: int) -> tuple[int, list[Indices] | None]:
 
 
 def _placed(task: _Task, parts: int) -> list[Indices] | None:
-    """A start that balances prices; None where it would break the limit."""
-    if not task.equal_size:
-        return _dearest_first(task, parts)
-    return _within(task, [np.array(part, np.int64) for part in differenced(task.prices, parts, equal_size=True)])
-
-
-def _dearest_first(task: _Task, parts: int) -> list[Indices] | None:
-    """Each document in the cheapest part that has room; None where one finds none."""
+    """A start that balances prices, each document in the cheapest part with room; None where it breaks the limit."""
+    if task.equal_size:
+        return _differenced(task, parts)
     order = np.argsort(-task.prices, kind="stable").tolist()
     tokens, prices = task.tokens.tolist(), task.prices.tolist()
     rooms = [task.most_tokens or sum(tokens)] * parts
@@ -190,27 +189,19 @@ def _fitted(task: _Task, parts: int) -> list[Indices] | None:
     return start if start and _most(start, task.tokens) <= (task.most_tokens or 0) else None
 
 
-def _differenced(task: _Task, parts: int) -> list[list[Indices]]:
-    """Another start, where there are few documents; none where there are many, or it breaks a limit."""
-    documents = len(task.tokens)
-    if task.equal_size or (documents > _FEW and (parts > _FEW_PARTS or documents > _FEW_OF_PART * parts)):
-        return []
-    start = [np.array(part, np.int64) for part in differenced(task.prices, parts)]
-    return [start] if all(map(len, start)) and _within(task, start) else []
-
-
-def _within(task: _Task, start: list[Indices]) -> list[Indices] | None:
-    return start if task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens else None
+def _differenced(task: _Task, parts: int) -> list[Indices] | None:
+    """A start by largest differencing; None where it breaks the limit, or leaves a part empty."""
+    start = [np.array(part, np.int64) for part in differenced(task.prices, parts, equal_size=task.equal_size)]
+    fits = all(map(len, start)) and (task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens)
+    return start if fits else None
 
 
 def _levelled(start: list[Indices], task: _Task, goal: float = 0.0, most_tries: int = 2**31) -> list[Indices]:
     # Where prices are tokens, what makes the dearest part cheaper keeps it within the limit, too.
     most = None if np.array_equal(task.prices, task.tokens) else task.most_tokens
     documents, parts = sum(map(len, start)), len(start)
-    if task.equal_size:
-        return level_equal_sizes(start, task.prices, task.tokens, Limits(most, task.even, documents // _SWAPS))
-    tries = min(documents * parts // _EXCHANGES, most_tries)
-    return level(start, task.prices, task.tokens, Limits(most, task.even, tries, goal))
+    tries = documents // _SWAPS if task.equal_size else min(documents * parts // _EXCHANGES, most_tries)
+    return level(start, task.prices, task.tokens, Limits(most, task.even, tries, goal, task.equal_size))
 
 
 def _most(parts: list[Indices], amounts: Indices | Prices) -> float:
@@ -244,22 +235,18 @@ def _check_possible(task: _Task, parts: int) -> None:
 
 
 def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
-    try:
-        array = np.asarray(lengths)
-    except ValueError:
-        raise UserError("lengths to balance are ragged; give one number of tokens for each document") from None
-    if array.ndim != 1 or array.size == 0:
-        raise UserError("lengths to balance must be a list of at least one number of tokens")
     # NumPy makes integers of booleans among integers, and floats or objects of integers over 64 bits.
-    if array.dtype.kind not in "iu" or (isinstance(lengths, list | tuple) and bool in set(map(type, lengths))):
-        for document, length in enumerate(lengths):
-            if isinstance(length, bool) or not isinstance(length, int | np.integer):
-                kind = "bool" if isinstance(length, bool) else array.dtype
+    tokens = [*lengths] if isinstance(lengths, list | tuple) else np.atleast_1d(np.asarray(lengths)).tolist()
+    if not tokens:
+        raise UserError("lengths to balance must be a list of at least one number of tokens")
+    if set(map(type, tokens)) != {int}:
+        for document, length in enumerate(tokens):
+            if (number := whole_number(length)) is None:
                 raise UserError(
-                    f"document lengths must be whole numbers of tokens, not {kind} (document {document} is "
-                    f"{str(length)[:40]}); convert them to int"
+                    f"document lengths must be whole numbers of tokens, not {type(length).__name__} (document "
+                    f"{document} is {str(length)[:40]}); convert them to int"
                 )
-    tokens = array.tolist() if array.dtype.kind in "iu" else [int(length) for length in lengths]
+            tokens[document] = number
     if (shortest := min(tokens)) < 1:
         raise UserError(f"document {tokens.index(shortest)} has {shortest} tokens; lengths must be at least 1")
     if (total := sum(tokens)) > _MOST_TOKENS:
@@ -314,9 +301,7 @@ def _given_costs(documents: int, workload: object, costs: Sequence[float] | NDAr
 
 
 def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
-        raise UserError(f"{name} = {value!r} is not a whole number of at least 1")
-    return value if value is None else int(value)
+    return None if value is None else positive_integer(name, value)
 
 
 def _in_lock_step(task: _Task, parts: int, ranks: int, start: list[Indices] | None) -> list[list[Indices]]:

@@ -20,10 +20,10 @@ from typing import Any
 
 from wlb.errors import UserError
 from wlb.packing.bins import best_fit
+from wlb.packing.carrying import OpenMicroBatches, longest_first
 from wlb.packing.level import StagePrices, level_step
 from wlb.packing.makespan import MakespanPacker
 from wlb.packing.packer import Pending
-from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import MicroBatch, StepPlan
 
 _FILLINGS = 8  # of micro-batches that are tried, to find how few tokens the longest one needs
@@ -55,14 +55,13 @@ class ElasticPacker(MakespanPacker):
         if self.options.grouping not in ("alike", "level"):
             return super()._plan_step(due, early, last=last)
         now, later = (due, early) if due else (early[:1], early[1:])
+        self._held = []
         if self.options.grouping == "level":
-            self._held = []
             self._carry(later)
             return [self._levelled(now)]
         filled, unfit = self._grouped(longest_first(now))
         if any(self._overdue(item) for item in unfit):  # what has waited for room goes first
             filled, unfit = self._grouped(self._overdue_first(longest_first(now)))
-        self._held = []
         self._carry(unfit + later)
         return self._emit_filled(filled)
 

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import require
-from wlb.packing.carrying import CarryingPacker
-from wlb.packing.placement import OpenMicroBatches
+from wlb.packing.carrying import CarryingPacker, OpenMicroBatches
 
 _MOST_VARIABLES = 2**20  # documents x micro-batches: a GiB, and minutes before the first branch
 

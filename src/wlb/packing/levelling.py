@@ -36,13 +36,15 @@ class Limits(NamedTuple):
     """What exchanges keep to: tokens of a part, or None; and when they end.
 
     That is where parts differ by less than ``even`` of their mean, or after ``tries`` to exchange. With a ``goal`` it
-    is where no part is dearer than that, or where one that is cannot become cheaper.
+    is where no part is dearer than that, or where one that is cannot become cheaper. With ``equal_size`` parts swap
+    single documents.
     """
 
     most_tokens: int | None
     even: float
     tries: int
     goal: float = 0.0
+    equal_size: bool = False
 
 
 def level(parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> list[Indices]:
@@ -78,9 +80,8 @@ class _Levelling:
         while left.any() and self._tries > 0:
             heaviest = int(np.where(left, self._loads, -1.0).argmax())
             lightest = int(self._loads.argmin())
-            if self._loads[heaviest] - self._loads[lightest] <= self._tolerance:
-                break
-            if self._loads[heaviest] <= self._limits.goal:
+            most = self._loads[heaviest]
+            if most - self._loads[lightest] <= self._tolerance or most <= self._limits.goal:
                 break
             if not self._exchange_with_any(heaviest):
                 if self._limits.goal:
@@ -125,11 +126,6 @@ class _Levelling:
             self._rooms[light] -= freed
         return True
 
-    def _wanted(self, heavy: int, light: int) -> float:
-        """What should move: as much as brings one of the two to the mean and the other no further than that."""
-        mean = self._total / self._count
-        return min(float(self._loads[heavy]) - mean, mean - float(self._loads[light]))
-
     def _swapped(self, part: Indices, without: Indices, added: Indices) -> Indices:
         stays = np.ones(len(part), bool)
         stays[without] = False
@@ -139,7 +135,7 @@ class _Levelling:
     def _best(self, heavy: int, light: int, gap: float) -> tuple[Indices, Indices, float, int] | None:
         """Which places of the two parts to exchange so that over 0 and under ``gap`` moves; price and tokens of it."""
         ours, theirs = self._parts[heavy], self._parts[light]
-        gives, takes = _subsets(len(ours)), _subsets(len(theirs))
+        gives, takes = (_subsets(len(part), self._limits.equal_size) for part in (ours, theirs))
         given, taken = _sums(self._prices[ours], gives), _sums(self._prices[theirs], takes)
         order = taken.argsort(kind="stable")
         taken = taken[order]
@@ -147,7 +143,9 @@ class _Levelling:
         if limited:
             given_tokens = _sums(self._tokens[ours], gives)
             taken_tokens = _sums(self._tokens[theirs], takes)[order]
-        for aim in (self._wanted(heavy, light), gap / 2):
+        mean = self._total / self._count
+        # As much as brings one of the two to the mean and the other no further than that, or both to the same.
+        for aim in (min(float(self._loads[heavy]) - mean, mean - float(self._loads[light])), gap / 2):
             wanted = given - aim
             above = taken.searchsorted(wanted)
             neighbours = np.array((np.minimum(above, len(order) - 1), np.maximum(above - 1, 0)))
@@ -176,17 +174,20 @@ def _sums(values: NDArray[Any], subsets: Indices) -> Prices:
 
 
 @lru_cache(maxsize=1024)
-def _subsets(documents: int) -> Indices:
+def _subsets(documents: int, equal_size: bool) -> Indices:
     """Places in columns, (most places, subsets), where -1 is no place.
 
-    The empty subset, every single place, and of the first places as many larger subsets as are affordable.
+    The empty subset, every single place, and of the first places as many larger subsets as are affordable; with
+    ``equal_size`` single places only.
     """
+    single = range(documents) if documents <= _MOST_SINGLE else np.linspace(0, documents - 1, _MOST_SINGLE).astype(int)
+    if equal_size:
+        return np.array([single])
     few = min(documents, _SHORTEST)
     largest, count = 1, 1 + few
     while largest < few and count + comb(few, largest + 1) <= _MOST_SUBSETS:
         largest += 1
         count += comb(few, largest)
-    single = range(documents) if documents <= _MOST_SINGLE else np.linspace(0, documents - 1, _MOST_SINGLE).astype(int)
     rows: list[tuple[int, ...]] = [(), *((int(place),) for place in single)]
     for size in range(2, largest + 1):
         rows += combinations(range(few), size)
@@ -194,27 +195,3 @@ def _subsets(documents: int) -> Indices:
     for column, row in enumerate(rows):
         places[: len(row), column] = row
     return places
-
-
-def level_equal_sizes(parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> list[Indices]:
-    """As ``level``, for parts of equally many documents, which stay so: the heaviest and the lightest part swap one."""
-    members = np.array(parts)
-    price, token = prices[members], tokens[members]
-    loads = price.sum(axis=1)
-    tolerance = limits.even * float(loads.mean())
-    for _ in range(limits.tries):
-        heavy, light = int(loads.argmax()), int(loads.argmin())
-        gap = float(loads[heavy] - loads[light])
-        distance = price[heavy][:, None] - (price[light] + gap / 2)
-        np.abs(distance, out=distance)
-        if limits.most_tokens is not None:
-            more = token[heavy][:, None] - token[light]
-            distance[more > limits.most_tokens - token[light].sum()] = np.inf
-            distance[-more > limits.most_tokens - token[heavy].sum()] = np.inf
-        give, take = divmod(int(distance.argmin()), distance.shape[1])
-        if distance[give, take] >= (gap - tolerance) / 2:
-            break
-        for values in (members, price, token):
-            values[heavy, give], values[light, take] = values[light, take], values[heavy, give]
-        loads[heavy], loads[light] = price[heavy].sum(), price[light].sum()
-    return list(members)

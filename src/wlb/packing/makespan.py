@@ -17,9 +17,8 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
-from wlb.packing.carrying import CarryingPacker, split_at
+from wlb.packing.carrying import CarryingPacker, OpenMicroBatches, longest_first, split_at
 from wlb.packing.packer import Pending
-from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 from wlb.packing.release import Fluid, Offer, Outlier, StepRules, choose
 
@@ -137,12 +136,12 @@ class MakespanPacker(CarryingPacker):
     def _outliers(self, due: list[Pending], early: list[Pending], *, last: bool) -> list[Outlier]:
         """The long documents, most expensive first; of equals those not due, which are the first to be held."""
         outliers = [
-            Outlier(item.length, item.seconds, is_due, is_due and (last or self._overdue(item)), item)
+            Outlier(item, is_due, is_due and (last or self._overdue(item)))
             for items, is_due in ((due, True), (early, False))
             for item in items
             if item.length >= self._outlier_tokens
         ]
-        return sorted(outliers, key=lambda outlier: (-outlier.seconds, outlier.due))
+        return sorted(outliers, key=lambda outlier: (-outlier.item.seconds, outlier.due))
 
     def _place_chosen(
         self, items: list[Pending], limit: float

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, count, repeat
-from operator import index as plain_integer
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.token_count import positive_integer, whole_number
 from wlb.workload.base import DocumentPrices
 from wlb.workload.phases import PhasedPrices, segment_seconds
 
@@ -64,8 +64,8 @@ class Packer(ABC):
     def __init__(
         self, micro_batches: int, context_window: int, workload: DocumentPrices, options: PackingOptions
     ) -> None:
-        self.micro_batches = _positive_integer("micro_batches", micro_batches)
-        self.context_window = _positive_integer("context_window", context_window)
+        self.micro_batches = positive_integer("micro_batches", micro_batches)
+        self.context_window = positive_integer("context_window", context_window)
         self.workload = workload
         self.phased = workload if isinstance(workload, PhasedPrices) else None
         if self.phased and not self._takes_phases:
@@ -265,41 +265,26 @@ def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
     if forms <= {Segment}:
         segments = arrivals
     else:
-        segments = [Segment(*_as_row(arrival, index)) for index, arrival in enumerate(arrivals, number)]
+        segments = [_as_segment(arrival, index) for index, arrival in enumerate(arrivals, number)]
     if set(map(type, chain.from_iterable(segments))) <= {int}:
         return segments
     return [Segment(*(_as_integer(value, segment) for value in segment)) for segment in segments]
 
 
-def _as_row(arrival: Any, index: int) -> tuple[Any, Any, Any]:
-    if not isinstance(arrival, tuple):
-        return index, 0, arrival
+def _as_segment(arrival: Any, index: int) -> Segment:
     if isinstance(arrival, Segment):
         return arrival
-    if len(arrival) == 2:
-        return arrival[0], 0, arrival[1]
-    raise UserError(f"arrival {arrival!r} is not a length, (document, length) pair or Segment")
+    pair = arrival if isinstance(arrival, tuple) else (index, arrival)
+    if len(pair) != 2:
+        raise UserError(f"arrival {arrival!r} is not a length, (document, length) pair or Segment")
+    return Segment(pair[0], 0, pair[1])
 
 
 def _as_integer(value: Any, segment: Segment) -> int:
     """``value`` as a plain ``int``, so that plans and states stay JSON; NumPy's integers are taken."""
-    if (number := _whole(value)) is None:
+    if (number := whole_number(value)) is None:
         document, start, length = segment
         raise UserError(
             f"document {document!r} starts at {start!r} and has {length!r} tokens; all three must be whole numbers"
         )
     return number
-
-
-def _positive_integer(name: str, value: Any) -> int:
-    """``value`` as a plain ``int``. Raises ``UserError`` where it is none of at least 1."""
-    if (number := _whole(value)) is None or number < 1:
-        raise UserError(f"{name} = {value!r} must be a whole number of at least 1")
-    return number
-
-
-def _whole(value: Any) -> int | None:
-    try:
-        return None if isinstance(value, bool) else plain_integer(value)
-    except TypeError:
-        return None

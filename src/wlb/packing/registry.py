@@ -17,7 +17,7 @@ from wlb.packing.makespan import MakespanPacker
 from wlb.packing.options import METHODS, PackingOptions, checked_method
 from wlb.packing.packer import Packer
 from wlb.packing.sequential import SequentialPacker
-from wlb.packing.tuning import TunedVariableLengthPacker
+from wlb.packing.variable_length import VariableLengthPacker
 from wlb.settings import main_problem
 from wlb.workload.base import DocumentPrices
 
@@ -27,7 +27,7 @@ PACKERS: dict[str, type[Packer]] = {
         SequentialPacker,
         FixedGreedyPacker,
         FixedSolverPacker,
-        TunedVariableLengthPacker,
+        VariableLengthPacker,
         MakespanPacker,
         ElasticPacker,
     )

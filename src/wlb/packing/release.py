@@ -33,13 +33,11 @@ Released = tuple[bool, ...]  # of every outlier
 
 
 class Outlier(NamedTuple):
-    """A document that is weighed alone: tokens, seconds, and whether it is due by this step, or even must be in it."""
+    """A document that is weighed alone, and whether it is due by this step, or even must be in it."""
 
-    length: int
-    seconds: float
+    item: Pending
     due: bool
     overdue: bool
-    item: Pending
 
 
 class Fluid(NamedTuple):
@@ -93,7 +91,7 @@ class Offer(NamedTuple):
         tokens = self.due.tokens + self.early.tokens
         if tokens:
             return (self.due.seconds + self.early.seconds) / tokens
-        return self.outliers[-1].seconds / self.outliers[-1].length if self.outliers else 1.0
+        return self.outliers[-1].item.seconds / self.outliers[-1].item.length if self.outliers else 1.0
 
 
 def choose(offer: Offer) -> Release:
@@ -142,8 +140,8 @@ def _appraise(released: Released, offer: Offer) -> Release:
     now = [*compress(offer.outliers, released)]
     later = [outlier for outlier, release in zip(offer.outliers, released, strict=True) if not release]
     loads, rooms, unfit = _placed(now, rules)
-    tokens = sum([outlier.length for outlier in now]) - unfit
-    waiting = sum([outlier.length for outlier in later if outlier.due]) + unfit
+    tokens = sum([outlier.item.length for outlier in now]) - unfit
+    waiting = sum([outlier.item.length for outlier in later if outlier.due]) + unfit
     outlook = _OUTLOOK * (_outlook(later, offer) - 1) if later else 0.0
     short_documents = offer.due.documents + offer.early.documents
     enough = min(rules.micro_batches, len(offer.outliers) + short_documents)
@@ -200,12 +198,12 @@ def _placed(outliers: Sequence[Outlier], rules: StepRules) -> tuple[list[float],
     """Outliers, longest first, into the lightest micro-batches with room: seconds, room left, and tokens unplaced."""
     first, others = outliers[: rules.micro_batches], outliers[rules.micro_batches :]
     empty = rules.micro_batches - len(first)
-    loads = [outlier.seconds for outlier in first] + [0.0] * empty
-    rooms = [rules.capacity - outlier.length for outlier in first] + [rules.capacity] * empty
+    loads = [outlier.item.seconds for outlier in first] + [0.0] * empty
+    rooms = [rules.capacity - outlier.item.length for outlier in first] + [rules.capacity] * empty
     if not others:
         return loads, rooms, 0
-    lengths = [outlier.length for outlier in others]
-    owners = into_lightest(lengths, [outlier.seconds for outlier in others], loads, rooms)
+    lengths = [outlier.item.length for outlier in others]
+    owners = into_lightest(lengths, [outlier.item.seconds for outlier in others], loads, rooms)
     return loads, rooms, sum([length for length, owner in zip(lengths, owners, strict=True) if owner < 0])
 
 

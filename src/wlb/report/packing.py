@@ -284,7 +284,7 @@ class _Simulated:
         self._costs = JobCosts(job)
         self._dealt = partial(arrange, dp=job.layout.dp, assignment="arrival", order="arrival")
         self._arranged = partial(
-            arrange, dp=job.layout.dp, assignment="balanced", order="makespan", pipeline=job.pipeline
+            arrange, dp=job.layout.dp, assignment="balanced", order="makespan", pipeline=job.layout
         )
 
     def add(self, plans: Sequence[StepPlan], *, tail: bool = False) -> None:

@@ -38,13 +38,14 @@ def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: 
     Raises ``UserError`` for an unknown schedule, a size below 1, more than one stage for each rank where the schedule
     runs one, and micro-batches that do not fill whole rounds.
     """
-    _check(schedule, pp, micro_batches, virtual_stages)
+    check_operations(schedule, pp, micro_batches, virtual_stages)
     if virtual_stages == 1:
         return tuple(_one_forward_one_backward(rank, pp, micro_batches) for rank in range(pp))
     return tuple(_interleaved(rank, pp, micro_batches, virtual_stages) for rank in range(pp))
 
 
-def _check(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> None:
+def check_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> None:
+    """Raise ``UserError`` for what ``rank_operations`` cannot run."""
     if schedule not in SCHEDULES:
         raise UserError(f"unknown pipeline schedule {schedule!r}; {choose_from(schedule, SCHEDULES)}")
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):

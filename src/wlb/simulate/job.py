@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from wlb.errors import UserError, choose_from
 from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig, with_preset
 from wlb.job.job import Job
-from wlb.job.pricing import Pricing
+from wlb.job.prices import Pricing
 from wlb.schedules.layout import Layout
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 

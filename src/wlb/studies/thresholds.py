@@ -12,14 +12,14 @@ from wlb.documents.filling import documents_filling
 from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
 from wlb.packing.plan import StepPlan
-from wlb.packing.tuning import (
+from wlb.packing.variable_length import (
     DEFAULT_MAX_TOKEN_DELAY,
     SCREENING_STEPS,
+    VariableLengthPacker,
     imbalance_and_delay,
     preference,
     threshold_sets,
 )
-from wlb.packing.variable_length import VariableLengthPacker
 from wlb.workload.base import DocumentPrices
 
 MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)

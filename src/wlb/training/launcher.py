@@ -114,7 +114,7 @@ def _dp_of_this_machine(forks: Forks, of_one_rank: int) -> int:
 def _check(config: JobConfig) -> None:
     from wlb.training.preflight import check_job
 
-    check_job(config, local_processes=config.parallel.world_size)
+    check_job(config, local_processes=config.parallel.layout.world_size)
 
 
 class _EndRequest:
@@ -205,7 +205,7 @@ def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest
     port = listening.getsockname()[1]
     environment = _environment(config, port)
     with tempfile.TemporaryDirectory(prefix="wlb-") as folder:
-        error_files = [Path(folder, f"rank-{rank}.json") for rank in range(config.parallel.world_size)]
+        error_files = [Path(folder, f"rank-{rank}.json") for rank in range(config.parallel.layout.world_size)]
         ranks: list[_Rank] = []
         try:
             show_meanwhile(f"starting {number_of(len(error_files), 'process')}")
@@ -237,7 +237,7 @@ def _environment(config: JobConfig, port: int) -> dict[str, str]:
     """What all ranks find in their environment, under the names that ``torchrun`` has for it."""
     from wlb.training.runtime.environment import threads_per_process
 
-    world_size = config.parallel.world_size
+    world_size = config.parallel.layout.world_size
     return os.environ | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),

@@ -128,7 +128,7 @@ def test_passes_that_begin_alike_change_what_is_held_alike(settings_, thousands,
     settings_ = replace(settings_, keeps_weights=keeps_weights)
     rows = [1000 * count for count in thousands]
     for rank, of_rank in enumerate(settings_.parallel.operations(settings_.micro_batches)):
-        each = _Walk(settings_, rank, rows, passes=_Forgetful()).over(of_rank)
+        each = _Walk(settings_, rank, [(count, None) for count in rows], passes=_Forgetful()).over(of_rank)
         assert predict_rank_memory(settings_, rows, rank) == each
 
 

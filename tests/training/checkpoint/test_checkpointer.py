@@ -88,7 +88,7 @@ def configure(
 
 
 def train(config: JobConfig) -> None:
-    run_ranks(config.parallel.world_size, _train, config)
+    run_ranks(config.parallel.layout.world_size, _train, config)
 
 
 class StraightJobs(dict[str, Path]):

@@ -21,7 +21,7 @@ def small_job(folder: Any, preset: str = "best", **changes: dict[str, Any]) -> J
 def recorded_calls(config: JobConfig, hardware: str = "cpu") -> dict[int, list[Call]]:
     """How every rank sets itself up, and two of its steps, played as one after the other."""
     found = find_problems(config, hardware)
-    runs = run_ranks(found, range(config.parallel.world_size), STEPS)
+    runs = run_ranks(found, range(config.parallel.layout.world_size), STEPS)
     return {run.rank: joined((run.setup, *run.calls)) for run in runs}
 
 

@@ -11,13 +11,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from wlb.job.job import Job
-from wlb.job.memory.step import (
-    EVEN_ROUNDS,
-    MemoryEstimate,
-    gib,
-    predict_even_step,
-    predict_memory,
-)
+from wlb.job.memory.step import EVEN_ROUNDS, MemoryEstimate, gib, predict_even_step, predict_memory
 from wlb.schedules.operations import round_size
 
 _FACTORS = 64  # of L_max that are tried in a window
@@ -26,11 +20,9 @@ _FACTORS = 64  # of L_max that are tried in a window
 def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     """The most that a process holds in the worst step; on the first pipeline rank over ``limit`` bytes, if any is."""
     longest, rest = job.longest_micro_batch, job.most_step_tokens
-    if rest is None or job.levels_steps:
-        return predict_even_step(job.memory_settings, longest, limit)
     walked = EVEN_ROUNDS * round_size(job.layout.pp, job.micro_batches_per_rank)
-    if rest // longest >= walked:
-        return predict_even_step(job.memory_settings, longest, limit)  # as full as a step of the longest alone gets
+    if rest is None or job.levels_steps or rest // longest >= walked:  # as full as a step of the longest alone gets
+        return predict_even_step(job.memory_settings, longest, limit)
     tokens = []
     for _ in range(min(walked, job.micro_batches_per_rank)):  # all others are empty
         tokens.append(min(longest, rest))

@@ -51,27 +51,21 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class Unit:
-    """Something a stage runs: its weights (elements on this tensor-parallel rank) and its bytes for some rows.
+    """Something a stage runs: elements of its weights and of their gradient on this rank, and its bytes for some rows.
 
     ``forward`` and ``backward`` are what it needs at most beyond what is held when they begin, ``held`` what forward
     leaves for backward, of which ``scores`` are in the vocabulary's width and ``received`` are keys and values of other
-    ranks. ``root`` units are gathered with the stage. ``whole_gradient`` counts the elements of their gradient where
-    those are not as many as the weights'.
+    ranks. ``root`` units are gathered with the stage.
     """
 
     weights: int
+    gradient: int  # before it is reduced
     held: int
     forward: int
     backward: int
     scores: int = 0
     received: int = 0
-    whole_gradient: int | None = None
     root: bool = False
-
-    @property
-    def gradient(self) -> int:
-        """Elements of the weights' gradient, before it is reduced."""
-        return self.weights if self.whole_gradient is None else self.whole_gradient
 
 
 class Exchange(NamedTuple):
@@ -123,7 +117,7 @@ class LayerMemory:
         """One block; one with a window counts as one without."""
         shape, settings, rows = self.settings.shape, self.settings, self.rows
         attention_out = rows * self.out * self.compute
-        received = self._kept_received()
+        received = self.exchange.kept * self.exchanged * self.compute
         kept_attention = attention_out + self.log_sum_exp + received
         projected = self._projected()
         wide = rows * (feed_forward_width(shape, kind) // settings.parallel.tp) * self.compute
@@ -146,12 +140,13 @@ class LayerMemory:
         weights = -(-block_weights(shape, kind) // settings.parallel.tp) + 2 * shape.hidden
         if settings.activation_checkpointing == "none":
             forward = max(everything + 3 * self.stream + self.partial_sums, attending)
-            return Unit(weights, everything, forward, backward, received=received)
+            return Unit(weights, weights, everything, forward, backward, received=received)
         selective = settings.activation_checkpointing == "selective"
         held = self.stream + (kept_attention if selective else 0)
         feeding_forward = self.stream + self.partial_sums + self.gathered + 3 * wide
         again = everything + backward if selective else max(everything + backward, attending)
         return Unit(
+            weights,
             weights,
             held,
             held + max(feeding_forward, attending - self.norm),
@@ -175,9 +170,6 @@ class LayerMemory:
         assert experts is not None
         rows = -(-self.rows // self.settings.parallel.tp)
         return rows * (2 * experts.active * shape.hidden * self.compute + experts.count * self.master)
-
-    def _kept_received(self) -> int:
-        return self.exchange.kept * self.exchanged * self.compute
 
     def _attention_work(self) -> tuple[int, int]:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
@@ -203,7 +195,7 @@ class LayerMemory:
         shape = self.settings.shape
         matrix = shape.vocab_size * shape.hidden
         weights = matrix // self.settings.parallel.tp
-        return Unit(weights, 0, self.gathered, matrix * self.compute, root=True, whole_gradient=matrix)
+        return Unit(weights, matrix, 0, self.gathered, matrix * self.compute, root=True)
 
     def head(self) -> Unit:
         """Final norm, scores, and the loss: log-probabilities are kept, and their two gradients come on top.
@@ -219,8 +211,10 @@ class LayerMemory:
         tied = settings.tied_embeddings and len(settings.stage_blocks) == 1
         between = scores * self.master if settings.parallel.tp > 1 else 0
         backward = max(2 * scores * self.master + between, scores * self.compute + matrix * self.compute)
+        weights = (0 if tied else matrix) + shape.hidden
         return Unit(
-            (0 if tied else matrix) + shape.hidden,
+            weights,
+            weights,
             held,
             held + scores * self.master + between,
             backward,

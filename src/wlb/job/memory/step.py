@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from wlb.job.memory.layers import Exchange, LayerMemory, MemorySettings, Unit
@@ -84,7 +85,8 @@ def predict_rank_memory(
     ``exchanges`` are what it exchanges in each; without them, the most that a plan may ask for.
     """
     operations = settings.parallel.operations(settings.micro_batches)
-    return _Walk(settings, pipeline_rank, rows, exchanges).over(operations[pipeline_rank])
+    batches = [*zip(rows, repeat(None) if exchanges is None else exchanges, strict=False)]
+    return _Walk(settings, pipeline_rank, batches).over(operations[pipeline_rank])
 
 
 def predict_even_step(settings: MemorySettings, tokens: int, limit: float = math.inf) -> MemoryEstimate:
@@ -122,8 +124,7 @@ class _Walk:
 
     settings: MemorySettings
     rank: int
-    rows: Sequence[int]
-    exchanges: Sequence[Exchange] | None = None
+    batches: Sequence[tuple[int, Exchange | None]]  # of every micro-batch: rows, and what is exchanged
     held: dict[str, int] = field(default_factory=dict)
     total: int = 0  # of ``held``
     most: dict[str, int] = field(default_factory=dict)
@@ -132,26 +133,22 @@ class _Walk:
     with_gradients: set[int] = field(default_factory=set)
     states: dict[int, _StageState] = field(default_factory=dict)
     passes: dict[tuple[Any, ...], _WalkedPass] = field(default_factory=dict)
-    known: dict[tuple[int, int, Exchange | None], tuple[int, list[Unit]]] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], tuple[int, list[Unit]]] = field(default_factory=dict)
 
     def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
         """Walk through a step: forwards and backwards, then the optimizer."""
         parallel = self.settings.parallel
-        mine = {
-            stage: self._units(stage, LayerMemory(self.settings, 1))
-            for stage in range(self.rank, parallel.stages, parallel.pp)
-        }
+        mine = {stage: self._units(stage, LayerMemory(self.settings, 1)) for stage in parallel.rank_stages[self.rank]}
         weights = sum(unit.weights for units in mine.values() for unit in units)
         shard = -(-weights // self.shards) * self.settings.master_bytes
         self._add("weights", shard)
         self._add("optimizer", 2 * shard)
         self._add("checkpoint", 3 * shard if self.settings.checkpoint_copy else 0)
-        self._add("batches", sum(self.rows) * _BATCH_BYTES)
+        self._add("batches", sum(rows for rows, _ in self.batches) * _BATCH_BYTES)
         for stage, units in mine.items():
             self.gathered = set()
-            if not self.frees_weights:  # all from the start of the step on
-                for index, unit in enumerate(units):
-                    self._gather(index, unit)
+            for index, unit in enumerate(() if self.frees_weights else units):  # all from the start of the step on
+                self._gather(index, unit)
             self.states[stage] = frozenset(self.gathered), frozenset()
         for stage, micro_batch, backward in operations:
             self._pass(stage, micro_batch, backward=backward)
@@ -170,8 +167,7 @@ class _Walk:
 
     def _pass(self, stage: int, micro_batch: int, *, backward: bool) -> None:
         last = micro_batch == self.settings.micro_batches - 1
-        exchange = self.exchanges[micro_batch] if self.exchanges is not None else None
-        key = (stage, self.rows[micro_batch], exchange, backward, backward and last, self.states[stage])
+        key = (stage, self.batches[micro_batch], backward, backward and last, self.states[stage])
         walked = self.passes.get(key)
         if walked is None:
             so_far = self.held, self.total, self.most, self.most_total
@@ -192,10 +188,9 @@ class _Walk:
 
     def _ends_and_units(self, stage: int, micro_batch: int) -> tuple[int, list[Unit]]:
         """What a stage keeps beside its layers, and these; micro-batches of as many rows have the same."""
-        exchange = self.exchanges[micro_batch] if self.exchanges is not None else None
-        key = (stage, self.rows[micro_batch], exchange)
+        key = stage, self.batches[micro_batch]
         if key not in self.known:
-            layers = LayerMemory(self.settings, self.rows[micro_batch], exchange)
+            layers = LayerMemory(self.settings, *self.batches[micro_batch])
             self.known[key] = (layers.ends(), self._units(stage, layers))
         return self.known[key]
 

@@ -86,7 +86,7 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     rates = hardware_preset(hardware)
     limit = limit_of_gpu(rates.memory_bytes)
     if rates.device_type == "cpu":
-        limit = memory_limit("cpu", config.parallel.world_size)
+        limit = memory_limit("cpu", config.parallel.layout.world_size)
     stored = tried(lambda: TokenStore.open(*config.data.stores))
     store = stored or synthetic_store(config)
     job = checked(config, store, hardware, limit, _check_could_write, tried)

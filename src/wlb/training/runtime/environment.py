@@ -41,11 +41,11 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
     Raises ``UserError`` if the number of processes is not the product of ``parallel.*``.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != config.parallel.world_size:
+    if world_size != config.parallel.layout.world_size:
         sizes = " x ".join(f"{name} {getattr(config.parallel, name)}" for name in ("dp", "pp", "cp", "tp"))
         raise UserError(
-            f"{world_size} processes were started, but parallel.* asks for {config.parallel.world_size} ({sizes}); "
-            "start as many, or start them with wlb train"
+            f"{world_size} processes were started, but parallel.* asks for {config.parallel.layout.world_size} "
+            f"({sizes}); start as many, or start them with wlb train"
         )
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device(device_type(config.training, local_processes), int(os.environ.get("LOCAL_RANK", "0")))

@@ -3,7 +3,7 @@
 from tests.packing.streams import WORKLOADS, through_json
 from wlb.documents.synthetic import sample_lengths
 from wlb.packing.registry import make_packer
-from wlb.packing.tuning import TunedVariableLengthPacker
+from wlb.packing.variable_length import VariableLengthPacker
 
 JOB = {"micro_batches": 4, "context_window": 256, "workload": WORKLOADS["7b"]}
 HEAVY = sample_lengths(4000, 256, seed=1, tail_share=0.3).tolist()
@@ -21,7 +21,7 @@ def chosen(one, lengths, at_once):
 
 
 def test_tunes_again_on_drift_and_not_without(monkeypatch):
-    monkeypatch.setattr(TunedVariableLengthPacker, "_SAMPLE_STEPS", 24)
+    monkeypatch.setattr(VariableLengthPacker, "_SAMPLE_STEPS", 24)
     one = tuner()
     assert len(chosen(one, HEAVY, 7)) == 1
     assert chosen(one, HEAVY[::-1], 7) == []
@@ -31,7 +31,7 @@ def test_tunes_again_on_drift_and_not_without(monkeypatch):
 
 
 def test_a_restored_tuner_answers_the_same(monkeypatch):
-    monkeypatch.setattr(TunedVariableLengthPacker, "_SAMPLE_STEPS", 12)
+    monkeypatch.setattr(VariableLengthPacker, "_SAMPLE_STEPS", 12)
     one, other = tuner(), tuner()
     chosen(one, HEAVY[:100], 7)
     other.load_state_dict(through_json(one.state_dict()))
@@ -40,7 +40,7 @@ def test_a_restored_tuner_answers_the_same(monkeypatch):
 
 
 def test_thresholds_do_not_depend_on_how_documents_arrive(monkeypatch):
-    monkeypatch.setattr(TunedVariableLengthPacker, "_SAMPLE_STEPS", 8)
+    monkeypatch.setattr(VariableLengthPacker, "_SAMPLE_STEPS", 8)
     lengths = HEAVY[:600] + LIGHT[:1200] + HEAVY[600:900]
     outcomes = []
     for at_once in (1, 13, len(lengths)):

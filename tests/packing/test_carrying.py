@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, WORKLOADS
 from wlb.documents.segments import Segment
-from wlb.packing import placement as greedy
+from wlb.packing import carrying as greedy
+from wlb.packing.carrying import OpenMicroBatches, longest_first
 from wlb.packing.exact import solve
 from wlb.packing.packer import Pending
-from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.registry import make_packer
 
 
