@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from wlb.packing.plan import StepPlan
 from wlb.schedules.timing import PipelineTimes, pipeline_times
 from wlb.sharding import price_shards
-from wlb.sharding.latency import Phases, Shards, block_phases, group_phases, head_phases
+from wlb.sharding.latency import Phases, Shards, group_phases
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, weights_kept, with_gathers
 from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
@@ -124,7 +124,7 @@ class Steps(StepSeconds):
     @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts, encoders: Array | None = None) -> Steps:
         """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
-        blocks, head = block_phases(shards.tokens, costs.rank), head_phases(shards.tokens, costs.rank)
+        blocks, head = (Phases.of(p, shards.tokens) for p in (costs.rank.blocks_seconds, costs.rank.head_seconds))
         return cls(costs, shards, blocks, head, encoders=encoders)
 
     def reordered(self, places: NDArray[np.int64]) -> Steps:
