@@ -20,7 +20,7 @@ def _slice(lengths: list[int], ranks: int) -> ShardPlan:
 
 
 def _uneven_slices(lengths: list[int], ranks: int) -> ShardPlan:
-    pieces = uneven_slices(MicroBatches(np.array(lengths), np.array([len(lengths)])), ranks, WORKLOAD)
+    pieces = uneven_slices(MicroBatches(np.array(lengths), np.array([len(lengths)])), ranks, WORKLOAD).pieces
     return ShardPlan("elastic", tuple(lengths), rank_tables(pieces, ranks))
 
 

@@ -70,7 +70,7 @@ def test_causes_sum_to_steps_that_are_together_what_they_are_alone(job, plans):
 def test_prices_are_what_micro_batches_take(job, plans):
     steps = LevelSteps.of_plans(plans[:1], JobCosts(job))
     expected = [micro_batch.workload for micro_batch in plans[0].micro_batches]
-    np.testing.assert_allclose(sum(steps.phases), expected, rtol=1e-6)
+    np.testing.assert_allclose(steps.stages.both.ravel(), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
@@ -78,7 +78,7 @@ def test_recomputation_is_in_the_prices(kind):
     job = level_job(activation_checkpointing=kind)
     plan = next(StepPlanner(job, documents()).plans())
     expected = [micro_batch.workload for micro_batch in plan.micro_batches]
-    np.testing.assert_allclose(sum(LevelSteps.of_plans([plan], JobCosts(job)).phases), expected, rtol=1e-6)
+    np.testing.assert_allclose(LevelSteps.of_plans([plan], JobCosts(job)).stages.both.ravel(), expected, rtol=1e-6)
 
 
 def test_measured_prices_replace_those_of_hardware():
@@ -107,7 +107,7 @@ def test_a_shared_document_takes_longer_on_two_nodes():
     """Of four ranks each."""
     plan = StepPlan(1, ((MicroBatch((Segment(0, 0, WINDOW),), 1.0, (0, 1, 2, 3)),),))
     apart = StepPlan(1, ((replace(plan.ranks[0][0], ranks=(0, 1, 6, 7)),),))
-    near, far = np.add(*LevelSteps.of_plans([plan, apart], JobCosts(level_job())).phases)
+    near, far = LevelSteps.of_plans([plan, apart], JobCosts(level_job())).stages.both.ravel()
     assert near < far
 
 

@@ -22,7 +22,6 @@ from wlb.packing.plan import StepPlan
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate import simulate_steps, simulated_job
 from wlb.simulate.decide import decide
-from wlb.simulate.level import LevelSteps
 from wlb.workload.profile import WorkloadProfile
 
 
@@ -65,10 +64,10 @@ def test_plan_sharder_and_simulator_give_one_price(preset, layout, measured):
     job = decide(simulated_job(SHAPE, WINDOW, preset, profile=PROFILE if measured else None, **layout), documents())
     plans = plans_of(job)
     steps = simulate_steps(plans, job)
-    if isinstance(steps, LevelSteps):
-        simulated, imbalance = sum(steps.phases), steps.imbalance["dp"]
-    else:
-        simulated, imbalance = steps.stages.both.sum(axis=2).ravel(), steps.imbalance["micro_batches"]
+    simulated = steps.stages.both.sum(axis=2).ravel()
+    if job.levels_steps:
+        simulated = simulated[simulated > 0]  # a step may have fewer micro-batches than another
+    imbalance = steps.imbalance["dp" if job.levels_steps else "micro_batches"]
     micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
     np.testing.assert_allclose([micro_batch.workload for micro_batch in micro_batches], simulated, rtol=1e-3, atol=2e-9)
     np.testing.assert_allclose([plan.imbalance for plan in plans], imbalance, rtol=1e-3)

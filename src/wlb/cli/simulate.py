@@ -118,7 +118,7 @@ class SimulateOptions:
             layout.world_size,
             documents,
             context_window=named.context_window,
-            batch_tokens=(named.micro_batches or layout.pp) * layout.dp * named.context_window,
+            batch_tokens=layout.pp * layout.dp * named.context_window,
             fixed=vars(layout),
             profile=profile,
             source=lengths,

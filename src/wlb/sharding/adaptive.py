@@ -7,13 +7,14 @@ as ``Candidates``, and the chosen ones' pieces are picked out. ``wlb.sharding.hy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from wlb.sharding.latency import Shards, group_seconds
-from wlb.sharding.pieces import Integers, MicroBatches, Pieces, locality
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces, locality, merged, pieces_of_rows
+from wlb.sharding.plan import Table
 from wlb.sharding.static import per_document, per_sequence
 from wlb.workload import Costs
 from wlb.workload.base import Seconds
@@ -26,18 +27,11 @@ class Candidates(NamedTuple):
     pieces: Pieces
 
 
-class Priced(NamedTuple):
-    """What plans cost; arrays of shape (plans,)."""
-
-    seconds: Seconds  # of the group, forward and backward over all layers
-    gathered: Integers  # tokens whose keys and values another rank attends
-
-
 def adaptive(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Per-document sharding, unless per-sequence sharding makes the group faster."""
     candidates = joined(static_candidates(micro_batches, cp_size), micro_batches, cp_size)
-    prices = price(candidates, micro_batches, cp_size, workload)
-    return pieces_of_plans(faster_static(prices, micro_batches), candidates, micro_batches, cp_size)
+    seconds, _ = price(candidates, micro_batches, cp_size, workload)
+    return pieces_of_plans(faster_static(seconds, micro_batches), candidates, micro_batches, cp_size)
 
 
 def static_candidates(micro_batches: MicroBatches, cp_size: int) -> list[Candidates]:
@@ -46,11 +40,27 @@ def static_candidates(micro_batches: MicroBatches, cp_size: int) -> list[Candida
     return [Candidates(one_each, make(micro_batches, cp_size)) for make in (per_document, per_sequence)]
 
 
-def faster_static(prices: Priced, micro_batches: MicroBatches) -> Integers:
+def faster_static(seconds: Seconds, micro_batches: MicroBatches) -> Integers:
     """The plan that ``adaptive`` chooses for each micro-batch, where ``static_candidates`` come first."""
     count = len(micro_batches.counts)
-    by_document, by_sequence = prices.seconds[:count], prices.seconds[count : 2 * count]
+    by_document, by_sequence = seconds[:count], seconds[count : 2 * count]
     return np.arange(count) + count * (by_sequence < by_document)
+
+
+def candidates_of(
+    plans: Iterable[tuple[int, Integers, Table]], micro_batches: MicroBatches, cp_size: int
+) -> Candidates:
+    """From the micro-batch of every plan, and the ranks and rows (segment, start, stop) of its pieces in any order."""
+    chosen: list[int] = []
+    lanes, tables, segments = [], [], 0
+    for micro_batch, ranks, table in plans:
+        lanes.append(ranks + len(chosen) * cp_size)
+        tables.append(table + np.array([segments, 0, 0]))
+        chosen.append(micro_batch)
+        segments += int(micro_batches.counts[micro_batch])
+    if not chosen:
+        return Candidates(np.empty(0, np.int64), Pieces(*np.empty((4, 0), np.int64)))
+    return Candidates(np.array(chosen), merged(*pieces_of_rows(lanes, tables)))
 
 
 def joined(candidates: Sequence[Candidates], micro_batches: MicroBatches, cp_size: int) -> Candidates:
@@ -65,13 +75,15 @@ def joined(candidates: Sequence[Candidates], micro_batches: MicroBatches, cp_siz
     return Candidates(np.concatenate([micro_batch for micro_batch, _ in candidates]), together)
 
 
-def price(candidates: Candidates, micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Priced:
-    """Price every plan with the ``workload`` of one GPU without context parallelism."""
+def price(
+    candidates: Candidates, micro_batches: MicroBatches, cp_size: int, workload: Costs
+) -> tuple[Seconds, Integers]:
+    """Seconds of every plan's group by the ``workload`` of one GPU without context parallelism; tokens that travel."""
     plans = len(candidates.micro_batch)
     segments = int(micro_batches.counts[candidates.micro_batch].sum())
     where = locality(candidates.pieces, segments, plans, cp_size)
     shards = Shards.of_pieces(candidates.pieces, where, workload)
-    return Priced(group_seconds(shards, workload).both, where.gathered_tokens)
+    return group_seconds(shards, workload).both, where.gathered_tokens
 
 
 def pieces_of_plans(chosen: Integers, candidates: Candidates, micro_batches: MicroBatches, cp_size: int) -> Pieces:

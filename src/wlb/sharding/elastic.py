@@ -22,14 +22,13 @@ gets that plan where it is predicted to be over one per cent faster.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from wlb.sharding.adaptive import Candidates, joined, pieces_of_plans, price
+from wlb.sharding.adaptive import Candidates, candidates_of, joined, pieces_of_plans, price
 from wlb.sharding.hybrid import EVEN_TOKENS, TOLERANCE, levelled_candidates
-from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged, pieces_of_rows
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces
 from wlb.workload import Costs
 from wlb.workload.base import Seconds
 
@@ -43,43 +42,29 @@ _SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
 
 def elastic(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Level tokens and attention of all ranks, moving keys and values only as far as that makes the group faster."""
-    slices = Candidates(np.arange(len(micro_batches.counts)), uneven_slices(micro_batches, cp_size, workload))
+    slices = uneven_slices(micro_batches, cp_size, workload)
     levelled = levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)
     candidates = joined([slices, levelled], micro_batches, cp_size)
-    seconds = price(candidates, micro_batches, cp_size, workload).seconds
+    seconds = price(candidates, micro_batches, cp_size, workload)[0]
     seconds[: len(micro_batches.counts)] *= 1 - TOLERANCE  # of the slices, which come first
     fastest_first = np.lexsort((seconds, candidates.micro_batch))
     _, first = np.unique(candidates.micro_batch[fastest_first], return_index=True)
     return pieces_of_plans(fastest_first[first], candidates, micro_batches, cp_size)
 
 
-def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
+def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Candidates:
     """Level tokens and attention of all ranks, within a cell of about a hundredth of a rank's share."""
-    lanes, tables = [], []
-    for index, lengths in enumerate(micro_batches.each):
-        ranks, table = _Slicing(lengths, cp_size, workload).rows()
-        lanes.append(ranks + index * cp_size)
-        tables.append(table + np.array([micro_batches.first[index], 0, 0]))
-    return merged(*pieces_of_rows(lanes, tables))
+    plans = ((i, *_Slicing(lengths, cp_size, workload).rows()) for i, lengths in enumerate(micro_batches.each))
+    return candidates_of(plans, micro_batches, cp_size)
 
 
-@dataclass(frozen=True)
-class _DocumentRow:
+class _DocumentRow(NamedTuple):
     """Cells of documents in a row, with the tokens and the seconds of attention before each and, last, of all."""
 
     cells: Integers  # (cells, 3): document, start, stop
     tokens: Seconds  # (cells + 1,), whole numbers
     attention: Seconds  # (cells + 1,)
-
-    @property
-    def size(self) -> int:
-        return len(self.cells)
-
-    @cached_property
-    def middles(self) -> Seconds:
-        """The tokens before the middle of each cell, (cells,)."""
-        middles: Seconds = (self.tokens[1:] + self.tokens[:-1]) / 2
-        return middles
+    middles: Seconds  # tokens before the middle of each cell, (cells,)
 
 
 class _Slicing:
@@ -125,7 +110,7 @@ class _Slicing:
         excess = dear.attention - price * dear.tokens
         # The deepest part, which is the last of the row, goes to the first rank.
         bounds = np.searchsorted(excess, excess[-1] * np.arange(self._ranks, -1, -1) / self._ranks)
-        bounds[0], bounds[-1] = dear.size, 0
+        bounds[0], bounds[-1] = len(dear.cells), 0
         return (
             np.maximum(0.0, self._even_tokens + np.diff(dear.tokens[bounds])),
             np.maximum(0.0, self._even_attention + np.diff(dear.attention[bounds])),
@@ -164,8 +149,8 @@ class _Slicing:
             ranks = np.argsort(-lacks_attention / np.maximum(lacks_tokens, 1.0), kind="stable")
             lacks_tokens, lacks_attention = lacks_tokens[ranks], lacks_attention[ranks]
         lacked_tokens, lacked_attention = (lacks[::-1].cumsum()[::-1] for lacks in (lacks_tokens, lacks_attention))
-        owner = np.empty(row.size, np.int64)
-        first, last = 0, row.size
+        owner = np.empty(len(row.cells), np.int64)
+        first, last = 0, len(row.cells)
         for place, rank in enumerate(ranks[:-1].tolist()):
             # What rounding has left over so far is shared by all that follow.
             following = self._ranks - place
@@ -177,7 +162,7 @@ class _Slicing:
             owner[first:front] = owner[back:last] = rank
             first, last = front, back
         owner[first:last] = ranks[-1]
-        return _runs(owner, row.cells)
+        return owner, row.cells
 
     def _take(self, row: _DocumentRow, first: int, last: int, tokens: float, attention: float) -> tuple[int, int]:
         """Where a rank stops that takes cells from ``first`` on and cells before ``last``, to get closest to both."""
@@ -217,21 +202,11 @@ class _Slicing:
         ends = np.minimum(begins + self._cell, stop[of_cell])
         seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(begins)
         cells = np.stack([documents[of_cell], begins, ends], axis=1)
-        return _DocumentRow(cells, np.append(0.0, np.cumsum(ends - begins)), np.append(0.0, np.cumsum(seconds)))
+        tokens = np.append(0.0, np.cumsum(ends - begins))
+        return _DocumentRow(cells, tokens, np.append(0.0, np.cumsum(seconds)), (tokens[1:] + tokens[:-1]) / 2)
 
     def _mean_depth(self) -> int:
         """How deep in a document a token costs what the mean token does; a multiple of the cell."""
         places = np.arange(0, int(self._lengths.max()) + 2 * self._cell, self._cell)
         price = np.diff(self._workload.attention_seconds(places)) / self._cell
         return int(places[np.searchsorted(price, self._even_attention / self._even_tokens)])
-
-
-def _runs(owner: Integers, cells: Integers) -> tuple[Integers, Integers]:
-    """Owners and cells (document, start, stop), of which those that continue each other are one."""
-    if not len(cells):
-        return owner, cells
-    document, start, stop = cells.T
-    continues = (owner[1:] == owner[:-1]) & (document[1:] == document[:-1]) & (start[1:] == stop[:-1])
-    first = np.flatnonzero(np.append(True, ~continues))
-    last = np.append(first[1:], len(owner)) - 1
-    return owner[first], np.stack([document[first], start[first], stop[last]], axis=1)

@@ -22,8 +22,16 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from wlb.sharding.adaptive import Candidates, Priced, faster_static, joined, pieces_of_plans, price, static_candidates
-from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged, pieces_of_rows
+from wlb.sharding.adaptive import (
+    Candidates,
+    candidates_of,
+    faster_static,
+    joined,
+    pieces_of_plans,
+    price,
+    static_candidates,
+)
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces
 from wlb.sharding.plan import Table
 from wlb.workload import Costs
 from wlb.workload.base import Seconds
@@ -48,23 +56,23 @@ def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces
     """
     levelled = levelled_candidates(micro_batches, cp_size, workload)
     candidates = joined([*static_candidates(micro_batches, cp_size), levelled], micro_batches, cp_size)
-    prices = price(candidates, micro_batches, cp_size, workload)
-    chosen = _choose(faster_static(prices, micro_batches), levelled.micro_batch, prices)
+    seconds, gathered = price(candidates, micro_batches, cp_size, workload)
+    chosen = _choose(faster_static(seconds, micro_batches), levelled.micro_batch, seconds, gathered)
     return pieces_of_plans(chosen, candidates, micro_batches, cp_size)
 
 
-def _choose(adaptive: Integers, of_levelled: Integers, prices: Priced) -> Integers:
-    """Of each micro-batch's ``adaptive`` plan and its levelled ones, the last of ``prices``, the one to take.
+def _choose(adaptive: Integers, of_levelled: Integers, seconds: Seconds, gathered: Integers) -> Integers:
+    """Of each micro-batch's ``adaptive`` plan and its levelled ones, which come last, the one to take.
 
     Of those within ``TOLERANCE`` of the fastest that is the one that gathers the fewest tokens, because gathered keys
     and values also cost memory, and bandwidth that others would use; never one slower than adaptive sharding.
     """
-    plans = np.concatenate([adaptive, np.arange(len(of_levelled)) + len(prices.seconds) - len(of_levelled)])
+    plans = np.concatenate([adaptive, np.arange(len(of_levelled)) + len(seconds) - len(of_levelled)])
     micro_batch = np.concatenate([np.arange(len(adaptive)), of_levelled])
-    seconds, gathered = prices.seconds[plans], prices.gathered[plans]
+    limit, seconds, gathered = seconds[adaptive], seconds[plans], gathered[plans]
     fastest = np.full(len(adaptive), np.inf)
     np.minimum.at(fastest, micro_batch, seconds)
-    limit = np.minimum((1 + TOLERANCE) * fastest, prices.seconds[adaptive])
+    limit = np.minimum((1 + TOLERANCE) * fastest, limit)
     best_first = np.lexsort((seconds, gathered, seconds > limit[micro_batch], micro_batch))
     _, first = np.unique(micro_batch[best_first], return_index=True)
     return plans[best_first][first]
@@ -74,17 +82,12 @@ def levelled_candidates(
     micro_batches: MicroBatches, cp_size: int, workload: Costs, memory_factor: float = MEMORY_FACTOR
 ) -> Candidates:
     """The levelled plans of every micro-batch, with up to ``memory_factor`` even shares of the tokens on a rank."""
-    of_plans: list[int] = []
-    lanes, tables, segments = [], [], 0
-    for index, lengths in enumerate(micro_batches.each):
-        for ranks, table in _levelled(lengths, cp_size, workload, memory_factor):
-            lanes.append(ranks + len(of_plans) * cp_size)
-            tables.append(table + np.array([segments, 0, 0]))
-            of_plans.append(index)
-            segments += len(lengths)
-    if not of_plans:
-        return Candidates(np.empty(0, np.int64), Pieces(*np.empty((4, 0), np.int64)))
-    return Candidates(np.array(of_plans), merged(*pieces_of_rows(lanes, tables)))
+    plans = (
+        (index, *plan)
+        for index, lengths in enumerate(micro_batches.each)
+        for plan in _levelled(lengths, cp_size, workload, memory_factor)
+    )
+    return candidates_of(plans, micro_batches, cp_size)
 
 
 def _levelled(
@@ -155,12 +158,7 @@ def _deal(
 
 
 def _fill_ranks(
-    cut: list[int],
-    lengths: Integers,
-    load_seconds: Seconds,
-    space: Integers,
-    token_seconds: float,
-    workload: Costs,
+    cut: list[int], lengths: Integers, load_seconds: Seconds, space: Integers, token_seconds: float, workload: Costs
 ) -> tuple[list[int], Table]:
     """Share the ``cut`` segments among ranks that hold ``load_seconds`` and have ``space`` tokens free.
 
@@ -181,12 +179,7 @@ def _fill_ranks(
     return ranks, np.array(rows, dtype=np.int64)
 
 
-def _pour(
-    seconds: Seconds,
-    sizes: Integers,
-    load_seconds: Seconds,
-    space: Integers,
-) -> list[list[Share]]:
+def _pour(seconds: Seconds, sizes: Integers, load_seconds: Seconds, space: Integers) -> list[list[Share]]:
     """The shares of every document, longest first, each spanning as few ranks as it can."""
     gaps = _gaps(float(seconds.sum()), load_seconds, space * (seconds.sum() / sizes.sum()))
     # The longest documents have the most expensive tokens: they go to ranks that have more seconds left than space.

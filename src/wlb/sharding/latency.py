@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.sharding.pieces import Locality, Pieces, last_keys, locality, pieces_of_rows
 from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, owners
@@ -40,6 +40,11 @@ class Phases(NamedTuple):
 
     forward: Seconds
     backward: Seconds
+
+    @classmethod
+    def of(cls, price: Callable[[ArrayLike, Phase], Seconds], tokens: ArrayLike) -> Phases:
+        """What ``price`` says of so many ``tokens``."""
+        return cls(price(tokens, "forward"), price(tokens, "backward"))
 
     @property
     def both(self) -> Seconds:
@@ -155,16 +160,6 @@ def _cuts(parts: NDArray[np.int64]) -> Iterable[tuple[Seconds, Seconds]]:
     return pairwise(np.moveaxis(cuts, -1, 0)[..., None])
 
 
-def block_phases(tokens: NDArray[np.int64], costs: Costs) -> Phases:
-    """What ranks with so many ``tokens`` compute in blocks outside attention; the same shape."""
-    return Phases(costs.blocks_seconds(tokens, "forward"), costs.blocks_seconds(tokens, "backward"))
-
-
-def head_phases(tokens: NDArray[np.int64], costs: Costs) -> Phases:
-    """What they compute in the output head and loss; the same shape."""
-    return Phases(costs.head_seconds(tokens, "forward"), costs.head_seconds(tokens, "backward"))
-
-
 def group_phases(
     shards: Shards,
     blocks: Phases,
@@ -213,7 +208,7 @@ def group_phases(
 
 def group_seconds(shards: Shards, costs: Costs) -> Phases:
     """What groups take for micro-batches, all layers, head and loss; shape (..., micro_batches)."""
-    blocks, head = block_phases(shards.tokens, costs), head_phases(shards.tokens, costs)
+    blocks, head = (Phases.of(price, shards.tokens) for price in (costs.blocks_seconds, costs.head_seconds))
     groups = group_phases(shards, blocks, costs)
     return Phases(groups.forward + slowest_rank(head.forward), groups.backward + slowest_rank(head.backward))
 
@@ -234,14 +229,10 @@ class ShardLatency:
     slowest: float  # of the group, whose ranks wait for each other in every layer
 
     @property
-    def ranks(self) -> NDArray[np.float64]:
-        """Everything a rank pays for, as if nothing hid the exchange."""
-        return self.attention + self.linear + self.gather
-
-    @property
     def imbalance(self) -> float:
-        """Slowest over mean rank."""
-        return float(self.ranks.max() / self.ranks.mean())
+        """Slowest over mean rank, of all that ranks pay for, as if nothing hid the exchange."""
+        ranks = self.attention + self.linear + self.gather
+        return float(ranks.max() / ranks.mean())
 
 
 def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
@@ -250,7 +241,7 @@ def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
     where = locality(pieces, len(plan.segment_lengths), 1, plan.cp_size)
     shards = Shards.of_pieces(pieces, where, costs)
     tokens, exchange = where.tokens[0], costs.exchange_seconds(where.waits_for[0].max(), plan.cp_size)
-    linear = block_phases(tokens, costs).both + head_phases(tokens, costs).both
+    linear = Phases.of(costs.blocks_seconds, tokens).both + Phases.of(costs.head_seconds, tokens).both
     return ShardLatency(
         attention=shards.attention_forward[0] + shards.attention_backward[0],
         linear=linear + 2 * (costs.tp_seconds(tokens) + costs.expert_seconds(tokens)),

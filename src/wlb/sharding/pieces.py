@@ -153,6 +153,7 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
 
     tokens, received_tokens, sent_tokens = of_ranks(size), of_ranks(received, last), of_ranks(receivers * size)
     own_pairs, pairs = of_ranks(attended_pairs(held), last), of_ranks(attended_pairs(stop) - attended_pairs(start))
+    begins = np.append(True, segment[1:] != segment[:-1])  # of its segment, in whose order pieces are
     most_received = received_tokens.max(axis=1)
     busiest = np.maximum(most_received, sent_tokens.max(axis=1))
     return Locality(
@@ -165,7 +166,7 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
         gathered_tokens=of_ranks(np.where(receivers > 0, size, 0)).sum(axis=1),
         kept=keeps_received(most_received, tokens.sum(axis=1), cp_size),
         parts=exchange_parts(busiest, tokens.sum(axis=1), cp_size),
-        alone=_segments_of(lane // cp_size, segment, plans) == 1,
+        alone=np.bincount(lane[begins] // cp_size, minlength=plans) == 1,
     )
 
 
@@ -178,11 +179,6 @@ def _waits_for(pieces: Pieces, moved: Integers, segments: int) -> Integers:
     np.maximum.at(most, lane, of_segment[segment])
     shared: Integers = np.where(moved > 0, most.reshape(moved.shape), 0)
     return shared
-
-
-def _segments_of(plan: Integers, segment: Integers, plans: int) -> Integers:
-    first = np.append(True, segment[1:] != segment[:-1])  # pieces are in order of their segment
-    return np.bincount(plan[first], minlength=plans)
 
 
 def _held_before(pieces: Pieces, holding: Integers) -> Integers:

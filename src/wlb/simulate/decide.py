@@ -63,7 +63,7 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least
     """
     pools = job.pools
     if pools is not None and not job.pools_decided:
-        job = job.with_pools(_fastest(job, pools, lengths, lock_step=lock_step, least_rate=least_rate))
+        job = job.with_pools(_fastest(job, pools, lengths, lock_step, 1 / least_rate if least_rate else math.inf))
     decided = _with_length(job)
     if pools is None and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
         raise UserError(problem)
@@ -72,12 +72,12 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least
 
 def _with_length(job: Job) -> Job:
     """With the largest L_max that fits, where it is "auto"; where none does, with the least."""
-    if job.packing.max_length_factor == "auto":
-        job = job.with_length_factor(largest_factor(job) or job.least_length_factor)
-    return job
+    if job.packing.max_length_factor != "auto":
+        return job
+    return job.with_length_factor(largest_factor(job) or job.least_length_factor)
 
 
-def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, *, lock_step: bool, least_rate: float) -> Pools:
+def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, lock_step: bool, most_seconds: float) -> Pools:
     if pools.grouping == "level":
         if lock_step:
             raise UserError(
@@ -87,20 +87,20 @@ def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, *, lock_step: boo
     if pools.size != "auto" and pools.micro_batches != "auto":
         return pools
     parts = -(-pools.global_batch // _WINDOWS)
-    found = _fastest_for_part(job, pools, lengths, parts, lock_step=lock_step, least_rate=least_rate)
+    found = _fastest_for_part(job, pools, lengths, parts, lock_step, most_seconds)
     if parts > 1 and not _holds(job.with_pools(found)):  # fewer micro-batches may hold less
-        found = _fastest_for_part(job, pools, lengths, 1, lock_step=lock_step, least_rate=least_rate)
+        found = _fastest_for_part(job, pools, lengths, 1, lock_step, most_seconds)
     return found
 
 
 def _fastest_for_part(
-    job: Job, pools: Pools, lengths: DocumentLengths, parts: int, *, lock_step: bool, least_rate: float
+    job: Job, pools: Pools, lengths: DocumentLengths, parts: int, lock_step: bool, most_seconds: float
 ) -> Pools:
     """Decided on one of ``parts`` equal parts of the global batch."""
     part = replace(pools, global_batch=pools.global_batch // parts)
     if parts > 1 and pools.micro_batches != "auto":
         part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.layout.pp)) * job.layout.pp)
-    fastest = _PoolSearch(job, part, parts, lock_step, lengths).fastest(1 / least_rate if least_rate else math.inf)
+    fastest = _PoolSearch(job, part, parts, lock_step, lengths).fastest(most_seconds)
     if fastest is None:
         if pools.micro_batches != "auto":
             size = job.layout.replicas if pools.size == "auto" else pools.size
@@ -194,9 +194,8 @@ class _PoolSearch:
         jobs = []
         for count in sorted(set(counts)):
             with suppress(UserError):  # a pipeline that runs in rounds, or an L_max without room for so much
-                job = self.job.with_pools(replace(self.pools, size=size, micro_batches=count))
-                jobs.append((not _holds(job), job))
-        return jobs
+                jobs.append(self.job.with_pools(replace(self.pools, size=size, micro_batches=count)))
+        return [(not _holds(job), job) for job in jobs]
 
     @cached_property
     def _steps(self) -> int:

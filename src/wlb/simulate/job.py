@@ -21,8 +21,6 @@ from wlb.job.prices import Pricing
 from wlb.schedules.layout import Layout
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 
-Job = Job  # the name that programs use
-
 
 def simulated_job(
     model: str | ModelShape,
@@ -96,14 +94,9 @@ class NamedJob(NamedTuple):
     micro_batches: int | None = None
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Keywords of ``simulated_job``."""
-        return vars(self.layout) | {"micro_batches": self.micro_batches}
-
-    @property
     def sizes(self) -> str:
-        layout = self.layout
-        return f"{layout.tp},{layout.cp},{layout.pp},{layout.dp}"
+        """As Table 1 has them: tp, cp, pp, dp."""
+        return "{tp},{cp},{pp},{dp}".format_map(self.layout.sizes)
 
 
 _64K, _128K = 65_536, 131_072
@@ -129,4 +122,4 @@ def named_job(name: str, preset: str = "best", **settings: object) -> Job:
     if name not in NAMED_JOBS:
         raise UserError(f"unknown job {name!r}; {choose_from(name, NAMED_JOBS)}, or give a configuration file")
     job = NAMED_JOBS[name]
-    return simulated_job(job.model, job.context_window, preset, **(job.settings | settings))
+    return simulated_job(job.model, job.context_window, preset, **(vars(job.layout) | settings))

@@ -5,6 +5,7 @@ They come from the trainer's own planner (``wlb.job.planner``), epoch after epoc
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,8 @@ from numpy.typing import NDArray
 from wlb.documents.filling import check_filling
 from wlb.documents.order import joined_lengths
 from wlb.job.job import Job
-from wlb.packing.plan import StepPlan
 from wlb.simulate.decide import decide
-from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import Rate, first_steps
-from wlb.simulate.step import CAUSES, Steps
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 
@@ -109,65 +107,46 @@ def simulate(
     of_documents = joined_lengths(lengths)
     work_prices = work_prices or job.work_prices
     job = decide(job, lengths)
-    totals = _Totals(job, Rate(work_prices))
+    rated = Rate(work_prices)
+    where, imbalance = defaultdict[str, float](float), defaultdict[str, float](float)
+    gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
+    pairs = whole_pairs = 0.0
+    delay = epochs = 0
     for plans, priced in first_steps(job, lengths, steps, warm_up):
-        totals.rate.add(plans, priced)
-        totals.add(priced)
-        totals.add_documents(plans, of_documents)
+        rated.add(plans, priced)
+        for totals, of_steps in ((where, priced.where), (imbalance, priced.imbalance)):
+            for name, values in of_steps.items():
+                totals[name] += float(values.sum())
+        gpu_seconds += priced.gpu_seconds.sum(axis=0)
+        delay += sum(plan.delay_token_steps for plan in plans)
+        document, start, length = np.concatenate([plan.table for plan in plans]).T
+        epochs = max(epochs, 1 + int(document.max()) // len(of_documents))
+        window = job.context_window
+        arrived = np.minimum(of_documents[document % len(of_documents)] - start // window * window, window)
+        pairs += float(attended_pairs(length).sum())
+        whole_pairs += float((attended_pairs(arrived) * length / arrived).sum())
         on_progress(len(plans))
-    return totals.result()
+    tokens = np.array(rated.step_tokens)
+    return SimulationResult(
+        job=job,
+        steps=steps,
+        tokens=int(tokens.sum()),
+        work_seconds=rated.work_seconds,
+        seconds=rated.seconds,
+        step_tokens=tokens,
+        step_work_seconds=np.array(rated.step_work_seconds),
+        step_seconds=np.array(rated.step_seconds),
+        where={cause: seconds / steps for cause, seconds in where.items()},
+        gpu_seconds=gpu_seconds / steps,
+        imbalance={name: total / steps for name, total in imbalance.items()},
+        token_delay=delay / int(tokens.sum()),
+        tokens_cv=float(np.std(tokens) / np.mean(tokens)),
+        attention_kept=pairs / whole_pairs,
+        epochs=epochs,
+    )
 
 
 def check_documents(job: Job, lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]], steps: int = 1) -> None:
     """``check_filling`` for ``steps`` steps of ``job``: before anything is simulated, which may take long."""
     step_tokens, overlong = job.global_batch * job.context_window, job.data.overlong
     check_filling(joined_lengths(lengths), step_tokens, job.context_window, overlong=overlong, steps=steps)
-
-
-class _Totals:
-    def __init__(self, job: Job, rate: Rate) -> None:
-        self.rate = rate
-        self._job = job
-        self._where = dict.fromkeys(CAUSES, 0.0)
-        self._gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
-        self._imbalance: dict[str, float] = {}
-        self._pairs = self._whole_pairs = 0.0
-        self._delay_token_steps = 0
-        self._epochs = 0
-
-    def add(self, results: Steps | LevelSteps) -> None:
-        for cause, seconds in results.where.items():
-            self._where[cause] += float(seconds.sum())
-        self._gpu_seconds += results.gpu_seconds.sum(axis=0)
-        for name, of_steps in results.imbalance.items():
-            self._imbalance[name] = self._imbalance.get(name, 0.0) + float(of_steps.sum())
-
-    def add_documents(self, plans: Sequence[StepPlan], lengths: NDArray[np.int64]) -> None:
-        self._delay_token_steps += sum(plan.delay_token_steps for plan in plans)
-        document, start, length = np.concatenate([plan.table for plan in plans]).T
-        self._epochs = max(self._epochs, 1 + int(document.max()) // len(lengths))
-        limit = self._job.context_window
-        arrived = np.minimum(lengths[document % len(lengths)] - start // limit * limit, limit)
-        self._pairs += float(attended_pairs(length).sum())
-        self._whole_pairs += float((attended_pairs(arrived) * length / arrived).sum())
-
-    def result(self) -> SimulationResult:
-        rate = self.rate
-        steps, tokens = len(rate.step_seconds), np.array(rate.step_tokens)
-        return SimulationResult(
-            job=self._job,
-            steps=steps,
-            tokens=int(tokens.sum()),
-            work_seconds=rate.work_seconds,
-            seconds=rate.seconds,
-            step_tokens=tokens,
-            step_work_seconds=np.array(rate.step_work_seconds),
-            step_seconds=np.array(rate.step_seconds),
-            where={cause: seconds / steps for cause, seconds in self._where.items()},
-            gpu_seconds=self._gpu_seconds / steps,
-            imbalance={name: total / steps for name, total in self._imbalance.items()},
-            token_delay=self._delay_token_steps / int(tokens.sum()),
-            tokens_cv=float(np.std(tokens) / np.mean(tokens)),
-            attention_kept=self._pairs / self._whole_pairs,
-            epochs=self._epochs,
-        )

@@ -13,7 +13,7 @@ balances badly may be lucky ones. Speed is at equal work, priced for all by a si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from statistics import fmean
@@ -167,21 +167,24 @@ def fastest_layout(
         if job.pools is None and (job.packing.max_length_factor == untried_job.packing.max_length_factor):
             settled.add(job.layout)
         found.append(_rated(job, lengths, first, prices))
-        found.sort(key=_slowest_last)
+        found.sort(key=lambda one: -one.work_rate)
     if not found:
         if dict(space.fixed).keys() >= PINNED:
-            return SearchResult([Rated(_nearest_to_fitting(untried, lengths), 0.0)], 0)
+            least = untried[-1]  # with full checkpointing
+            if least.pools is None:
+                least = least.with_length_factor(least.least_length_factor)
+            return SearchResult([Rated(decide(least, lengths), 0.0)], 0)
         raise _no_layout(space, too_large=len(untried))
-    nearest = _within(found, near)
+    nearest = [one for one in found if one.work_rate >= (1 - near) * found[0].work_rate]
     if more > first or any(_warm_up(one.job) for one in nearest):
         nearest = [_rated(one.job, lengths, more, prices, _warm_up(one.job)) for one in nearest]
     ranking: list[Rated] = []
-    for one in sorted(nearest, key=_slowest_last):
+    for one in sorted(nearest, key=lambda one: -one.work_rate):
         if ranking and one.work_rate < (1 - _NEARER) * ranking[0].work_rate:
             break
         others = (_rated(drawn(one.job, draw), lengths, more, prices, _warm_up(one.job)) for draw in range(1, draws))
         ranking.append(Rated(one.job, fmean(rated.work_rate for rated in (one, *others))))
-        ranking.sort(key=_slowest_last)
+        ranking.sort(key=lambda one: -one.work_rate)
     return SearchResult(ranking, len(found))
 
 
@@ -308,11 +311,6 @@ def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | Non
     return decided if fits(decided) else None
 
 
-def _nearest_to_fitting(untried: Iterable[Job], lengths: DocumentLengths) -> Job:
-    *_, job = untried  # with full checkpointing
-    return decide(job.with_length_factor(job.least_length_factor) if job.pools is None else job, lengths)
-
-
 def _segments(job: Job, lengths: DocumentLengths) -> NDArray[np.int64]:
     """What the first steps of ``job`` train: the same in every layout, but for documents that wait."""
     packing = job.packing
@@ -329,15 +327,6 @@ def _rated(job: Job, lengths: DocumentLengths, steps: int, prices: DocumentPrice
 
 def _warm_up(job: Job) -> int:
     return _WARM_UP if job.packing.max_delay else 0
-
-
-def _slowest_last(rated: Rated) -> float:
-    return -rated.work_rate
-
-
-def _within(ranking: Sequence[Rated], slack: float) -> list[Rated]:
-    """Those that are slower than the first by at most ``slack``."""
-    return [one for one in ranking if one.work_rate >= (1 - slack) * ranking[0].work_rate]
 
 
 def _no_layout(space: SearchSpace, too_large: int = 0) -> UserError:

@@ -10,9 +10,9 @@ adds (``attributed``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from wlb.packing.plan import StepPlan
 from wlb.schedules.timing import PipelineTimes, pipeline_times
 from wlb.sharding import price_shards
-from wlb.sharding.latency import Phases, Shards, block_phases, group_phases, head_phases
+from wlb.sharding.latency import Phases, Shards, group_phases
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, weights_kept, with_gathers
 from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
@@ -56,7 +56,44 @@ IMBALANCES = {
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepSeconds:
+    """What steps take when only the ``modelled`` of ``CAUSES`` are taken into account."""
+
+    costs: JobCosts
+    modelled: frozenset[str] = field(default=EVERYTHING, kw_only=True)
+    in_turn: ClassVar[Sequence[str]] = tuple(CAUSES)  # how causes are added to each other in ``where``
+
+    @property
+    def ends(self) -> Array:
+        """When ranks have run all of their micro-batches; shape (pp, steps, dp)."""
+        raise NotImplementedError
+
+    @property
+    def late_reduction(self) -> Array:
+        """What reducing gradients adds after the last backward; (pp, steps)."""
+        raise NotImplementedError
+
+    @cached_property
+    def seconds(self) -> Array:
+        """What the steps take; shape (steps,)."""
+        of_rank = self.ends.max(axis=2) if "dp ranks" in self.modelled else self.ends.mean(axis=2)
+        if "gradient reduction" in self.modelled:
+            of_rank = of_rank + self.late_reduction
+        if "optimizer" in self.modelled:
+            of_rank = of_rank + self.costs.optimizer[:, None]
+        return np.asarray(of_rank.max(axis=0))
+
+    @cached_property
+    def where(self) -> dict[str, Array]:
+        """The part of ``seconds`` that each of ``CAUSES`` adds, shape (steps,) each."""
+        causes = [frozenset(self.in_turn[:count]) for count in range(1, len(CAUSES) + 1)]
+        seconds = [replace(self, modelled=modelled).seconds for modelled in causes]
+        where = dict(zip(self.in_turn, np.diff(seconds, axis=0, prepend=0.0), strict=True))
+        return {cause: where[cause] for cause in CAUSES}
+
+
+@dataclass(frozen=True)
+class Steps(StepSeconds):
     """Some steps when only the ``modelled`` of ``CAUSES`` are taken into account; everything else is ideal.
 
     Nothing is priced before it is asked for: ``seconds`` alone costs a fraction of ``where``. ``blocks`` and ``head``
@@ -65,11 +102,9 @@ class Steps:
     micro-batches, phases): every rank of a group takes them, on the first stage.
     """
 
-    costs: JobCosts
     shards: Shards
     blocks: Phases
     head: Phases
-    modelled: frozenset[str] = EVERYTHING
     encoders: Array | None = None
 
     @classmethod
@@ -89,13 +124,8 @@ class Steps:
     @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts, encoders: Array | None = None) -> Steps:
         """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
-        blocks, head = block_phases(shards.tokens, costs.rank), head_phases(shards.tokens, costs.rank)
+        blocks, head = (Phases.of(p, shards.tokens) for p in (costs.rank.blocks_seconds, costs.rank.head_seconds))
         return cls(costs, shards, blocks, head, encoders=encoders)
-
-    @property
-    def of_sizes(self) -> tuple[Steps, ...]:
-        """The micro-batches of each size of context-parallel groups: they have one here."""
-        return (self,)
 
     def reordered(self, places: NDArray[np.int64]) -> Steps:
         """The same micro-batches in another order: where each is now, counted over ranks; shape (steps, all of a step).
@@ -135,7 +165,7 @@ class Steps:
         """For how long stages have keys and values under way, in a forward or backward; shaped as ``stages`` are."""
         if "cp exchange" not in self.modelled:
             return np.zeros(1)
-        exchange = self._together(self.costs.rank.exchange_seconds(self.shards.waits_for, self.costs.layout.cp))
+        exchange = self._together(self.costs.rank.exchange_seconds(self.shards.waits_for, self.shards.tokens.shape[-1]))
         share = self.costs.stage_shares[:, None]
         return np.asarray(share * exchange[:, :, None])
 
@@ -155,35 +185,19 @@ class Steps:
 
     @property
     def late_reduction(self) -> Array:
-        """What reducing gradients adds after the last backward; (pp, steps)."""
         return late_reduction(self.costs, self.stages.backward)
 
-    @cached_property
-    def seconds(self) -> Array:
-        """What the steps take; shape (steps,)."""
-        if "bubbles" not in self.modelled:
-            busy = self.stages.forward[:, 0] + self.stages.backward[:, 0]  # of one pipeline, as all are alike
-            return np.asarray(busy.sum(axis=(1, 2)) / self.costs.layout.pp)
-        ends = self.pipelines.rank_ends  # (pp, steps, dp)
-        of_rank = ends.max(axis=2) if "dp ranks" in self.modelled else ends.mean(axis=2)
-        if "gradient reduction" in self.modelled:
-            of_rank = of_rank + self.late_reduction
-        if "optimizer" in self.modelled:
-            of_rank = of_rank + self.costs.optimizer[:, None]
-        return np.asarray(of_rank.max(axis=0))
+    @property
+    def ends(self) -> Array:
+        if "bubbles" in self.modelled:
+            return self.pipelines.rank_ends
+        busy = self.stages.both[:, 0]  # of one pipeline, as all are alike
+        return np.asarray(busy.sum(axis=(1, 2))[None, :, None] / self.costs.layout.pp)
 
     @property
     def balanced_seconds(self) -> Array:
         """What the steps would take if all micro-batches of a step were alike; shape (steps,)."""
         return replace(self, modelled=self.modelled - {"micro-batches"}).seconds
-
-    @cached_property
-    def where(self) -> dict[str, Array]:
-        """The part of ``seconds`` that each of ``CAUSES`` adds, shape (steps,) each."""
-        names = [*CAUSES]
-        modelled = [frozenset(names[:count]) for count in range(1, len(names) + 1)]
-        seconds = [replace(self, modelled=causes).seconds for causes in modelled]
-        return dict(zip(names, np.diff(seconds, axis=0, prepend=0.0), strict=True))
 
     @property
     def imbalance(self) -> dict[str, Array]:
@@ -197,15 +211,14 @@ class Steps:
         if phases is not None and encoders is not None:
             model = taken - encoders.sum(axis=3)
             columns = [model, *np.moveaxis(encoders, 3, 0)]
-            of_phases = {
-                n: _imbalance(c, (1, 2)) for n, c in zip([LANGUAGE_MODEL, *phases.names], columns, strict=True)
-            }
+            names = [LANGUAGE_MODEL, *phases.names]
+            of_phases = {n: slowest_over_mean(c, (1, 2)) for n, c in zip(names, columns, strict=True)}
         return of_phases | {
-            "gpus": _imbalance(self.gpu_seconds, (1, 2, 3)),
+            "gpus": slowest_over_mean(self.gpu_seconds, (1, 2, 3)),
             "cp": groups.max(axis=3).sum(axis=(1, 2)) / groups.mean(axis=3).sum(axis=(1, 2)),
-            "micro_batches": _imbalance(taken, (1, 2)),
-            "dp": _imbalance(groups.sum(axis=(2, 3)), (1,)),
-            "pp": _imbalance(self.gpu_seconds.sum(axis=(2, 3)), (1,)),
+            "micro_batches": slowest_over_mean(taken, (1, 2)),
+            "dp": slowest_over_mean(groups.sum(axis=(2, 3)), (1,)),
+            "pp": slowest_over_mean(self.gpu_seconds.sum(axis=(2, 3)), (1,)),
         }
 
     @property
@@ -273,7 +286,8 @@ class Steps:
         return Phases(*(share * b[:, :, None] + head_share * h[:, :, None] for b, h in zip(blocks, head, strict=True)))
 
 
-def _imbalance(seconds: Array, axes: tuple[int, ...]) -> Array:
+def slowest_over_mean(seconds: Array, axes: tuple[int, ...]) -> Array:
+    """The most over the mean along ``axes``; 1 where there is nothing."""
     largest, mean = seconds.max(axis=axes), seconds.mean(axis=axes)
     return np.asarray(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
 

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import Operation
-from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import simulate_step
-from wlb.simulate.step import Steps
 
 Array = NDArray[np.float64]
 
@@ -55,9 +53,7 @@ class Timeline:
 def timeline(plan: StepPlan, job: Job) -> Timeline:
     """The timeline of one step, dealt to the job's data-parallel ranks already."""
     steps = simulate_step(plan, job)
-    if isinstance(steps, LevelSteps):
-        return _level(plan, steps)
-    times = steps.pipelines
+    times, (forward, backward) = steps.pipelines, steps.computing
     home = {stage: rank for rank, stages in enumerate(job.layout.rank_stages) for stage in stages}
     reduction = steps.late_reduction[:, 0]
     rank_ends = times.rank_ends[:, 0]
@@ -68,34 +64,9 @@ def timeline(plan: StepPlan, job: Job) -> Timeline:
         tuple(home[operation.stage] for operation in times.operations),
         times.starts[:, 0],
         times.ends[:, 0],
-        _compute(times.operations, steps),
+        np.stack([(backward if o.backward else forward)[0, :, o.stage, o.micro_batch] for o in times.operations]),
         rank_ends,
         reduction,
         steps.costs.optimizer,
         float((rank_ends.max(axis=1) + reduction + steps.costs.optimizer).max()),
     )
-
-
-def _level(plan: StepPlan, steps: LevelSteps) -> Timeline:
-    """Each forward of all, then each backward: every rank has its own among them."""
-    (starts, ends), backward = steps.times, steps.phases[1]
-    turns = ends - backward
-    operations = tuple(Operation(0, run, goes_back) for goes_back in (False, True) for run in range(len(starts)))
-    return Timeline(
-        job=steps.costs.job,
-        plan=plan,
-        operations=operations,
-        pipeline_ranks=(0,) * len(operations),
-        starts=np.concatenate([starts, turns])[:, None],
-        ends=np.concatenate([turns, ends])[:, None],
-        compute=np.concatenate(steps.computing)[:, None],
-        rank_ends=np.array([[ends.max()]]),
-        reduction=steps.late_reduction,
-        optimizer=steps.costs.optimizer,
-        seconds=float(steps.seconds[0]),
-    )
-
-
-def _compute(operations: tuple[Operation, ...], steps: Steps) -> Array:
-    forward, backward = (seconds[0] for seconds in steps.computing)  # (dp, stages, micro-batches, cp)
-    return np.stack([(backward if o.backward else forward)[:, o.stage, o.micro_batch] for o in operations])

@@ -35,19 +35,13 @@ _WINDOWS = 256  # of the steps that are simulated of a draw, unless that is few 
 _FEWEST, _MOST = 4, 16
 AS_FAST = 0.01  # presets within so much of each other are as fast
 
+_OF_WEIGHTS = ("weight gathers", "gradient reduction", "optimizer")
 # Of ``wlb.simulate.CAUSES``: what is lost to imbalance and to what balancing takes, and the rest of a step.
 PARTS = {
     "waiting for slower ranks": ("dp ranks", "cp ranks"),
     "uneven micro-batches and pipeline bubbles": ("bubbles", "stages", "micro-batches"),
     "exchange of keys and values": ("cp exchange",),
-    "other communication and optimizer": (
-        "tp collectives",
-        "expert exchange",
-        "stage transfers",
-        "weight gathers",
-        "gradient reduction",
-        "optimizer",
-    ),
+    "other communication and optimizer": ("tp collectives", "expert exchange", "stage transfers", *_OF_WEIGHTS),
     "recomputation": ("recomputation",),
     "computing": ("compute",),
 }
@@ -144,27 +138,22 @@ class Verdict:
         never more than the loss allows. Layout is all the rest: other kernels and communication.
         """
         place = self._median_draw(self.winner)
-        before, after = (
-            _parts(self.draws[place][name], self.draws[place][self.base]) for name in (self.base, self.winner)
-        )
-        moved = _parts(self.moved[place], self.draws[place][self.base]) if self.moved else after
+        base = self.draws[place][self.base]
+        before, after = _parts(base, base), self.parts(self.winner)
+        moved = _parts(self.moved[place], base) if self.moved else after
         balanced = 1 - sum(before[part] - moved[part] for part in LOST)
         recomputing = balanced - before["recomputation"] + after["recomputation"]
-        return dict(
-            zip(FACTORS, (1 / balanced, balanced / recomputing, recomputing / sum(after.values())), strict=True)
-        )
+        factors = 1 / balanced, balanced / recomputing, recomputing / sum(after.values())
+        return dict(zip(FACTORS, factors, strict=True))
 
     @property
     def loses(self) -> str:
         """What the base loses, and to what, as a clause."""
         lost = {part: max(0.0, share) for part, share in self.lost.items()}
         percents = dict(zip(lost, rounded([*lost.values()]), strict=True))
-        made_of = ", ".join(
-            f"{percents[part]}% {part}" for part in sorted(lost, key=lambda part: -lost[part]) if percents[part]
-        )
-        return f"{self.base} loses {sum(percents.values())}% of its time to imbalance" + (
-            f": {made_of}" if made_of else ""
-        )
+        largest_first = sorted(lost, key=lambda part: -lost[part])
+        made_of = ", ".join(f"{percents[part]}% {part}" for part in largest_first if percents[part])
+        return f"{self.base} loses {sum(percents.values())}% of its time to imbalance{made_of and f': {made_of}'}"
 
     @property
     def runs(self) -> str:
@@ -173,10 +162,8 @@ class Verdict:
         draws = f"{low:.2f} to {high:.2f} in {len(self.draws)} draws of the documents"
         named = f'preset = "{self.winner}"' if self.winner in PRESETS else f"The job {self.winner}"
         layout = "its own layout" if self.moved or not self._one_layout else "other kernels and communication"
-        causes = {"balance": "balance", "recomputation": "recomputation", "layout": layout}
-        made_of = [
-            f"{factor:.2f}x from {causes[name]}" for name, factor in self.factors.items() if abs(factor - 1) >= 0.005
-        ]
+        causes = zip(self.factors.values(), ("balance", "recomputation", layout), strict=True)
+        made_of = [f"{factor:.2f}x from {cause}" for factor, cause in causes if abs(factor - 1) >= 0.005]
         split = f" That is {' times '.join(made_of)}." if made_of else ""
         delay = self.token_delay(self.winner)
         over = ""
@@ -190,10 +177,8 @@ class Verdict:
             return f"{self.loses}. {self.runs}"
         found = ""
         if self.speed(self.fastest) >= 1.005:  # not 1.00x
-            low, high = self.spread(self.fastest)
-            found = (
-                f" The fastest, {self.fastest}, runs {self.speed(self.fastest):.2f}x as fast ({low:.2f} to {high:.2f})."
-            )
+            (low, high), speed = self.spread(self.fastest), self.speed(self.fastest)
+            found = f" The fastest, {self.fastest}, runs {speed:.2f}x as fast ({low:.2f} to {high:.2f})."
         none = "Keep what you have: no preset" if PRESETS.keys() >= {*self.names} else "No job"
         return f"{self.loses}. {none} is at least {LEAST_GAIN:.0%} faster, and faster in every draw.{found}"
 
@@ -225,12 +210,7 @@ class Verdict:
     @property
     def _one_layout(self) -> bool:
         base, winner = (self.draws[0][name].job.layout for name in (self.base, self.winner))
-        return (base.tp, base.pp, base.virtual_pp, base.replicas) == (
-            winner.tp,
-            winner.pp,
-            winner.virtual_pp,
-            winner.replicas,
-        )
+        return all(getattr(base, size) == getattr(winner, size) for size in ("tp", "pp", "virtual_pp", "replicas"))
 
     def _median_draw(self, system: str) -> int:
         speeds = self.speeds(self.fastest if system == self.base else system)

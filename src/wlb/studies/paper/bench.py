@@ -113,6 +113,7 @@ class Bench:
 
     def job(self, preset: str, **settings: Any) -> Job:
         job = self._job
-        simulated = simulated_job(job.model, job.context_window, preset, **(job.settings | SCHEDULE | settings))
+        sizes = vars(job.layout) | {"micro_batches": job.micro_batches}
+        simulated = simulated_job(job.model, job.context_window, preset, **(sizes | SCHEDULE | settings))
         order = {"shuffle": False} if self._cut else {"seed": self._seed}
         return replace(simulated, data=simulated.data.changed(**order))

@@ -60,5 +60,5 @@ def _measured(job: Job, lengths: Integers, steps: int) -> tuple[float, float]:
     began = time.process_time()
     plans = [*islice(StepPlanner(job, lengths).plans(warm_up), steps)]
     planning = (time.process_time() - began) / (warm_up + steps)
-    received = sum(received_bytes(alike.shards, job) for alike in simulate_steps(plans, job).of_sizes)
+    received = received_bytes(simulate_steps(plans, job).shards, job)
     return received / steps / (job.layout.dp * job.layout.cp * job.layout.pp), planning

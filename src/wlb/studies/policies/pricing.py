@@ -26,7 +26,7 @@ from wlb.sharding import price_shards
 from wlb.sharding.latency import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
-from wlb.simulate.level import group_costs, nodes_of
+from wlb.simulate.level import nodes_of
 from wlb.simulate.step import Steps
 from wlb.studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moving_seconds, shown_seconds
 from wlb.studies.policies.plan import GroupPlan, MovedPlan, Plan, Ranks
@@ -104,7 +104,7 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
 
 def moved_seconds(plan: MovedPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     """Seconds of all ranks, once those of a pool have waited for each other, and bytes received by the mean GPU."""
-    job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
+    job, costs = ranks.job, own_costs(ranks.job)
     tokens = plan.by_lane((plan.home.stop - plan.home.start).astype(np.float64), plan.home)
     last_keys = np.zeros(plan.pools.size, np.int64)
     np.maximum.at(last_keys, plan.work.lane, plan.work.stop)
@@ -188,7 +188,7 @@ def fetching(job: Job) -> Job:
 
 def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
     """The step if every rank had the same documents in every micro-batch and nothing were exchanged."""
-    job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
+    job, costs = ranks.job, own_costs(ranks.job)
     tokens = float(lengths.sum()) / ranks.count
     slots = -(-max(1, round(tokens)) // ranks.capacity)
     slots = -(-slots // job.layout.pp) * job.layout.pp
@@ -235,7 +235,7 @@ def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, p
     """Groups of ``size`` ranks on so many nodes, with documents of ``lengths``."""
     if plan.exchange == "heads" and size > 1:
         return _priced_over_heads(lengths, size, nodes, job, plan.sharding)
-    costs = group_costs(job, size, plan.sharding, nodes)
+    costs = own_costs(job, nodes)
     shards = price_shards(lengths, size, plan.sharding, costs.rank)
     steps = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)
     forward, backward, moving = (phase[0, 0] for phase in (*steps.stages, steps.moving))
@@ -244,7 +244,7 @@ def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, p
 
 def _priced_over_heads(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, sharding: str) -> _Stages:
     """Each rank has all tokens of a part of the heads for attention, and a part of the tokens for everything else."""
-    costs = group_costs(job, 1, sharding)
+    costs = own_costs(job)
     shards = price_shards(lengths, 1, sharding, costs.rank)
     tokens = shards.tokens[:, 0]
     longest = [max(of_one) for of_one in lengths]
@@ -269,7 +269,7 @@ def received_bytes(shards: Shards, job: Job) -> float:
     return float((shards.received.sum(axis=-1) * sent_again).sum()) * kv_bytes(job) * job.shape.layers
 
 
-own_costs = lru_cache(maxsize=512)(JobCosts)  # prices of the job itself
+own_costs = lru_cache(maxsize=4096)(JobCosts)
 
 
 def _alone(costs: JobCosts, tokens: Array, forward: Array, backward: Array) -> Steps:
