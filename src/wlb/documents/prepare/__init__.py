@@ -63,20 +63,18 @@ class PrepareReport:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-OnProgress = Callable[[int], None]
+OnProgress = Callable[[int], Any]
 
 
-def _ignore(source_bytes: int) -> None:
-    pass
-
-
-def train_tokenizer(corpus: Corpus, vocab_size: int, on_progress: OnProgress = _ignore) -> HuggingFaceTokenizer:
+def train_tokenizer(
+    corpus: Corpus, vocab_size: int, on_progress: OnProgress = lambda documents: None
+) -> HuggingFaceTokenizer:
     """A byte-level BPE of at most ``vocab_size`` tokens, trained on all documents of a corpus."""
 
     def texts() -> Iterator[str]:
         for batch in corpus.batches():
-            yield from (text for text in batch.documents if not isinstance(text, Reject))
-            on_progress(batch.progress)
+            yield from (text for text in batch if not isinstance(text, Reject))
+            on_progress(len(batch))
 
     return train_bpe(texts(), vocab_size)
 
@@ -91,15 +89,15 @@ def prepare_store(
     save_tokenizer: bool = False,
     workers: int = 1,
     overwrite: bool = False,
-    on_progress: OnProgress = _ignore,
+    on_progress: OnProgress = lambda documents: None,
 ) -> PrepareReport:
     """Write the documents of ``corpus`` to the token store ``prefix``, each followed by the end token.
 
     With ``chat``, they are conversations, and the store has a mask in which only the assistant's tokens are labels.
-    ``save_tokenizer`` keeps a trained tokenizer beside the store; ``on_progress`` is called with the bytes of source
-    used up by each batch. With ``shard``, only its documents are written, to ``PREFIX-I-of-N``. The store appears at
-    the end, whole, or not at all. Raises ``UserError`` when it exists (without ``overwrite``), cannot be written, a
-    source is damaged, no document is left, or shards of another number are there.
+    ``save_tokenizer`` keeps a trained tokenizer beside the store; ``on_progress`` is called with the number of
+    documents just taken or rejected. With ``shard``, only its documents are written, to ``PREFIX-I-of-N``. The store
+    appears at the end, whole, or not at all. Raises ``UserError`` when it exists (without ``overwrite``), cannot be
+    written, a source is damaged, no document is left, or shards of another number are there.
     """
     if workers < 1:
         raise UserError(f"--workers must be at least 1, got {workers}")
@@ -119,7 +117,7 @@ def prepare_store(
             writer.add_documents(batch.tokens, batch.lengths, batch.mask)
             rejects.update(batch.rejects)
             text_bytes += batch.text_bytes
-            on_progress(batch.progress)
+            on_progress(batch.lengths.size + batch.rejects.total())
         if not writer.documents:
             raise _nothing_left(corpus, rejects)
         report = PrepareReport(
@@ -149,7 +147,7 @@ def prepare_shards(
     ray: str,
     shards: int | None = None,
     overwrite: bool = False,
-    on_progress: OnProgress = _ignore,
+    on_progress: OnProgress = lambda documents: None,
     **options: Any,
 ) -> PrepareReport:
     """``prepare_store`` of every shard on the Ray cluster at the address ``ray`` (see ``cluster``); what all came to.
@@ -173,7 +171,7 @@ def prepare_shards(
         with closing(map_on_ray(make, todo)) as done:
             for report in done:
                 reports.append(report)
-                on_progress(corpus.total_bytes // count)
+                on_progress(report.documents_in)
     reports.sort(key=lambda report: report.files)
     rejects = sum((Counter(report.rejects) for report in reports), Counter[str]())
     return replace(

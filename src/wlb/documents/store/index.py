@@ -103,6 +103,7 @@ class TokenIndex:
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of all documents, shape (documents,)."""
+        self._check_ends()
         return np.concatenate([np.empty(0, np.int64), *self._chunks()])
 
     def check(self) -> None:
