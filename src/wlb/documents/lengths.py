@@ -214,8 +214,8 @@ def _from_csv(path: Path) -> Integers:
         rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
             heading = [name.strip() for name in next(rows, [])]
-            column = next((heading.index(name) for name in _NAMES if name in heading), None)
-            if heading and column is None:
+            column = next((heading.index(name) for name in _NAMES if name in heading), -1)
+            if heading and column < 0:
                 found = beginning_of(heading)
                 raise UserError(
                     f"{path} has no column 'length', but {found}; give the column of lengths that name{_if_text(path)}"
