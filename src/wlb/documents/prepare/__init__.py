@@ -20,17 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb.documents.lengths import ReadLengths
-from wlb.documents.prepare.batches import (
-    Batch,
-    Reject,
-    TokenizedBatch,
-    encode_text,
-    map_in_order,
-    tokenize_batch,
-)
+from wlb.documents.prepare.batches import Batch, Reject, TokenizedBatch, encode_text, map_in_order, tokenize_batch
 from wlb.documents.prepare.chat import ChatFormat
 from wlb.documents.prepare.on_ray import cluster, map_on_ray
 from wlb.documents.prepare.sources import Corpus, CorpusShard
@@ -197,14 +189,15 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
 
     Notes on stderr say what was left out. Raises ``UserError`` where there are no documents.
     """
-    lengths: list[NDArray[np.int64]] = []
+    lengths: list[int] = []
     rejects: Counter[str] = Counter()
-    tokenize, batches = _tokenize(tokenizer, chat), iter(corpus.batches())
-    while (count := sum(map(len, lengths))) < _MOST_COUNTED and (batch := next(batches, None)) is not None:
-        tokenized = tokenize(batch)
-        lengths.append(tokenized.lengths)
+    batches = corpus.batches()
+    for tokenized in map(_tokenize(tokenizer, chat), batches):
+        lengths += tokenized.lengths.tolist()
         rejects.update(tokenized.rejects)
-    if not count:
+        if len(lengths) >= _MOST_COUNTED:
+            break
+    if not lengths:
         raise _nothing_left(corpus, rejects)
     skipped = f"{number_of(corpus.skipped_files, 'file')} of other kinds" if corpus.skipped_files else ""
     if left_out := ", ".join(filter(None, [describe_rejects(rejects), skipped])):
@@ -212,8 +205,8 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
     name = corpus.name
     if next(batches, None) is not None:
         name = f"the beginning of {name}"
-        tell(f"wlb: note: lengths are those of the first {number_of(count, 'document')} of {corpus.name}")
-    return ReadLengths(name, np.concatenate(lengths))
+        tell(f"wlb: note: lengths are those of the first {number_of(len(lengths), 'document')} of {corpus.name}")
+    return ReadLengths(name, np.array(lengths, np.int64))
 
 
 def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:

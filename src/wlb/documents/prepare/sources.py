@@ -1,8 +1,8 @@
 """Where raw documents come from: files and directories, or the standard library.
 
-Making a corpus is the survey: every path is checked and its bytes counted, so that mistakes show before any work is
-done. ``tasks`` then divides it, always in the same order (arguments as given, directories sorted by name) and, for the
-same files, in the same way; each task is read as a stream, holding one batch at a time.
+Making a corpus is the survey: every path is checked, so that mistakes show before any work is done. ``tasks`` then
+divides it, always in the same order (arguments as given, directories sorted by name) and, for the same files, in the
+same way; each task is read as a stream, holding one batch at a time.
 """
 
 from __future__ import annotations
@@ -265,16 +265,13 @@ def stdlib_documents(path: Path) -> list[str]:
 def _definitions(source: str, tree: ast.Module) -> list[str]:
     """Cut a module into its top-level definitions and the runs of statements between them.
 
-    The pieces joined are the module. Comments and blank lines belong to what follows them, at the end to what
-    precedes them.
+    The pieces joined are the module. Comments and blank lines belong to what follows them.
     """
     cuts = [0]
     for previous, node in pairwise(tree.body):
         if isinstance(node, _DEFINITIONS) or isinstance(previous, _DEFINITIONS):
             cuts.append(previous.end_lineno or 0)
-    # Only "\n" ends a line for ast; str.splitlines would also cut at form feeds.
-    lines = source.split("\n")
-    lines = [line + "\n" for line in lines[:-1]] + lines[-1:]
+    lines = re.findall(r".*\n|.+$", source)  # str.splitlines would also cut at form feeds, which end no line for ast
     return ["".join(lines[first:end]) for first, end in pairwise([*cuts, len(lines)])]
 
 
