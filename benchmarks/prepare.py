@@ -72,7 +72,7 @@ def seconds_of(make: Callable[[Path], None], directory: Path) -> tuple[float, st
 
 
 def measured(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    texts = [text for batch in StdlibCorpus().batches() for text in batch.documents]
+    texts = [text for batch in StdlibCorpus().batches() for text in batch]
     source = directory / "documents.jsonl"
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     source.write_text(lines * options.copies, encoding="utf-8")

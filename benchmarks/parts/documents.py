@@ -105,7 +105,7 @@ def split(lengths: Lengths, window: int) -> Lengths:
 
 def _stdlib_lengths(window: int) -> Lengths:
     """Bytes of the definitions, scaled to ``window`` and shuffled."""
-    texts = (text for batch in StdlibCorpus().batches() for text in batch.documents if isinstance(text, str))
+    texts = (text for batch in StdlibCorpus().batches() for text in batch if isinstance(text, str))
     lengths = np.array([len(text.encode()) for text in texts if text], np.int64)
     scaled = np.maximum(1, lengths * window // _STDLIB_WINDOW)
     return split(np.random.default_rng(0).permutation(scaled), window)

@@ -10,28 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from wlb.documents.segments import Segment
-    from wlb.packing.arrange import arrange
-    from wlb.packing.balance import balance
-    from wlb.packing.plan import MicroBatch, StepPlan
-    from wlb.packing.registry import make_packer
-    from wlb.sharding import ShardPlan, make_shard_plan
-    from wlb.workload import make_workload
+    from wlb.documents.segments import Segment as Segment
+    from wlb.packing.arrange import arrange as arrange
+    from wlb.packing.balance import balance as balance
+    from wlb.packing.plan import MicroBatch as MicroBatch
+    from wlb.packing.plan import StepPlan as StepPlan
+    from wlb.packing.registry import make_packer as make_packer
+    from wlb.sharding import ShardPlan as ShardPlan
+    from wlb.sharding import make_shard_plan as make_shard_plan
+    from wlb.workload import make_workload as make_workload
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "MicroBatch",
-    "Segment",
-    "ShardPlan",
-    "StepPlan",
-    "__version__",
-    "arrange",
-    "balance",
-    "make_packer",
-    "make_shard_plan",
-    "make_workload",
-]
 
 _MODULES = {
     "MicroBatch": "wlb.packing.plan",
@@ -44,6 +33,7 @@ _MODULES = {
     "make_shard_plan": "wlb.sharding",
     "make_workload": "wlb.workload",
 }
+__all__ = ["__version__", *_MODULES]
 
 
 if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses names that do not exist

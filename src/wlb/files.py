@@ -1,6 +1,6 @@
 """Atomic, locked file writes: a crash leaves the old file or the new one, and two processes do not mix theirs.
 
-A file is first written under another name, flushed to the disk and then renamed: ``replace_text``. Where several files
+``replace_text`` writes a file under another name, flushes it to the disk and then renames it. Where several files
 belong together the steps are taken one by one: ``write_synced`` or ``flush``, and at last ``move`` or ``sync``.
 """
 
@@ -62,27 +62,16 @@ def open_locked(path: Path) -> int | None:
     gets it in any case.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        locked = _try_lock(descriptor)
-    except OSError:
-        os.close(descriptor)
-        raise
-    if not locked:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _try_lock(descriptor: int) -> bool:
     if sys.platform == "win32":
-        return True
+        return descriptor
     import fcntl
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            raise
-    return True
+            os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
+            return None
+    return descriptor

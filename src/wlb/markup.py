@@ -20,9 +20,11 @@ class Markup(str):
 
 def tag(name: str, /, *children: str, **attributes: str | float) -> Markup:
     """``<name attributes>children</name>``; an underscore in an attribute's name is a hyphen, a last one nothing."""
-    written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_text(value))}"' for key, value in attributes.items()
-    )
+    written = ""
+    for key, value in attributes.items():
+        # Coordinates have two decimals: a hundredth of a pixel.
+        text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+        written += f' {key.rstrip("_").replace("_", "-")}="{escape(text)}"'
     if name in _VOID:
         return Markup(f"<{name}{written}>")
     return Markup(f"<{name}{written}>{join(children)}</{name}>")
@@ -31,8 +33,3 @@ def tag(name: str, /, *children: str, **attributes: str | float) -> Markup:
 def join(parts: Iterable[str]) -> Markup:
     """All parts one after another, those that are plain text escaped."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
-
-
-def _text(value: str | float) -> str:
-    """Coordinates with two decimals: a hundredth of a pixel."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

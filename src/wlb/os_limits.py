@@ -19,7 +19,7 @@ def usable_memory() -> int:
 
 def control_group_limits(membership: Path, root: Path) -> list[int]:
     """The memory limits in bytes of this process's control group and of all above it (cgroup version 2, or 1)."""
-    limits = []
+    limits: list[int] = []
     try:
         for line in membership.read_text(encoding="utf-8").splitlines():
             _, controllers, group = line.split(":", 2)
@@ -27,15 +27,11 @@ def control_group_limits(membership: Path, root: Path) -> list[int]:
                 continue
             top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
             path = top / group.lstrip("/")
-            limits += [_read_limit(folder / name) for folder in (path, *path.parents) if folder.is_relative_to(top)]
+            files = [folder / name for folder in (path, *path.parents) if folder.is_relative_to(top)]
+            texts = [
+                file.read_text(encoding="utf-8").strip() for file in files if file.is_file()
+            ]  # the topmost has none
+            limits += [int(text) for text in texts if text.isdecimal()]  # "max" is none
     except (OSError, ValueError):
         return []
-    return [limit for limit in limits if limit is not None]
-
-
-def _read_limit(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None  # the topmost group has no limit
-    return int(text) if text.isdecimal() else None  # "max" is none
+    return limits

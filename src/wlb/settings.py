@@ -82,21 +82,18 @@ class Section(BaseModel):
         where = ".".join((*section, *problem.where))
         if problem.kind == "extra_forbidden":
             *outer, key = problem.where
+            table: Any = cls
+            for name in outer:
+                kinds = table.model_fields[name].annotation
+                table = next(kind for kind in (kinds, *get_args(kinds)) if hasattr(kind, "model_fields"))  # or None
             kind = "setting" if "." in where else "section"
-            raise UserError(f"{where} is not a {kind}; {choose_from(key, _names(cls, outer))}")
+            raise UserError(f"{where} is not a {kind}; {choose_from(key, table.model_fields)}")
         shown = f" = {problem.value!r}" if not isinstance(problem.value, dict) else ""
         raise UserError(f"{where}{shown}: {problem.what}" if where else problem.what)
 
     def changed(self, **settings: Any) -> Self:
         """The same with other ``settings``, validated as a whole. Raises ``UserError`` for what they may not be."""
         return self.of({name: getattr(self, name) for name in self.model_fields_set} | settings)
-
-
-def _names(table: Any, sections: Iterable[str]) -> list[str]:
-    for section in sections:
-        kinds = table.model_fields[section].annotation
-        table = next(kind for kind in (kinds, *get_args(kinds)) if hasattr(kind, "model_fields"))  # it may be optional
-    return list(table.model_fields)
 
 
 class Problem(NamedTuple):

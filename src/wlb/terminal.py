@@ -45,15 +45,14 @@ def columns() -> int | None:
 
 def wrapped(text: str, width: int | None = None) -> str:
     """``text`` in lines of ``width``, by default stderr's; what follows a break is indented by two columns more."""
-    width = width or columns()
-    if width is None:
+    if (width := width or columns()) is None:
         return text
-    return "\n".join(_wrapped(line, width) for line in text.split("\n"))
-
-
-def _wrapped(line: str, width: int) -> str:
-    indent = line[: len(line) - len(line.lstrip())] + "  "
-    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    filler = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.split("\n"):
+        filler.subsequent_indent = line[: len(line) - len(line.lstrip())] + "  "
+        lines.append(filler.fill(line))
+    return "\n".join(lines)
 
 
 def tell(text: str) -> None:

@@ -120,20 +120,12 @@ def test_every_kind_of_text_is_counted_and_the_same_is_prepared(wlb, texts, give
     ("arguments", "message"),
     [
         (
-            ["d.txt", *SMALL],
-            "d.txt has several lines; give --documents lines if each is a document, or --documents files",
-        ),
-        (
             ["d.parquet", *SMALL, "--text-field", "body"],
             "d.parquet has no column 'body', only id, text; choose one with --text-f",
         ),
         (
             ["chats.jsonl", *SMALL],
             "3 missing field; the first entry without field 'text' has messages; choose one with",
-        ),
-        (
-            ["d.parquet", *SMALL, "--documents", "lines"],
-            "--documents is for text files, and d.parquet has none; leave it out",
         ),
         (
             ["d.parquet"],

@@ -70,17 +70,10 @@ def test_parquet_has_a_document_in_each_row(wlb, tmp_path):
         assert [bytes(store.read(i)[:-1].tolist()) for i in range(len(store))] == expected
 
 
-def test_a_file_of_lines_is_not_taken_for_one_document(wlb, tmp_path):
+def test_a_text_file_is_one_document_or_one_per_line(wlb, tmp_path):
     (tmp_path / "d.txt").write_text("one\ntwo\n")
-    status, _, err = wlb("prepare", tmp_path / "d.txt", "--out", tmp_path / "s")
-    assert status == 2
-    assert err == (
-        f"wlb: error: {tmp_path / 'd.txt'} has several lines; give --documents lines if each is a document, or "
-        "--documents files if they are one together\n"
-    )
-    for documents, count in (("lines", 2), ("files", 1)):
-        given = ("--documents", documents, "--overwrite", "--json")
-        status, out, _ = wlb("prepare", tmp_path / "d.txt", "--out", tmp_path / "s", *given)
+    for given, count in ((["--documents", "lines"], 2), (["--documents", "files"], 1), ([], 1)):
+        status, out, _ = wlb("prepare", tmp_path / "d.txt", "--out", tmp_path / "s", "--overwrite", "--json", *given)
         assert (status, json.loads(out)["documents_out"]) == (0, count)
 
 
@@ -129,7 +122,6 @@ def test_shards_are_stores_that_a_glob_checks(wlb, tmp_path, corpus):
         (["{tmp}/corpus", "--out", "{tmp}/old"], "old.bin exists; choose another --out or pass --overwrite"),
         (["{tmp}/old.json", "--out", "{tmp}/old", "--overwrite"], "would be overwritten by the store"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--workers", "0"], "--workers"),
-        (["{tmp}/corpus/b.jsonl", "--out", "{tmp}/s", "--documents", "lines"], "--documents is for text files, and"),
         (["--stdlib", "--out", "{tmp}/s", "--documents", "lines"], "--documents has no effect with --stdlib"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--tokenizer", "gpt5"], "'gpt5' is neither"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "100"], "100 is too small"),

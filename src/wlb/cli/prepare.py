@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from wlb.terminal import number_of
 
 if TYPE_CHECKING:
     from wlb.documents.prepare import PrepareReport
-    from wlb.documents.prepare.sources import Corpus, CorpusShard
+    from wlb.documents.prepare.sources import Corpus
     from wlb.documents.prepare.tokenization import Tokenizer
 
 
@@ -27,7 +28,7 @@ def prepare(
     sources: list[Path] = typer.Argument(
         None,
         metavar="SOURCE",
-        help="Files or directories: text, JSON (.jsonl, .ndjson, .json), Parquet; also .gz and .zst.",
+        help="Files or directories: text, JSON Lines (.jsonl, .ndjson, .json), Parquet; also .gz and .zst.",
         show_default=False,
     ),
     stdlib: bool = typer.Option(
@@ -110,7 +111,7 @@ def prepare(
     # Bytes cost less to tokenise than to send to another process.
     cores = workers or (1 if chosen.identity["kind"] == "bytes" else usable_cores())
     kept: dict[str, Any] = {"chat": chat_format, "save_tokenizer": bpe_size is not None}
-    with _progress("tokenising", corpus, chosen_shard) as on_progress:
+    with _progress("tokenising") as on_progress:
         if ray is not None:
             report = prepare_shards(
                 corpus, out, chosen, ray=ray, shards=workers, overwrite=overwrite, on_progress=on_progress, **kept
@@ -184,17 +185,14 @@ def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_tok
     if source is not None or end_token is not None:
         given = "--tokenizer" if source is not None else "--end-token"
         raise UserError(f"--train-bpe makes its own tokenizer and end token; leave out {given}")
-    with _progress("training BPE", corpus) as on_progress:
+    with _progress("training BPE") as on_progress:
         return train_tokenizer(corpus, bpe_size, on_progress)
 
 
 @contextmanager
-def _progress(what: str, corpus: Corpus, shard: CorpusShard | None = None) -> Iterator[Callable[[int], None]]:
-    mebibyte = 1 << 20
-    with progress_bar() as progress:
-        total = corpus.total_bytes / (shard.of if shard else 1)
-        task = progress.add_task(f"{what}, MiB", total=total / mebibyte)
-        yield lambda source_bytes: progress.advance(task, source_bytes / mebibyte)
+def _progress(what: str) -> Iterator[Callable[[int], None]]:
+    with progress_bar() as bar:
+        yield partial(bar.advance, bar.add_task(f"{what}, documents", total=None))
 
 
 def _show(report: PrepareReport, made: str) -> None:

@@ -50,7 +50,7 @@ def check_filling(
     """Raise ``UserError`` where documents that are repeated as needed cannot show what ``steps`` steps take.
 
     Those that do not fill one step would be in it several times. One that holds most of the tokens, and fills far more
-    steps than are asked for, would take its time to be planned and be all that is shown.
+    steps than are asked for, would be all that is shown.
     """
     trained = _trained_lengths(lengths, context_window, overlong)
     _check_fills(int(trained.sum()), step_tokens, "a smaller global batch")
@@ -78,8 +78,7 @@ def _check_longest(trained: NDArray[np.int64], step_tokens: int, steps: int) -> 
 def cut_at_windows(documents: Iterable[Segment], window: int) -> list[Segment]:
     """``documents`` in their order, each cut where a window of ``window`` tokens of the stream ends.
 
-    This is how the paper's data loader cuts them (WLB-LLM, section 2.1), before they are packed. However these segments
-    are packed afterwards, attention is the same, so that speeds compare in tokens/s as in work.
+    This is how the paper's data loader cuts them (WLB-LLM, section 2.1), before they are packed.
     """
     pieces: list[Segment] = []
     room = window

@@ -17,17 +17,15 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.permutation import Permutation
 from wlb.documents.store.files import is_url
-from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, TokenIndex, read_index
+from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, read_index
 from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
@@ -35,9 +33,7 @@ from wlb.terminal import beginning_of, number_of, tell
 from wlb.token_count import parse_count, parse_tokens
 
 _STDIN = Path("standard input")
-_MOST_READ = 1 << 24  # documents of a store; a sample of as many says the same of more
 _LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # that are assumed
-_BLOCK = 1 << 10  # documents that lie together in a sample: reading one costs as much as reading its page
 
 Integers = NDArray[np.integer[Any]]
 _NAMES = ("length", "lengths", "tokens", "num_tokens")  # of a column of lengths
@@ -93,10 +89,10 @@ def _holding(percent: int, ascending: NDArray[np.int64], tokens: NDArray[np.int6
 
 
 def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np.int64]:
-    """Tokens of every document of ``source``, in order; shape (documents,), or (sample,) of a large store.
+    """Tokens of every document of ``source``, in order; shape (documents,).
 
-    Empty documents, which only a store may have, are left out unless ``keep_empty``: the order in which a job trains
-    its documents counts them. Of a store of more than 16 million documents a sample is taken. Notes on stderr say both.
+    Empty documents, which only a store may have, are left out, with a note on stderr, unless ``keep_empty``: the order
+    in which a job trains its documents counts them.
 
     Raises ``UserError`` when there are none, or when one is not a whole number from 1 to 2**31 - 1, with its
     position.
@@ -156,23 +152,16 @@ def read_encoder_tokens(source: StoreSource) -> dict[str, NDArray[np.int64]]:
     return {name.removesuffix(_ENCODED): tokens.astype(np.int64) for name, tokens in found.items()}
 
 
-def _if_text(path: Path, fields: Collection[str] = ("text",)) -> str:
-    """The end of a message: what to do where ``path`` has text, in one of its ``fields`` if it has any."""
+def _if_text(path: Path) -> str:
+    """The end of a message: what to do where ``path`` has text."""
     if path == _STDIN:
         return ""
     if path.suffix in (".csv", ".tsv"):
         return "; if it is text, save it as Parquet or JSON Lines, which wlb check and wlb prepare read"
-    option, instead = "", "a tokenizer's directory for bytes"
-    if path.suffix == ".txt":
-        option, instead = " --documents lines", f"{instead}, files for lines"
-    elif "messages" in fields:
-        option = " --chat"
-    elif "text" not in fields:
-        option = f" --text-field {next(iter(fields)) if len(fields) == 1 else 'NAME'}"
-    name = shlex.quote(str(path))
+    name = shlex.quote(str(path)) + " --documents lines" * (path.suffix == ".txt")
     return (
-        f"; if it is text, count its tokens with: wlb check {name} --tokenizer bytes{option}, or store them with: "
-        f"wlb prepare {name}{option} --out STORE (or give {instead})"
+        f"; if it is text, count its tokens with: wlb check {name} --tokenizer bytes, or store them with: "
+        f"wlb prepare {name} --out STORE (or give a tokenizer's directory for bytes)"
     )
 
 
@@ -183,9 +172,9 @@ def _from_json(path: Path) -> Integers:
         said = row
         if isinstance(row, dict):
             if not {"length", "input_ids"} & row.keys():
+                found = beginning_of(row)
                 raise UserError(
-                    f"{path}: {where} {number} has neither length nor input_ids, but {beginning_of(row)}"
-                    f"{_if_text(path, row)}"
+                    f"{path}: {where} {number} has neither length nor input_ids, but {found}{_if_text(path)}"
                 )
             said = row["length"] if "length" in row else row["input_ids"]
         lengths.append(len(said) if isinstance(said, list) else said)
@@ -218,42 +207,32 @@ def _from_txt(path: Path) -> Integers:
 
 
 def _from_csv(path: Path) -> Integers:
-    """The column ``length``, or another of ``_NAMES``; or the only one, if it has no heading."""
-    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        rows = _csv_rows(path, file)
-        first = next(rows, (0, []))
-        heading = [name.strip() for name in first[1]]
-        named = [heading.index(name) for name in _NAMES if name in heading]
-        if len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None:
-            rows = chain([first], rows)
-        elif heading and not named:
-            raise UserError(
-                f"{path} has no column 'length', but {beginning_of(heading)}; give the column of lengths that name"
-                f"{_if_text(path, heading)}"
-            )
-        column = named[0] if named else 0
-        return _from_texts(path, ((number, row[column] if column < len(row) else "") for number, row in rows))
-
-
-def _csv_rows(path: Path, text: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a CSV or TSV file, each with the number of its last line; no blank ones."""
+    """The column ``length``, or another of ``_NAMES``."""
     csv.field_size_limit(_LONGEST_CELL)
-    # Strict: a quote that is never closed would make one cell of all that follows it.
-    reader = csv.reader(text, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-    try:
-        yield from ((reader.line_num, row) for row in reader if row)
-    except csv.Error as error:
-        raise UserError(f"{path} is not a CSV file: line {reader.line_num}: {error}") from None
+    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        # Strict: a quote that is never closed would make one cell of all that follows it.
+        rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
+            heading = [name.strip() for name in next(rows, [])]
+            column = next((heading.index(name) for name in _NAMES if name in heading), -1)
+            if heading and column < 0:
+                found = beginning_of(heading)
+                raise UserError(
+                    f"{path} has no column 'length', but {found}; give the column of lengths that name{_if_text(path)}"
+                )
+            return _from_texts(path, ((rows.line_num, dict(enumerate(row)).get(column, "")) for row in rows if row))
+        except csv.Error as error:
+            raise UserError(f"{path} is not a CSV file: line {rows.line_num}: {error}") from None
 
 
 def _from_texts(path: Path, texts: Iterable[tuple[int, str]]) -> Integers:
     """Whole numbers as text, each with the number of its line."""
     lengths = []
     for number, text in texts:
-        size = parse_count(text.strip().removeprefix("-"))
+        size = parse_count(text.strip())
         if size is None:
             raise _no_whole_number(path, "line", number, text.strip())
-        lengths.append(-size if text.strip().startswith("-") else size)
+        lengths.append(size)
     return _from_integers(path, lengths, "line")
 
 
@@ -288,7 +267,7 @@ def _from_parquet(path: Path, name: str = "length") -> Integers:
         with parquet.ParquetFile(path) as file:
             if name not in file.schema_arrow.names:
                 names = file.schema_arrow.names
-                raise UserError(f"{path} has no column {name!r}; it has {beginning_of(names)}{_if_text(path, names)}")
+                raise UserError(f"{path} has no column {name!r}; it has {beginning_of(names)}{_if_text(path)}")
             column = file.read([name])[name]
     except arrow.ArrowException as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
@@ -306,10 +285,7 @@ def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
 
 
 def _from_store(source: StoreSource) -> tuple[Path, Integers]:
-    """What to call a store, whose token files need not be there, and the lengths of its documents in order.
-
-    Those of a large one are of blocks of documents from all over it.
-    """
+    """What to call a store, whose token files need not be there, and the lengths of its documents in order."""
     try:
         prefixes = store_prefixes(source)
     except UserError as error:
@@ -326,26 +302,8 @@ def _from_store(source: StoreSource) -> tuple[Path, Integers]:
             f"neither {only} nor a token store {only}.idx exists; name a file of lengths, or make a store with: "
             f"wlb prepare SOURCE --out {only}"
         )
-    path = Path(f"{only}.idx" if only else source_name(source))
-
-    def index(prefix: str) -> TokenIndex:
-        index = read_index(f"{prefix}.idx")
-        index.check_sample()
-        return index
-
-    ends = np.cumsum([0, *(index(prefix).documents for prefix in prefixes)])
-    documents = int(ends[-1])
-    if documents <= _MOST_READ:
-        return path, np.concatenate([index(prefix).lengths() for prefix in prefixes])
-    blocks = np.sort(Permutation(documents // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
-    chosen = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
-    of_shards = zip(prefixes, ends, np.split(chosen, chosen.searchsorted(ends[1:-1])), strict=False)
-    sample = [index(prefix).runs(of_shard - first)[1] for prefix, first, of_shard in of_shards if len(of_shard)]
-    tell(
-        f"wlb: note: {path}: lengths are those of a sample of {len(chosen):,} of its {documents:,} documents, "
-        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0"
-    )
-    return path, np.concatenate(sample)
+    lengths = np.concatenate([read_index(f"{prefix}.idx").lengths() for prefix in prefixes])
+    return Path(f"{only}.idx" if only else source_name(source)), lengths
 
 
 def _synthetic(source: str) -> NDArray[np.int64]:

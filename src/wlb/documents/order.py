@@ -1,17 +1,14 @@
 """Which document comes next: the order of documents over epochs, as a few integers of state.
 
 Every epoch visits every document of a store once, in an order that follows from seed, epoch and store alone
-(``wlb.documents.permutation``), so a position in the order is (epoch, cursor) and any rank can go there directly,
-whatever the number of documents.
+(``wlb.documents.permutation``), so any rank can go to a position (epoch, cursor) directly.
 
 In a mixture of stores the next document comes from the store that is furthest behind: the one with the fewest tokens
-taken for its weight. So after any document the share of a store is off by at most about one of its documents, and
-nothing is drawn at random. Every store has its own epochs; one that is used up begins its next epoch while the others
-go on. An epoch of the mixture ends when every store has finished one in it. One store is a mixture of one.
+taken for its weight. Every store has its own epochs; one that is used up begins its next epoch while the others go on.
+An epoch of the mixture ends when every store has finished one in it. One store is a mixture of one.
 
-Documents are counted through all stores: document i of a store has the index ``first + i``, with ``first`` documents in
-the stores before it, and the id ``epoch * documents of all stores + first + i``, with the epoch of its store. Ids count
-up over the whole history; an id is never used twice.
+Documents are counted through all stores: document i of a store, with ``first`` documents in the stores before it, has
+the id ``epoch * documents of all stores + first + i``, with the epoch of its store. An id is never used twice.
 """
 
 from __future__ import annotations

@@ -2,12 +2,9 @@
 
 A Feistel network with keyed rounds permutes the numbers of as many bits as the count of documents needs; one that is
 not a document's is permuted again until one is (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
-domains", 2002). As fewer than half of the numbers are none of a document, that takes at most two turns on average. All
-of it is 64-bit integer arithmetic, on keys from ``numpy.random.SeedSequence``, whose results NumPy promises not to
-change: the order is the same on every platform and version.
-
-Shuffling by a Feistel network is what Levanter does (marin-community/marin#1800), after a linear permutation had left
-neighbours of sorted corpora close; TensorFlow and Grain use a block cipher, which is one, in the same way.
+domains", 2002), at most two turns on average. Keys are from ``numpy.random.SeedSequence``, whose results NumPy promises
+not to change: the order is the same on every platform and version. Levanter (marin-community/marin#1800), TensorFlow
+and Grain shuffle in the same way.
 """
 
 from __future__ import annotations
@@ -15,9 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Chi-squared tests over many keys (of positions, of neighbours, and of documents half an epoch apart) reject 4 rounds
-# and 6, and pass 8, for the smallest networks as for larger ones. Half as many again are a margin that costs nothing
-# beside all else that a document takes.
+# Chi-squared tests over many keys (of positions, of neighbours, and of documents half an epoch apart) reject 6 rounds
+# and pass 8; half as many again are a margin.
 _ROUNDS = 12
 # Halves of fewer bits have too few functions to be random, whatever the number of rounds; TensorFlow takes 16 bits.
 _LEAST_BITS = 8

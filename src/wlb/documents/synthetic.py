@@ -1,12 +1,9 @@
 """Document lengths drawn at random, for trying the planners without a corpus.
 
 The shape is that of the paper's input (WLB-LLM, Figure 3): most documents are short, a few reach the whole context
-window. The body is log-normal, with a median of 1/128 of the window: 1,024 tokens at 128K, the order of public web
-corpora (RefinedWeb: 625). In a heavy tail, 3% of documents, the number of those longer than t falls as 1/t from 1/16 of
-the window on; lengths beyond the window are set to it, as overlong documents are split into whole windows.
-
-The paper publishes the figure, not its data; the parameters are this project's choice, not a fit. At 131,072 tokens 95%
-of documents are shorter than 8K, 0.17% fill the window, and documents over half a window hold 15% of all tokens.
+window. The paper publishes the figure, not its data; the parameters are this project's choice, not a fit. The median is
+1/128 of the window: 1,024 tokens at 128K, the order of public web corpora (RefinedWeb: 625). In a heavy tail the number
+of documents longer than t falls as 1/t; lengths beyond the window are set to it.
 """
 
 from __future__ import annotations

@@ -124,14 +124,12 @@ def test_a_corpus_without_documents_makes_no_store(tmp_path):
 def test_lengths_are_counted_as_they_would_be_stored(tmp_path, capsys):
     texts = ["one", "two\nlines", "drei ü", 'f"our,']
     entries = [{"text": text} for text in texts]
-    (tmp_path / "d.json").write_text(json.dumps(entries))
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     pq.write_table(pa.Table.from_pylist(entries), tmp_path / "d.parquet")
     (tmp_path / "files").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "files" / f"{number}.txt").write_text(text)
     for name, unit in (
-        ("d.json", "entry"),
         ("d.jsonl", "line"),
         ("d.parquet", "row"),
         ("files", "file"),
@@ -162,8 +160,8 @@ def test_what_is_left_out_of_lengths_is_told(tmp_path, capsys):
 
 def test_conversations_are_counted_as_they_would_be_stored(tmp_path):
     chats = [[{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}] for n in (1, 20)]
-    (tmp_path / "d.json").write_text(json.dumps([{"messages": chat} for chat in chats]))
-    corpus, chat = FileCorpus([tmp_path / "d.json"], "messages", chat=True), ChatFormat()
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    corpus, chat = FileCorpus([tmp_path / "d.jsonl"], "messages", chat=True), ChatFormat()
     prepare_store(corpus, tmp_path / "s", BytesTokenizer(), chat=chat)
     counted = text_lengths(corpus, BytesTokenizer(), chat).lengths
     assert counted.tolist() == TokenStore.open(tmp_path / "s").lengths.tolist()

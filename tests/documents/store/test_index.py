@@ -147,23 +147,3 @@ def test_another_order_of_documents_is_another_identity(tmp_path, monkeypatch, w
     assert identity([lengths[-1], *lengths[1:-1], lengths[0]]) != first
     assert identity([*lengths[:-1], 41]) != first
     assert (identity([2, 1, *lengths[2:]]) != first) == (whole > 4)  # between two places
-
-
-def test_lengths_of_a_large_store_are_those_of_a_sample(tmp_path, monkeypatch, capsys):
-    lengths = np.arange(1, 401)
-    prefix = write_lengths(tmp_path / "s", lengths.tolist())
-    assert np.array_equal(read_lengths(prefix), lengths)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("wlb.documents.lengths._MOST_READ", 40)
-    monkeypatch.setattr("wlb.documents.lengths._BLOCK", 4)
-    sample = read_lengths(prefix)
-    assert len(sample) == 40
-    assert (np.diff(sample) > 0).all()
-    assert (sample.reshape(10, 4)[:, 0] % 4 == 1).all()
-    assert (np.diff(sample.reshape(10, 4)) == 1).all()
-    assert capsys.readouterr().err == (
-        f"wlb: note: {prefix}.idx: lengths are those of a sample of 40 of its 400 documents, 10 runs of 4 from places "
-        "drawn with seed 0\n"
-    )
-    assert np.array_equal(read_lengths(prefix), sample)
-    assert TokenStore.open(prefix).lengths.tolist() == lengths.tolist()

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tests.documents.store.test_index import write_index
 from tests.limits import examples
-from wlb.documents import lengths as lengths_module
 from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
 from wlb.documents.store import reader as reader_module
@@ -197,17 +196,6 @@ def test_a_mixture_of_sharded_stores(corpus, tmp_path):
     assert mixture.lengths_of(np.array([6, 0, 4, 5])).tolist() == [2, 3, 4, 1]
     with pytest.raises(UserError, match=r"a token store is named twice, as .*other1 and as .*other1"):
         TokenStore.open(other[0], tmp_path / "other*")
-
-
-def test_a_sample_of_many_shards(tmp_path, monkeypatch, capsys):
-    for number in range(4):
-        write_index(tmp_path / f"s{number}", [[10 * number + place] for place in range(5)])
-    monkeypatch.setattr(lengths_module, "_MOST_READ", 8)
-    monkeypatch.setattr(lengths_module, "_BLOCK", 4)
-    sample = read_lengths(tmp_path, keep_empty=True).reshape(-1, 4)
-    every = [10 * number + place for number in range(4) for place in range(5)]
-    assert all(row.tolist() == every[every.index(row[0]) :][:4] for row in sample)
-    assert "a sample of 8 of its 20 documents" in capsys.readouterr().err
 
 
 def test_documents_are_counted_through_the_stores(tmp_path):

@@ -20,17 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb.documents.lengths import ReadLengths
-from wlb.documents.prepare.batches import (
-    Batch,
-    Reject,
-    TokenizedBatch,
-    encode_text,
-    map_in_order,
-    tokenize_batch,
-)
+from wlb.documents.prepare.batches import Batch, Reject, TokenizedBatch, encode_text, map_in_order, tokenize_batch
 from wlb.documents.prepare.chat import ChatFormat
 from wlb.documents.prepare.on_ray import cluster, map_on_ray
 from wlb.documents.prepare.sources import Corpus, CorpusShard
@@ -63,20 +55,18 @@ class PrepareReport:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-OnProgress = Callable[[int], None]
+OnProgress = Callable[[int], Any]
 
 
-def _ignore(source_bytes: int) -> None:
-    pass
-
-
-def train_tokenizer(corpus: Corpus, vocab_size: int, on_progress: OnProgress = _ignore) -> HuggingFaceTokenizer:
+def train_tokenizer(
+    corpus: Corpus, vocab_size: int, on_progress: OnProgress = lambda documents: None
+) -> HuggingFaceTokenizer:
     """A byte-level BPE of at most ``vocab_size`` tokens, trained on all documents of a corpus."""
 
     def texts() -> Iterator[str]:
         for batch in corpus.batches():
-            yield from (text for text in batch.documents if not isinstance(text, Reject))
-            on_progress(batch.progress)
+            yield from (text for text in batch if not isinstance(text, Reject))
+            on_progress(len(batch))
 
     return train_bpe(texts(), vocab_size)
 
@@ -91,15 +81,15 @@ def prepare_store(
     save_tokenizer: bool = False,
     workers: int = 1,
     overwrite: bool = False,
-    on_progress: OnProgress = _ignore,
+    on_progress: OnProgress = lambda documents: None,
 ) -> PrepareReport:
     """Write the documents of ``corpus`` to the token store ``prefix``, each followed by the end token.
 
     With ``chat``, they are conversations, and the store has a mask in which only the assistant's tokens are labels.
-    ``save_tokenizer`` keeps a trained tokenizer beside the store; ``on_progress`` is called with the bytes of source
-    used up by each batch. With ``shard``, only its documents are written, to ``PREFIX-I-of-N``. The store appears at
-    the end, whole, or not at all. Raises ``UserError`` when it exists (without ``overwrite``), cannot be written, a
-    source is damaged, no document is left, or shards of another number are there.
+    ``save_tokenizer`` keeps a trained tokenizer beside the store; ``on_progress`` is called with the number of
+    documents just taken or rejected. With ``shard``, only its documents are written, to ``PREFIX-I-of-N``. The store
+    appears at the end, whole, or not at all. Raises ``UserError`` when it exists (without ``overwrite``), cannot be
+    written, a source is damaged, no document is left, or shards of another number are there.
     """
     if workers < 1:
         raise UserError(f"--workers must be at least 1, got {workers}")
@@ -119,7 +109,7 @@ def prepare_store(
             writer.add_documents(batch.tokens, batch.lengths, batch.mask)
             rejects.update(batch.rejects)
             text_bytes += batch.text_bytes
-            on_progress(batch.progress)
+            on_progress(batch.lengths.size + batch.rejects.total())
         if not writer.documents:
             raise _nothing_left(corpus, rejects)
         report = PrepareReport(
@@ -149,7 +139,7 @@ def prepare_shards(
     ray: str,
     shards: int | None = None,
     overwrite: bool = False,
-    on_progress: OnProgress = _ignore,
+    on_progress: OnProgress = lambda documents: None,
     **options: Any,
 ) -> PrepareReport:
     """``prepare_store`` of every shard on the Ray cluster at the address ``ray`` (see ``cluster``); what all came to.
@@ -173,7 +163,7 @@ def prepare_shards(
         with closing(map_on_ray(make, todo)) as done:
             for report in done:
                 reports.append(report)
-                on_progress(corpus.total_bytes // count)
+                on_progress(report.documents_in)
     reports.sort(key=lambda report: report.files)
     rejects = sum((Counter(report.rejects) for report in reports), Counter[str]())
     return replace(
@@ -199,14 +189,15 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
 
     Notes on stderr say what was left out. Raises ``UserError`` where there are no documents.
     """
-    lengths: list[NDArray[np.int64]] = []
+    lengths: list[int] = []
     rejects: Counter[str] = Counter()
-    tokenize, batches = _tokenize(tokenizer, chat), iter(corpus.batches())
-    while (count := sum(map(len, lengths))) < _MOST_COUNTED and (batch := next(batches, None)) is not None:
-        tokenized = tokenize(batch)
-        lengths.append(tokenized.lengths)
+    batches = corpus.batches()
+    for tokenized in map(_tokenize(tokenizer, chat), batches):
+        lengths += tokenized.lengths.tolist()
         rejects.update(tokenized.rejects)
-    if not count:
+        if len(lengths) >= _MOST_COUNTED:
+            break
+    if not lengths:
         raise _nothing_left(corpus, rejects)
     skipped = f"{number_of(corpus.skipped_files, 'file')} of other kinds" if corpus.skipped_files else ""
     if left_out := ", ".join(filter(None, [describe_rejects(rejects), skipped])):
@@ -214,8 +205,8 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
     name = corpus.name
     if next(batches, None) is not None:
         name = f"the beginning of {name}"
-        tell(f"wlb: note: lengths are those of the first {number_of(count, 'document')} of {corpus.name}")
-    return ReadLengths(name, np.concatenate(lengths))
+        tell(f"wlb: note: lengths are those of the first {number_of(len(lengths), 'document')} of {corpus.name}")
+    return ReadLengths(name, np.array(lengths, np.int64))
 
 
 def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,15 +48,8 @@ class Reject(StrEnum):
     REWRITTEN = "rewritten_by_chat_template"
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Documents, and ``progress``: the bytes of source that they used up.
-
-    A document is a ``str``, a list of messages in a corpus of conversations, or a ``Reject``.
-    """
-
-    documents: list[Any]
-    progress: int
+# Documents: each a ``str``, a list of messages in a corpus of conversations, or a ``Reject``.
+Batch: TypeAlias = "list[Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,6 @@ class TokenizedBatch:
     lengths: NDArray[np.int64]
     rejects: Counter[str]
     text_bytes: int
-    progress: int
     mask: NDArray[np.bool_] | None = None
 
 
@@ -98,7 +90,7 @@ def tokenize_batch(
     masks: list[NDArray[np.bool_]] = []
     lengths: list[int] = []
     text_bytes = 0
-    for document in batch.documents:
+    for document in batch:
         encoded = document if isinstance(document, Reject) else encode(document)
         if isinstance(encoded, Reject):
             rejects[encoded.value] += 1
@@ -109,8 +101,7 @@ def tokenize_batch(
         if encoded.mask is not None:
             masks += (encoded.mask, no_label)
     mask = np.concatenate(masks) if masks else None
-    counts = np.array(lengths, np.int64)
-    return TokenizedBatch(np.concatenate(tokens), counts, rejects, text_bytes, batch.progress, mask)
+    return TokenizedBatch(np.concatenate(tokens), np.array(lengths, np.int64), rejects, text_bytes, mask)
 
 
 def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:

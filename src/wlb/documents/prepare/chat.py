@@ -5,9 +5,8 @@ is the tokenizer's own (Jinja, as ``transformers`` renders it), or ChatML where 
 an assistant's message after its generation prompt, the end of the turn included, is what the model has to learn; it is
 found by rendering the conversation up to each such message, so no template needs marks of its own.
 
-Conversations are rejected that are no such list, have no message of the assistant, hold a special token in a message
-(it would end its turn), that the template refuses, or whose earlier turns it changes once later ones follow, as those
-do that strip reasoning: no single text has all of their turns as they were generated.
+Conversations are rejected whose earlier turns the template changes once later ones follow, as those do that strip
+reasoning: no single text has all of their turns as they were generated.
 """
 
 from __future__ import annotations

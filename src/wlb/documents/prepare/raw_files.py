@@ -1,28 +1,24 @@
-"""Reading one file of a corpus: text, JSON or Parquet, plain or compressed.
+"""Reading one file of a corpus: text, JSON Lines or Parquet, plain or compressed.
 
-Readers yield what they find as a stream, each document with the bytes of source that it used up: a text, a list of
-messages, or a ``Reject`` where an entry is none. A damaged container is an error of the whole file.
+Readers yield what they find as a stream: a text, a list of messages, or a ``Reject`` where an entry is none. A damaged
+container is an error of the whole file.
 """
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import io
 import json
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import Any, BinaryIO
 
 from wlb.documents.prepare.batches import Reject
 from wlb.errors import UserError, require
 from wlb.terminal import beginning_of
 
-FileKind = Literal["text", "jsonl", "json", "parquet"]
-Documents: TypeAlias = Iterator[tuple[Any, int]]
 COMPRESSED = (".gz", ".zst")
 # Megatron's and C4's corpora keep JSON Lines under plain .json names.
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -37,28 +33,22 @@ def format_suffix(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def file_kind(path: Path) -> FileKind:
-    """How a file is read: by its name and, of a .json file, by whether it is one list or JSON Lines."""
+def file_kind(path: Path) -> str:
+    """How a file is read, by its name: "jsonl", "parquet" or "text"."""
     suffix = format_suffix(path)
-    if suffix == ".json" and path.is_file():
-        with _open(path) as (file, _):
-            return "json" if file.read(1 << 10).decode("utf-8-sig", "replace").lstrip().startswith("[") else "jsonl"
-    if suffix in _JSON_LINES:
-        return "jsonl"
-    return "parquet" if suffix == ".parquet" else "text"
+    return "jsonl" if suffix in _JSON_LINES else "parquet" if suffix == ".parquet" else "text"
 
 
-def has_lines(path: Path) -> bool:
-    """Whether there is text after the first line; also of a pipe, which cannot be looked into."""
-    if not path.is_file():
-        return True
-    with _open(path) as (file, _):
-        return any(line.strip() for line in islice(file, 1, None))
+def refuse_list(path: Path) -> None:
+    """Raise ``UserError`` where a .json file is one list instead of JSON Lines."""
+    with _open(path) as file:
+        if file.read(1 << 10).decode("utf-8-sig", "replace").lstrip().startswith("["):
+            raise UserError(f"{path} is a JSON list; write an entry per line: jq -c '.[]' {path} > NEW.jsonl")
 
 
 def read_text(path: Path) -> str | Reject:
     """The one document of a text file."""
-    with _open(path) as (file, _):
+    with _open(path) as file:
         return utf8_text(file.read(), "utf-8-sig")  # a byte order mark is part of the encoding of a file
 
 
@@ -81,23 +71,21 @@ def as_text(value: Any) -> str | Reject:
     return value or Reject.EMPTY
 
 
-def read_lines(path: Path, start: int, end: int | None, document: Callable[[bytes], Any]) -> Documents:
+def read_lines(path: Path, start: int, end: int | None, document: Callable[[bytes], Any]) -> Iterator[Any]:
     """The lines of a file that begin at byte ``start`` or later and before byte ``end``, each made a ``document``.
 
     A compressed file is only read whole.
     """
-    with _open(path) as (file, raw):
-        position = start
+    with _open(path) as file:
+        position = 0
         if start:  # the line that holds the byte before it began earlier
             file.seek(start - 1)
-            file.readline()
-            position = file.tell()
+            position = start - 1 + len(file.readline())
         for line in file:
             if end is not None and position >= end:
                 return
-            now = raw.tell()
-            yield document(line) if line.strip() else Reject.BLANK_LINE, now - position
-            position = now
+            yield document(line) if line.strip() else Reject.BLANK_LINE
+            position += len(line)
 
 
 def line_text(line: bytes) -> str | Reject:
@@ -115,19 +103,9 @@ def json_line(line: bytes, document: Callable[[Any], Any]) -> Any:
         return Reject.BAD_JSON
 
 
-def read_json_list(path: Path, document: Callable[[Any], Any]) -> Documents:
-    """The ``document`` of each entry of a JSON list, which is read whole."""
-    with _open(path) as (file, raw):
-        content, size = file.read(), raw.tell()
-    try:
-        entries = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a valid JSON list: {error}") from None
-    for entry in entries:
-        yield document(entry), size // len(entries)
-
-
-def read_parquet(path: Path, column: str, share: int, shares: int, document: Callable[[Any], Any] | None) -> Documents:
+def read_parquet(
+    path: Path, column: str, share: int, shares: int, document: Callable[[Any], Any] | None
+) -> Iterator[Any]:
     """The texts of a column, in one of ``shares`` runs of the file's row groups.
 
     Or the ``document`` of objects that have the column's value, as entries of JSON have.
@@ -141,18 +119,14 @@ def read_parquet(path: Path, column: str, share: int, shares: int, document: Cal
             kind = kind.value_type if types.is_dictionary(kind) else kind
             if not (document or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)):
                 raise UserError(f"column {column!r} of {path} holds {kind}, not text; choose another with --text-field")
-            progress = path.stat().st_size // max(file.metadata.num_rows, 1)
             groups = range(*(file.num_row_groups * cut // shares for cut in (share, share + 1)))
             for batch in file.iter_batches(_PARQUET_ROWS, groups, columns=[column]):
                 if document:
-                    yield from ((document(entry), progress) for entry in batch.to_pylist())
+                    yield from map(document, batch.to_pylist())
                 else:  # as bytes: text of a Parquet file need not be valid UTF-8, and a bad cell is not the file's end
-                    cells = batch.column(0).cast(arrow.large_binary()).to_pylist()
-                    yield from ((utf8_text(cell), progress) for cell in cells)
-    except arrow.ArrowException as error:
+                    yield from map(utf8_text, batch.column(0).cast(arrow.large_binary()).to_pylist())
+    except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
 
 
 def choose_field(names: Collection[str]) -> str:
@@ -161,19 +135,16 @@ def choose_field(names: Collection[str]) -> str:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The decompressed file, and the raw one, whose position tells progress."""
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """The decompressed file."""
     try:
         with path.open("rb") as raw:
-            if raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                raise UserError(f"{path} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {path} > NEW")
-            raw.seek(0)
             file: Any = raw
             if path.suffix.lower() == ".gz":
                 file = gzip.GzipFile(fileobj=raw)
             elif path.suffix.lower() == ".zst":
                 file = io.BufferedReader(require("pyarrow", "data").CompressedInputStream(raw, "zstd"), 1 << 20)
-            yield file, raw
+            yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is damaged or no gzip file: {error}") from None
     except OSError as error:  # of a damaged .zst too

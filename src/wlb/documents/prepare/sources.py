@@ -1,15 +1,14 @@
 """Where raw documents come from: files and directories, or the standard library.
 
-Making a corpus is the survey: every path is checked and its bytes counted, so that mistakes show before any work is
-done. ``tasks`` then divides it, always in the same order (arguments as given, directories sorted by name) and, for the
-same files, in the same way; each task is read as a stream, holding one batch at a time.
+Making a corpus is the survey: every path is checked, so that mistakes show before any work is done. ``tasks`` then
+divides it, always in the same order (arguments as given, directories sorted by name) and, for the same files, in the
+same way; each task is read as a stream, holding one batch at a time.
 """
 
 from __future__ import annotations
 
 import ast
 import io
-import os
 import platform
 import re
 import sysconfig
@@ -25,18 +24,16 @@ from wlb.documents.prepare.batches import Batch, Reject
 from wlb.documents.prepare.chat import as_messages
 from wlb.documents.prepare.raw_files import (
     COMPRESSED,
-    Documents,
     as_text,
     choose_field,
     file_kind,
     format_suffix,
-    has_lines,
     json_line,
     line_text,
-    read_json_list,
     read_lines,
     read_parquet,
     read_text,
+    refuse_list,
 )
 from wlb.errors import UserError, require
 from wlb.terminal import beginning_of
@@ -44,28 +41,26 @@ from wlb.terminal import beginning_of
 TextDocuments = Literal["files", "lines"]
 
 # Enough that sending a batch to another process costs little beside tokenising it; a few are in memory at a time.
-_BATCH_BYTES = 1 << 20
+_BATCH_CHARACTERS = 1 << 20
 _BATCH_ITEMS = 4096
 # Of a task: the least costs little beside tokenising it, the most is a minute or so of work to lose.
-_TASK_BYTES = (_BATCH_BYTES, 256 << 20)
+_TASK_BYTES = (1 << 20, 256 << 20)
 _TASKS = 8192  # in a corpus between those limits
 # What directories are searched for. A file that is named itself is read as text whatever its name.
-_PLAIN = (".txt", ".text")  # whose lines may be documents
-_WHOLE = (
-    *(".md", ".markdown", ".rst", ".tex", ".org", ".adoc"),
+_TEXT = (
+    *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".cs", ".java", ".kt", ".scala", ".js", ".ts"),
     *(".go", ".rs", ".rb", ".sh", ".sql", ".jl", ".r", ".swift", ".lua", ".pl", ".php", ".hs", ".ml"),
 )
-_UNITS = {"text": "file", "lines": "line", "jsonl": "line", "json": "entry", "parquet": "row"}
+_UNITS = {"text": "file", "lines": "line", "jsonl": "line", "parquet": "row"}
 # What of the standard library is no part of the corpus.
 _SKIPPED_DIRECTORIES = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 _BUILD_PREFIXES = ("config-", "_sysconfigdata_", "lib-dynload")  # they hold paths of the machine that built this Python
 _TOPICS = Path("pydoc_data", "topics.py")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-
-# A part of a corpus that is read on its own: some whole files, or a range of one.
-CorpusTask: TypeAlias = Callable[[], Documents]
+# A part of a corpus that is read on its own, some whole files or a range of one: its documents.
+CorpusTask: TypeAlias = Callable[[], Iterator[Any]]
 
 
 class CorpusShard(NamedTuple):
@@ -137,13 +132,11 @@ class Corpus:
 
     def _of_one_file(self, path: Path, kind: str, most: int) -> Iterator[CorpusTask]:
         size = path.stat().st_size
-        shares = 1 if path.suffix.lower() in COMPRESSED or kind == "json" else -(-size // most) or 1
+        shares = 1 if path.suffix.lower() in COMPRESSED else -(-size // most) or 1
         cuts = [size * share // shares for share in range(shares)]
         document = line_text if kind == "lines" else partial(json_line, document=self._document)
         for share, (start, end) in enumerate(zip_longest(cuts, cuts[1:])):  # the last has no end: a pipe has no size
-            if kind == "json":
-                yield partial(read_json_list, path, self._document)
-            elif kind == "parquet":
+            if kind == "parquet":
                 yield partial(read_parquet, path, self._field, share, shares, self._document if self._chat else None)
             else:
                 yield partial(read_lines, path, start, end, document)
@@ -163,10 +156,8 @@ class Corpus:
 class StdlibCorpus(Corpus):
     """The source code and prose of the running Python's own standard library: a corpus that is always there.
 
-    It needs no network, has documents of very different lengths (a few bytes to hundreds of kilobytes), and is the same
-    on every machine with the same Python release. Source files are cut into one document per top-level definition; text
-    files and the reference articles behind ``help()`` (``pydoc_data.topics``) are prose. Tests, installed packages and
-    what the build machine left behind are not part of it.
+    It has documents of a few bytes to hundreds of kilobytes, the same on every machine with the same Python release:
+    one per top-level definition of its source, text files, and the articles behind ``help()`` (``pydoc_data.topics``).
     """
 
     def __init__(self) -> None:
@@ -176,11 +167,10 @@ class StdlibCorpus(Corpus):
 
 
 class FileCorpus(Corpus):
-    """Text files, JSON and Parquet, named one by one or found in directories; with ``chat``, conversations.
+    """Text files, JSON Lines and Parquet, named one by one or found in directories; with ``chat``, conversations.
 
-    ``documents`` says whether a text file is a document or each of its lines is. Left out, it is the file where it lies
-    in a directory, is code or has markup. Raises ``UserError`` where that does not tell, when a source does not exist
-    or cannot be read, and when nothing is found. Conversations are read from JSON and Parquet.
+    ``documents`` says whether a text file is a document or each of its lines is. Raises ``UserError`` when a source
+    does not exist or cannot be read, and when nothing is found. Conversations are read from JSON Lines and Parquet.
     """
 
     def __init__(
@@ -189,24 +179,14 @@ class FileCorpus(Corpus):
         text_field: str = "text",
         *,
         chat: bool = False,
-        documents: TextDocuments | None = None,
+        documents: TextDocuments = "files",
     ) -> None:
         found = [*chain.from_iterable(map(_found, sources))]
         files = [(path, _kind(path, documents, chat)) for path in found if path is not None]
         named = f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else str(sources[0])
-        kinds = dict.fromkeys(kind for _, kind in files)
         if not files:
             raise UserError(f"no text, JSON Lines or Parquet files in {named}")
-        if documents is not None and not {"text", "lines"} & {*kinds}:
-            raise UserError(f"--documents is for text files, and {named} has none; leave it out")
-        for source in sources if documents is None else ():
-            is_known = source.is_dir() or format_suffix(source) in _WHOLE
-            if not is_known and file_kind(source) == "text" and has_lines(source):
-                raise UserError(
-                    f"{source} has several lines; give --documents lines if each is a document, or --documents files "
-                    "if they are one together"
-                )
-        units = " or ".join(dict.fromkeys(_UNITS[kind] for kind in kinds))
+        units = " or ".join(dict.fromkeys(_UNITS[kind] for _, kind in files))
         description = {"kind": "files", "files": len(files), "text_field": text_field, "documents": documents}
         super().__init__(f"{named} (one document per {units})", files, description, text_field, chat)
         self.skipped_files = len(found) - len(files)
@@ -219,27 +199,27 @@ def _found(source: Path) -> Iterator[Path | None]:
             source.stat()
             yield source
             return
-        with os.scandir(source) as entries:
-            ordered = sorted(entries, key=lambda entry: entry.name)
-        for entry in ordered:
-            path, is_hidden = Path(entry.path), entry.name.startswith(".")
-            if entry.is_dir(follow_symlinks=False) and not is_hidden:
+        for path in sorted(source.iterdir()):
+            is_hidden = path.name.startswith(".")
+            if path.is_dir() and not path.is_symlink() and not is_hidden:
                 yield from _found(path)
             else:
-                yield path if entry.is_file() and not is_hidden and _is_searched_for(path) else None
+                yield path if path.is_file() and not is_hidden and _is_searched_for(path) else None
     except FileNotFoundError:
         raise UserError(f"source {source} does not exist") from None
     except OSError as error:
         raise UserError(f"source {source} cannot be read: {error.strerror}") from error
 
 
-def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
+def _kind(path: Path, documents: TextDocuments, chat: bool) -> str:
     """How a file is read. Raises ``UserError`` where it cannot be."""
-    kind = file_kind(path)
-    if format_suffix(path) in (".csv", ".tsv"):
+    kind, suffix = file_kind(path), format_suffix(path)
+    if suffix == ".json":
+        refuse_list(path)
+    if suffix in (".csv", ".tsv"):
         raise UserError(f"{path} is a table; save it as Parquet or JSON Lines, with the text in a column")
     if chat and kind == "text":
-        raise UserError(f"--chat reads conversations from JSON and Parquet, and {path} is neither; leave it out")
+        raise UserError(f"--chat reads conversations from JSON Lines and Parquet, and {path} is neither; leave it out")
     if kind == "parquet":
         require("pyarrow", "data")
     return "lines" if kind == "text" and documents == "lines" else kind
@@ -247,7 +227,7 @@ def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
 
 def _is_searched_for(path: Path) -> bool:
     # A plain .json among other files is more often a configuration than a corpus; name it to have it read.
-    return path.suffix.lower() != ".json" and (file_kind(path) != "text" or format_suffix(path) in _PLAIN + _WHOLE)
+    return path.suffix.lower() != ".json" and (file_kind(path) != "text" or format_suffix(path) in _TEXT)
 
 
 def stdlib_root() -> Path:
@@ -260,12 +240,11 @@ def stdlib_root() -> Path:
 
 def stdlib_files(root: Path) -> Iterator[Path]:
     """Python and text files below ``root``, in the same order on every machine."""
-    for path in sorted(root.iterdir(), key=lambda path: path.name):
-        if path.name.startswith(_BUILD_PREFIXES):
+    for path in sorted(root.iterdir()):
+        if path.name in _SKIPPED_DIRECTORIES or path.name.startswith(_BUILD_PREFIXES):
             continue
         if path.is_dir():
-            if path.name not in _SKIPPED_DIRECTORIES:
-                yield from stdlib_files(path)
+            yield from stdlib_files(path)
         elif path.suffix in (".py", ".txt"):
             yield path
 
@@ -286,16 +265,13 @@ def stdlib_documents(path: Path) -> list[str]:
 def _definitions(source: str, tree: ast.Module) -> list[str]:
     """Cut a module into its top-level definitions and the runs of statements between them.
 
-    The pieces joined are the module. Comments and blank lines belong to what follows them, at the end to what
-    precedes them.
+    The pieces joined are the module. Comments and blank lines belong to what follows them.
     """
     cuts = [0]
     for previous, node in pairwise(tree.body):
         if isinstance(node, _DEFINITIONS) or isinstance(previous, _DEFINITIONS):
             cuts.append(previous.end_lineno or 0)
-    # Only "\n" ends a line for ast; str.splitlines would also cut at form feeds.
-    lines = source.split("\n")
-    lines = [line + "\n" for line in lines[:-1]] + lines[-1:]
+    lines = re.findall(r".*\n|.+$", source)  # str.splitlines would also cut at form feeds, which end no line for ast
     return ["".join(lines[first:end]) for first, end in pairwise([*cuts, len(lines)])]
 
 
@@ -306,38 +282,29 @@ _WHOLE_READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
 }
 
 
-def _of_whole_files(paths: Iterable[Path], most: int, read: Callable[[Path], Iterable[Any]]) -> Iterator[CorpusTask]:
+def _of_whole_files(paths: Sequence[Path], most: int, read: Callable[[Path], Iterable[Any]]) -> Iterator[CorpusTask]:
     """Tasks of consecutive files, of ``most`` bytes or somewhat more each; ``read`` gives the documents of one."""
-    group: list[Path] = []
-    size = 0
-    for path in paths:
-        group.append(path)
+    first = size = 0
+    for stop, path in enumerate(paths, 1):
         size += path.stat().st_size
-        if size >= most:
-            yield partial(_read_files, group, read)
-            group, size = [], 0
-    if group:
-        yield partial(_read_files, group, read)
+        if size >= most or stop == len(paths):
+            yield partial(_read_files, paths[first:stop], read)
+            first, size = stop, 0
 
 
-def _read_files(paths: Iterable[Path], read: Callable[[Path], Iterable[Any]]) -> Documents:
-    for path in paths:
-        size = path.stat().st_size
-        for document in read(path):
-            yield document, size
-            size = 0
+def _read_files(paths: Iterable[Path], read: Callable[[Path], Iterable[Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(read, paths))
 
 
 def _batches(task: CorpusTask) -> Iterator[Batch]:
     """Its documents in order, in batches of about a megabyte."""
-    batch: list[Any] = []
-    size = progress = 0
-    for document, used in task():
+    batch: Batch = []
+    size = 0
+    for document in task():
         batch.append(document)
-        size += max(used, len(document) if isinstance(document, str) else 0)
-        progress += used
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
-            yield Batch(batch, progress)
-            batch, size, progress = [], 0, 0
+        size += sum(len(message["content"]) for message in document) if isinstance(document, list) else len(document)
+        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ITEMS:
+            yield batch
+            batch, size = [], 0
     if batch:
-        yield Batch(batch, progress)
+        yield batch

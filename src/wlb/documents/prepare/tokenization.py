@@ -21,10 +21,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError, require
 
 # Names under which published tokenizers keep the token that ends a document, when no configuration says which.
-END_TOKEN_NAMES = (
-    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
-    *("<|eod|>", "<|endofdocument|>", "<｜end▁of▁sentence｜>", "[EOS]"),
-)
+END_TOKEN_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "<｜end▁of▁sentence｜>", "[EOS]")
 TRAINED_END_TOKEN = "<|endoftext|>"
 # Byte-level BPE starts from all 256 bytes and the end token.
 SMALLEST_BPE, LARGEST_BPE = 257, 2**20  # several times the largest in use

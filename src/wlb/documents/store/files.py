@@ -75,10 +75,11 @@ def read_bytes(path: str) -> Any:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | RemoteArray:
-    """A file of ``size`` numbers. Raises ``UserError`` where it has more or fewer, ``FileNotFoundError`` without it."""
-    remote, expected = RemoteFile(path) if is_url(path) else None, size * dtype.itemsize
+def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | RemoteArray | None:
+    """A file of ``size`` numbers; None without it. Raises ``UserError`` where it has more or fewer."""
+    expected = size * dtype.itemsize
     try:
+        remote = RemoteFile(path) if is_url(path) else None
         found = remote.size if remote else os.path.getsize(path)
         if found != expected:
             raise UserError(
@@ -87,6 +88,8 @@ def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | Rem
         if remote:
             return RemoteArray(remote, dtype)
         return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+    except FileNotFoundError:
+        return None
     except PermissionError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -14,9 +14,8 @@ The format is Megatron-Core's (``megatron.core.datasets.indexed_dataset``), litt
 A document is one or more whole sequences. Sequences follow each other without gaps, so a document is one
 run of tokens whatever its number of sequences.
 
-The file is mapped into memory and read where a document is asked for, so an index of any size opens at once and all
-processes of a machine share what they have read of it. What is read of a document is checked against what the file says
-elsewhere: byte offsets against lengths of sequences. Opening a store checks a sample in this way, ``check`` everything.
+The file is mapped into memory and read where a document is asked for. What is read of a document is checked: byte
+offsets against lengths of sequences. Opening a store checks a sample in this way, ``check`` everything.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from wlb.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-# Codes of megatron.core.datasets.indexed_dataset.DType; floats hold no token ids.
+# Codes of megatron.core.datasets.indexed_dataset.DType. Its others, 6 and 7, are floats, which are no token ids.
 TOKEN_TYPES = {
     code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))
 }
-FLOAT_CODES = {6: "float64", 7: "float32"}
 MAX_DOCUMENT_TOKENS = 2**31 - 1
+MAX_VOCABULARY = 2**31
 _HEADER = struct.Struct("<9sQBQQ")
 _COUNTS = struct.Struct("<QQ")
 _CHUNK = 1 << 18  # entries converted or checked at a time: a few MiB of memory
@@ -75,8 +74,8 @@ class TokenIndex:
     def identity(self) -> bytes:
         """What it says of documents: their number and type, all tokens, and where documents begin.
 
-        That is a sum over all lengths before. Of a large index it is taken at a few hundred places: another
-        order of documents, or another length, changes it, unless all lengths between two of these places add up alike.
+        Of a large index that is taken at a few hundred places: another order of documents, or another length, changes
+        it, unless all lengths between two of these places add up alike.
         """
         places = [_spaced(array).astype("<i8").tobytes() for array in (self.pointers, self.firsts)]
         return b"".join([f"{self.dtype.name} {self.documents} {self.tokens} ".encode(), *places])
@@ -107,7 +106,6 @@ class TokenIndex:
 
     def check(self) -> None:
         """Read all of it."""
-        self._check_ends()
         for _ in self._chunks():
             pass
 
@@ -119,6 +117,7 @@ class TokenIndex:
             self.runs(np.arange(_BLOCK * block, min(_BLOCK * (block + 1), self.documents)))
 
     def _chunks(self) -> Iterator[NDArray[np.int64]]:
+        self._check_ends()
         for first in range(0, self.documents, _CHUNK):
             yield self.runs(np.arange(first, min(first + _CHUNK, self.documents)))[1]
 
@@ -168,42 +167,32 @@ def read_index(path: str | Path, *, whole: bool = False) -> TokenIndex:
         raise UserError(f"token store index {path} does not exist; {remedy}") from None
     except OSError as error:
         raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
-    dtype, sequences, starts = _parsed_header(str(path), content[: _HEADER.size], len(content))
-    if not starts:
-        raise UserError(f"{path} is corrupt: it does not say where its documents begin")
-    if hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
-        content.madvise(mmap.MADV_SEQUENTIAL if whole else mmap.MADV_RANDOM)
-    lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
-    pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
-    firsts = np.frombuffer(content, "<i8", starts, _HEADER.size + 12 * sequences)
-    return TokenIndex(str(path), dtype, lengths, pointers, firsts)
-
-
-def _parsed_header(path: str, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
-    """The token type, sequences, and documents plus one, of an index file of ``size`` bytes."""
+    header, size = content[: _HEADER.size], len(content)
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
         raise UserError(f"{path} is not a Megatron index (no MMIDIDX header of {_HEADER.size} bytes)")
     _, version, code, sequences, starts = _HEADER.unpack(header)
     if version != VERSION:
         raise UserError(f"{path} has index version {version}; only version {VERSION} is known")
-    if code in FLOAT_CODES:
-        raise UserError(f"{path} holds {FLOAT_CODES[code]} values; token ids must be integers")
     if code not in TOKEN_TYPES:
-        raise UserError(f"{path} has token type code {code}; known are {', '.join(map(str, TOKEN_TYPES))}")
+        raise UserError(f"{path} has values of type code {code}; token ids have {', '.join(map(str, TOKEN_TYPES))}")
     expected = _HEADER.size + 12 * sequences + 8 * starts
-    if size != expected:
+    if size != expected or not starts:
         raise UserError(
             f"{path} has {size} bytes where its header asks for {expected}: truncated, corrupt or multimodal"
         )
-    return TOKEN_TYPES[code], sequences, starts
+    if hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
+        content.madvise(mmap.MADV_SEQUENTIAL if whole else mmap.MADV_RANDOM)
+    lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
+    pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
+    firsts = np.frombuffer(content, "<i8", starts, _HEADER.size + 12 * sequences)
+    return TokenIndex(str(path), TOKEN_TYPES[code], lengths, pointers, firsts)
 
 
 class IndexWriter:
     """Writes an index whose documents are one sequence each, in memory that does not grow with their number.
 
-    Lengths go to the file as they come; ``finish`` reads them back in chunks to append byte offsets and
-    document starts, and last puts the counts into the header. Until then the header asks for an empty index
-    of another size, which ``read_index`` refuses.
+    Lengths go to the file as they come; ``finish`` reads them back in chunks to append byte offsets and document
+    starts, and last puts the counts into the header. Until then ``read_index`` refuses the file.
     """
 
     def __init__(self, file: BinaryIO, dtype: np.dtype[Any]) -> None:

@@ -1,13 +1,12 @@
 """Token stores: tokenised documents on disk, read without loading them.
 
-A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format, so that
-existing Megatron corpora open as they are. ``wlb prepare`` adds a sidecar ``PREFIX.json`` that names the tokenizer, and
-where only some tokens are labels, ``PREFIX.mask`` says which. All of them are mapped into memory, so a store of any
-size opens at once, and any slice of any document is an array view.
+A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format.
+``wlb prepare`` adds a sidecar ``PREFIX.json`` that names the tokenizer, and where only some tokens are labels,
+``PREFIX.mask`` says which. All are mapped into memory, so a store of any size opens at once.
 
-Several stores open as one, whose documents are counted through all of them: the shards that tools leave which tokenize
-on many machines, or the stores of a mixture. Opening reads a sample of every index. Afterwards a shard is mapped when
-one of its documents is asked for, and only a bounded number of them at a time. ``TokenStoreWriter`` makes stores.
+Several stores open as one, whose documents are counted through all of them: the shards of one, or the stores of a
+mixture. Opening reads a sample of every index. Afterwards a shard is mapped when one of its documents is asked for, and
+only a bounded number of them at a time. ``TokenStoreWriter`` makes stores.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from wlb.documents.store.files import (
     read_bytes,
     stamps_of,
 )
-from wlb.documents.store.index import TokenIndex, read_index
+from wlb.documents.store.index import MAX_VOCABULARY, TokenIndex, read_index
 from wlb.documents.store.sources import StoreSource, name_of, refuse_twice, store_prefixes
 from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
 from wlb.errors import UserError
@@ -43,7 +42,7 @@ __all__ = ["TokenStore", "TokenStoreWriter"]
 _OPEN_SHARDS = 128  # that stay mapped; each takes up to three file handles, of which a process may often have 1,024
 # Sidecars have a few KiB; a larger PREFIX.json is somebody's data.
 _LARGEST_SIDECAR = 1 << 20
-_CHUNK = 1 << 20  # tokens whose mask is looked at together
+_CHUNK = 1 << 16  # documents that are looked at together
 _HASHED = 1 << 24  # values that are hashed together
 
 
@@ -60,18 +59,13 @@ class Shard:
     def open(cls, prefix: str) -> Shard:
         index = read_index(f"{prefix}.idx")
         sidecar = _read_sidecar(prefix, index)
-        try:
-            tokens = open_array(f"{prefix}.bin", index.dtype, index.tokens)
-        except FileNotFoundError:
-            raise UserError(f"token file {prefix}.bin does not exist, only its index") from None
-        try:
-            return cls(index, tokens, sidecar, open_array(f"{prefix}.mask", np.dtype(np.uint8), index.tokens))
-        except FileNotFoundError:
-            if "mask_sha256" in sidecar:
-                raise UserError(
-                    f"{prefix}.mask does not exist, and the store was written with one; prepare it again"
-                ) from None
-            return cls(index, tokens, sidecar)
+        tokens = open_array(f"{prefix}.bin", index.dtype, index.tokens)
+        if tokens is None:
+            raise UserError(f"token file {prefix}.bin does not exist, only its index")
+        mask = open_array(f"{prefix}.mask", np.dtype(np.uint8), index.tokens)
+        if mask is None and "mask_sha256" in sidecar:
+            raise UserError(f"{prefix}.mask does not exist, and the store was written with one; prepare it again")
+        return cls(index, tokens, sidecar, mask)
 
     @property
     def identity(self) -> str:
@@ -88,19 +82,15 @@ class Shard:
 
     def has_labels(self) -> bool:
         """Whether some document has a token that follows another and is a label; reads up to the first one."""
-        first = 0
-        while first < self.index.documents:
+        for first in range(0, self.index.documents, _CHUNK):
             starts, tokens = self.index.runs(np.arange(first, min(first + _CHUNK, self.index.documents)))
-            count = max(1, int(np.searchsorted(starts + tokens, starts[0] + _CHUNK)))  # documents looked at together
-            starts, tokens = starts[:count], tokens[:count]
-            if self.mask is None and (tokens > 1).any():
-                return True
-            if self.mask is not None:
-                labels = self.mask[int(starts[0]) : int(starts[-1] + tokens[-1])] != 0
-                labels[(starts - starts[0])[tokens > 0]] = False
-                if labels.any():
+            if self.mask is None:
+                if (tokens > 1).any():
                     return True
-            first += count
+            elif any(
+                self.mask[start + 1 : end].any() for start, end in np.stack([starts, starts + tokens], 1).tolist()
+            ):
+                return True
         return False
 
 
@@ -183,7 +173,7 @@ class TokenStore:
 
     @property
     def sidecar(self) -> dict[str, Any]:
-        """What ``PREFIX.json`` says, of shards that of the first one; empty where there is none."""
+        """What the first ``PREFIX.json`` says; empty where there is none."""
         return self._shard(0).sidecar
 
     @property
@@ -254,11 +244,12 @@ class TokenStore:
                 f"tokens {start} to {start + length} are not in document {document} of {prefix}, which has {tokens}"
             )
         view = shard.tokens[first + start : first + start + length]
-        limit = shard.sidecar.get("vocab_size")
-        if limit is not None and (largest := int(view.max(initial=0))) >= limit:
-            raise UserError(f"document {document} of {prefix} holds token {largest}, outside the vocabulary of {limit}")
-        if view.dtype.kind == "i" and view.min(initial=0) < 0:
-            raise UserError(f"document {document} of {prefix} holds the negative token {view.min()}")
+        limit = shard.sidecar.get("vocab_size", MAX_VOCABULARY)
+        for token in (view.min(initial=0), view.max(initial=0)):
+            if not 0 <= token < limit:
+                raise UserError(
+                    f"document {document} of {prefix} holds token {token}, outside the vocabulary of {limit}"
+                )
         return view
 
     def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None:
@@ -272,8 +263,7 @@ class TokenStore:
         flags = shard.mask[first + start : first + start + length]
         if flags.size and flags.max() > 1:
             raise UserError(
-                f"{prefix}.mask has the byte {flags.max()} for a token of document {document}; write 1 for tokens that "
-                "are labels and 0 for others"
+                f"{prefix}.mask has the byte {flags.max()} in document {document}; write 1 for labels and 0 for others"
             )
         labels: NDArray[np.bool_] = flags.view(np.bool_)
         return labels
@@ -295,15 +285,12 @@ class TokenStore:
         for number, known in enumerate(self._shards):
             shard = self._shard(number)
             read_index(f"{known.prefix}.idx", whole=True).check()
-            for ending, key, content in (
-                (".bin", "content_sha256", shard.tokens),
-                (".mask", "mask_sha256", shard.mask),
-            ):
-                expected = shard.sidecar.get(key)
+            for ending, what, content in ((".bin", "content", shard.tokens), (".mask", "mask", shard.mask)):
+                expected = shard.sidecar.get(f"{what}_sha256")
                 if content is not None and expected and (found := _sha256(content, shard.index.tokens)) != expected:
                     raise UserError(
                         f"{known.prefix}{ending} is not what was written: its sha256 is {found}, the sidecar says "
-                        f"{key} = {expected}; prepare the store again"
+                        f"{expected}; prepare the store again"
                     )
 
     def _by_store(self) -> list[list[_Known]]:
@@ -394,15 +381,14 @@ def _read_sidecar(prefix: str, index: TokenIndex) -> dict[str, Any]:
     path = f"{prefix}.json"
     try:
         content = read_bytes(path)
-        sidecar = json.loads(bytes(content)) if len(content) <= _LARGEST_SIDECAR else None
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise UserError(f"sidecar {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"sidecar {path} is not valid JSON; prepare the store again or remove it") from None
+    try:
+        sidecar = json.loads(bytes(content)) if len(content) <= _LARGEST_SIDECAR else None
+    except (ValueError, RecursionError):
+        sidecar = None
     if not isinstance(sidecar, dict) or sidecar.get("format") != SIDECAR_FORMAT:
         raise UserError(
             f"{path} is not what wlb prepare writes beside a token store, an object of format {SIDECAR_FORMAT}; move "

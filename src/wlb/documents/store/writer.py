@@ -1,8 +1,7 @@
 """Writing a token store atomically.
 
 Files have the ending ``.part`` while documents arrive. At the end each is flushed to the disk and renamed, the index
-last: without ``PREFIX.idx`` nothing reads as a store, so a run that is killed at any moment leaves none. An old store
-that is being replaced loses its index first, for the same reason.
+last: without ``PREFIX.idx`` nothing reads as a store. An old store that is being replaced loses its index first.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 def store_files(prefix: Path, with_tokenizer: bool = True, with_mask: bool = True) -> list[Path]:
     """The files of a store, in the order in which they appear: the index last."""
-    optional = [".mask"] * with_mask, [".tokenizer.json"] * with_tokenizer
-    return [store_path(prefix, ending) for ending in (".bin", *optional[0], ".json", *optional[1], ".idx")]
+    endings = ".bin", *[".mask"] * with_mask, ".json", *[".tokenizer.json"] * with_tokenizer, ".idx"
+    return [store_path(prefix, ending) for ending in endings]
 
 
 def check_target(prefix: Path, overwrite: bool) -> None:
@@ -116,7 +115,7 @@ class TokenStoreWriter:
             # Parts go while their locks are held. Closing flushes, which fails again on a full disk.
             for target in self._targets:
                 _part(target).unlink(missing_ok=True)
-            for file in (self._bin, self._idx, *([self._mask] if self._mask is not None else [])):
+            for file in filter(None, (self._bin, self._idx, self._mask)):
                 with suppress(OSError):
                     file.close()
 
