@@ -70,7 +70,13 @@ class StepPlanner(Iterator[PlannedStep]):
             self._stream = documents
         else:
             self._stream = DocumentStream(documents, job.data)
-            _check_step(job, documents)
+            together = documents_together(job, documents)
+            if together > _MOST_DOCUMENTS:
+                raise UserError(
+                    f"{job.packing.window * job.global_batch} context windows of {job.context_window} tokens are "
+                    f"packed together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower the global "
+                    "batch, packing.window or data.context_window"
+                )
         self._stream.begin(first_epoch)
         if job.phases is not None:
             if not isinstance(documents, np.ndarray):
@@ -218,16 +224,6 @@ def documents_together(job: Job, lengths: DocumentLengths) -> int:
     stores = lengths if isinstance(lengths, Sequence) else [lengths]
     tokens = sum(int(store.sum()) if isinstance(store, np.ndarray) else store.tokens for store in stores)
     return round(windows * job.context_window / max(1, tokens) * sum(map(len, stores)))
-
-
-def _check_step(job: Job, lengths: DocumentLengths) -> None:
-    together = documents_together(job, lengths)
-    if together > _MOST_DOCUMENTS:
-        raise UserError(
-            f"{job.packing.window * job.global_batch} context windows of {job.context_window} tokens "
-            f"are packed together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower the global batch, "
-            "packing.window or data.context_window"
-        )
 
 
 class _Held(NamedTuple):

@@ -196,14 +196,9 @@ def _outlook(outliers: Sequence[Outlier], offer: Offer) -> float:
 
 def _placed(outliers: Sequence[Outlier], rules: StepRules) -> tuple[list[float], list[int], int]:
     """Outliers, longest first, into the lightest micro-batches with room: seconds, room left, and tokens unplaced."""
-    first, others = outliers[: rules.micro_batches], outliers[rules.micro_batches :]
-    empty = rules.micro_batches - len(first)
-    loads = [outlier.item.seconds for outlier in first] + [0.0] * empty
-    rooms = [rules.capacity - outlier.item.length for outlier in first] + [rules.capacity] * empty
-    if not others:
-        return loads, rooms, 0
-    lengths = [outlier.item.length for outlier in others]
-    owners = into_lightest(lengths, [outlier.item.seconds for outlier in others], loads, rooms)
+    loads, rooms = [0.0] * rules.micro_batches, [rules.capacity] * rules.micro_batches
+    lengths = [outlier.item.length for outlier in outliers]
+    owners = into_lightest(lengths, [outlier.item.seconds for outlier in outliers], loads, rooms)
     return loads, rooms, sum([length for length, owner in zip(lengths, owners, strict=True) if owner < 0])
 
 
