@@ -62,9 +62,7 @@ class Locality(NamedTuple):
     own_share: NDArray[np.float64]  # of the query-key pairs of every lane: those whose keys it holds; 1 where none are
     received: Integers  # tokens whose keys every lane receives
     sent: Integers  # tokens whose keys it sends, counted once for each receiver
-    waits_for: (
-        Integers  # the most that it, or a rank that it shares a segment with, sends or receives; 0 if it shares none
-    )
+    waits_for: Integers  # the most that it, or a rank that it shares a segment with, moves; 0 if it shares none
     merged_tokens: Integers  # of every lane, that attend received keys
     gathered_tokens: Integers  # of every plan, whose keys and values another rank attends
     kept: NDArray[np.bool_]  # whether the ranks of every plan keep what they receive until the backward
@@ -177,8 +175,7 @@ def _waits_for(pieces: Pieces, moved: Integers, segments: int) -> Integers:
     np.maximum.at(of_segment, segment, moved.ravel()[lane])
     most = np.zeros(moved.size, np.int64)
     np.maximum.at(most, lane, of_segment[segment])
-    shared: Integers = np.where(moved > 0, most.reshape(moved.shape), 0)
-    return shared
+    return np.where(moved > 0, most.reshape(moved.shape), 0)
 
 
 def _held_before(pieces: Pieces, holding: Integers) -> Integers:

@@ -114,12 +114,7 @@ class ShardPlan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ShardPlan):
             return NotImplemented
-        return (
-            self.strategy == other.strategy
-            and self.segment_lengths == other.segment_lengths
-            and len(self.pieces) == len(other.pieces)
-            and all(np.array_equal(mine, theirs) for mine, theirs in zip(self.pieces, other.pieces, strict=True))
-        )
+        return self.to_json() == other.to_json()
 
     __hash__ = None  # type: ignore[assignment]  # plans hold arrays; cache them by what they were made from
 

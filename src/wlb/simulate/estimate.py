@@ -92,10 +92,6 @@ class Question:
             self.space, lengths, preset, adapt=partial(completed, profile=self.profile, encoders=self.encoders)
         )
 
-    def fixed_to(self, job: Job) -> Question:
-        """The same in the layout of ``job``."""
-        return replace(self, space=replace(self.space, fixed=tuple(vars(job.layout).items())))
-
 
 def completed(job: Job, profile: WorkloadProfile | None, encoders: Encoders) -> Job:
     """``job`` priced by a measured profile, if there is one, with the encoders that its documents go through."""
@@ -220,13 +216,9 @@ def estimate(
     space = question.space
     steps = steps or usual_steps(space.micro_batches)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
-    searched: dict[str, SearchResult] = {}
-    failures: dict[str, UserError] = {}
-    for name, found in _each(partial(_searched, question, lengths), presets):
-        if isinstance(found, UserError):
-            failures[name] = found
-        else:
-            searched[name] = found
+    found = _each(partial(_searched, question, lengths), presets)
+    searched = {name: one for name, one in found if not isinstance(one, UserError)}
+    failures = {name: one for name, one in found if isinstance(one, UserError)}
     if BASELINE in failures or not searched:
         raise failures.get(BASELINE) or next(iter(failures.values()))
     base = BASELINE if BASELINE in searched else next(iter(searched))
@@ -239,7 +231,7 @@ def estimate(
     verdict = _explained(
         dict(_each(simulated, [*searched])),
         lambda job: simulate_draws(job, lengths, steps, prices),
-        lambda winner: question.fixed_to(searched[base].job).fastest(winner, lengths).job,
+        lambda winner: replace(question, space=space.fixed_to(searched[base].job.layout)).fastest(winner, lengths).job,
     )
     winner, config = verdict.winner, ""
     if winner != base:
@@ -266,8 +258,7 @@ def judge_config(
     space = SearchSpace(job.layout.world_size, job.shape, job.hardware, job.context_window, job.global_batch)
 
     def fastest(preset: str, layout: Layout) -> Job:
-        fixed = replace(space, fixed=tuple(vars(layout).items()))
-        return fastest_layout(fixed, lengths, preset, adapt=partial(_alike, job)).job
+        return fastest_layout(space.fixed_to(layout), lengths, preset, adapt=partial(_alike, job)).job
 
     jobs = {CONFIGURED: job}
     for preset in presets:
@@ -292,15 +283,8 @@ def judge_config(
 
 def _alike(job: Job, other: Job) -> Job:
     """``other`` with the documents, prices and memory of ``job``."""
-    return replace(
-        other,
-        data=job.data,
-        pricing=job.pricing,
-        phases=job.phases,
-        limit=job.limit,
-        tied_embeddings=job.tied_embeddings,
-        checkpoint_copy=job.checkpoint_copy,
-    )
+    same = ("data", "pricing", "phases", "limit", "tied_embeddings", "checkpoint_copy")
+    return replace(other, **{name: getattr(job, name) for name in same})
 
 
 def _explained(

@@ -34,7 +34,7 @@ Integers = NDArray[np.int64]
 _AFTER_RANKS = ("dp ranks", "gradient reduction", "optimizer")
 
 
-class _Run(NamedTuple):
+class _Turn(NamedTuple):
     """A micro-batch: its step, its place in the plan, and the ranks that run it."""
 
     step: int
@@ -59,17 +59,17 @@ class LevelSteps(StepSeconds):
     and for the micro-batches by which a step has fewer.
     """
 
-    runs: tuple[_Run, ...]
+    runs: tuple[_Turn, ...]
     kinds: tuple[_Kind, ...]
     in_turn: ClassVar = (*(cause for cause in CAUSES if cause not in _AFTER_RANKS), *_AFTER_RANKS)
 
     @classmethod
     def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> LevelSteps:
         everyone, runs = range(costs.layout.cp), []
-        of_kinds: dict[tuple[int, int], list[tuple[_Run, list[int]]]] = {}
+        of_kinds: dict[tuple[int, int], list[tuple[_Turn, list[int]]]] = {}
         for step, plan in enumerate(plans):
             for place, micro_batch in enumerate(plan.micro_batches):
-                run = _Run(step, place, np.array(micro_batch.ranks or everyone))
+                run = _Turn(step, place, np.array(micro_batch.ranks or everyone))
                 runs.append(run)
                 kind = len(run.ranks), nodes_of(run.ranks, costs.job)
                 of_kinds.setdefault(kind, []).append((run, micro_batch.lengths))

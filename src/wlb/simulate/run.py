@@ -69,21 +69,10 @@ class SimulationResult:
         return self.work_rate / base.work_rate
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "gpus": self.job.layout.world_size,
-            "layout": self.job.sizes,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "work_seconds": self.work_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "mean_step_seconds": self.mean_step_seconds,
-            "where": self.where,
-            "imbalance": self.imbalance,
-            "token_delay": self.token_delay,
-            "tokens_cv": self.tokens_cv,
-            "attention_kept": self.attention_kept,
-            "epochs": self.epochs,
-        }
+        rates = ("steps", "tokens", "work_seconds", "tokens_per_second", "mean_step_seconds")
+        means = ("where", "imbalance", "token_delay", "tokens_cv", "attention_kept", "epochs")
+        sizes = {"gpus": self.job.layout.world_size, "layout": self.job.sizes}
+        return sizes | {name: getattr(self, name) for name in (*rates, *means)}
 
 
 def simulate(

@@ -78,6 +78,10 @@ class SearchSpace:
     def batch_tokens(self) -> int:
         return self.micro_batches * self.context_window
 
+    def fixed_to(self, layout: Layout) -> SearchSpace:
+        """The same with ``layout`` only."""
+        return replace(self, fixed=tuple(vars(layout).items()))
+
     @property
     def work_prices(self) -> Costs:
         """What a document's work is worth, for all that is compared alike: W_a + W_l of a single GPU."""
