@@ -22,9 +22,8 @@ def replace_text(path: Path, text: str) -> None:
     try:
         write_synced(part, text)
         os.replace(part, path)
-    except OSError:
+    finally:
         part.unlink(missing_ok=True)
-        raise
 
 
 def write_synced(path: Path, text: str) -> None:

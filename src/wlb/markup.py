@@ -1,8 +1,4 @@
-"""HTML that escapes by construction.
-
-``tag`` escapes every child and attribute that is not ``Markup`` already, so a file name or a host cannot become an
-element.
-"""
+"""HTML that escapes by construction: ``tag`` escapes every child and attribute that is not ``Markup`` already."""
 
 from __future__ import annotations
 

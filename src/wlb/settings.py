@@ -1,7 +1,4 @@
-"""What sections of a configuration and options of packers are made of: strict types, frozen classes.
-
-Nothing here imports torch.
-"""
+"""What sections of a configuration and options of packers are made of: strict types, frozen classes."""
 
 from __future__ import annotations
 
@@ -108,7 +105,7 @@ class Problem(NamedTuple):
 def main_problem(error: ValidationError) -> Problem:
     """The one to tell of: a typo, which explains what is missing, or of a union the alternative that fits deepest.
 
-    Pydantic reports each alternative of a union that does not fit. Those are one problem, and its message names all.
+    Of a union that does not fit, the message names all alternatives.
     """
     # Defaults that depend on another setting are missing where any setting is wrong.
     problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]

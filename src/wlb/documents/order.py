@@ -97,8 +97,6 @@ class DocumentStream:
 
     def __init__(self, lengths: DocumentLengths, config: DataConfig) -> None:
         of_stores = lengths if isinstance(lengths, Sequence) else [lengths]
-        if len(of_stores) != len(config.stores):
-            raise ValueError(f"lengths are of {len(of_stores)} stores, the configuration names {len(config.stores)}")
         for of_store, store in zip(of_stores, config.stores, strict=True):
             check_trainable(of_store, config, store)
         self._config = config
@@ -125,8 +123,8 @@ class DocumentStream:
             first = self._firsts[number] + store.epoch * self._firsts[-1]
             chosen, lengths = store.take(documents if len(self._stores) == 1 else 1)
             documents -= len(chosen)
-            ids = (chosen[lengths > 0] + first).tolist()
-            whole = [Segment(*of) for of in zip(ids, [0] * len(ids), lengths[lengths > 0].tolist(), strict=True)]
+            pairs = zip((chosen + first).tolist(), lengths.tolist(), strict=True)
+            whole = [Segment(document, 0, length) for document, length in pairs if length]
             taken, report = split_overlong(whole, self._config.context_window, self._config.overlong)
             self._overlong += report
             self._tokens[number] += sum([segment.length for segment in taken])

@@ -1,9 +1,8 @@
 """The files of a token store, on a disk or at a URL of ``fsspec`` such as ``s3://bucket/corpus``.
 
-Files on a disk are mapped into memory. Of a file at a URL, ``RemoteArray`` reads blocks and keeps the last ones; small
-ones are read whole. A store must not change while it is in use: the size and time of a file on a disk are compared by
-``check_unchanged``, the size and version (ETag, checksum or date) of one at a URL after every request, so that tokens
-of two versions are never mixed.
+Files on a disk are mapped into memory. Of a file at a URL, ``RemoteArray`` reads blocks and keeps the last ones. A
+store must not change while it is in use: ``check_unchanged`` compares size and time of a file on a disk, and every
+request the size and version (ETag, checksum or date) of one at a URL, so that tokens of two versions are never mixed.
 """
 
 from __future__ import annotations
