@@ -19,7 +19,7 @@ from wlb.studies.experiment import Column, Report, Settings, Table
 from wlb.studies.published.batches import measured_batch_rows, system_ratios
 from wlb.studies.published.dynamic_cp import TABLE, dynamic_cp_row, speed_ratios
 from wlb.studies.published.kernels import kernel_rows
-from wlb.studies.published.prediction import Prediction, Summary, compared, summaries
+from wlb.studies.published.prediction import FUNCTIONAL, Prediction, Summary, compared, summaries
 from wlb.studies.published.reading import read_measurements
 from wlb.studies.published.whole_steps import whole_step_row
 
@@ -111,7 +111,8 @@ def _draw(predictions: Sequence[Prediction], path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(9.0, 5.2), constrained_layout=True)
     sources: dict[str, list[tuple[float, float]]] = {}
     for one in predictions:
-        sources.setdefault(one.source.partition(" ")[0], []).extend(compared([one]))
+        source = one.source.partition(" ")[0] + (f", {FUNCTIONAL}" if one.kind == FUNCTIONAL else "")
+        sources.setdefault(source, []).extend(compared([one]))
     sources = {source: pairs for source, pairs in sources.items() if pairs}
     colours = pyplot.get_cmap("tab10") if len(sources) <= 10 else pyplot.get_cmap("turbo", len(sources))
     axis.axhspan(1 - _BAND, 1 + _BAND, color="#b8bfc7", alpha=0.4, linewidth=0, zorder=0, label=f"±{_BAND:.0%}")
