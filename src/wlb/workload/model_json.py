@@ -160,7 +160,7 @@ def _gemma3(document: Keys) -> ModelShape:
 
 
 def _gpt_oss(document: Keys) -> ModelShape:
-    shape = dense(document, experts=_experts(document, "num_local_experts", "intermediate_size"))
+    shape = dense(document, experts=_experts(document, "num_local_experts", "intermediate_size", biased=True))
     return _with_windows(shape, document, _window(document, _GPT_OSS_WINDOW), lambda layer: (layer + 1) % 2 != 0)
 
 
