@@ -95,7 +95,7 @@ class _Run:
             tp=self.tp,
             cp=self.cp,
             dp=self.dp,
-            software=_STACK,
+            software=replace(_STACK, fused=not self.eager),
         )
 
 
