@@ -17,7 +17,6 @@ import numpy as np
 from wlb.report.plots import pyplot_without_display, save
 from wlb.studies.experiment import Column, Report, Settings, Table
 from wlb.studies.published.batches import measured_batch_rows, system_ratios
-from wlb.studies.published.dynamic_cp import TABLE, dynamic_cp_row, speed_ratios
 from wlb.studies.published.kernels import kernel_rows
 from wlb.studies.published.prediction import FUNCTIONAL, Prediction, Summary, compared, summaries
 from wlb.studies.published.reading import read_measurements
@@ -39,7 +38,6 @@ def run(settings: Settings) -> Report:
         tables=[
             *(_table(_GROUPS[by], by, of_one) for by, of_one in grouped.items() if of_one),
             *_systems(predictions),
-            *([speed_ratios()] if any(one.table == TABLE for one in predictions) else []),
             *_without_prediction(predictions),
         ],
         draw=partial(_draw, predictions),
@@ -58,7 +56,7 @@ def run(settings: Settings) -> Report:
 def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
     """A prediction, or a reason, for all of a document: rows in their order, then kernels, then runs."""
     return [
-        *(dynamic_cp_row(row) if row.get("table") == TABLE else whole_step_row(row) for row in document["rows"]),
+        *map(whole_step_row, document["rows"]),
         *kernel_rows(document),
         *measured_batch_rows(document),
     ]

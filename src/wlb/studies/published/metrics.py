@@ -14,7 +14,12 @@ from wlb.studies.published.models import model_flops_per_token, published_shape
 # NVIDIA/Megatron-LM). The rows that also print tokens per second agree with this to 2.3%, most to 1%; those of
 # DeepSeek-V3 to 4.1%, as some count its layer that predicts one more token. For GPT-OSS, whose attention is windowed,
 # releases count 5% to 21% less, each in its own way. Rows of LoRA, which count two thirds, are not simulated.
-_COUNTS_CAUSAL_HALF = {"NVIDIA/NeMo": False, "yanring/Megatron-MoE-ModelZoo": True, "NVIDIA-NeMo/Megatron-Bridge": True}
+_COUNTS_CAUSAL_HALF = {
+    "NVIDIA/NeMo": False,
+    "NVIDIA/NeMo-Framework-Launcher": False,
+    "yanring/Megatron-MoE-ModelZoo": True,
+    "NVIDIA-NeMo/Megatron-Bridge": True,
+}
 
 
 Row = dict[str, Any]

@@ -35,8 +35,8 @@ from wlb.workload.base import Checkpointing
 from wlb.workload.costs import Software
 
 Recomputation = Literal["none", "selective", "full"]
-_KERNELS = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "triton": "Triton's kernel"}
-_KERNELS |= {"fa4": "FlashAttention-4"}
+_KERNELS = {f"fa{version}": f"FlashAttention-{version}" for version in (2, 3, 4)}
+_KERNELS |= {"cudnn": "cuDNN", "triton": "Triton's kernel"}
 
 
 class Stack(NamedTuple):
@@ -56,8 +56,8 @@ class Stack(NamedTuple):
     overlaps_experts: bool = False
 
 
-# Of a micro-batch in a stack whose kernels are not fused: what TRL's steps of Qwen3 1.7B take however few their tokens
-# (huggingface/trl, issue 6092, one GPU, 1K to 16K tokens).
+# Of a micro-batch in Hugging Face's Trainer where kernels are not fused: what TRL's steps of Qwen3 1.7B take beside
+# their tokens (huggingface/trl, issue 6092, one GPU, 1K to 16K tokens). fms-fsdp and torchtitan show no such constant.
 _HOST_SECONDS = 0.12
 _LLM_FOUNDRY, _BRIDGE = "mosaicml/llm-foundry", "NVIDIA-NeMo/Megatron-Bridge"
 _TORCHTITAN, _AUTOMODEL = "pytorch/torchtitan", "NVIDIA-NeMo/Automodel"
@@ -81,30 +81,25 @@ def stack_of(row: Row) -> Stack:
 
     Raises ``UserError`` that says what to add or change.
     """
-    stack, own, note = _STACKS.get(row["repo"]), row.get("stack") or {}, _note(row)
-    if stack is None and not {"attention", "compiled", "weights"} <= {*own}:
+    known, own, note = _STACKS.get(row["repo"]), row.get("stack") or {}, _note(row)
+    if known is None and not {"attention", "compiled", "weights"} <= {*own}:
         raise UserError(
             f"how {row['repo']} trains is not known here; add to the row a stack, such as "
             '{"attention": "fa2", "compiled": true, "weights": "gathered"}'
         )
     for name, value in own.items():
-        allowed = _VALUES.get(name, (True, False))
-        if name not in Stack._fields or value not in allowed:
+        if name not in Stack._fields or value not in _VALUES.get(name, (True, False)):
             fields = ", ".join(f"{field}: {_VALUES.get(field, (True, False))}" for field in Stack._fields)
             raise UserError(f"its stack has {name} = {value!r}; a stack has {fields}")
-    if stack is None:
-        stack = Stack(**own)
-    else:
-        found = {
-            "attention": "triton" if ran_triton(row) else stack.attention,
-            "compiled": stack.compiled and not _ran_eagerly(row),
-            "overlaps_experts": _overlaps_experts(row),
-        }
-        stack = stack._replace(**found | own)
-    return stack._replace(
-        prefetch=stack.prefetch or _says(note, "prefetch"),
-        overlaps_tp=stack.overlaps_tp or _says(note, "async"),
-    )
+    stack = known or Stack(own["attention"], own["compiled"], own["weights"])
+    found = {
+        "attention": "triton" if ran_triton(row) else stack.attention,
+        "compiled": stack.compiled and not _ran_eagerly(row),
+        "prefetch": stack.prefetch or _says(note, "prefetch"),
+        "overlaps_tp": stack.overlaps_tp or _says(note, "async"),
+        "overlaps_experts": _overlaps_experts(row),
+    }
+    return stack._replace(**found | own)
 
 
 @dataclass(frozen=True)
@@ -275,7 +270,7 @@ def _software(row: Row, stack: Stack) -> Software:
         expert_parallel=1 if row.get("ep") is None else size(row, "ep"),
         overlaps_experts=stack.overlaps_experts,
         fused=stack.compiled,
-        micro_batch_seconds=0.0 if stack.compiled else _HOST_SECONDS,
+        micro_batch_seconds=_HOST_SECONDS if row["repo"].startswith("huggingface/") and not stack.compiled else 0.0,
     )
 
 
@@ -354,6 +349,8 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack) -> list[str]:
         remarks.append("the exchange of experts hidden")
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")
+    if row.get("packed") and row.get("lengths") is None:
+        remarks.append("documents as long as the window, though shorter ones were packed")
     if "500 W" in row["hardware"]:
         remarks.append("at 500 of 700 W GPUs compute at the root of that")
     if "MXFP8" in str(row.get("precision")):
