@@ -164,10 +164,10 @@ def _gpt_oss(document: Keys) -> ModelShape:
     return _with_windows(shape, document, _window(document, _GPT_OSS_WINDOW), lambda layer: (layer + 1) % 2 != 0)
 
 
-def _experts(document: Keys, count: str, width: str, **more: int) -> Experts:
+def _experts(document: Keys, count: str, width: str, *, biased: bool = False, **more: int) -> Experts:
     """Experts whose number and width have these names."""
     active = _size(document, "num_experts_per_tok")
-    return Experts(_size(document, count), active, _size(document, width), **more)
+    return Experts(_size(document, count), active, _size(document, width), biased=biased, **more)
 
 
 FAMILIES: dict[str, Callable[[Keys], ModelShape]] = {
