@@ -30,13 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from wlb.simulate import costs
 from wlb.studies.published import whole_steps
 from wlb.studies.published.batches import measured_batch_rows
 from wlb.studies.published.metrics import seconds_of_step
-from wlb.studies.published.prediction import ODD, compared
+from wlb.studies.published.prediction import FUNCTIONAL, ODD, compared
 from wlb.studies.published.reading import read_measurements
-from wlb.workload import hardware
+from wlb.workload import costs, hardware
 
 Value = Callable[[], float]
 SOFT = 0.08  # errors beyond which a row counts less than squared: tables hold releases that differ by 40%
@@ -89,7 +88,11 @@ def of_kernel(name: str, presets: str) -> Price:
 
 
 def of_module(module: Any, name: str, least: float, most: float) -> Price:
-    return Price(lambda: getattr(module, name), lambda value: setattr(module, name, value), least, most)
+    def change(value: float) -> None:
+        setattr(module, name, value)
+        costs._rates.cache_clear()
+
+    return Price(lambda: getattr(module, name), change, least, most)
 
 
 _HOPPER, _BLACKWELL = "h100 h200", "b200 b300 gb200 gb300"
@@ -104,10 +107,13 @@ PRICES = {
     "FP8 by rows over bf16, H100": of_type("fp8-rowwise", _HOPPER, 0.5, 2.0),
     "FP8 over bf16, B200": of_type("fp8", _BLACKWELL, 1.0, 2.0),
     "NVFP4 over bf16, B200": of_type("nvfp4", _BLACKWELL, 1.0, 4.0),
-    "grouped over other products": of_presets("grouped_rate", _ALL, 0.2, 1.0),
     "Triton's attention, A100": of_kernel("triton", "a100"),
     "Triton's attention, H100": of_kernel("triton", _HOPPER),
     "collectives that show": of_presets("exposed", _ALL, 0.0, 1.0),
+    "kernels that are not fused": of_module(costs, "_UNFUSED_PASSES", 1.0, 12.0),
+    "columns that grouping costs": of_module(costs, "_EXPERT_COLUMNS", 0.0, 4000.0),
+    "tokens that an expert costs": of_module(costs, "_EXPERT_TOKENS", 0.0, 8000.0),
+    "biases of experts": of_module(costs, "_EXPERT_BIASES", 0.0, 5.0),
     "async TP that shows": of_module(costs, "_SHOWN_OF_ASYNC_TP", 0.0, 1.0),
 }
 _CONFIGURATION = ("repo", "hardware", "model", "gpus", "tp", "cp", "pp", "ep")
@@ -129,6 +135,8 @@ def steps(document: dict[str, Any]) -> Iterator[Step]:
         try:
             measured, kind = seconds_of_step(row), whole_steps.published_step(row).kind
         except ODD:
+            continue
+        if kind == FUNCTIONAL:
             continue
         checks = _checks([row.get(name) for name in _CONFIGURATION])
         yield Step(row["repo"], kind, checks, 1.0, partial(_row_error, row, measured))

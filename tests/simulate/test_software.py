@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.simulate.jobs import SHAPE, WINDOW
 from wlb.simulate import simulated_job
@@ -73,10 +75,10 @@ def test_async_tp_hides_a_part_of_the_collectives():
 
 
 def test_other_kernels_types_and_power_change_what_they_should():
-    fused, eager, narrow, capped = (
-        costs(Software(), hardware).rank
-        for hardware in (H100, H100.eager(), H100.computing_in("fp8"), H100.at_power(0.5))
+    fused, narrow, capped = (
+        costs(Software(), hardware).rank for hardware in (H100, H100.computing_in("fp8"), H100.at_power(0.5))
     )
+    eager = costs(Software(fused=False)).rank
     assert (
         eager.blocks_seconds(4096, "forward")
         > fused.blocks_seconds(4096, "forward")
@@ -88,3 +90,13 @@ def test_other_kernels_types_and_power_change_what_they_should():
         assert other.head_seconds(4096, "forward") == pytest.approx(fused.head_seconds(4096, "forward"))
     assert capped.piece_seconds(0, 4096, "forward") == pytest.approx(2**0.5 * fused.piece_seconds(0, 4096, "forward"))
     assert H100.computing_in("fp8").computing_in("bfloat16") == H100
+
+
+@given(st.lists(st.integers(0, 100_000), min_size=1, max_size=5), st.floats(0.0, 1.0))
+def test_the_host_takes_as_long_for_every_micro_batch_that_has_tokens(tokens, seconds):
+    without, waits = (costs(Software(micro_batch_seconds=one)).rank for one in (0.0, seconds))
+    expected = np.where(np.array(tokens) > 0, seconds, 0.0)
+    for price in ("blocks_seconds", "linear_seconds"):
+        longer = getattr(waits, price)(tokens) - getattr(without, price)(tokens)
+        np.testing.assert_allclose(longer, expected, atol=1e-9)
+    assert waits.document_seconds(4096) == pytest.approx(without.document_seconds(4096))

@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ModelShape]] = {
     ),
     "gpt_oss": (
         LOCAL_EXPERTS | {"sliding_window": 16},
-        ModelShape(*BASE, sliding_window=16, full_attention_every=2, experts=Experts(8, 2, 96)),
+        ModelShape(*BASE, sliding_window=16, full_attention_every=2, experts=Experts(8, 2, 96, biased=True)),
     ),
 }
 

@@ -1,6 +1,7 @@
 """What windows, latents and experts change in prices, against counts made by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,11 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.workload import HARDWARE, ModelShape, attention_flops, linear_flops, make_workload, model_shape
+from wlb.workload import (
+    HARDWARE,
+    Costs,
+    Hardware,
+    ModelShape,
+    attention_flops,
+    linear_flops,
+    make_workload,
+    model_shape,
+)
 from wlb.workload.base import Phase
-from wlb.workload.costs import QUERY_TILE
+from wlb.workload.costs import QUERY_TILE, Software
 from wlb.workload.links import group_link
 from wlb.workload.shapes import BlockKind, Experts, LatentAttention, check_built, check_divisible
+from wlb.workload.weights import parameters
 
 H100 = HARDWARE["h100"]
 DENSE = ModelShape(hidden=64, layers=6, heads=4, kv_heads=4, head_dim=16, ffn_hidden=96, vocab_size=50)
@@ -97,6 +108,46 @@ def test_a_token_pays_for_its_experts_and_the_router():
     routed = 3 * 64 * (2 * 32 + 16) + 64 * 8
     assert linear_flops(ROUTED, 1, "forward") == 2 * (6 * attention + 2 * 3 * 64 * 96 + 4 * routed + 64 * 50)
     np.testing.assert_array_equal(attention_flops(ROUTED, 100), attention_flops(DENSE, 100))
+
+
+def expert_costs(**experts: Any) -> Costs:
+    shape = replace(model_shape("mixtral-8x7b"), experts=replace(Experts(64, 4, 2048), **experts))
+    return Costs(shape, H100, software=Software(expert_parallel=4))
+
+
+def grouped_over_dense(width: int, hardware: Hardware = H100) -> float:
+    """What one expert of this width costs a token of many, over a dense layer of the width."""
+    dense, narrow = (replace(model_shape("7b"), ffn_hidden=columns) for columns in (width, 1))
+    routed = replace(dense, experts=Experts(64, 1, width))
+    of_routed, of_dense, rest = (
+        float(np.diff(Costs(shape, hardware).blocks_seconds([10**9, 2 * 10**9]))[0])
+        for shape in (routed, dense, narrow)
+    )
+    return (of_routed - rest) / (of_dense - rest)
+
+
+def test_experts_as_wide_as_a_dense_layer_run_nearly_at_its_rate_and_narrow_ones_do_not():
+    narrow, middle, wide = map(grouped_over_dense, (768, 2048, 14_336))
+    assert narrow > 1.5 > middle > 1.2 > 1.08 > wide > 1.0
+    # What grouping costs is not computed in FP8, so FP8 helps experts less.
+    assert grouped_over_dense(768, H100.computing_in("fp8")) > narrow
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_an_expert_costs_its_tokens_and_a_number_more(first, second):
+    one, many = expert_costs(), expert_costs(count=128)
+    assert one.blocks_seconds(first + second) < one.blocks_seconds(first) + one.blocks_seconds(second)
+    assert many.blocks_seconds(first) > one.blocks_seconds(first)
+    assert many.blocks_seconds(0) == one.blocks_seconds(0) == 0
+
+
+def test_biases_of_experts_cost_time_and_an_overlapped_exchange_does_not():
+    plain, biased = (expert_costs(biased=one) for one in (False, True))
+    assert biased.blocks_seconds(4096) > plain.blocks_seconds(4096)
+    assert parameters(biased.shape) == parameters(plain.shape)
+    hidden = replace(plain, software=replace(plain.software, overlaps_experts=True))
+    assert plain.expert_seconds(4096) > 0 == hidden.expert_seconds(4096)
+    assert plain.blocks_seconds(4096) == hidden.blocks_seconds(4096)
 
 
 def test_kinds_of_blocks_lie_where_published_models_have_them():

@@ -61,6 +61,18 @@ _MERGED_ALONE = {"forward": 11.0, "backward": 3.0}
 _ENDS = 0.5  # embedding and output head together, in blocks' collectives
 # Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
 _SHOWN_OF_ASYNC_TP = 0.6
+# Values that element-wise kernels move where each operation is a kernel of its own, over those of fused ones: fitted to
+# what torch.compile gains in fms-fsdp, 1.11 to 1.28. (By counting, RMSNorm and rotary embedding in float32 and SwiGLU
+# move 3.5 times as many.) The next three are fitted by benchmarks/fit_prices.py.
+_UNFUSED_PASSES = 7.0
+# A grouped product also sorts, pads and casts the tokens of its experts, in bf16 whatever the type: it costs as much as
+# experts with so many more columns, so wide experts run at the rate of a dense layer and narrow ones do not.
+_EXPERT_COLUMNS = 550.0
+# Each expert of a rank costs in a micro-batch as if so many more tokens passed: its last tiles are not full, and its
+# weights are read and cast.
+_EXPERT_TOKENS = 1500.0
+# Experts with biases (gpt-oss), which are added outside the grouped product: over the product itself.
+_EXPERT_BIASES = 1.65
 # Bytes read and written for each score by the loss in float32: log-softmax reads them twice, as a row of scores is too
 # long to be kept, and writes; the backward clears a gradient, reads it and the log-probabilities twice, and writes that
 # of the score. Scores of another type are widened before, and their gradients narrowed. Derived by counting.
@@ -83,7 +95,9 @@ class Software:
     None is as our trainer has it: kept in a pipeline, else gathered for every backward and kept for the next forward.
     With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the last micro-batch, or with each
     (``reduces_always``). ``async_tp`` divides tensor-parallel collectives and the matrix products beside them into
-    parts that overlap. ``expert_parallel`` ranks share the experts, and exchange tokens.
+    parts that overlap. ``expert_parallel`` ranks share the experts, and exchange tokens; with ``overlaps_experts``
+    computing hides that. A stack that is not ``fused`` runs every element-wise operation as a kernel of its own.
+    ``micro_batch_seconds`` are the host's for a forward and backward, however few tokens; the GPU waits.
 
     With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
     and reduces all their gradients after it, both beside nothing (the ``PerDocumentCPAttention`` of hao-ai-lab/DistCA,
@@ -97,6 +111,9 @@ class Software:
     reduces_always: bool = False
     async_tp: bool = False
     expert_parallel: int = 1
+    overlaps_experts: bool = False
+    fused: bool = True
+    micro_batch_seconds: float = 0.0
     gathers_context: bool = False
     fetches_shards: bool = False
 
@@ -165,10 +182,16 @@ class Costs:
     def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """Blocks without attention and collectives."""
 
+        passes = 1 + LINEAR_BACKWARD_FACTOR
+
         def price(one: Literal["forward", "backward"]) -> Seconds:
+            host = (1.0 if one == "forward" else LINEAR_BACKWARD_FACTOR) / passes * self.software.micro_batch_seconds
             if self._measured is not None:
-                return self._share * self._measured.linear_seconds(tokens, one) * (1 - self._head_share(one))
-            return self._at_least_moving(self.own_weights, tokens, self._rates[one].block_token, one)
+                seconds = self._share * self._measured.linear_seconds(tokens, one) * (1 - self._head_share(one))
+            else:
+                seconds = self._at_least_moving(self.own_weights, tokens, self._rates[one].block_token, one)
+                host += self._rates[one].experts / self.software.expert_parallel
+            return np.where(np.asarray(tokens) > 0, seconds + host, 0.0)
 
         return _over(phase, price)
 
@@ -202,7 +225,7 @@ class Costs:
     def expert_seconds(self, tokens: ArrayLike) -> Seconds:
         """Sending tokens to the ranks that have their experts, and back: in a forward, or in a backward."""
         experts, ranks, hardware = self.shape.experts, self.software.expert_parallel, self.hardware
-        if experts is None or ranks == 1:
+        if experts is None or ranks == 1 or self.software.overlaps_experts:
             return np.zeros(np.shape(tokens))
         nodes = -(-ranks // hardware.node_size)
         link = group_link(hardware, "all_to_all", min(ranks, hardware.node_size), stride=1)
@@ -302,7 +325,7 @@ class Costs:
 
     @cached_property
     def _rates(self) -> dict[Phase, _Rates]:
-        return _rates(self.shape, self.hardware, self.tp)
+        return _rates(self.shape, self.hardware, self.tp, self.software.fused)
 
     @property
     def _kv_bytes(self) -> float:
@@ -349,20 +372,19 @@ class _Rates(NamedTuple):
     window_drain: float  # for each of these inside the window, of blocks that have one
     block_token: float  # for each token in blocks, without attention
     head_token: float  # for each token in output head and loss
+    experts: float  # for all experts in a micro-batch, however many tokens it has
 
 
 @lru_cache(maxsize=256)
-def _rates(shape: ModelShape, hardware: Hardware, tp: int) -> dict[Phase, _Rates]:
-    forward, backward = (_phase_rates(shape, hardware, tp, backward=backward) for backward in (False, True))
+def _rates(shape: ModelShape, hardware: Hardware, tp: int, fused: bool) -> dict[Phase, _Rates]:
+    forward, backward = (_phase_rates(shape, hardware, tp, fused, backward=backward) for backward in (False, True))
     both = _Rates(*map(sum, zip(forward, backward, strict=True)))
     return {"forward": forward, "backward": backward, "both": both}
 
 
-def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, *, backward: bool) -> _Rates:
+def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, fused: bool, *, backward: bool) -> _Rates:
     of_pair, head_flops = pair_flops(shape), 2.0 * shape.vocab_size * shape.hidden
-    expert_flops = _routed_flops(shape)
-    block_flops = gemm_flops_per_token(shape) - head_flops - expert_flops + expert_flops / hardware.grouped_rate
-    block_flops /= hardware.block_rate
+    block_flops = (gemm_flops_per_token(shape) - head_flops) / hardware.block_rate + _grouping_flops(shape)
     kernel = hardware.attention
     rate = kernel.backward_flops if backward else kernel.forward_flops
     half_length = kernel.backward_half_length if backward else kernel.forward_half_length
@@ -372,7 +394,7 @@ def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, *, backward: bo
     pair, window_pair = (shape.layers_of(kind) * of_pair / rate / tp for kind in ("full", "sliding"))
     drain = 0.0 if backward else kernel.drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
     gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * tp
-    element_values = elementwise_values_per_token(shape)[backward] * hardware.elementwise_passes
+    element_values = elementwise_values_per_token(shape)[backward] * (1 if fused else _UNFUSED_PASSES)
     element_seconds = element_values * hardware.bytes_per_value / hardware.memory_bandwidth / tp
     converting = 0 if hardware.bytes_per_value == MASTER_BYTES else hardware.bytes_per_value + MASTER_BYTES
     score_bytes = _LOSS_BYTES_PER_SCORE["backward" if backward else "forward"] + converting
@@ -385,14 +407,17 @@ def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, *, backward: bo
         window_drain=shape.layers_of("sliding") * drain,
         block_token=factor * block_flops / gemm_rate + element_seconds,
         head_token=factor * head_flops / gemm_rate + loss_seconds,
+        experts=factor * 2.0 * _EXPERT_TOKENS * expert_weights(shape) / gemm_rate,
     )
 
 
-def _routed_flops(shape: ModelShape) -> float:
-    """Forward operations for one token of the experts that the router chooses, all layers."""
-    if shape.experts is None:
+def _grouping_flops(shape: ModelShape) -> float:
+    """What grouping costs a token in a forward, all layers, as operations of bf16 matrix products."""
+    experts = shape.experts
+    if experts is None:
         return 0.0
-    return 2.0 * routed_layers(shape) * 3 * shape.hidden * shape.experts.active * shape.experts.ffn_hidden
+    columns = _EXPERT_COLUMNS + experts.biased * _EXPERT_BIASES * experts.ffn_hidden
+    return 2.0 * routed_layers(shape) * 3 * shape.hidden * experts.active * columns
 
 
 def _over(phase: Phase, price: Callable[[Literal["forward", "backward"]], Seconds]) -> Seconds:

@@ -58,8 +58,6 @@ class Hardware:
     wide_rates: tuple[tuple[str, float], ...] = ()  # of wider types, and their peak over this one's
     narrow_rates: tuple[tuple[str, float], ...] = ()  # of narrower types, and matrix products' rate over this one's
     block_rate: float = 1.0  # of matrix products in blocks, over those of the output head
-    grouped_rate: float = 1.0  # of experts' matrix products, over others of the same type
-    elementwise_passes: float = 1.0  # values that element-wise kernels move, over those that fused ones do
     exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
     attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # that ``attending_with`` knows
 
@@ -77,10 +75,6 @@ class Hardware:
             raise UserError(f"no rates are known for {dtype!r} on this device; choose one of {known}")
         slower = self.computing_at(dict(self.wide_rates).get(dtype, 1.0))
         return replace(slower, bytes_per_value=_TYPE_BYTES[dtype], block_rate=1.0)
-
-    def eager(self) -> Hardware:
-        """The same device where no kernels are fused: more of them, each of which reads and writes all its values."""
-        return replace(self, elementwise_passes=self.elementwise_passes * _EAGER_PASSES)
 
     def at_power(self, share: float) -> Hardware:
         """The same device held to ``share`` of its power: computing slows down with its root (assumed), memory not."""
@@ -118,13 +112,8 @@ _FP8_RATE = 1.76  # tensor cores compute twice as many; what is missing is scali
 _FP8_ROWWISE_RATE = 0.85
 _BLACKWELL_FP8_RATE = 2.0
 _BLACKWELL_FP4_RATE = 3.2
-_GROUPED_RATE = 0.375
 _EXPOSED = 0.4
 _MI300X_GEMM_EFFICIENCY = 0.79 * 668 / 1307  # assumed: H100's share of the best shape
-
-# Derived by counting: RMSNorm, rotary embedding in float32 and SwiGLU as PyTorch's operations, for the bytes of fused
-# kernels; of a forward 2.6 times as many, of a backward 2.2, which is two thirds of them.
-_EAGER_PASSES = 2.3
 
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
@@ -196,7 +185,6 @@ _H100 = Hardware(
     wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
     narrow_rates=(("fp8", _FP8_RATE), ("fp8-rowwise", _FP8_ROWWISE_RATE)),
     exposed=_EXPOSED,
-    grouped_rate=_GROUPED_RATE,
 )
 
 HARDWARE: dict[str, Hardware] = {
@@ -215,7 +203,6 @@ HARDWARE: dict[str, Hardware] = {
         bytes_per_value=2,
         memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
         wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
-        grouped_rate=_GROUPED_RATE,
         exposed=_EXPOSED,
     ),
     "h100": _H100,

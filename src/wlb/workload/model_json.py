@@ -212,6 +212,7 @@ def _experts(keys: Keys) -> Experts:
         _size(keys, width),
         shared_hidden=_size(keys, width) * _size(keys, "n_shared_experts", 0, least=0),
         dense_layers=_size(keys, "first_k_dense_replace", len(dense), least=0),
+        biased=keys["model_type"] == "gpt_oss",
     )
 
 

@@ -47,18 +47,18 @@ MODEL_SHAPES: dict[str, ModelShape] = {
     # Five blocks with a window to each with full attention (Gemma 3, arXiv 2503.19786, section 2); text part only.
     "gemma3-12b": ModelShape(*(3840, 48, 16, 8, 256, 15_360, 262_208), sliding_window=1024, full_attention_every=6),
     "gemma3-27b": ModelShape(*(5376, 62, 32, 16, 128, 21_504, 262_208), sliding_window=1024, full_attention_every=6),
-    # Every other block with a window (gpt-oss model card, arXiv 2508.10925, section 2; biases and sinks not modelled).
+    # Every other block with a window (gpt-oss model card, arXiv 2508.10925, section 2; sinks not modelled).
     "gpt-oss-20b": ModelShape(
         *(2880, 24, 64, 8, 64, 2880, 201_088),
         sliding_window=128,
         full_attention_every=2,
-        experts=Experts(32, 4, 2880),
+        experts=Experts(32, 4, 2880, biased=True),
     ),
     "gpt-oss-120b": ModelShape(
         *(2880, 36, 64, 8, 64, 2880, 201_088),
         sliding_window=128,
         full_attention_every=2,
-        experts=Experts(128, 4, 2880),
+        experts=Experts(128, 4, 2880, biased=True),
     ),
     # All blocks with a window (arXiv 2310.06825, Table 1); later versions of it have full attention.
     "mistral-7b": ModelShape(4096, 32, 32, 8, 128, 14_336, 32_000, sliding_window=4096),

@@ -33,7 +33,7 @@ class Experts:
 
     A router sends every token to ``active`` of ``count`` SwiGLU experts of width ``ffn_hidden``. Every token also
     passes through shared experts, of ``shared_hidden`` columns together (DeepSeekMoE, arXiv 2401.06066). The first
-    ``dense_layers`` blocks keep their feed-forward layer.
+    ``dense_layers`` blocks keep their feed-forward layer. ``biased`` experts add biases, which count as no weights.
     """
 
     count: int
@@ -41,9 +41,10 @@ class Experts:
     ffn_hidden: int
     shared_hidden: int = 0
     dense_layers: int = 0
+    biased: bool = False
 
     def __post_init__(self) -> None:
-        _check_sizes("experts", vars(self), may_be_zero=("shared_hidden", "dense_layers"))
+        _check_sizes("experts", vars(self), may_be_zero=("shared_hidden", "dense_layers", "biased"))
         if self.active > self.count:
             raise UserError(f"model shape has experts.active = {self.active} of {self.count} experts; lower it")
 

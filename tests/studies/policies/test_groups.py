@@ -18,7 +18,7 @@ from wlb.studies.policies.flexible_cp import any_degree, shared_out
 from wlb.studies.policies.flexsp import heterogeneous_groups
 from wlb.studies.policies.hbp import PackingLevels, filled
 from wlb.studies.policies.hotspa import same_groups
-from wlb.studies.policies.megatron import dp_balanced, dynamic, dynamic_packed, packing_aware
+from wlb.studies.policies.megatron import dp_balanced, dynamic, packing_aware
 from wlb.studies.policies.odc import minibatch_balanced
 from wlb.studies.policies.plan import GroupPlan
 from wlb.studies.policies.verl import karmarkar_karp_twice, packed_then_dealt
@@ -28,7 +28,6 @@ from wlb.workload import model_shape
 PLANS = {
     "dp_balanced": dp_balanced,
     "dynamic": dynamic,
-    "dynamic_packed": dynamic_packed,
     "packing_aware": packing_aware,
     "bytescale": hybrid_data_parallel,
     "flexible_cp": any_degree,
@@ -154,14 +153,7 @@ def test_packing_aware_splits_rounds_for_interleaved_stages():
         packing_aware(lengths_of(16), interleaved)
 
 
-def test_packed_rounds_hold_the_token_cap_and_end_with_the_first_document_without_room():
-    """16 on two ranks, 8 on the third, 5 on the fourth, where 3 fits too; 2 finds no room, so it begins a round."""
-    plan = dynamic_packed(lengths_of(16, 8, 5, 3, 2), ranks(4, capacity=8, window=16))
-    assert described(plan) == [(0, (0, 1), [16]), (0, (2,), [8]), (0, (3,), [3, 5]), (1, (0, 1, 2, 3), [2])]
-    assert not plan.barriers
-
-
-@pytest.mark.parametrize("name", ["dynamic", "dynamic_packed", "packing_aware"])
+@pytest.mark.parametrize("name", ["dynamic", "packing_aware"])
 def test_a_document_that_needs_a_power_of_two_over_all_ranks_is_refused(name):
     with pytest.raises(UserError, match="needs 4 ranks of 8 tokens, and there are 3"):
         PLANS[name](lengths_of(24, 4), ranks(3, capacity=8, window=24))

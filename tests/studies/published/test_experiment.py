@@ -30,7 +30,7 @@ def test_report_and_picture(report, tmp_path):
 def test_every_row_is_there_in_order_with_a_prediction_or_a_reason(report):
     own, rows = read_measurements(), report.to_json()["rows"]
     for given, one in zip(own["rows"], rows, strict=False):
-        assert one["table"] == given["table"]
+        assert one["table"] == given["table"] + (", functional runs" if given.get("functional") else "")
         assert one["source"].split()[0] == given["repo"].split()[0]
     batches = [one for one in rows if one["run"]]
     assert len(rows) >= len(own["rows"]) + len(own["kernels"]) + len(batches)
@@ -48,6 +48,15 @@ def test_summaries_of_tables_and_runs_count_every_row(report):
     assert all(one.keys() >= SUMMARY | {"correlation", "slope"} for one in of_tables)
     of_runs = {one["name"] for one in document["summaries"] if one["by"] == "run"}
     assert of_runs == {run["path"] for run in read_measurements()["runs"]}
+
+
+def test_functional_runs_are_in_no_summary_of_others(report):
+    document = report.to_json()
+    functional = [one for one in document["rows"] if one["kind"] == "functional runs"]
+    assert len(functional) == sum(bool(row.get("functional")) for row in read_measurements()["rows"]) > 0
+    for one in document["summaries"]:
+        others = [row for row in document["rows"] if row[one["by"]] == one["name"] and row not in functional]
+        assert one["name"].endswith("functional runs") or one["rows"] == len(others)
 
 
 def test_a_summary_by_hand():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import integers, lists
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
@@ -12,6 +16,8 @@ from wlb.studies.published.metrics import seconds_of_step
 from wlb.studies.published.models import model_flops_per_token, published_shape
 from wlb.studies.published.reading import read_measurements
 from wlb.studies.published.whole_steps import published_step, ran_triton, whole_step_row
+from wlb.workload import hardware_preset
+from wlb.workload.shapes import check_divisible
 from wlb.workload.weights import parameters
 
 ROW = {
@@ -74,12 +80,14 @@ def test_operations_are_counted_as_tables_do_that_print_both_units():
         counted = row.get("model_tflops_per_gpu")
         if row["metric"] != "tokens/s/GPU" or not counted or row.get("kind", "").startswith("LoRA"):
             continue
+        if row.get("packed"):  # shorter documents, whose attention is counted
+            continue
         try:
             shape = published_shape(row["model"])
         except UserError:
             continue
         if shape.experts is None:
-            ours = model_flops_per_token(shape, row["seq_len"], causal=row["repo"] != "NVIDIA/NeMo")
+            ours = model_flops_per_token(shape, row["seq_len"], causal=not row["repo"].startswith("NVIDIA/NeMo"))
             assert counted * 1e12 / row["value"] == pytest.approx(ours, rel=0.025), row
             compared += 1
     assert compared > 40
@@ -108,10 +116,117 @@ def test_names_are_read_as_tables_write_them():
         published_shape("Nemotron_3_Super")
 
 
+@pytest.mark.parametrize("name", ["llama-34b", "Nemotron-8B", "Nemotron-22B", "Moonlight 16B", "GPT3-20B"])
+def test_models_of_tables_are_known_and_can_be_divided(name):
+    shape = published_shape(name)
+    for tp in (2, 4, 8):
+        check_divisible(shape, tp)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("Qwen3-0.6B", 0.60, 0.60),
+        ("Qwen3-1.7B", 1.72, 1.72),
+        ("Qwen3-4B", 4.02, 4.02),
+        ("Moonlight-16B-A3B", 16.0, 2.9),
+    ],
+)
+def test_models_of_tables_have_as_many_weights_as_their_cards_say(name, billions, active):
+    shape, tied = published_shape(name), name.startswith("Qwen3")
+    assert parameters(shape, tied_embeddings=tied) == pytest.approx(billions * 1e9, rel=0.01)
+    assert parameters(shape, active=True, tied_embeddings=tied) == pytest.approx(active * 1e9, rel=0.05)
+
+
+STACK = {"attention": "fa3", "compiled": False, "weights": "kept", "prefetch": False, "overlaps_tp": True}
+
+
+def test_a_row_says_how_its_software_trains():
+    unknown = published_step({**ROW, "repo": "nobody/nothing", "stack": STACK})
+    software, hardware = unknown.job.pricing.software, unknown.job.hardware
+    assert (software.weights, software.prefetch, software.async_tp) == ("kept", False, True)
+    assert hardware.attention == hardware_preset("h100-fa3").attention
+    assert not any(one.startswith(("attention", "eager", "weights", "tensor")) for one in unknown.assumed)
+
+
+def test_what_a_row_says_of_its_stack_goes_before_what_is_known_of_its_repository():
+    known = published_step({**ROW, "stack": {"attention": "cudnn", "compiled": False}}).job
+    assert known.hardware == hardware_preset("h100-cudnn")
+    assert known.pricing.software == replace(published_step(ROW).job.pricing.software, fused=False)
+    note = {**ROW, "note": "FSDP"}  # of a run without torch.compile
+    assert published_step({**note, "stack": {"compiled": True}}).job == published_step(ROW).job
+
+
+@given(lengths=lists(lists(integers(1, 20_000), min_size=1, max_size=4), min_size=8, max_size=8))
+@settings(max_examples=20, deadline=None)
+def test_lengths_are_the_documents_of_the_micro_batches_of_a_step(lengths):
+    step = published_step({**ROW, "tp": 4, "seq_len": None, "global_batch": None, "lengths": lengths})
+    assert (step.job.layout.dp, step.job.micro_batches_per_rank) == (4, 2)
+    packed = [MicroBatch(tuple(Segment(place, 0, length) for place, length in enumerate(one)), 0.0) for one in lengths]
+    plan = StepPlan(0, tuple(tuple(packed[rank : rank + 2]) for rank in range(0, 8, 2)))
+    assert step.seconds == pytest.approx(float(simulate_steps([plan], step.job).seconds[0]))
+
+
+def test_equal_lengths_are_what_a_sequence_length_says():
+    row = {**ROW, "global_batch": 32, "note": "FSDP"}
+    listed = {**row, "lengths": [[8192, 8192]] * 16}
+    assert published_step(listed).seconds == pytest.approx(published_step(row).seconds)
+    assert seconds_of_step(listed) == pytest.approx(seconds_of_step(row))
+    one = {**row, "gpus": 2, "global_batch": 2}
+    assert published_step({**one, "lengths": [8192, 8192]}).seconds == pytest.approx(published_step(one).seconds)
+
+
+# Compiled and not, in tokens/s/GPU: foundation-model-stack/fms-fsdp, README.md.
+@pytest.mark.parametrize("model", ["llama2-7b", "llama2-13b", "llama2-70b"])
+@pytest.mark.parametrize("hardware", ["a100_80gb", "h100_80gb"])
+def test_kernels_that_are_not_fused_cost_what_they_measure(model, hardware):
+    rows = [
+        row
+        for row in read_measurements()["rows"]
+        if row["repo"].endswith("fms-fsdp") and row["model"] == model and row["hardware"].startswith(hardware)
+    ]
+    compiled, eager = sorted(rows, key=lambda row: -row["stack"]["compiled"])
+    measured = compiled["value"] / eager["value"]
+    predicted = published_step(eager).seconds / published_step(compiled).seconds
+    assert predicted == pytest.approx(measured, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hidden"),
+    [
+        ({"table": "megatron_bridge 26.04.01 NeMo Container"}, False),
+        ({"table": "megatron_bridge 26.06 NeMo Container"}, True),
+        ({"table": "megatron_bridge 26.04 NeMo Container", "release": "26.08"}, True),
+        ({"stack": {"overlaps_experts": False}}, False),
+        ({}, True),  # the newest
+        ({"repo": "yanring/Megatron-MoE-ModelZoo"}, False),
+    ],
+)
+def test_a_release_decides_whether_the_exchange_of_experts_is_hidden(changes, hidden):
+    row = {**ROW, "repo": "NVIDIA-NeMo/Megatron-Bridge", "model": "qwen3-30b-a3b", "ep": 8, "micro_batch": 1, **changes}
+    step = published_step(row)
+    assert step.job.pricing.software.overlaps_experts is hidden
+    assert ("the exchange of experts hidden" in step.assumed) is hidden
+
+
+def test_the_host_of_hugging_faces_trainer_takes_time_for_every_micro_batch():
+    row = {**ROW, "repo": "huggingface/trl", "stack": STACK | {"overlaps_tp": False}, "recompute": "none"}
+    one, two = (published_step({**row, "global_batch": size}) for size in (16, 32))
+    assert one.job.pricing.software.micro_batch_seconds > 0.1
+    assert two.seconds - one.seconds > 0.1
+
+
+def test_functional_runs_are_of_a_table_and_a_kind_of_their_own():
+    tuned, functional = (whole_step_row({**ROW, "functional": value}) for value in (False, True))
+    assert functional.predicted_seconds == tuned.predicted_seconds
+    assert (functional.kind, functional.table) == ("functional runs", "torchtitan T1, functional runs")
+    assert functional.kind != tuned.kind
+
+
 def test_a_row_is_the_step_that_its_documents_make():
     step = published_step({**ROW, "global_batch": 32, "note": "FSDP"})
     job = step.job
-    assert (job.layout.tp, job.layout.dp, job.micro_batches_per_rank, step.lengths) == (2, 8, 2, (8192, 8192))
+    assert (job.layout.tp, job.layout.dp, job.micro_batches_per_rank, step.lengths) == (2, 8, 2, ((8192, 8192),))
     documents = MicroBatch((Segment(0, 0, 8192), Segment(1, 0, 8192)), 0.0)
     plan = StepPlan(0, ((documents,) * 2,) * 8)
     assert step.seconds == pytest.approx(float(simulate_steps([plan], job).seconds[0]))
@@ -127,7 +242,7 @@ def test_pipelines_are_those_of_the_row():
     )
     local = {"model": "llama3.1-405b", "gpus": 512, "tp": 8, "pp": 8, "micro_batch": 32, "global_batch": 256}
     step = published_step({**ROW, **local, "note": "Interleaved 1F1B, AsyncTP"})
-    assert (step.job.micro_batches_per_rank, len(step.lengths), step.job.layout.virtual_pp) == (8, 4, 2)
+    assert (step.job.micro_batches_per_rank, len(step.lengths[0]), step.job.layout.virtual_pp) == (8, 4, 2)
     assert "micro-batches of 4 sequences, and 2 stages a rank" in step.assumed
 
 
@@ -145,9 +260,11 @@ def test_what_a_note_denies_was_not_used():
         published_step({**ROW, "note": note}).job for note in ("AsyncTP, compile", "no AsyncTP, exploration, no LoRA")
     )
     assert (said.pricing.software.async_tp, denied.pricing.software.async_tp) == (True, False)
-    eager = published_step({**ROW, "note": "FSDP"}).job.hardware
-    assert published_step({**ROW, "note": "FSDP without torch.compile"}).job.hardware == eager
-    assert eager not in (said.hardware, denied.hardware, published_step({**ROW, "note": "no FSDP"}).job.hardware)
+    eager = published_step({**ROW, "note": "FSDP"}).job
+    assert published_step({**ROW, "note": "FSDP without torch.compile"}).job == eager
+    assert not eager.pricing.software.fused
+    assert said.pricing.software.fused
+    assert denied.pricing.software.fused
 
 
 def test_what_a_row_does_not_state_is_assumed_by_name():
@@ -176,7 +293,11 @@ def test_the_kernel_is_that_of_the_scripts_beside_a_table():
         ({"dp_printed": 2}, "its printed layout is of 4 GPUs, not of 16"),
         ({"global_batch": 24}, "no multiple of its micro-batch"),
         ({"model": "Nemotron_3_Nano"}, "shape of Nemotron_3_Nano is not known"),
-        ({"repo": "nobody/nothing"}, "how nobody/nothing trains"),
+        ({"repo": "nobody/nothing"}, "how nobody/nothing trains is not known here; add to the row a stack"),
+        ({"stack": {"attention": "fa9"}}, "its stack has attention = 'fa9'; a stack has attention: ('fa2', "),
+        ({"stack": {"compild": True}}, "its stack has compild = True"),
+        ({"lengths": [[8192, "8K"]]}, "its lengths are no lists of positive tokens"),
+        ({"lengths": [[8192]] * 12}, "its lengths are of 12 micro-batches, no multiple of its 8 data-parallel ranks"),
         ({"hardware": "TPU"}, "hardware is not known"),
         ({"precision": None}, "its precision is not published"),
         ({"precision": "int4"}, "precision int4 is not known"),

@@ -12,7 +12,6 @@ Assumed of megatron-packing: ring exchange hidden as ours is.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -82,7 +81,7 @@ def dynamic(lengths: Integers, ranks: Ranks) -> GroupPlan:
     """
     groups: list[Group] = []
     barriers, slot = [], 0
-    for opened in _rounds(lengths, ranks, packs=False):
+    for opened in _rounds(lengths, ranks):
         barriers.append(slot)
         for group, members in _side_by_side(opened):
             groups += [Group(slot + place, members, (document,)) for place, document in enumerate(group.documents)]
@@ -90,21 +89,12 @@ def dynamic(lengths: Integers, ranks: Ranks) -> GroupPlan:
     return GroupPlan(lengths, tuple(groups), frozenset(barriers))
 
 
-def dynamic_packed(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """As ``dynamic``, but a group runs a round's documents packed, up to the token cap, as one micro-batch.
-
-    So ``dev`` had it when NVIDIA measured ``examples/dynamic_context_parallel`` (June 2026): a round also ends with the
-    first document for which no group has room, nothing is taken out of a round, and no barrier stands between rounds.
-    """
-    return _packed(_rounds(lengths, ranks, packs=True), lengths)
-
-
-def _rounds(lengths: Integers, ranks: Ranks, *, packs: bool) -> _Rounds:
-    """The groups of every round; ``packs`` holds groups to the token cap."""
+def _rounds(lengths: Integers, ranks: Ranks) -> _Rounds:
+    """The groups of every round."""
     waiting = longest_first(lengths)
     rounds = []
     while waiting:
-        filled = _Round(waiting, lengths, ranks, packs)
+        filled = _Round(waiting, lengths, ranks)
         waiting = filled.left
         rounds.append(filled.opened)
     return rounds
@@ -113,38 +103,33 @@ def _rounds(lengths: Integers, ranks: Ranks, *, packs: bool) -> _Rounds:
 class _Round:
     """A round: its groups, and the documents that are left for later ones."""
 
-    def __init__(self, waiting: list[int], lengths: Integers, ranks: Ranks, packs: bool) -> None:
+    def __init__(self, waiting: list[int], lengths: Integers, ranks: Ranks) -> None:
         self.opened: list[_Open] = []
         self._free = ranks.count
-        self._most = ranks.capacity if packs else math.inf  # tokens of a rank
         sizes = {document: _least_size(int(lengths[document]), ranks) for document in waiting}
         buckets = _buckets(waiting, sizes, lengths)
         may_close = False
         while bucket := next((b for b in buckets if b and self._takes(sizes[b[0]])), None):
             length, size = int(lengths[bucket[0]]), sizes[bucket[0]]
-            group = self._group_for(length, size)
-            if group is None:
-                break
-            group.add(bucket.popleft(), length)
+            self._group_for(size).add(bucket.popleft(), length)
             may_close |= size < sizes[waiting[0]]
             if may_close and not self._free and _slack(self.opened) <= SLACK:
                 break
         self.left = [document for bucket in buckets for document in bucket]
-        if not self._free and not packs:
+        if not self._free:
             self.left += _trimmed(self.opened, lengths)
         _grow(self.opened, self._free, ranks.count)
 
     def _takes(self, size: int) -> bool:
         return size <= self._free or any(group.size == size for group in self.opened)
 
-    def _group_for(self, length: int, size: int) -> _Open | None:
-        """A group of free ranks, or else the lightest of this size; None where no such group has room."""
+    def _group_for(self, size: int) -> _Open:
+        """A group of free ranks, or else the lightest of this size."""
         if size <= self._free:
             self._free -= size
             self.opened.append(_Open(size))
             return self.opened[-1]
-        alike = [group for group in self.opened if group.size == size and group.tokens + length <= size * self._most]
-        return min(alike, key=lambda group: group.load, default=None)
+        return min((group for group in self.opened if group.size == size), key=lambda group: group.load)
 
 
 def _least_size(length: int, ranks: Ranks) -> int:

@@ -60,7 +60,6 @@ _SLOW = f"over {WARM_UP} times the median of its run, as when a system still war
 # Commit 53a9c5a of hao-ai-lab/DistCA (16 August 2025) fuses rotary embedding, SwiGLU and dropout of all systems.
 _FUSED_SINCE = "20250816"
 _H200 = hardware_preset("h200")
-_EAGER = _H200.eager()
 _STACK = Software(weights="kept", gathers_context=True)
 # Until commit 9426950 (25 August 2025) DistCA's planner levelled attention until ranks differed by less than the square
 # of 8,192 tokens; since then it does within a tolerance, by default this project's.
@@ -92,12 +91,12 @@ class _Run:
             -(-max(sum(map(sum, lists)) for lists in self.batches) // self.dp),
             "plain-4d",
             sharding="per_document",
-            hardware=_EAGER if self.eager else _H200,
+            hardware=_H200,
             micro_batches=1,
             tp=self.tp,
             cp=self.cp,
             dp=self.dp,
-            software=_STACK,
+            software=replace(_STACK, fused=not self.eager),
         )
 
 

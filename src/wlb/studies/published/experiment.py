@@ -17,9 +17,8 @@ import numpy as np
 from wlb.report.plots import pyplot_without_display, save
 from wlb.studies.experiment import Column, Report, Settings, Table
 from wlb.studies.published.batches import measured_batch_rows, system_ratios
-from wlb.studies.published.dynamic_cp import TABLE, dynamic_cp_row, speed_ratios
 from wlb.studies.published.kernels import kernel_rows
-from wlb.studies.published.prediction import Prediction, Summary, compared, summaries
+from wlb.studies.published.prediction import FUNCTIONAL, Prediction, Summary, compared, summaries
 from wlb.studies.published.reading import read_measurements
 from wlb.studies.published.whole_steps import whole_step_row
 
@@ -39,7 +38,6 @@ def run(settings: Settings) -> Report:
         tables=[
             *(_table(_GROUPS[by], by, of_one) for by, of_one in grouped.items() if of_one),
             *_systems(predictions),
-            *([speed_ratios()] if any(one.table == TABLE for one in predictions) else []),
             *_without_prediction(predictions),
         ],
         draw=partial(_draw, predictions),
@@ -58,7 +56,7 @@ def run(settings: Settings) -> Report:
 def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
     """A prediction, or a reason, for all of a document: rows in their order, then kernels, then runs."""
     return [
-        *(dynamic_cp_row(row) if row.get("table") == TABLE else whole_step_row(row) for row in document["rows"]),
+        *map(whole_step_row, document["rows"]),
         *kernel_rows(document),
         *measured_batch_rows(document),
     ]
@@ -111,7 +109,8 @@ def _draw(predictions: Sequence[Prediction], path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(9.0, 5.2), constrained_layout=True)
     sources: dict[str, list[tuple[float, float]]] = {}
     for one in predictions:
-        sources.setdefault(one.source.partition(" ")[0], []).extend(compared([one]))
+        source = one.source.partition(" ")[0] + (f", {FUNCTIONAL}" if one.kind == FUNCTIONAL else "")
+        sources.setdefault(source, []).extend(compared([one]))
     sources = {source: pairs for source, pairs in sources.items() if pairs}
     colours = pyplot.get_cmap("tab10") if len(sources) <= 10 else pyplot.get_cmap("turbo", len(sources))
     axis.axhspan(1 - _BAND, 1 + _BAND, color="#b8bfc7", alpha=0.4, linewidth=0, zorder=0, label=f"±{_BAND:.0%}")

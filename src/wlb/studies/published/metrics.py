@@ -14,7 +14,12 @@ from wlb.studies.published.models import model_flops_per_token, published_shape
 # NVIDIA/Megatron-LM). The rows that also print tokens per second agree with this to 2.3%, most to 1%; those of
 # DeepSeek-V3 to 4.1%, as some count its layer that predicts one more token. For GPT-OSS, whose attention is windowed,
 # releases count 5% to 21% less, each in its own way. Rows of LoRA, which count two thirds, are not simulated.
-_COUNTS_CAUSAL_HALF = {"NVIDIA/NeMo": False, "yanring/Megatron-MoE-ModelZoo": True, "NVIDIA-NeMo/Megatron-Bridge": True}
+_COUNTS_CAUSAL_HALF = {
+    "NVIDIA/NeMo": False,
+    "NVIDIA/NeMo-Framework-Launcher": False,
+    "yanring/Megatron-MoE-ModelZoo": True,
+    "NVIDIA-NeMo/Megatron-Bridge": True,
+}
 
 
 Row = dict[str, Any]
@@ -53,8 +58,25 @@ def positive(row: Row, name: str) -> float:
     return float(row[name])
 
 
+def micro_batches(row: Row) -> list[list[int]] | None:
+    """The documents of every micro-batch of a step, by length in tokens, where ``row`` gives its ``lengths``.
+
+    They are a list of micro-batches, each a list of lengths; a plain list of lengths is one micro-batch.
+    """
+    lengths = row.get("lengths")
+    if lengths is None:
+        return None
+    listed = lengths if lengths and all(isinstance(one, list) for one in lengths) else [lengths]
+    if not all(one and all(whole(length) for length in one) for one in listed):
+        raise UserError(f"its lengths are no lists of positive tokens, such as [[4096, 512], [8192]]: {lengths}"[:200])
+    return [[int(length) for length in one] for one in listed]
+
+
 def step_tokens(row: Row) -> int:
     """Tokens of a step. Without a global batch each data-parallel rank runs its micro-batch once (torchtitan)."""
+    lengths = micro_batches(row)
+    if lengths is not None:
+        return sum(map(sum, lengths))
     if row.get("global_batch") is not None:
         return size(row, "global_batch") * size(row, "seq_len")
     dp = size(row, "gpus") // (size(row, "tp") * size(row, "pp") * size(row, "cp"))

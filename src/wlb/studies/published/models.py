@@ -1,8 +1,8 @@
 """The models that published tables name: presets, and a few that are none.
 
 Quoted: GPT-3 and Nemotron from NVIDIA/NeMo (``nemo/collections/llm/gpt/model``), MPT from mosaicml/llm-foundry
-(``scripts/train/yamls/pretrain``), Llama 2, Code Llama and Qwen from their config.json. A feed-forward network
-without a gate (GPT-3, MPT, Nemotron) stands here as SwiGLU of the same number of weights, two thirds as wide.
+(``scripts/train/yamls/pretrain``), Llama 2, Code Llama, Qwen and Moonlight from their config.json. A feed-forward
+network without a gate (GPT-3, MPT, Nemotron) stands here as SwiGLU of the same number of weights, two thirds as wide.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import re
 from wlb.errors import UserError
 from wlb.workload import MODEL_SHAPES, ModelShape
 from wlb.workload.flops import gemm_flops_per_token, pair_flops
+from wlb.workload.shapes import Experts, LatentAttention
+
+_TP = 16  # ranks that can share a feed-forward network whose width is rounded
 
 
 def _ungated(hidden: int, layers: int, heads: int, kv_heads: int, ffn_hidden: int, vocab_size: int) -> ModelShape:
-    return ModelShape(hidden, layers, heads, kv_heads, hidden // heads, round(2 / 3 * ffn_hidden), vocab_size)
+    width = _TP * round(2 / 3 * ffn_hidden / _TP)
+    return ModelShape(hidden, layers, heads, kv_heads, hidden // heads, width, vocab_size)
 
 
 def _mpt(hidden: int, layers: int, heads: int) -> ModelShape:
@@ -31,6 +35,7 @@ _SHAPES = MODEL_SHAPES | {
     "gpt3-20b": _gpt3(6144, 44, 48),
     "gpt3-175b": _gpt3(12_288, 96, 96),
     "nemotron-8b": _ungated(4096, 32, 32, 32, 16_384, 256_000),
+    "nemotron-22b": _ungated(6144, 40, 48, 48, 24_576, 256_000),
     "nemotron-340b": _ungated(18_432, 96, 96, 8, 73_728, 256_000),
     "mpt-125m": _mpt(768, 12, 12),
     "mpt-350m": _mpt(1024, 24, 16),
@@ -44,6 +49,14 @@ _SHAPES = MODEL_SHAPES | {
     "llama2-13b": ModelShape(5120, 40, 40, 40, 128, 13_824, 32_000),
     "llama-34b": ModelShape(8192, 48, 64, 8, 128, 22_016, 32_000),
     "qwen2.5-32b": ModelShape(5120, 64, 40, 8, 128, 27_648, 152_064),
+    "qwen3-0.6b": ModelShape(1024, 28, 16, 8, 128, 3072, 151_936),
+    "qwen3-1.7b": ModelShape(2048, 28, 16, 8, 128, 6144, 151_936),
+    "qwen3-4b": ModelShape(2560, 36, 32, 8, 128, 9728, 151_936),
+    "moonlight-16b-a3b": ModelShape(
+        *(2048, 27, 16, 16, 192, 11_264, 163_840),
+        experts=Experts(64, 6, 1408, shared_hidden=2 * 1408, dense_layers=1),
+        latent=LatentAttention(q_rank=0, kv_rank=512, rope_dim=64, value_dim=128),
+    ),
 }
 # What tables call models that have another name here; compared without case, owner, remarks in brackets and "-2-node".
 _ALIASES = {
@@ -56,6 +69,7 @@ _ALIASES = {
     "deepseek-v3-671b": "deepseek-v3",
     "deepseek-r1-distill-llama-8b": "llama3-8b",
     "codellama-34b-hf": "llama-34b",
+    "moonlight-16b": "moonlight-16b-a3b",
     "qwen3-moe-30b": "qwen3-30b-a3b",
     "qwen3-30b": "qwen3-30b-a3b",
     "qwen3-30b3a": "qwen3-30b-a3b",
@@ -67,7 +81,7 @@ def published_shape(name: str) -> ModelShape:
     """The model that a table calls ``name``; raises ``UserError`` where its shape is not known here."""
     plain = re.sub(r"\(.*?\)", "", name).strip().lower()
     plain = re.sub(r"[\s_]+", "-", plain.rpartition("/")[2])
-    plain = re.sub(r"-\d+-nodes?$", "", plain.replace("llama-3", "llama3"))
+    plain = re.sub(r"-\d+-nodes?$", "", re.sub(r"^llama-([23])(?=[.-])", r"llama\1", plain))
     try:
         return _SHAPES[_ALIASES.get(plain, plain)]
     except KeyError:

@@ -12,6 +12,7 @@ from wlb.errors import UserError
 
 # What reading or pricing a row raises where the row has another form than its table's.
 ODD = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
+FUNCTIONAL = "functional runs"  # of which their source says that they were not tuned
 _FEWEST = 3  # points that a correlation is worth giving for
 
 
