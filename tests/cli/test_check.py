@@ -120,6 +120,10 @@ def test_every_kind_of_text_is_counted_and_the_same_is_prepared(wlb, texts, give
     ("arguments", "message"),
     [
         (
+            ["d.txt", *SMALL],
+            "d.txt has several lines; give --documents lines if each is a document, or --documents files",
+        ),
+        (
             ["d.parquet", *SMALL, "--text-field", "body"],
             "d.parquet has no column 'body', only id, text; choose one with --text-f",
         ),

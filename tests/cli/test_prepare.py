@@ -72,7 +72,9 @@ def test_parquet_has_a_document_in_each_row(wlb, tmp_path):
 
 def test_a_text_file_is_one_document_or_one_per_line(wlb, tmp_path):
     (tmp_path / "d.txt").write_text("one\ntwo\n")
-    for given, count in ((["--documents", "lines"], 2), (["--documents", "files"], 1), ([], 1)):
+    status, _, err = wlb("prepare", tmp_path / "d.txt", "--out", tmp_path / "s")
+    assert (status, "d.txt has several lines; give --documents lines" in err) == (2, True)
+    for given, count in ((["--documents", "lines"], 2), (["--documents", "files"], 1)):
         status, out, _ = wlb("prepare", tmp_path / "d.txt", "--out", tmp_path / "s", "--overwrite", "--json", *given)
         assert (status, json.loads(out)["documents_out"]) == (0, count)
 

@@ -378,9 +378,9 @@ class TextOptions:
         typer.Option(metavar="NAME", help="Field or column to read; default: text, or messages with --chat."),
     ] = None
     documents: Annotated[
-        DocumentsOption,
+        DocumentsOption | None,
         typer.Option(metavar="files|lines", help="Whether a text file is one document or each of its lines is."),
-    ] = DocumentsOption.FILES
+    ] = None
     chat: Annotated[
         bool,
         typer.Option(
@@ -392,7 +392,7 @@ class TextOptions:
         from wlb.documents.prepare.sources import FileCorpus
 
         field = self.text_field or ("messages" if self.chat else "text")
-        documents: TextDocuments = self.documents.value
+        documents: TextDocuments | None = self.documents.value if self.documents else None
         return FileCorpus(sources, field, chat=self.chat, documents=documents)
 
 

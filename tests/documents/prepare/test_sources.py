@@ -128,8 +128,13 @@ def test_a_text_file_is_one_document_or_one_per_line(tmp_path, name):
     lines = ["one", "two", "\fthree\x00", Reject.BLANK_LINE]
     for encoding in ("utf-8", "utf-8-sig"):
         path = compressed(tmp_path / name, text.encode(encoding))
+        assert read(path, documents="files") == [text]
         assert read(path, documents="lines") == lines
-        assert read(path) == [text]
+        with pytest.raises(
+            UserError, match=f"{name} has several lines; give --documents lines if .* --documents files"
+        ):
+            read(path)
+    assert read(compressed(path, b"one line\n\n")) == ["one line\n\n"]  # which is the same either way
 
 
 def test_lines_are_documents_however_they_are_divided(tmp_path):
@@ -238,7 +243,7 @@ def test_damaged_containers_are_errors_of_the_file(tmp_path, name, damage):
         compressed(path, content.encode())
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match=rf"{name} (is|cannot)") as caught:
-        read(path)
+        read(path, documents="files" if ".txt" in name else None)
     assert "\n" not in str(caught.value)
 
 
@@ -299,6 +304,12 @@ def test_reference_articles_are_prose_documents():
     documents = stdlib_documents(topics)
     assert len(documents) > 50
     assert not any(document.lstrip().startswith(("'", "{")) for document in documents)
+
+
+def test_utf_16_is_refused_with_the_command_that_converts_it(tmp_path):
+    (tmp_path / "lines.txt").write_text("one document\n", encoding="utf-16")
+    with pytest.raises(UserError, match=r"lines.txt is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8"):
+        list(FileCorpus([tmp_path / "lines.txt"], documents="lines").batches())
 
 
 def test_the_whole_library_reads():

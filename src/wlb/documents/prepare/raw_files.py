@@ -6,12 +6,14 @@ container is an error of the whole file.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,6 +46,14 @@ def refuse_list(path: Path) -> None:
     with _open(path) as file:
         if file.read(1 << 10).decode("utf-8-sig", "replace").lstrip().startswith("["):
             raise UserError(f"{path} is a JSON list; write an entry per line: jq -c '.[]' {path} > NEW.jsonl")
+
+
+def has_lines(path: Path) -> bool:
+    """Whether there is text after the first line; also of a pipe, which cannot be looked into."""
+    if not path.is_file():
+        return True
+    with _open(path) as file:
+        return any(line.strip() for line in islice(file, 1, None))
 
 
 def read_text(path: Path) -> str | Reject:
@@ -139,6 +149,8 @@ def _open(path: Path) -> Iterator[BinaryIO]:
     """The decompressed file."""
     try:
         with path.open("rb") as raw:
+            if raw.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UserError(f"{path} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {path} > NEW")
             file: Any = raw
             if path.suffix.lower() == ".gz":
                 file = gzip.GzipFile(fileobj=raw)

@@ -28,6 +28,7 @@ from wlb.documents.prepare.raw_files import (
     choose_field,
     file_kind,
     format_suffix,
+    has_lines,
     json_line,
     line_text,
     read_lines,
@@ -169,8 +170,9 @@ class StdlibCorpus(Corpus):
 class FileCorpus(Corpus):
     """Text files, JSON Lines and Parquet, named one by one or found in directories; with ``chat``, conversations.
 
-    ``documents`` says whether a text file is a document or each of its lines is. Raises ``UserError`` when a source
-    does not exist or cannot be read, and when nothing is found. Conversations are read from JSON Lines and Parquet.
+    ``documents`` says whether a text file is a document or each of its lines is. Left out, it is the file where it lies
+    in a directory, is code or has markup. Raises ``UserError`` where that does not tell, when a source does not exist
+    or cannot be read, and when nothing is found. Conversations are read from JSON Lines and Parquet.
     """
 
     def __init__(
@@ -179,13 +181,20 @@ class FileCorpus(Corpus):
         text_field: str = "text",
         *,
         chat: bool = False,
-        documents: TextDocuments = "files",
+        documents: TextDocuments | None = None,
     ) -> None:
         found = [*chain.from_iterable(map(_found, sources))]
         files = [(path, _kind(path, documents, chat)) for path in found if path is not None]
         named = f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else str(sources[0])
         if not files:
             raise UserError(f"no text, JSON Lines or Parquet files in {named}")
+        for source in sources if documents is None else ():
+            is_known = source.is_dir() or format_suffix(source) in _TEXT[2:]
+            if not is_known and file_kind(source) == "text" and has_lines(source):
+                raise UserError(
+                    f"{source} has several lines; give --documents lines if each is a document, or --documents files "
+                    "if they are one together"
+                )
         units = " or ".join(dict.fromkeys(_UNITS[kind] for _, kind in files))
         description = {"kind": "files", "files": len(files), "text_field": text_field, "documents": documents}
         super().__init__(f"{named} (one document per {units})", files, description, text_field, chat)
@@ -211,7 +220,7 @@ def _found(source: Path) -> Iterator[Path | None]:
         raise UserError(f"source {source} cannot be read: {error.strerror}") from error
 
 
-def _kind(path: Path, documents: TextDocuments, chat: bool) -> str:
+def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
     """How a file is read. Raises ``UserError`` where it cannot be."""
     kind, suffix = file_kind(path), format_suffix(path)
     if suffix == ".json":
