@@ -8,9 +8,9 @@ itself.) So are runs of plain data parallelism, of which every batch's lengths a
 their errors count four times. Fitted are rates of matrix products by chip and type, what grouping experts costs, and
 which part of collectives beside computing shows; nothing is for one row or repository. Functional runs are left out. In
 force, kernels that are not fused are by what torch.compile gains in fms-fsdp, and experts were fitted with all else as
-it was. Attention and links are fitted to tables of kernels before (``fit_kernels.py``). Prints every price in force and fitted, and the errors of
-whole steps by table: predicted over measured, less one. Without ``--evaluations`` the prices in force are only checked.
-Takes a minute for that, and three for each evaluation of all prices.
+it was. Attention and links are fitted to tables of kernels before (``fit_kernels.py``). Prints every price in force and
+fitted, and the errors of whole steps by table: predicted over measured, less one. Without ``--evaluations`` the prices
+in force are only checked. Takes seconds for that, and a minute for each evaluation of all prices.
 """
 
 from __future__ import annotations
