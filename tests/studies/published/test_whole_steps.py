@@ -246,6 +246,13 @@ def test_pipelines_are_those_of_the_row():
     assert "micro-batches of 4 sequences, and 2 stages a rank" in step.assumed
 
 
+def test_weights_are_kept_in_a_pipeline_and_so_it_says():
+    gathered, kept = (published_step({**ROW, "pp": pp, "micro_batch": 2 * pp}) for pp in (1, 2))
+    assert "weights gathered by FSDP in every micro-batch" in gathered.assumed
+    assert "weights kept whole" in kept.assumed
+    assert (gathered.job.pricing.software.weights, kept.job.pricing.software.weights) == ("gathered", "kept")
+
+
 def test_recomputation_that_is_not_stated_is_the_cheapest_that_fits():
     row = {**ROW, "recompute": "in the recipe, not printed", "gpus": 8, "tp": 1, "global_batch": 16}
     step = published_step(row)

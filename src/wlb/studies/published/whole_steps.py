@@ -168,7 +168,7 @@ def published_step(row: Row) -> PublishedStep:
         micro_batches=count,
         **vars(layout),
     )
-    assumed += _remarks(row, shape, stack)
+    assumed += _remarks(row, shape, stack, job.pricing.software)
     recomputation = _stated_recomputation(row)
     if recomputation is None and stack.weights == "kept":
         assumed.append("no recomputation, or of element-wise operations only, whether or not that fits")
@@ -226,8 +226,8 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
     if row.get("dp_printed") is not None and size(row, "dp_printed") != dp:
         raise UserError(f"its printed layout is of {tp * cp * pp * row['dp_printed']} GPUs, not of {gpus}")
     sequences, virtual_pp = (1 if row.get(name) is None else size(row, name) for name in ("micro_batch", "vp"))
-    torchtitans = row["repo"] == _TORCHTITAN and pp > 1  # what it prints is the batch of a rank
-    if torchtitans:
+    batch_of_rank = row["repo"] == _TORCHTITAN and pp > 1  # which it prints
+    if batch_of_rank:
         sequences = max(1, sequences // pp)
         virtual_pp = 2 if "Interleaved" in _note(row) else 1
     layout = Layout(tp, cp, pp, dp, virtual_pp, "interleaved_1f1b" if virtual_pp > 1 else "1f1b")
@@ -240,7 +240,7 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
         return layout, len(listed) // dp, tuple(map(tuple, listed)), assumed
     if row.get("micro_batch") is None:
         assumed.append("micro-batches of one sequence")
-    if torchtitans:
+    if batch_of_rank:
         assumed.append(f"micro-batches of {sequences} sequences, and {virtual_pp} stages a rank")
     seq_len = size(row, "seq_len")
     of_rank = step_tokens(row) // seq_len // dp
@@ -259,9 +259,7 @@ def _held(job: Job) -> Job:
 
 def _software(row: Row, stack: Stack) -> Software:
     weights = "gathered" if row["repo"] == _BRIDGE and row.get("fsdp") else stack.weights
-    if (
-        row.get("sharding") == "SHARD_GRAD_OP" or size(row, "pp") > 1
-    ):  # torchtitan and Automodel keep them in a pipeline
+    if row.get("sharding") == "SHARD_GRAD_OP" or size(row, "pp") > 1:  # so do torchtitan and Automodel in a pipeline
         weights = "kept"
     return Software(
         weights=weights,
@@ -333,7 +331,7 @@ def _stated_recomputation(row: Row) -> Recomputation | None:
     return "selective" if "selective" in text else None
 
 
-def _remarks(row: Row, shape: ModelShape, stack: Stack) -> list[str]:
+def _remarks(row: Row, shape: ModelShape, stack: Stack, software: Software) -> list[str]:
     """What is assumed about a row beside its layout; of its stack, what its repository does everywhere."""
     own = row.get("stack") or {}
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
@@ -342,8 +340,8 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack) -> list[str]:
     if "compiled" not in own and not _says(_note(row), "compile"):
         remarks.append("kernels compiled, or fused in another way" if stack.compiled else "eager kernels")
     if "weights" not in own and not row.get("fsdp"):
-        kept = stack.weights == "kept"
-        remarks.append(f"weights {'kept whole' if kept else 'gathered by FSDP in every micro-batch'}")
+        kept = "kept whole" if software.weights == "kept" else "gathered by FSDP in every micro-batch"
+        remarks.append(f"weights {kept}")
     if "overlaps_tp" not in own and size(row, "tp") > 1 and stack.overlaps_tp and not _says(_note(row), "async"):
         remarks.append("tensor-parallel collectives overlapped")
     if "overlaps_experts" not in own and stack.overlaps_experts and shape.experts is not None:
