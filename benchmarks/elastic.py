@@ -24,7 +24,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.sharding import make_shard_plan
+from wlb.sharding import _known, make_shard_plan
 from wlb.sharding.pieces import Locality, locality
 from wlb.simulate import SimulationResult, simulate, simulated_job
 from wlb.simulate.decide import decide
@@ -94,7 +94,7 @@ def ingredients(window: int, steps: int) -> list[Row]:
             whole,
             mock.patch("wlb.sharding.elastic._Slicing._take", _of_equal_seconds),
         ),
-        "every rank waits for the busiest": (whole, mock.patch("wlb.simulate.shards.locality", _one_collective)),
+        "every rank waits for the busiest": (whole, mock.patch("wlb.sharding.locality", _one_collective)),
         "keys and values in one part": (whole, mock.patch("wlb.sharding.plan.MOST_PARTS", 1)),
         "nothing sent again in the backward": (whole, mock.patch("wlb.sharding.pieces.keeps_received", _all_kept)),
         "as few micro-batches as best": (
@@ -109,7 +109,8 @@ def ingredients(window: int, steps: int) -> list[Row]:
     }
     rows = []
     for name, (job, left_out) in variants.items():
-        with left_out, mock.patch("wlb.sharding.elastic._sharded", {}):  # what another variant sharded is not kept
+        _known.cache_clear()  # what another variant sharded is not kept
+        with left_out:
             rows.append({"window": window, "variant": name} | _row(_simulated(job, steps, base), base))
     return rows
 

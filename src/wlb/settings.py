@@ -119,4 +119,6 @@ def main_problem(error: ValidationError) -> Problem:
 def _place(problem: ErrorDetails) -> list[int | str]:
     """Names of sections and setting, and places in lists, without what a union calls its alternatives."""
     alternative = re.compile(r".*\[|constrained-").match  # "literal['auto']", "constrained-float"
-    return [part for part in problem["loc"] if not (isinstance(part, str) and alternative(part))]
+    *parts, last = problem["loc"] or ("",)
+    own = [last] if problem["type"] == "extra_forbidden" or not alternative(str(last)) else []
+    return [*(part for part in parts if not (isinstance(part, str) and alternative(part))), *own]

@@ -87,7 +87,7 @@ def _check_rising(thresholds: tuple[int, ...]) -> tuple[int, ...]:
 def _option(name: str, unread: Any, description: str, **bounds: Any) -> Any:
     """The field of an option: by default its method's default, or ``unread`` where the method does not read it."""
     return Field(
-        default_factory=lambda given: METHODS[given["method"]].get(name, unread),
+        default_factory=lambda given: METHODS.get(given.get("method", ""), {}).get(name, unread),
         description=description,
         json_schema_extra={"defaults": {method: read[name] for method, read in METHODS.items() if name in read}},
         **bounds,

@@ -43,9 +43,11 @@ def make_packer(
     the default. Raises ``UserError`` for an unknown name or option, and for a value out of bounds.
     """
     checked_method(name)
+    if "method" in options:
+        raise UserError(f"method = {options['method']!r} is given beside the name {name!r}; leave it out")
     given = {option: value for option, value in options.items() if value is not None}
     try:
-        checked = PackingOptions(method=name, **given)
+        checked = PackingOptions.model_validate({**given, "method": name})
     except ValidationError as error:
         problem = main_problem(error)
         option = ".".join(problem.where)

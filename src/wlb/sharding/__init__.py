@@ -7,6 +7,7 @@ operations; ``make_shard_plan`` is a batch of one. A new strategy is one new fil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -70,6 +71,7 @@ def make_shard_plan(
 def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Costs) -> Pieces:
     """The pieces that ``make_shard_plan`` makes of each micro-batch; arguments and errors as there."""
     shard = STRATEGIES[checked_strategy(strategy)]
+    workload = workload if workload.cp == 1 else replace(workload, cp=1)
     if cp_size < 1:
         raise UserError(f"cp_size = {cp_size} is not a group size; it must be at least 1")
     if cp_size == 1:

@@ -1,6 +1,6 @@
 """Steps of a simulated job, in seconds.
 
-The micro-batches of some plans are sharded and priced (``shards``). From what each rank computes follows what its
+The micro-batches of some plans are sharded and priced (``wlb.sharding``). From what each rank computes follows what its
 context-parallel group takes (``wlb.sharding.latency``), from groups what each stage takes in each micro-batch, from
 those the pipeline (``wlb.schedules.timing``), with FSDP's collectives (``fsdp``). A step ends when its slowest
 pipeline has reduced its gradients and updated its weights. Every cause of waiting can be left out, to find how much it

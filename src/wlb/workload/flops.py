@@ -1,7 +1,7 @@
 """Floating-point operations and bytes of a model's blocks, per document and per token.
 
 Everything here is counting, for the whole model on one GPU; how fast a GPU gets through it is the business of
-``wlb.workload.analytic``. One multiply-add is two operations.
+``wlb.workload.costs``. One multiply-add is two operations.
 """
 
 from __future__ import annotations

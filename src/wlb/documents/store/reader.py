@@ -33,7 +33,7 @@ from wlb.documents.store.files import (
     stamps_of,
 )
 from wlb.documents.store.index import MAX_VOCABULARY, TokenIndex, read_index
-from wlb.documents.store.sources import StoreSource, name_of, refuse_twice, store_prefixes
+from wlb.documents.store.sources import StoreSource, name_of, names_store, refuse_twice, store_prefixes
 from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
 from wlb.errors import UserError
 
@@ -135,6 +135,8 @@ class TokenStore:
         where its shards have different vocabularies, and where any two were prepared with different tokenizers.
         """
         stores = [store_prefixes(source) for source in sources]
+        if not stores:
+            raise UserError("no token store is named; give at least one")
         refuse_twice([prefix for prefixes in stores for prefix in prefixes])
         return cls(stores)
 
@@ -349,7 +351,7 @@ DocumentLengths: TypeAlias = Lengths | Sequence[Lengths]
 
 def stored_vocab_size(source: StoreSource) -> int | None:
     """The vocabulary of the store that ``source`` names; None where there is no store, or it does not say."""
-    for prefix in store_prefixes(source):
+    for prefix in store_prefixes(source) if names_store(source) else ():
         if exists(f"{prefix}.idx"):
             return _read_sidecar(prefix, read_index(f"{prefix}.idx")).get("vocab_size")  # all shards have the same
     return None

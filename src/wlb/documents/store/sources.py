@@ -62,7 +62,7 @@ def names_store(source: StoreSource) -> bool:
 def source_parts(source: StoreSource) -> list[str]:
     """``source`` as a list of texts."""
     parts = [str(part) for part in ([source] if isinstance(source, str | Path) else source)]
-    if not all(part.strip() for part in parts):
+    if not parts or not all(part.strip() for part in parts):
         raise UserError(f"the path of a token store is empty (got {source!r}); name one")
     return parts
 
@@ -97,6 +97,7 @@ def _expanded(path: str) -> list[str]:
         if set("*?") & set(path):
             raise UserError(f"{path} is a pattern, and stores at URLs cannot be listed; name one store")
         return [path.removesuffix(".idx")]
+    path = path.rstrip("/") or "/"
     if os.path.exists(f"{path}.idx"):
         return [path]
     if os.path.isdir(path):
