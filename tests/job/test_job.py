@@ -67,7 +67,7 @@ def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
     problem = str(too_large(replace(pools, limit=MemoryLimit(1e9, "it"))))
     assert "raise packing.pool_micro_batches, lower data.context_window" in problem
     with pytest.raises(UserError, match="tp = 3 does not divide"):
-        job.with_layout(tp=3)
+        replace(job, layout=replace(job.layout, tp=3))
 
 
 def test_a_pretrained_model_is_described_without_torch(tmp_path: Path):

@@ -13,6 +13,7 @@ from wlb.errors import UserError
 from wlb.job.config import PRESETS, JobConfig
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits, too_large
+from wlb.schedules.layout import Layout
 from wlb.simulate import simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.job import NAMED_JOBS, named_job
@@ -76,7 +77,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
     ("make", "message"),
     [
         (lambda: job(tp=0), "tp = 0"),
-        (lambda: job(dp=2).with_layout(dp=3), "dealt evenly to dp = 3"),
+        (lambda: replace(job(dp=2), layout=Layout(dp=3)), "dealt evenly to dp = 3"),
         (lambda: job(pp=16), "8 layers, fewer than the 16"),
         (lambda: job(tp=3), "tp = 3 does not divide"),
         (lambda: job(pp=2, schedule="gpipe"), "unknown pipeline schedule 'gpipe'; choose from 1f1b, interleaved_1f1b"),

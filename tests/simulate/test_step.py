@@ -81,7 +81,7 @@ def test_what_the_job_lacks_costs_nothing():
 def test_interleaving_one_stage_takes_what_1f1b_takes():
     plain = job("plain-4d", pp=4, micro_batches=6)
     plan = next(StepPlanner(plain, documents()).plans())
-    interleaved = plain.with_layout(schedule="interleaved_1f1b")
+    interleaved = replace(plain, layout=replace(plain.layout, schedule="interleaved_1f1b"))
     assert simulate_step(plan, interleaved).seconds == simulate_step(plan, plain).seconds
 
 

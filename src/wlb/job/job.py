@@ -126,10 +126,6 @@ class Job:
         """The same with other prices, fields of ``Pricing``."""
         return replace(self, pricing=replace(self.pricing, **changes))
 
-    def with_layout(self, **sizes: Any) -> Self:
-        """The same with other ``sizes``, fields of ``Layout``."""
-        return replace(self, layout=replace(self.layout, **sizes))
-
     @property
     def hardware(self) -> Hardware:
         return self.pricing.hardware

@@ -13,7 +13,7 @@ are (``micro_batch_phases``), and arranged by that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -145,10 +145,7 @@ def micro_batch_phases(
     ``ranks_per_node``.
     """
     kinds = np.array(
-        [
-            (len(one.ranks), len({rank // ranks_per_node for rank in one.ranks})) if one.ranks else (cp, 0)
-            for one in micro_batches
-        ]
+        [(len(one.ranks), nodes_of(one.ranks, ranks_per_node)) if one.ranks else (cp, 0) for one in micro_batches]
     )
     seconds = np.zeros((2, len(micro_batches)))
     for size, nodes in np.unique(kinds, axis=0).tolist():
@@ -157,3 +154,8 @@ def micro_batch_phases(
         shards = price_shards([micro_batches[place].lengths for place in places.tolist()], size, sharded_by, of_kind)
         seconds[:, places] = group_seconds(shards, of_kind)
     return Phases(*seconds)
+
+
+def nodes_of(ranks: Iterable[int], ranks_per_node: int) -> int:
+    """How many nodes these ranks of a pipeline stage lie on."""
+    return len({rank // ranks_per_node for rank in ranks})

@@ -8,7 +8,7 @@ Weights stay gathered from the start of the step to its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -16,8 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.job.job import Job
-from wlb.job.prices import LEVEL_SHARDING
+from wlb.job.prices import LEVEL_SHARDING, nodes_of
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import Operation
 from wlb.schedules.timing import PipelineTimes
@@ -71,7 +70,7 @@ class LevelSteps(StepSeconds):
             for place, micro_batch in enumerate(plan.micro_batches):
                 run = _Turn(step, place, np.array(micro_batch.ranks or everyone))
                 runs.append(run)
-                kind = len(run.ranks), nodes_of(run.ranks, costs.job)
+                kind = len(run.ranks), nodes_of(run.ranks, costs.job.ranks_per_node)
                 of_kinds.setdefault(kind, []).append((run, micro_batch.lengths))
         kinds = []
         for (size, nodes), found in sorted(of_kinds.items()):
@@ -178,8 +177,3 @@ class LevelSteps(StepSeconds):
             rows = (step, 0, place) if values.ndim == 3 else (step[:, None], 0, place[:, None], ranks)
             table[rows] = values[0, 0]
         return table
-
-
-def nodes_of(ranks: Iterable[int], job: Job) -> int:
-    """How many nodes these ranks of a stage of ``job`` lie on."""
-    return len({rank // job.ranks_per_node for rank in ranks})

@@ -4,11 +4,12 @@ The micro-batches of some plans are sharded and priced (``wlb.sharding``). From 
 context-parallel group takes (``wlb.sharding.latency``), from groups what each stage takes in each micro-batch, from
 those the pipeline (``wlb.schedules.timing``), with FSDP's collectives (``fsdp``). A step ends when its slowest
 pipeline has reduced its gradients and updated its weights. Every cause of waiting can be left out, to find how much it
-adds (``attributed``).
+adds (``StepSeconds.where``).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -56,7 +57,7 @@ IMBALANCES = {
 
 
 @dataclass(frozen=True)
-class StepSeconds:
+class StepSeconds(ABC):
     """What steps take when only the ``modelled`` of ``CAUSES`` are taken into account."""
 
     costs: JobCosts
@@ -64,14 +65,14 @@ class StepSeconds:
     in_turn: ClassVar[Sequence[str]] = tuple(CAUSES)  # how causes are added to each other in ``where``
 
     @property
+    @abstractmethod
     def ends(self) -> Array:
         """When ranks have run all of their micro-batches; shape (pp, steps, dp)."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def late_reduction(self) -> Array:
         """What reducing gradients adds after the last backward; (pp, steps)."""
-        raise NotImplementedError
 
     @cached_property
     def seconds(self) -> Array:

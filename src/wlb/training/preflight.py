@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ def least_limit(device_type: str, local_processes: int) -> MemoryLimit:
 
 def check_agreed(job: Job) -> None:
     """Raise ``TrainingError`` where ranks decided on different jobs; called on every rank."""
-    if len(set(gathered(f"{job.layout} {job.packing.in_use()} {job.pricing.profile}"))) > 1:
+    decided = f"{job.layout} {job.packing.in_use()} {job.pricing.profile}"
+    if len(set(gathered(hashlib.sha256(decided.encode()).hexdigest()))) > 1:
         raise TrainingError(
             "ranks decided on different jobs; the token store, training.profile and the version of wlb-llm must be the "
             "same on all machines, or give packing.max_length_factor, or parallel.pool and packing.pool_micro_batches"

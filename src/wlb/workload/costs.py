@@ -4,7 +4,7 @@ Every term is a number of seconds over all layers, for the tokens that one conte
 
     attention          pair * (attended query-key pairs) + padding * tokens, for each piece of a document
     drain              keys of the longest document of the launch: the last tiles of a forward leave most of a GPU idle
-    blocks, head       token * tokens, at least what reading the weights takes
+    blocks, head       token * tokens, at least what reading the weights takes; in any case what experts and the host do
     tp collectives     gathering and reducing the residual stream over tensor-parallel ranks
     expert exchange    sending tokens to the ranks that have their experts, and back
     K/V exchange       keys and values of other context-parallel ranks, and their gradients; and copies in memory
@@ -180,18 +180,17 @@ class Costs:
         return seconds
 
     def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """Blocks without attention and collectives."""
-
-        passes = 1 + LINEAR_BACKWARD_FACTOR
+        """Blocks without attention and collectives; of the host's time a third is the forward's."""
+        host = self.software.micro_batch_seconds / (1 + LINEAR_BACKWARD_FACTOR)
 
         def price(one: Literal["forward", "backward"]) -> Seconds:
-            host = (1.0 if one == "forward" else LINEAR_BACKWARD_FACTOR) / passes * self.software.micro_batch_seconds
+            fixed = host if one == "forward" else LINEAR_BACKWARD_FACTOR * host
             if self._measured is not None:
                 seconds = self._share * self._measured.linear_seconds(tokens, one) * (1 - self._head_share(one))
             else:
                 seconds = self._at_least_moving(self.own_weights, tokens, self._rates[one].block_token, one)
-                host += self._rates[one].experts / self.software.expert_parallel
-            return np.where(np.asarray(tokens) > 0, seconds + host, 0.0)
+                fixed += self._rates[one].experts / self.software.expert_parallel
+            return np.where(np.asarray(tokens) > 0, seconds + fixed, 0.0)
 
         return _over(phase, price)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,8 @@ def test_a_rank_that_is_not_in_the_job_is_refused(config):
 
 
 def test_all_means_every_kind_of_rank(config):
-    job = Job.from_config(config, "h100", vocab_size=32_000).with_layout(dp=2)
+    job = Job.from_config(config, "h100", vocab_size=32_000)
+    job = replace(job, layout=replace(job.layout, dp=2))
     none = np.zeros((2, 1, 2))
     fields = dict.fromkeys(Shards._fields, none) | {
         "tokens": np.array([[[5, 6]], [[9, 4]]]),

@@ -21,12 +21,12 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.job.config import ShardingConfig
 from wlb.job.job import Job
 from wlb.job.memory.step import predict_even_step
+from wlb.job.prices import nodes_of
 from wlb.schedules.timing import pipeline_times
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
-from wlb.simulate.level import nodes_of
 from wlb.simulate.step import Steps
 from wlb.studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moving_seconds, shown_seconds
 from wlb.studies.policies.plan import GroupPlan, MovedPlan, Plan, Ranks
@@ -86,7 +86,7 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     """Seconds of all ranks, and bytes that they receive, of all layers, each rank's one tensor-parallel share."""
     job, by_kind = ranks.job, defaultdict(list)
     for group in plan.groups:
-        by_kind[len(group.ranks), nodes_of(group.ranks, job)].append(group)
+        by_kind[len(group.ranks), nodes_of(group.ranks, job.ranks_per_node)].append(group)
     forward = np.zeros((ranks.count, job.layout.stages, plan.slots))
     backward, moving = np.zeros_like(forward), np.zeros_like(forward)
     exchanged = 0.0
