@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-all pytest test-torch slowest equivalence rehearsal lint setup peers docs site release-check clean
 
 # Installs once, and again whenever the dependencies change.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml studies/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,test]' --editable ./studies
 	@touch $@
 
 setup: $(VENV)/.installed
@@ -82,7 +82,7 @@ release-check:
 	dist-venv/bin/pip install --quiet --disable-pip-version-check dist/*.whl
 	cd dist && ../dist-venv/bin/wlb --help > /dev/null
 	test -f dist-venv/share/wlb/configs/7b_128k.toml
-	cd dist && ../dist-venv/bin/wlb compare synthetic:5000:32K:0 --context-window 32K --micro-batches 4 --steps 4
+	cd dist && ../dist-venv/bin/wlb-studies packing synthetic:5000:32K:0 --context-window 32K --micro-batches 4 --steps 4
 	cd dist && ../dist-venv/bin/python -c "import wlb; print(wlb.make_shard_plan([7, 3], 2, 'per_document').positions(0))"
 
 lint: setup

@@ -45,8 +45,8 @@ from parts.ranks import on_ranks
 from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
-from wlb.studies.sharding import sample_micro_batches
 from wlb.workload import Costs, ModelShape, Phase, Seconds, hardware_preset
+from wlb_studies.sharding import sample_micro_batches
 
 CP_SIZE = 2
 HEADS, HEAD_DIM = 4, 64

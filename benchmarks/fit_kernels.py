@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from wlb.studies.published.distributed_attention import SHAPE, packs, stated_flops
-from wlb.studies.published.kernels import CALL, CUDNN_CALL, cut_launches, kernel_rows, launch_seconds
-from wlb.studies.published.reading import read_measurements
 from wlb.workload import Hardware, hardware_preset
 from wlb.workload.base import Phase
+from wlb_studies.published.distributed_attention import SHAPE, packs, stated_flops
+from wlb_studies.published.kernels import CALL, CUDNN_CALL, cut_launches, kernel_rows, launch_seconds
+from wlb_studies.published.reading import read_measurements
 
 SOFT = 0.1  # errors beyond which a launch counts less than squared
 Array = NDArray[np.float64]

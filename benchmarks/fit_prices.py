@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from wlb.studies.published import whole_steps
-from wlb.studies.published.batches import measured_batch_rows
-from wlb.studies.published.metrics import seconds_of_step
-from wlb.studies.published.prediction import FUNCTIONAL, ODD, compared
-from wlb.studies.published.reading import read_measurements
 from wlb.workload import costs, hardware
+from wlb_studies.published import whole_steps
+from wlb_studies.published.batches import measured_batch_rows
+from wlb_studies.published.metrics import seconds_of_step
+from wlb_studies.published.prediction import FUNCTIONAL, ODD, compared
+from wlb_studies.published.reading import read_measurements
 
 Value = Callable[[], float]
 SOFT = 0.08  # errors beyond which a row counts less than squared: tables hold releases that differ by 40%

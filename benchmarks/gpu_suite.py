@@ -9,8 +9,7 @@ compared with what the workload model predicts: the preset of this hardware, and
 project must be installed, or its sources be on PYTHONPATH.
 
 One JSON file has all of it, written after every section, so that a run that is cut short leaves what it had. A section
-that fails is named, the others run, and the exit status is 1. ``wlb compare --profile FILE`` and its like read the
-profile in it.
+that fails is named, the others run, and the exit status is 1. ``wlb check --profile FILE`` reads the profile in it.
 """
 
 from __future__ import annotations

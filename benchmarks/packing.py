@@ -23,8 +23,8 @@ from parts.packing import Row, Task, against_optimum, balance, memory, our_metho
 from parts.peers import installed_peers, karmarkar_karp
 from wlb.documents.filling import documents_filling
 from wlb.packing.registry import make_packer
-from wlb.studies.thresholds import search
 from wlb.workload import make_workload
+from wlb_studies.thresholds import search
 
 SECTIONS = ("balance", "scaling", "oracle", "memory")
 MODEL, HARDWARE, TP, CP = "7b", "h100", 8, 2

@@ -28,8 +28,8 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import StepPlan
-from wlb.report.packing import packer_for
 from wlb.simulate import simulate_steps, simulated_job
+from wlb_studies.packing import packer_for
 
 MODEL, HARDWARE, TP, CP = "7b", "h100", 8, 2
 LAYOUTS = {"small": (4, 1), "large": (32, 4)}  # micro-batches, dp

@@ -33,8 +33,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from parts.documents import Lengths, add_length_options, chosen_lengths, described
 from parts.measurement import CpuTimer, command, console, facts, freeze_imports, in_turns, make_parser, show, write
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
-from wlb.studies.sharding import sample_micro_batches
 from wlb.workload import Costs, make_workload
+from wlb_studies.sharding import sample_micro_batches
 
 Row = dict[str, Any]
 MODEL, HARDWARE, TP = "7b", "h100", 8

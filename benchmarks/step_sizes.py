@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--job", choices=NAMED_JOBS, default="7b-128k")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--micro-batches", type=int, help="of each data-parallel rank; default: the job's")
-    parser.add_argument("--lengths", help="as for wlb compare; default: 100,000 synthetic ones of the job's window")
+    parser.add_argument("--lengths", help="as for wlb check; default: 100,000 synthetic ones of the job's window")
     options = parser.parse_args(arguments)
     window = NAMED_JOBS[options.job].context_window
     lengths = read_lengths(options.lengths or f"synthetic:100000:{window}:0")

@@ -32,9 +32,9 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
-from wlb.studies.registry import EXPERIMENTS
 from wlb.workload import ModelShape
 from wlb.workload.profile import write_profile
+from wlb_studies.registry import EXPERIMENTS
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 COMMANDS = [(str(block), command) for block in BLOCKS if block.language == "shell" for command in block.commands]

@@ -32,10 +32,7 @@ MAY_IMPORT = {
     "sharding": {"workload"},
     "job": {"documents", "packing", "schedules", "sharding", "workload"},
     "simulate": {"documents", "job", "packing", "schedules", "sharding", "workload"},
-    "serving": {"sharding", "workload"},
     "report": {"documents", "job", "packing", "schedules", "sharding", "simulate", "workload"},
-    "studies": {"documents", "job", "packing", "report", "schedules", "sharding", "simulate", "workload"},
-    "page": {"documents", "report", "simulate", "studies", "workload"},
     "attention": {"sharding"},
     "models": {"documents", "job", "workload"},
     "training": {
@@ -80,6 +77,10 @@ def imported(path: Path) -> Iterator[str]:
                 yield inner if inner in NAMES else module
         else:
             yield from (alias.name.removeprefix("wlb.") for alias in node.names if alias.name.startswith("wlb."))
+
+
+def test_the_library_imports_no_study():
+    assert not [name for name, path in modules() if "wlb_studies" in path.read_text(encoding="utf-8")]
 
 
 @in_turn(("name", "path"), list(modules()))

@@ -14,8 +14,8 @@ from typing import Any
 from parts.documents import Lengths, segments
 from wlb.job.job import Job
 from wlb.packing.options import PackingOptions
-from wlb.report.packing import compare_packer, packer_for
-from wlb.studies.thresholds import search, trade_off
+from wlb_studies.packing import compare_packer, packer_for
+from wlb_studies.thresholds import search, trade_off
 
 DELAY_PRICES = (0.02, 0.035, 0.05, 0.1, 0.2, 0.4, 1.0, 1.5, 4.0)
 LOOKAHEADS = (0.0, 0.5)

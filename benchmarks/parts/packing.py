@@ -31,8 +31,8 @@ from wlb.packing.exact import FixedSolverPacker, solve
 from wlb.packing.options import default_thresholds
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.packing.registry import make_packer
-from wlb.report.packing import PackingStatistics
 from wlb.workload.base import DocumentPrices
+from wlb_studies.packing import PackingStatistics
 
 Row = dict[str, Any]
 

@@ -3,6 +3,7 @@
 import gc
 import signal
 import sys
+from importlib import import_module
 from typing import NoReturn
 
 _INTERRUPTED = 128 + signal.SIGINT  # exit statuses after a signal, as shells have them
@@ -13,14 +14,12 @@ class _EndedBySignal(SystemExit):
     """SIGTERM in the main thread; worker processes that inherit the handler exit without a message."""
 
 
-def main() -> None:
-    """Run the command line; exits as ``wlb.cli.app.main`` does, with 130 after Ctrl-C and with 143 after SIGTERM."""
+def main(module: str = "wlb.cli.app") -> None:
+    """Run the command line of ``module``; exits as its ``main`` does, with 130 after Ctrl-C, with 143 after SIGTERM."""
     signal.signal(signal.SIGTERM, _terminate)
     gc.set_threshold(50_000, 20, 50)  # planning makes a million tuples and no cycles
     try:
-        from wlb.cli.app import main as run  # takes a good part of a second, so it is imported here
-
-        run()
+        import_module(module).main()  # importing takes a good part of a second, in which Ctrl-C may come
     except KeyboardInterrupt:
         print("wlb: interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)

@@ -9,13 +9,15 @@ from subprocess import CompletedProcess
 from unittest import mock
 
 import pytest
+import typer
 
-from wlb.cli.app import main
+from wlb.cli.app import app
+from wlb.cli.app import run as run_application
 
 
-def run(*arguments: object) -> CompletedProcess[str]:
-    """``wlb ARGUMENTS`` in this process."""
-    words = ["wlb", *map(str, arguments)]
+def run(*arguments: object, application: typer.Typer = app) -> CompletedProcess[str]:
+    """``wlb ARGUMENTS``, or another application's, in this process."""
+    words = [str(application.info.name), *map(str, arguments)]
     out, err = StringIO(), StringIO()
     with (
         mock.patch.object(sys, "argv", words),
@@ -23,7 +25,7 @@ def run(*arguments: object) -> CompletedProcess[str]:
         redirect_stderr(err),
         pytest.raises(SystemExit) as exit_,
     ):
-        main()
+        run_application(application)
     status = exit_.value.code
     assert isinstance(status, int)
     return CompletedProcess(words, status, out.getvalue(), err.getvalue())

@@ -42,13 +42,13 @@ def test_a_signal_while_the_command_line_is_imported_is_one_line(tmp_path: Path,
 @pytest.mark.parametrize(
     ("option", "wrong", "line"),
     [
-        ("--micro-batches", "0", "greater than or equal to 1 (got 0)"),
-        ("--max-token-delay", "some", "unable to parse string as a number (got some)"),
-        ("--max-length-factor", "1001", "less than or equal to 1000 (got 1001)"),
+        ("--gpus", "0", "greater than or equal to 1 (got 0)"),
+        ("--gpus", "some", "unable to parse string as an integer (got some)"),
+        ("--steps", "1000001", "less than or equal to 1000000 (got 1000001)"),
     ],
 )
 def test_what_an_option_refuses_is_named(wlb, option, wrong, line):
-    status, _, err = wlb("tune", "synthetic:500:1K", "--context-window", "1K", "--micro-batches", 2, option, wrong)
+    status, _, err = wlb("check", "synthetic:500:1K", "--context-window", "1K", option, wrong)
     assert status == 2
     assert err.startswith(f"wlb: error: Invalid value for '{option}': ")
     assert err.endswith(f"{line}\n")
@@ -63,7 +63,6 @@ def test_a_missing_argument_comes_with_an_example(wlb):
         "",
         "wlb: error: Missing argument 'LENGTHS'; for example: wlb check lengths.json --gpus 64 --model llama3-8b\n",
     )
-    assert "; for example: wlb prefill synthetic:" in wlb("prefill", "l.json")[2]
 
 
 @in_turn("name", COMMANDS)
@@ -83,33 +82,15 @@ def test_help_is_in_one_style_and_its_examples_can_be_parsed(name):
     assert not re.search(r"[\[{][a-z_]+[\]}]", usage)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (["compare", "synthetic:500:1K", "--context-window", "1K", "--micro-batches", 2], "--methods"),
-        (["shard", "synthetic:500:1K", "--context-window", "1K", "--cp", 2], "--strategies"),
-        (["simulate", "7b-64k"], "--systems"),
-    ],
-)
-def test_an_empty_name_in_a_list_is_refused_by_option(wlb, arguments, option):
-    status, _, err = wlb(*arguments, option, "any,")
-    assert (status, err) == (2, f"wlb: error: {option} 'any,' has an empty name; list names as a,b,c\n")
-
-
-def test_tokens_have_units_on_the_way_in_and_none_on_the_way_out(wlb):
-    size = ["--context-window", "1K", "--micro-batches", 2]
-    status, out, _ = wlb("compare", "synthetic:500:1k", *size, "--methods", "sequential", "--json")
-    assert status == 0
-    assert json.loads(out)["context_window"] == 1024
+@pytest.mark.parametrize("arguments", [["check", "synthetic:500:1K"], ["simulate", "7b-64k"]])
+def test_an_empty_name_in_a_list_is_refused_by_option(wlb, arguments):
+    status, _, err = wlb(*arguments, "--systems", "any,")
+    assert (status, err) == (2, "wlb: error: --systems 'any,' has an empty name; list names as a,b,c\n")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["compare", "synthetic:500:1K", "--micro-batches", 2, "--context-window"],
-        ["prefill", "synthetic:500:1K", "--token-budget"],
-        ["tune", "synthetic:500:1K", "--micro-batches", 2, "--context-window"],
-        ["shard", "synthetic:500:1K", "--cp", 2, "--context-window"],
         ["simulate", "--search", "--gpus", 8, "--context-window"],
         ["simulate", "--search", "--gpus", 8, "--batch-tokens"],
         ["report", "synthetic:500:1K", "--context-window"],
@@ -140,10 +121,10 @@ def test_any_path_that_the_system_refuses_is_one_line(wlb, tmp_path, monkeypatch
         (OSError(28, "No space left on device"), "No space left on device; give another path"),
     ):
         monkeypatch.setattr("wlb.documents.lengths.read_lengths", Mock(side_effect=error))
-        status, _, err = wlb(*COMPARE)
+        status, _, err = wlb(*CHECK)
         assert status == 2
         assert err.startswith(f"wlb: error: {line}")
-    monkeypatch.setattr(sys, "argv", ["wlb", *map(str, COMPARE)])
+    monkeypatch.setattr(sys, "argv", ["wlb", *map(str, CHECK)])
     for bug in (
         OSError("nothing that the system said"),
         OSError(12, "Cannot allocate memory"),
@@ -163,8 +144,7 @@ def test_one_document_or_too_few_are_refused_at_once(wlb, tmp_path):
         for arguments in (
             [*SIMULATE[:2], "--lengths", tmp_path / "l.json"],
             [*SEARCH[:-1], tmp_path / "l.json", "--gpus", 1, "--batch-tokens", "64K"],
-            [*COMPARE[:1], tmp_path / "l.json", *COMPARE[2:]],
-            ["rivals", tmp_path / "l.json", "--gpus", 1, "--model", "tiny", "--context-window", "4K"],
+            [*CHECK[:1], tmp_path / "l.json", *CHECK[2:]],
             ["report", tmp_path / "l.json", "--context-window", "4K", "--out", tmp_path / "r.html"],
         ):
             status, out, err = wlb(*arguments)
@@ -184,10 +164,7 @@ def test_without_torch_training_names_the_extra(wlb, tmp_path, monkeypatch):
             assert (status, err) == (2, f"wlb: error: {missing} is not installed; run: pip install 'wlb-llm[train]'\n")
 
 
-COMPARE = ["compare", "synthetic:500:4K", "--context-window", "4K", "--micro-batches", 2]
-TUNE = ["tune", *COMPARE[1:]]
-PREFILL = ["prefill", "synthetic:500:4K", "--token-budget", "2K"]
-SHARD = ["shard", "synthetic:500:4K", "--context-window", "4K"]
+CHECK = ["check", "synthetic:500:4K", "--context-window", "4K"]
 SEARCH = ["simulate", "--search", "--model", "tiny", "--context-window", "4K", "--lengths", "synthetic:500:4K"]
 SIMULATE = ["simulate", "550m-64k", "--lengths", "synthetic:500:4K"]
 REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
@@ -196,30 +173,16 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*COMPARE, "--overlong", "cat"], "overlong policy 'cat' is unknown; did you mean cut?"),
         (["simulate"], "or use --search; for example: wlb simulate 7b-128k"),
-        ([*COMPARE, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower pp"),
-        ([*COMPARE, "--pp", 10**9], "model has 32 layers, fewer than the 1000000000 pipeline stages"),
-        ([*COMPARE, "--pp", 4], "a global batch of 2 windows over --dp 1 cannot fill --pp 4 pipeline stages; give at"),
-        ([*TUNE, "--max-delay", 0], "max_delay = 0: must be at least 1 here; makespan takes 0"),
-        ([*TUNE, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
-        ([*PREFILL, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
-        ([*COMPARE, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
-        ([*SHARD, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
+        ([*CHECK, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower pp"),
+        ([*CHECK, "--pp", 10**9], "model has 32 layers, fewer than the 1000000000 pipeline stages"),
+        ([*CHECK, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=2,cp=10000"], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=1000"], "model has 32 layers, fewer than the 1000 pipeline stages"),
         ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp = 10000000000: Input should be less"),
         ([*REPORT, "--batch-tokens", 2**31 - 1], "tokens holds 524287 windows of 4096, over 65536; lower it"),
         ([*REPORT, "--batch-tokens", 100], "a global batch of 100 tokens holds no window of 4096; raise it"),
         ([*REPORT, "--gpus", 8, "--dp", 2, "--pp", 2, "--cp", 1, "--tp", 1], "--gpus 8 is not dp x pp x cp x tp = 4"),
-        ([*COMPARE, "--batch-tokens", "8K"], "--micro-batches and --batch-tokens both say the global batch"),
-        ([*PREFILL, "--dp", 10**6], "--dp 1000000 is over the 512 data-parallel ranks of a simulated prefill"),
-        (
-            ["prefill", "synthetic:20000:128K", "--token-budget", 100],
-            "passes of --token-budget 100 with --dp 1",
-        ),
-        ([*COMPARE, "--methods", "fixed_greedy:0"], "method 'fixed_greedy:0': '0' is not a whole number of at least 1"),
-        ([*COMPARE, "--max-length-factor", 1e300], "--max-length-factor"),
         (
             [*SEARCH, "--gpus", 1009, "--batch-tokens", "32K"],
             "no layout of 1,009 GPUs divides a global batch of 8 windows of",
@@ -241,16 +204,13 @@ def test_sizes_that_cannot_be_are_refused_at_once(wlb, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*COMPARE, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
-        ([*TUNE, "--profile", "p.json", "--cp", 2], "--cp has no effect with --profile"),
-        ([*SHARD, "--cp", 2, "--profile", "p.json", "--tp", 2], "--tp has no effect with --profile"),
+        ([*CHECK, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
         ([*SIMULATE, "--gpus", 8], "--gpus has no effect without --search"),
         ([*SIMULATE, "--search", "--gpus", 8], "job has no effect with --search"),
         ([*SEARCH, "--gpus", 8, "--trace", "t.json"], "--trace has no effect with --search"),
         (["train", "job.toml", "--dry-run", "--trace"], "--trace has no effect with --dry-run"),
         (["train", "job.toml", "--rank", 1], "--rank has no effect without --dry-run"),
         (["report", ".", "--steps", 3], "--steps has no effect on the report of a training run"),
-        (["reproduce", "table2", "--seeds", 3], "--seeds is for convergence"),
         (["prepare", "--stdlib", "--out", "s", "--text-field", "t"], "--text-field has no effect with --stdlib"),
     ],
 )
@@ -265,8 +225,6 @@ def test_options_that_would_not_be_read_are_refused(wlb, arguments, message):
 @pytest.mark.parametrize(
     ("option", "arguments"),
     [
-        ("--plot", COMPARE),
-        ("--plot", [*SHARD, "--cp", 2]),
         ("--plot", ["profile", "--out", "profile.json"]),
         ("--out", ["profile"]),
         ("--out", REPORT),
@@ -288,29 +246,17 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(wlb, tmp_path,
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [COMPARE, [*SHARD, "--cp", 2]])
-def test_pictures_say_their_format(wlb, command):
-    for name in ("picture", "picture.txt"):
-        status, _, err = wlb(*command, "--plot", name)
-        assert status == 2
-        assert err == (f"wlb: error: picture {name} must end in one of .png, .pdf, .svg\n")
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        COMPARE[:1],
-        [*COMPARE, "--model"],
-        [*COMPARE, "--profile"],
-        TUNE[:1],
-        SHARD[:1],
+        CHECK[:1],
+        [*CHECK, "--model"],
+        [*CHECK, "--profile"],
         ["simulate"],
         [*SIMULATE[:2], "--lengths"],
         [*SIMULATE, "--profile"],
         ["report"],
         [*REPORT, "--before"],
-        ["reproduce", "table2", "--lengths"],
-        ["reproduce", "kernel", "--profile"],
         ["prepare", "--out", "store"],
         ["prepare", "--stdlib", "--out"],
         ["prepare", "--stdlib", "--out", "store", "--tokenizer"],
@@ -322,7 +268,7 @@ def test_paths_that_do_not_serve_are_one_line(wlb, tmp_path, monkeypatch, argume
     monkeypatch.chdir(tmp_path)
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
-    rest = {"compare": COMPARE[2:], "tune": TUNE[2:], "shard": [*SHARD[2:], "--cp", 2]}
+    rest = {"check": CHECK[2:]}
     for path in ("", ".", "directory", "file/x", "missing/lines\nof it", "a" * 300):
         if arguments[-1] == "--out" and "missing" in path:
             continue  # that directory is made
@@ -348,10 +294,6 @@ _SIZES = ["--dp", 2, "--pp", 1, "--cp", 2, "--tp", 1, "--batch-tokens", "32K", "
         (["report", "my store", *_SMALL, *_SIZES], ["train"]),
         (["check", "texts/08.txt", "--tokenizer", "bytes", *_SMALL, "--pp", 1, "--steps", 1], ["prepare"]),
         (["check", _DOCUMENTS, *_SMALL, *_SIZES], ["report", "simulate"]),
-        (["compare", _DOCUMENTS, *_SMALL, *_SIZES, "--methods", "sequential"], ["check"]),
-        (["compare", _DOCUMENTS, *_SMALL, "--micro-batches", 8, "--steps", 1, "--methods", "sequential"], ["check"]),
-        (["shard", _DOCUMENTS, *_SMALL, "--cp", 2, "--samples", 4], ["compare"]),
-        (["rivals", _DOCUMENTS, *_SMALL, "--gpus", 2, "--policies", "plain-4d", *_BATCH], ["check"]),
         (["simulate", "550m-64k", "--steps", 1, "--lengths", "long.json", *_PLAIN], ["report", "simulate"]),
         (["simulate", *_SEARCHED, "--gpus", 2, *_BATCH, *_PLAIN, "--lengths", _DOCUMENTS], ["report"]),
         (["simulate", "job.toml", "--set", "parallel.tp=1", "--hardware", "cpu", "--steps", 1, *_PLAIN], ["train"]),
@@ -388,7 +330,7 @@ def small_corpus(tmp_path, monkeypatch):
 
 def test_what_cannot_be_read_twice_has_no_next_command(wlb, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("4000\n900\n" * 60))
-    status, out, err = wlb("compare", "-", *_SMALL, *_SIZES, "--methods", "sequential")
+    status, out, err = wlb("check", "-", *_SMALL, *_SIZES, "--systems", "plain-4d")
     assert status == 0, err
-    assert "every method trained" in out
+    assert "plain-4d" in out
     assert "next:" not in out

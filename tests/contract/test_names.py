@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from inspect import Parameter
 from pathlib import Path
@@ -155,20 +154,6 @@ def test_configurations_have_the_published_settings():
     assert not {name: of_one for name, of_one in missing.items() if of_one}
     for preset in PRESETS:
         JobConfig.model_validate({"preset": preset, "data": {"store": "corpus"}})
-
-
-def imported_names(page: Path) -> Iterator[str]:
-    """What the Python blocks of ``page`` import from us."""
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "wlb":
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-@in_turn("page", PAGES)
-def test_what_the_docs_import_is_published(page: Path):
-    published = {*PUBLISHED, *(path.rpartition(".")[0] for path in PUBLISHED)}  # a class with what it offers
-    assert {*imported_names(page)} <= published
 
 
 @in_turn("page", PAGES)

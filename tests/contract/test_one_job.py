@@ -37,7 +37,7 @@ from tests.limits import examples
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import PRESETS, JobConfig
 from wlb.packing.options import METHODS
-from wlb.report.evidence import gather_evidence
+from wlb.report.evidence import Evidence
 from wlb.simulate.estimate import estimate, question_of
 from wlb.simulate.search import fastest_layout, search_space
 
@@ -248,12 +248,12 @@ def test_all_decide_the_same_job(case: Case):
             assert outcome(decided_by_batches, stored_case) == outcome(decided_in_lock_step, stored_case)
 
 
-def test_rivals_and_report_run_the_job_that_is_trained(tmp_path: Path):
+def test_search_and_report_run_the_job_that_is_trained(tmp_path: Path):
     """In the layouts that they choose, ``elastic`` and ``best`` are what the trainer decides on there."""
     lengths = sample_lengths(400, 8192, 0, median_fraction=1 / 16)
     space = search_space("550m", 4, 8192, batch_tokens=2**15)
     question = question_of("550m", "h100", 4, lengths, context_window=8192, fixed={"tp": 1, "cp": 1, "pp": 2, "dp": 2})
-    evidence = gather_evidence(lengths, estimate(question, lengths, ("plain-4d", "best", "elastic"), 1, source="x"))
+    evidence = Evidence(lengths, estimate(question, lengths, ("plain-4d", "best", "elastic"), 1, source="x"))
     jobs = [fastest_layout(space, lengths, preset).job for preset in ("elastic", "best")]
     jobs += [evidence.systems[name].job for name in ("elastic", "best")]
     for number, job in enumerate(jobs):

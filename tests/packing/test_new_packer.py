@@ -15,8 +15,8 @@ from wlb.job.config import PackingConfig
 from wlb.packing.options import METHODS
 from wlb.packing.packer import Packer
 from wlb.packing.registry import PACKERS, make_packer
-from wlb.report.packing import packer_for
 from wlb.simulate import simulated_job
+from wlb_studies.packing import packer_for
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from wlb.documents.synthetic import sample_lengths
-from wlb.report.evidence import Evidence, gather_evidence
+from wlb.report.evidence import Evidence
 from wlb.report.predicted import predicted_report
 from wlb.simulate.estimate import estimate, question_of
 
@@ -25,7 +25,7 @@ def evidence() -> Evidence:
     sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 8}
     question = question_of("7b", "h100", 64, lengths, context_window=WINDOW, batch_tokens=4 * WINDOW, fixed=sizes)
     question = replace(question, model=HOSTILE, priced_by={"model": HOSTILE}, assumed=[HOSTILE])
-    return gather_evidence(lengths, estimate(question, lengths, steps=4, source=HOSTILE))
+    return Evidence(lengths, estimate(question, lengths, steps=4, source=HOSTILE))
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.profiling.accuracy import micro_batch_seconds
 from wlb.profiling.timing import Case
-from wlb.report.packing import packer_for
 from wlb.simulate import simulated_job
 from wlb.workload import Costs
+from wlb_studies.packing import packer_for
 
 METHODS = (
     "sequential",

@@ -20,7 +20,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.profiling.timing import Case
 from wlb.profiling.workbench import Workbench
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
-from wlb.studies.sharding import sample_micro_batches
+from wlb_studies.sharding import sample_micro_batches
 
 DOCUMENTS = 4000
 BASELINE = "per_sequence"

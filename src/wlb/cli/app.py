@@ -10,6 +10,7 @@ import errno
 import inspect
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, cast
 
@@ -47,23 +48,6 @@ class _PlainGroup(TyperGroup):
         return _plain(super().get_params(ctx))
 
 
-app = typer.Typer(
-    name="wlb",
-    cls=_PlainGroup,
-    help="Workload-balanced 4D-parallel training on documents of very different lengths.",
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
-
-
-def _version(show: bool) -> None:
-    if show:
-        print(f"wlb-llm {__version__}")
-        raise typer.Exit
-
-
 _INTERRUPTED = 130  # what Typer returns after Ctrl-C
 # What the system says of a path that a user named, and of a full disk. Everything else it says is no mistake of a user.
 _PATH_ERRORS = {
@@ -77,41 +61,47 @@ _CommandLineError = cast(
 )
 
 
-@app.callback()
-def _root(
-    context: typer.Context,
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
-    ),
-) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-# A command is the function in ``wlb.cli`` that has the name of its module.
+# Of each panel of the help the commands: functions in ``wlb.cli`` with the name of their module.
 _COMMANDS = {
     "Data": ("prepare",),
-    "Planning": (
-        "check",
-        "serve",
-        "compare",
-        "tune",
-        "shard",
-        "simulate",
-        "rivals",
-        "reproduce",
-        "prefill",
-        "profile",
-        "report",
-    ),
+    "Planning": ("check", "simulate", "profile", "report"),
     "Training": ("train", "export", "diagnose"),
 }
 
-for panel, names in _COMMANDS.items():
-    for name in names:
-        command = getattr(import_module(f"wlb.cli.{name}"), name)
-        paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__))  # the terminal wraps them
-        app.command(name, cls=_PlainCommand, help=paragraphs, rich_help_panel=panel)(with_groups(command))
+
+def application(name: str, help: str, version: str, package: str, commands: Mapping[str, Sequence[str]]) -> typer.Typer:
+    """The Typer application ``name``; each of its ``commands`` is the function ``package.COMMAND.COMMAND``."""
+    app = typer.Typer(
+        name=name,
+        cls=_PlainGroup,
+        help=help,
+        invoke_without_command=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+    )
+
+    def show_version(asked: bool) -> None:
+        if asked:
+            print(version)
+            raise typer.Exit
+
+    @app.callback()
+    def root(
+        context: typer.Context,
+        version: bool = typer.Option(
+            False, "--version", callback=show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ) -> None:
+        if context.invoked_subcommand is None:
+            print(context.get_help())
+
+    for panel, names in commands.items():
+        for command_name in names:
+            command = getattr(import_module(f"{package}.{command_name}"), command_name)
+            paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__))  # the terminal wraps them
+            app.command(command_name, cls=_PlainCommand, help=paragraphs, rich_help_panel=panel)(with_groups(command))
+    return app
 
 
 def _described(error: typer.BadParameter) -> str:
@@ -128,27 +118,41 @@ def _described(error: typer.BadParameter) -> str:
     return message if repr(given) in message else f"{message} (got {given})"
 
 
-def _refuse(message: str) -> NoReturn:
-    tell(f"wlb: error: {' '.join(message.splitlines())}")  # names of files may have line ends
-    sys.exit(2)
-
-
-def main() -> None:
-    """Run the command line; exits 0 on success, 2 with one line on stderr for a user's mistake.
+def run(app: typer.Typer) -> NoReturn:
+    """Run ``app`` on the command line; exits 0 on success, 2 with one line on stderr for a user's mistake.
 
     Raises ``KeyboardInterrupt`` on Ctrl-C, which ``wlb.__main__`` answers: it may come before this module is imported.
     """
+
+    def refuse(message: str) -> NoReturn:
+        tell(f"{app.info.name}: error: {' '.join(message.splitlines())}")  # names of files may have line ends
+        sys.exit(2)
+
     try:
         status = app(standalone_mode=False)
     except (UserError, _CommandLineError) as error:
-        _refuse(str(error) if isinstance(error, UserError) else _described(error))
+        refuse(str(error) if isinstance(error, UserError) else _described(error))
     except OSError as error:
         if error.errno not in _PATH_ERRORS:
             raise
         where = f"{error.filename} cannot be used: " if error.filename else ""
-        _refuse(f"{where}{error.strerror}; give another path")
+        refuse(f"{where}{error.strerror}; give another path")
     except typer.Abort:
         status = _INTERRUPTED
     if status == _INTERRUPTED:
         raise KeyboardInterrupt
     sys.exit(status if isinstance(status, int) else 0)
+
+
+app = application(
+    "wlb",
+    "Workload-balanced 4D-parallel training on documents of very different lengths.",
+    f"wlb-llm {__version__}",
+    "wlb.cli",
+    _COMMANDS,
+)
+
+
+def main() -> NoReturn:
+    """Run ``wlb``, as ``run`` does."""
+    run(app)

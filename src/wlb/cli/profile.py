@@ -31,7 +31,8 @@ class ProfileOptions:
 
     device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.CPU
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="As for wlb compare; default: tiny on cpu, llama3-8b on cuda.")
+        str | None,
+        typer.Option(metavar="NAME", help="As for wlb check; default: tiny on cpu, llama3-8b on cuda."),
     ] = None
     tp: Annotated[int, options.number("Measure one of N tensor-parallel ranks.")] = 1
     max_length: Annotated[
@@ -91,8 +92,7 @@ def profile(
     write_profile(measured, out)
     how = f"{measured.dtype}, measured with {measured.clock}"
     if plot is not None:
-        from wlb.report.plots import profile_lines
-        from wlb.studies.experiment import lines_over_tokens
+        from wlb.report.plots import lines_over_tokens, profile_lines
 
         panels, title = profile_lines(measured), f"{measured.machine}, tp {measured.tp}, {how}"
         lines_over_tokens(

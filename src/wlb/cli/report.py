@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import webbrowser
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, count
 from os.path import isdir
 from pathlib import Path
@@ -13,21 +13,11 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.check import estimated
-from wlb.cli.console import emit_json, note, progress_bar, show_next, stdout
+from wlb.cli.console import emit_json, note, show_next, stdout
 from wlb.cli.groups import given_again, names_of, refuse_unused
 
 if TYPE_CHECKING:
     from wlb.simulate.estimate import Estimate
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions(options.JobOptions):
-    """The job that a report on document lengths simulates."""
-
-    rivals: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What wlb rivals --json printed, for a section on published policies."),
-    ] = None
 
 
 def report(
@@ -36,10 +26,10 @@ def report(
         str,
         typer.Argument(
             metavar="LENGTHS|STORE|RUN_DIR",
-            help="Document lengths as in compare, or metrics.dir of a training job: then measured, not simulated.",
+            help="Document lengths, as for wlb check, or metrics.dir of a training job: then measured, not simulated.",
         ),
     ],
-    asked: ReportOptions,
+    asked: options.JobOptions,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file to write.")] = Path("report.html"),
     before: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="An earlier job to compare a training job with.")
@@ -64,7 +54,7 @@ def report(
     is_run = isdir(source) and not names_store(source)  # reading complains of a directory without a job
     if before is not None or is_run:
         why = "has no effect on the report of a training run, which is measured"
-        refuse_unused(context, names_of(ReportOptions), why)
+        refuse_unused(context, names_of(options.JobOptions), why)
         text, summary = _measured(Path(source), before)
     else:
         config = out.with_suffix(".job.toml")
@@ -116,19 +106,15 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
     return measured_report(run, earlier), summary
 
 
-def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tuple[str, Estimate, str]:
+def _predicted(context: typer.Context, source: str, asked: options.JobOptions) -> tuple[str, Estimate, str]:
     """The page, what it is about, and what was read, in a line."""
     from wlb.documents.lengths import read_lengths, what_was_read
-    from wlb.report.evidence import gather_evidence
-    from wlb.report.predicted import predicted_report, read_rivals
+    from wlb.report.evidence import Evidence
+    from wlb.report.predicted import predicted_report
     from wlb.simulate.estimate import CHECKED
 
-    rivals = None if asked.rivals is None else read_rivals(asked.rivals)
     lengths = read_lengths(source, keep_empty=True)
     question = asked.question(context, source, lengths)
     found = estimated(question, lengths, CHECKED, asked.steps, source)
-    with progress_bar() as bar:
-        task = bar.add_task("packing", total=None)
-        evidence = gather_evidence(lengths, found, on_progress=lambda what: bar.update(task, description=what))
     said = f"{what_was_read(source, lengths, question.space.context_window)}\n\n"
-    return predicted_report(evidence, source=source, rivals=rivals), found, said
+    return predicted_report(Evidence(lengths, found), source=source), found, said

@@ -167,7 +167,8 @@ def simulate(
     lengths: Annotated[
         str | None,
         typer.Option(
-            metavar="LENGTHS", help="Document lengths, as for wlb compare; default: the job's store, or synthetic."
+            metavar="LENGTHS",
+            help="Document lengths, as for wlb check; default: the job's store, or synthetic.",
         ),
     ] = None,
     steps: Annotated[

@@ -12,7 +12,7 @@ when many are carried over, so the carry-over cannot grow without bound.
 
 ``outlier_thresholds = "auto"`` follows the documents. Every candidate packs the same sample of lengths; the best has
 the smallest imbalance degree of those that keep a bound on the mean token delay. They are tried once enough documents
-have been seen, and again whenever the distribution of lengths has moved. ``wlb.studies.thresholds`` tries L_max too.
+have been seen, and again whenever the distribution of lengths has moved.
 """
 
 from __future__ import annotations

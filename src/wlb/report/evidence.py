@@ -1,29 +1,24 @@
 """The data of a report on document lengths: every preset simulated on the same documents.
 
-The presets are those of every other command (``wlb.simulate.estimate``); the packing methods are compared besides.
+The presets are those of every other command (``wlb.simulate.estimate``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.filling import documents_for
 from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
-from wlb.report.packing import MethodResult, compare_packer, packer_for
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulationResult
 from wlb.simulate.estimate import Estimate
 from wlb.simulate.timeline import Timeline, timeline
 from wlb.simulate.verdict import BASELINE, BEST, Verdict
-
-METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")
-RECOMMENDED = "makespan"
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,6 @@ class Evidence:
 
     lengths: NDArray[np.int64]
     found: Estimate
-    methods: list[MethodResult]
 
     @property
     def verdict(self) -> Verdict:
@@ -49,8 +43,8 @@ class Evidence:
 
     @property
     def packed(self) -> str:
-        """The system in whose job packing and sharding are compared: ``best``, where that can run."""
-        return _packed(self.verdict)
+        """The system in whose job sharding is compared: ``best``, where that can run."""
+        return BEST if BEST in self.verdict.systems else self.verdict.base
 
     @cached_property
     def fits(self) -> bool:
@@ -70,24 +64,6 @@ class Evidence:
             return []
         heaviest = max(self.usual_steps[self.packed].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
         return [make_shard_plan(heaviest.lengths, job.layout.cp, name, workload=job.costs) for name in STRATEGIES]
-
-
-def gather_evidence(
-    lengths: NDArray[np.int64], found: Estimate, on_progress: Callable[[str], None] = lambda what: None
-) -> Evidence:
-    """What ``found`` says, and the documents packed by every method in one job."""
-    job = found.verdict.systems[_packed(found.verdict)].job
-    documents, _ = documents_for(lengths, job.packing.micro_batches, job.context_window, steps=found.verdict.steps)
-    methods = []
-    for method in (*METHODS, RECOMMENDED):
-        on_progress(f"packing {method}")
-        packer = packer_for(method, job, max_length_factor=float(job.packing.max_length_factor))
-        methods.append(compare_packer(method, packer, documents, job))
-    return Evidence(lengths, found, methods)
-
-
-def _packed(verdict: Verdict) -> str:
-    return BEST if BEST in verdict.systems else verdict.base
 
 
 def usual_step(verdict: Verdict, system: str, lengths: NDArray[np.int64]) -> Timeline:

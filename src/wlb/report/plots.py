@@ -1,64 +1,24 @@
-"""Pictures of results, drawn with Matplotlib into PNG files, and who is who in them.
+"""Pictures of results, drawn with Matplotlib into files, and the colours of all pictures.
 
 In every picture, of files and of the HTML report alike, baselines are grey and what balances workloads is green.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from wlb.errors import UserError, require
-from wlb.report.html.diagrams import areas_by_document
-from wlb.report.packing import MethodResult, compared_rows
-from wlb.sharding.plan import ShardPlan
 from wlb.workload.flops import ATTENTION_BACKWARD_FACTOR, attention_flops
 from wlb.workload.profile import WorkloadProfile
 
 BASELINE, BALANCED = "#aab3bd", "#1b7f5c"  # on light paper
 
-_BASELINES = ("sequential", "fixed_greedy", "fixed_solver")  # the packing of the paper's plain-4D and fixed-4D
-_OTHER_DOCUMENTS = "#c9ced4"
-
-
-def is_baseline(method: str) -> bool:
-    """Whether packing ``method``, ``NAME`` or ``NAME:ARGUMENT``, is what others are compared with."""
-    return method.partition(":")[0] in _BASELINES
-
-
-def colour_of(method: str) -> str:
-    return BASELINE if is_baseline(method) else BALANCED
-
-
-def plot_comparison(results: Sequence[MethodResult], path: Path, *, title: str) -> None:
-    """The rows of ``wlb compare``: speed at equal work, imbalance degree, pipeline cost, token delay."""
-    rows = compared_rows(results)
-    colours = [colour_of(row.result.method) for row in rows]
-    panels = (
-        ("speed at equal work", [row.speed_at_equal_work for row in rows], 0.0, "{:.2f}x"),
-        ("imbalance degree (1 is perfect)", [row.result.imbalance_degree for row in rows], 1.0, "{:.3f}"),
-        ("pipeline cost over perfect balance", [row.simulated.pipeline_cost for row in rows], 1.0, "{:.3f}"),
-        ("mean token delay (steps)", [row.result.mean_token_delay for row in rows], 0.0, "{:.2f}"),
-    )
-    figure, axes = pyplot_without_display().subplots(
-        1, len(panels), figsize=(16, 1.8 + 0.42 * len(rows)), sharey=True, constrained_layout=True
-    )
-    for axis, (label, values, origin, shown) in zip(axes, panels, strict=True):
-        axis.barh(range(len(rows)), [value - origin for value in values], left=origin, color=colours)
-        for place, value in enumerate(values):
-            right_of = (max(value, origin), place)
-            axis.annotate(shown.format(value), right_of, (4, 0), textcoords="offset points", va="center")
-        reach = max(*(value - origin for value in values), 0.01)
-        axis.set_xlim(min(origin, *values), origin + 1.25 * reach)
-        axis.set_title(label, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(rows)), [row.name for row in rows])
-    axes[0].invert_yaxis()
-    figure.suptitle(title, fontsize=11)
-    save(figure, path)
+QUOTED = "#b8bfc7"
+COLOURS = ("#c2571a", "#6a7fb5", BALANCED, "#d4a017", "#a3496f", "#8a7a2b")
 
 
 def profile_lines(profile: WorkloadProfile) -> dict[str, dict[str, tuple[Sequence[float], Sequence[float]]]]:
@@ -84,30 +44,39 @@ def profile_lines(profile: WorkloadProfile) -> dict[str, dict[str, tuple[Sequenc
     return {"seconds, all layers": seconds, "achieved FLOP/s of attention": rates}
 
 
-def plot_shards(plans: Sequence[ShardPlan], path: Path) -> None:
-    """One panel a plan of the same micro-batch: the attended area of each rank over the mean, by document."""
-    pyplot = pyplot_without_display()
-    documents, areas = areas_by_document(plans)
-    colours = [*pyplot.get_cmap("viridis")(np.linspace(0.05, 0.9, len(documents) - 1)), _OTHER_DOCUMENTS]
-    figure, axes = pyplot.subplots(
-        1, len(plans), figsize=(1.5 + 3.0 * len(plans), 3.8), sharey=True, squeeze=False, constrained_layout=True
+def lines_over_tokens(
+    path: Path,
+    title: str,
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    *,
+    label: str,
+    log: Sequence[str] = (),
+) -> None:
+    """A panel for each of ``panels``, with named lines of (tokens, values); ``log`` names those with a log scale."""
+    figure, axes = pyplot_without_display().subplots(
+        1, len(panels), figsize=(1 + 5.2 * len(panels), 4.2), squeeze=False, constrained_layout=True
     )
-    for axis, plan, area in zip(axes[0], plans, areas, strict=True):
-        ranks, tops = np.arange(plan.cp_size), area.cumsum(axis=1)
-        bars = [
-            axis.bar(ranks, area[:, n], bottom=tops[:, n] - area[:, n], color=colour, width=0.85)
-            for n, colour in enumerate(colours)
-        ]
-        axis.axhline(1.0, color="black", linewidth=1)
-        largest = f"largest {tops[:, -1].max():.3f}, K/V gathered {plan.kv_gather_fraction:.0%}"
-        axis.set_title(f"{plan.strategy}\n{largest}", fontsize=9)
-        axis.set_xlabel("rank")
-        axis.set_xticks(ranks if plan.cp_size <= 16 else ranks[:: plan.cp_size // 8])
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("attended area over the mean rank")
-    figure.legend(bars, documents, title="document", loc="outside right upper", frameon=False, fontsize=8)
+    for axis, (name, lines) in zip(axes[0], panels.items(), strict=True):
+        colours = iter(COLOURS * 2)
+        for line, (tokens, values) in lines.items():
+            if line.startswith("quoted"):
+                axis.plot(tokens, values, "D", color="black", ms=6, mfc=QUOTED, label=line, zorder=3)
+            else:
+                axis.plot(tokens, values, "o-", ms=3.5, color=next(colours), label=line)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}")
+        axis.set(xlabel=label, title=name, yscale="log" if name in log else "linear")
+        tidy(axis)
+    if len(panels) > 1:
+        figure.suptitle(title, fontsize=11)
     save(figure, path)
+
+
+def tidy(axis: Any) -> None:
+    """A grid, a legend, and no frame."""
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def save(figure: Any, path: Path) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from wlb.documents.lengths import what_was_read
-from wlb.errors import UserError
 from wlb.markup import Markup, join, tag
 from wlb.report.answer import about, columns_of
 from wlb.report.evidence import Evidence
@@ -19,21 +15,17 @@ from wlb.report.html.charts import bars, intervals, length_histogram
 from wlb.report.html.diagrams import heat_map, pipeline_chart, shard_chart
 from wlb.report.html.markup import Caption, table
 from wlb.report.html.page import code, facts, page, paragraph, section, verdict
-from wlb.report.plots import is_baseline
 from wlb.simulate import simulate_step
 from wlb.simulate.timeline import Timeline
-from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, PARTS, Verdict
+from wlb.simulate.verdict import BASELINE, PARTS, Verdict
 
 TITLE = "What workload balancing gives this job"
 
 _THE_STEP = "Of each system the step whose seconds for its work are closest to the mean"
 
 
-def predicted_report(evidence: Evidence, *, source: str, rivals: dict[str, Any] | None = None) -> str:
-    """The HTML of a report on ``evidence``; ``source`` names the lengths.
-
-    ``rivals`` is what ``wlb rivals --json`` printed, for a section of its own.
-    """
+def predicted_report(evidence: Evidence, *, source: str) -> str:
+    """The HTML of a report on ``evidence``; ``source`` names the lengths."""
     judged, name = evidence.verdict, evidence.shown
     before, after = evidence.systems[BASELINE], evidence.systems[name]
     low, high = judged.spread(name)
@@ -58,7 +50,6 @@ def predicted_report(evidence: Evidence, *, source: str, rivals: dict[str, Any] 
             *([] if evidence.fits else [_does_not_fit(evidence)]),
             section("gain", "Expected gain", *_gain(evidence)),
             section("documents", "Documents", length_histogram(evidence.lengths)),
-            section("packing", "Packing", *_packing(evidence)),
             section("where", "Where the time goes", where_chart(judged)),
             section("ranks", "Ranks", _ranks(evidence)),
             section(
@@ -67,7 +58,6 @@ def predicted_report(evidence: Evidence, *, source: str, rivals: dict[str, Any] 
                 step_chart({name: evidence.usual_steps[name] for name in (BASELINE, evidence.shown)}),
             ),
             section("sharding", "Sharding", _sharding(evidence)),
-            *([] if rivals is None else [section("rivals", "Published policies", *rivals_shown(rivals))]),
             section("config", "Recommended configuration", *_config(evidence)),
         ],
     )
@@ -82,7 +72,6 @@ def _does_not_fit(evidence: Evidence) -> Markup:
 
 
 def _gain(evidence: Evidence) -> list[Markup]:
-    kept = {result.method: result.attention_kept for result in evidence.methods}["sequential"]
     judged, systems = evidence.verdict, evidence.systems
     caption = Caption(
         "gain-chart",
@@ -97,8 +86,8 @@ def _gain(evidence: Evidence) -> list[Markup]:
         table(columns_of(judged), f"Shares are of the time that {BASELINE} takes for the same work."),
         paragraph(
             "Speed at equal work: predicted seconds of work (W_a + W_l) of the documents trained, for each second of "
-            f"the job. Tokens/s also rises with work left undone: {BASELINE} cuts documents at the window and computes "
-            f"only {kept:.0%} of their attention, and documents still delayed after the last step are not trained.",
+            f"the job. Tokens/s also rises with work left undone: {BASELINE} cuts documents at the window and skips "
+            "part of their attention, and documents still delayed after the last step are not trained.",
             class_="muted",
         ),
         paragraph(
@@ -107,34 +96,6 @@ def _gain(evidence: Evidence) -> list[Markup]:
             class_="muted",
         ),
     ]
-
-
-def _packing(evidence: Evidence) -> list[Markup]:
-    results = evidence.methods
-    chart = bars(
-        Caption("packing-chart", "Imbalance degree by packing method", "Simulated, on the same documents."),
-        [(r.method, [r.imbalance_degree - 1], f"{r.imbalance_degree:.3f}") for r in results],
-        "heaviest over mean micro-batch, by the prices packed by, mean over steps; 1 is perfect",
-        origin=1.0,
-        highlights=[r.method for r in results if not is_baseline(r.method)],
-    )
-    columns = {
-        "method": [r.method for r in results],
-        "imbalance": [f"{r.imbalance_degree:.3f}" for r in results],
-        **{name: [f"{r.phase_imbalance[name]:.3f}" for r in results] for name in results[0].phase_imbalance},
-        "token delay": [f"{r.mean_token_delay:.2f}" for r in results],
-        "longest": [f"{r.longest_delay}" for r in results],
-        "pipeline cost": [f"{r.as_packed.pipeline_cost:.3f}" for r in results],
-        "arranged": [f"{r.arranged.pipeline_cost:.3f}" for r in results],
-        "attention kept": [f"{r.attention_kept:.0%}" for r in results],
-        "ms/step": [f"{r.planning_ms_per_step:.1f}" for r in results],
-    }
-    caption = (
-        f"All methods are simulated in the job of {evidence.packed}. Token delay in steps. Pipeline cost: simulated "
-        "step over a perfectly balanced one, micro-batches as packed, then with balanced assignment and order. "
-        "ms/step: planning, measured on this machine."
-    )
-    return [chart, table(columns, caption)]
 
 
 def where_chart(verdict: Verdict) -> Markup:
@@ -190,52 +151,6 @@ def _sharding(evidence: Evidence) -> Markup:
         "less attention more tokens, so its bars may differ while its seconds do not."
     )
     return shard_chart(Caption("sharding-chart", "Attention of every context-parallel rank", note), evidence.shards)
-
-
-def read_rivals(path: Path) -> dict[str, Any]:
-    """What ``wlb rivals --json`` printed. Raises ``UserError`` for a file that is none."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found["policies"][0]["speed_at_equal_work"]
-    except OSError as error:
-        raise UserError(f"rivals {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise UserError(f"rivals {path} is not what wlb rivals --json prints; write it anew") from None
-    return found
-
-
-def rivals_shown(found: Mapping[str, Any]) -> list[Markup]:
-    """The chart and table of ``found``, which has the keys of ``wlb rivals --json``."""
-    policies = found["policies"]
-    speeds = [(p["policy"], [p["speed_at_equal_work"]], f"{p['speed_at_equal_work']:.2f}x") for p in policies]
-    columns = {
-        "policy": [p["policy"] for p in policies],
-        "speed": [speed for _, _, speed in speeds],
-        "token delay": [f"{p['token_delay']:.2f}" for p in policies],
-        "tokens/step CV": [f"{p['tokens_cv']:.3f}" for p in policies],
-        "exchange GB": [f"{p['exchanged_bytes'] / 1e9:.1f}" for p in policies],
-        "peak GiB": [f"{p['memory_bytes'] / 2**30:.0f}" for p in policies],
-        "planning s": [f"{p['planning_seconds']:.2f}" for p in policies],
-        "layout": [p["layout"] for p in policies],
-    }
-    note = (
-        f"Simulated, {policies[0]['steps']} steps of {found['model']} on {found['gpus']:,} {found['hardware']} GPUs "
-        f"with a window of {found['context_window']:,}; lengths {found['lengths']}."
-    )
-    return [
-        bars(
-            Caption("rivals-chart", "Speed at equal work of published policies", note),
-            speeds,
-            "times plain-4d, each policy in its best layout",
-            highlights=(BEST, ELASTIC),
-        ),
-        table(columns),
-        paragraph(
-            "We re-implemented each policy from its publication; docs/rivals.md has the sources. "
-            "Planning seconds are measured on the machine that ran the comparison, all else is simulated.",
-            class_="muted",
-        ),
-    ]
 
 
 def _config(evidence: Evidence) -> list[Markup]:

@@ -1,8 +1,7 @@
 """How fast steps do their work: planned, priced a few at a time and summed, for every command that compares jobs.
 
-``wlb simulate`` and its search, ``wlb compare``, ``wlb rivals`` and the report all divide the same predicted seconds of
-work by the same simulated seconds. Only what a rival plans without a ``StepPlan`` is summed elsewhere, by
-``wlb.studies.policies.policy``, as it has one global batch after another and no packer.
+``wlb check``, ``wlb simulate``, its search and the report divide the same predicted seconds of work by the same
+simulated seconds. So do the studies, whose policies without a ``StepPlan`` sum them themselves.
 """
 
 from __future__ import annotations

@@ -1,0 +1,25 @@
+"""The ``wlb-studies`` command: what argues for the library, and compares it with others."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from wlb import __version__
+from wlb.cli.app import application, run
+
+COMMANDS = {
+    "The paper and measurements": ("paper", "validate"),
+    "Comparisons": ("rivals", "packing", "sharding", "thresholds", "prefill"),
+}
+app = application(
+    "wlb-studies",
+    "Comparisons with published policies, the paper's evaluation, and the simulator beside measurements.",
+    f"wlb-studies {__version__}",
+    "wlb_studies.cli",
+    COMMANDS,
+)
+
+
+def main() -> NoReturn:
+    """Run ``wlb-studies``, as ``wlb.cli.app.run`` does."""
+    run(app)

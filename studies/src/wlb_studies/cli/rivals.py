@@ -1,0 +1,117 @@
+"""``wlb-studies rivals``: published balancing policies beside ours, each in its best layout, on your documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import counted, emit_json, note, show_columns, show_next
+from wlb.cli.groups import given_again
+from wlb.terminal import number_of
+
+if TYPE_CHECKING:
+    from wlb_studies.policies.policy import Outcome
+
+
+def rivals(
+    context: typer.Context,
+    lengths: options.Lengths,
+    given: options.SpaceOptions,
+    policies: Annotated[str | None, options.list_of_names("Policies; default: all (docs/rivals.md).")] = None,
+    steps: Annotated[
+        int | None,
+        options.number_of_steps("Steps of each draw, after some that warm up; default: of 256 windows, 4 to 16."),
+    ] = None,
+    plot: options.Plot = None,
+    json: options.Json = False,
+) -> None:
+    """Compare balancing policies on the same documents, model, GPUs and global batch, each in its best layout.
+
+    Everything is simulated, with one model of computing, links and pipelines for all; planning seconds are measured
+    here. Speed at equal work is over plain-4d, which is always included, and the median of several draws of the
+    documents, as in wlb check; --plot draws it.
+
+    Example: wlb-studies rivals synthetic:20000:128K:0 --gpus 64 --context-window 128K --policies distca,bytescale,best
+    """
+    from wlb.documents.lengths import read_lengths
+    from wlb.report.answer import too_few
+    from wlb.simulate.estimate import question_of
+    from wlb.simulate.search import DRAWS
+    from wlb_studies.policies import chosen, compare, epochs, workers
+    from wlb_studies.policies.grid import draw_speeds
+
+    options.check_picture(plot)
+    names = chosen(policies)
+    documents = read_lengths(lengths, keep_empty=True)
+    question = question_of(
+        given.model,
+        given.hardware,
+        given.gpus,
+        documents,
+        context_window=given.context_window,
+        batch_tokens=given.batch_tokens,
+        source=lengths,
+    )
+    space = question.space
+    with counted("policies") as progress, workers(len(names)) as apart:
+        outcomes, without = compare(
+            names, space, documents, steps, on_progress=lambda done: progress(done, len(names)), apart=apart
+        )
+    steps = outcomes[0].steps
+    passes = epochs(space, documents, steps)
+    title = (
+        f"{given.gpus:,} GPUs, {given.model}, {space.micro_batches} windows of {space.context_window:,} tokens a step"
+    )
+    if plot is not None:
+        draw_speeds(plot, outcomes, title)
+    if json:
+        settings = {name: getattr(given, name) for name in ("gpus", "model", "hardware")}
+        emit_json(
+            settings
+            | {
+                "context_window": space.context_window,
+                "batch_tokens": space.batch_tokens,
+                "lengths": lengths,
+                "draws": DRAWS,
+                "epochs": passes,
+                "policies": [outcome.to_json(outcomes[0]) for outcome in outcomes],
+                "without_layout": without,
+            }
+        )
+        return
+    _show(outcomes, f"{title}\nsimulated; planning measured here", f"{DRAWS} draws of {number_of(steps, 'step')}")
+    if question.assumed:
+        note(f"assumed: {', '.join(question.assumed)}")
+    if question.encoders:
+        note("the encoders of these documents are left out, as the policies do not know them")
+    if passes > 1:
+        note(too_few(passes))
+    for name, why in without.items():
+        note(f"{name}: {why}")
+    show_next("check", lengths, *given_again(context, ["gpus", "model", "context_window", "hardware", "batch_tokens"]))
+
+
+def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
+    """What each policy comes to, in 80 columns; then in which layout, of how many that were tried."""
+    base = outcomes[0]
+    policies = {"policy": [o.policy for o in outcomes]}
+    spreads = [outcome.spread(base) for outcome in outcomes]
+    columns = {
+        "speed at\nequal work": [f"{o.speed(base):.2f}x" for o in outcomes],
+        "least-most\nof draws": [f"{low:.2f}-{high:.2f}" for low, high in spreads],
+        "token\ndelay": [f"{o.token_delay:.2f}" for o in outcomes],
+        "tokens/\nstep CV": [f"{o.tokens_cv:.3f}" for o in outcomes],
+        "exchange\nGB/GPU": [f"{o.exchanged_bytes / 1e9:.1f}" for o in outcomes],
+        "peak\nGiB": [f"{o.memory_bytes / 2**30:.0f}" for o in outcomes],
+        "planning\nCPU s": [f"{o.planning_seconds:.2f}" for o in outcomes],
+    }
+    notes = {
+        "speed at\nequal work": f"speed at equal work: over {base.policy}; median of {draws}",
+        "exchange\nGB/GPU": "exchange: received per GPU and step for attention and switching",
+    }
+    show_columns(policies | columns, title=title, notes=notes)
+    layouts = {"tried": [f"{o.tried}" for o in outcomes], "its best layout": [o.layout for o in outcomes]}
+    show_columns(policies | layouts, words=("policy", "its best layout"))

@@ -1,0 +1,29 @@
+"""``wlb-studies validate``: the simulator beside what others measured on GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wlb.cli import options
+from wlb_studies.cli.paper import Out, show_experiments
+
+
+def validate(
+    out: Out = Path("results"),
+    measured: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measurements to hold the simulator against; default: published ones."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Hold the simulator against what others measured on GPUs; every row is in the JSON.
+
+    Example: wlb-studies validate
+    """
+    from wlb_studies.experiment import Settings
+    from wlb_studies.published import experiment as published
+
+    show_experiments({"published": published.run}, Settings(out=out, measured=measured), as_json=json)

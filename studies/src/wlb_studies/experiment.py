@@ -1,0 +1,127 @@
+"""What every experiment takes and gives: ``Settings`` in, a ``Report`` of tables, findings and one picture out.
+
+Most pictures are of two kinds: ``grouped_bars``, often of a table's columns, and ``lines_over_tokens``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from wlb.report.plots import COLOURS, QUOTED, pyplot_without_display, save
+
+Kind = Literal["", "quoted", "simulated", "measured"]
+Value = str | float | None
+
+
+class Column(NamedTuple):
+    """``kind`` says where the numbers are from; columns that name things have none."""
+
+    name: str
+    kind: Kind = ""
+    format: str = ".3f"
+
+
+class Table(NamedTuple):
+    title: str
+    columns: tuple[Column, ...]
+    rows: list[tuple[Value, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        columns = [{"name": column.name, "kind": column.kind or None} for column in self.columns]
+        return {"title": self.title, "columns": columns, "rows": [list(row) for row in self.rows]}
+
+
+class Finding(NamedTuple):
+    """Something that the paper states, whether it holds here (None: unknown), and the numbers that say so."""
+
+    statement: str
+    holds: bool | None
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may choose; ``None`` is the experiment's default. ``on_progress`` gets what is being done."""
+
+    lengths: str | None = None
+    steps: int | None = None
+    seed: int = 0
+    seeds: int = 2
+    profile: Path | None = None
+    out: Path = Path("results")
+    on_progress: Callable[[str], None] = lambda what: None
+    measured: Path | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """``draw`` writes the picture to a path; ``notes`` say what is assumed and what differs from the paper.
+
+    ``more`` are further keys of the JSON, for what is too long to print.
+    """
+
+    title: str
+    documents: str
+    tables: Sequence[Table]
+    draw: Callable[[Path], None]
+    findings: Sequence[Finding] = ()
+    notes: Sequence[str] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "documents": self.documents,
+            "tables": [table.to_json() for table in self.tables],
+            "findings": [finding._asdict() for finding in self.findings],
+            "notes": list(self.notes),
+            **self.more,
+        }
+
+
+def grouped_bars(
+    path: Path,
+    title: str,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    label: str,
+    origin: float = 1.0,
+) -> None:
+    """A group of bars for each of ``groups``; bars start at ``origin``. Quoted series, by their name, are grey."""
+    figure, axis = pyplot_without_display().subplots(figsize=(3 + 1.25 * len(groups), 4.4), constrained_layout=True)
+    width = 0.84 / len(series)
+    colours = iter(COLOURS)
+    for index, (name, values) in enumerate(series.items()):
+        shown = [(group, value) for group, value in enumerate(values) if value is not None]
+        heights = [value - origin for _, value in shown]
+        places = [group + (index - (len(series) - 1) / 2) * width for group, _ in shown]
+        colour = QUOTED if name.startswith("quoted") else next(colours)
+        bars = axis.bar(places, heights, 0.94 * width, bottom=origin, color=colour, label=name)
+        axis.bar_label(bars, [f"{value:.2f}" for _, value in shown], fontsize=7, padding=2)
+    axis.axhline(origin, color="black", linewidth=0.8)
+    axis.set_xticks(np.arange(len(groups)), groups, fontsize=8)
+    axis.set_ylabel(label)
+    axis.margins(y=0.12)
+    axis.legend(frameon=False, fontsize=8, ncols=min(4, len(series)), loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(title, fontsize=10)
+    save(figure, path)
+
+
+def bars_of(table: Table, series: Mapping[str, int], *, title: str, label: str) -> Callable[[Path], None]:
+    """Draws columns of ``table``, which ``series`` names by their place: a group of bars for each row."""
+    groups = [str(row[0]).replace(" (", "\n(").replace(", ", "\n").replace(" = ", "\n= ") for row in table.rows]
+    values = {name: column_of(table, place) for name, place in series.items()}
+    return partial(grouped_bars, title=title, groups=groups, series=values, label=label)
+
+
+def column_of(table: Table, place: int) -> list[float | None]:
+    """The numbers of a column."""
+    return [cast("float | None", row[place]) for row in table.rows]

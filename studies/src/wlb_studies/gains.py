@@ -1,0 +1,84 @@
+"""Who gains, and who does not: ``wlb check`` by model, context window and number of GPUs, 8K to 128K and 8 to 256.
+
+Each system is in its own fastest layout, on documents that fill the steps of all draws without a repeat.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+from wlb.documents.synthetic import sample_lengths
+from wlb.errors import UserError
+from wlb.simulate.estimate import estimate, question_of
+from wlb.simulate.search import BATCH_TOKENS
+from wlb.simulate.verdict import BASELINE, ELASTIC, LEAST_GAIN, PER_DOCUMENT, usual_steps
+from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
+
+_K = 1024
+MODELS = ("llama3-8b", "llama3-70b")
+WINDOWS = (8 * _K, 16 * _K, 32 * _K, 64 * _K, 128 * _K)
+GPUS = (8, 64, 256)
+_SYSTEMS = (BASELINE, PER_DOCUMENT, ELASTIC)
+_TOKENS_PER_WINDOW = 0.0195  # of a document of ``sample_lengths``, on average
+
+
+def documents_of(window: int) -> int:
+    """As many documents as fill the steps of a draw, warm-up included, with some to spare."""
+    tokens = 2.2 * usual_steps(BATCH_TOKENS // window) * BATCH_TOKENS
+    return int(tokens / (_TOKENS_PER_WINDOW * window))
+
+
+def run(settings: Settings) -> Report:
+    rows: list[tuple[Value, ...]] = []
+    for model, window, gpus in product(MODELS, WINDOWS, GPUS):
+        settings.on_progress(f"{model}, {window // _K}K, {gpus} GPUs")
+        lengths = sample_lengths(documents_of(window), window, settings.seed)
+        try:
+            question = question_of(model, "h100", gpus, lengths, context_window=window, batch_tokens=BATCH_TOKENS)
+            verdict = estimate(question, lengths, _SYSTEMS, settings.steps, source="synthetic").verdict
+        except UserError:  # the model does not fit these GPUs
+            rows.append((model, f"{window // _K}K", gpus, *[None] * 5))
+            continue
+        speeds = [verdict.speed(name) if name in verdict.systems else None for name in _SYSTEMS[1:]]
+        low, high = verdict.spread(verdict.fastest)
+        lost = sum(verdict.lost.values())
+        rows.append((model, f"{window // _K}K", gpus, lost, *speeds, f"{low:.2f} to {high:.2f}", verdict.winner))
+    columns = (
+        Column("model"),
+        Column("window"),
+        Column("GPUs", "", ".0f"),
+        Column("plain-4d loses", "simulated", ".0%"),
+        *(Column(name, "simulated", ".2f") for name in _SYSTEMS[1:]),
+        Column("spread of the fastest", "simulated"),
+        Column("recommended"),
+    )
+    kept = [row for row in rows if row[-1] == BASELINE]
+    found = [row for row in rows if row[-1] is not None]
+    return Report(
+        title="Speed at equal work over plain-4d, each system in its own fastest layout: median of three draws",
+        documents="synthetic, as many as fill the steps",
+        tables=[Table("by model, context window and GPUs", columns, rows)],
+        draw=partial(
+            grouped_bars,
+            title="speed at equal work over plain-4d, simulated",
+            groups=[f"{window}\n{gpus} GPUs" for _, window, gpus, *_ in rows[: len(WINDOWS) * len(GPUS)]],
+            series={f"{model}, elastic": [_number(row[5]) for row in rows if row[0] == model] for model in MODELS},
+            label="speed over plain-4d",
+        ),
+        findings=[
+            Finding(
+                f"some gain under {LEAST_GAIN:.0%}, and should keep what they have",
+                bool(kept),
+                f"{len(kept)} of {len(found)} jobs",
+            )
+        ],
+        notes=[
+            f"{BATCH_TOKENS:,} tokens a step, H100 preset, seed {settings.seed}; draws are orders of the corpus",
+            "no figure: no layout of these GPUs fits the model and the window",
+        ],
+    )
+
+
+def _number(value: Value) -> float | None:
+    return value if isinstance(value, float) else None

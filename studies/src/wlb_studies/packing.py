@@ -1,0 +1,399 @@
+"""Packing methods side by side on the same documents: balance, delay, planning time and what their steps take.
+
+Each method plans the whole stream, by the prices that a job with this packer packs by. Its steps are simulated in that
+job (``wlb.simulate.step``), once as packed and once with balanced assignment and the order searched for
+(``wlb.packing.arrange``); everything else, sharding too, is the same for all. Only whole steps count for balance and
+cost; the tail that ``drain`` leaves is shorter than a step. Speeds count the tail too: every method has trained all
+documents by then, so none looks fast because its long ones still wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.job.config import PackingConfig
+from wlb.job.job import Job
+from wlb.packing.arrange import arrange
+from wlb.packing.exact import FixedSolverPacker
+from wlb.packing.options import METHODS, checked_method, default_thresholds
+from wlb.packing.packer import Packer
+from wlb.packing.plan import StepPlan
+from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.rate import Rate, in_groups
+from wlb.simulate.step import Steps
+from wlb.token_count import parse_count
+from wlb.workload.base import DocumentPrices
+from wlb.workload.flops import attended_pairs
+from wlb.workload.phases import PhasedPrices
+
+_DOCUMENTS_AT_A_TIME = 4096
+_FIXED_LENGTH = ("sequential", "fixed_greedy", "fixed_solver")  # the packing of the paper's plain-4D and fixed-4D
+
+
+class SimulatedSteps(NamedTuple):
+    """Steps with their micro-batches as packed, or arranged.
+
+    ``pipeline_cost`` is the seconds of whole steps over those with micro-batches that are all alike. The rest counts
+    the tail too: ``work_rate`` is predicted seconds of work done in a second, as in ``wlb.simulate``, tokens are of all
+    GPUs, and ``busy_share`` is the part of the GPUs' time in which they compute.
+    """
+
+    pipeline_cost: float
+    tokens_per_second: float
+    work_rate: float
+    busy_share: float
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One row of the comparison.
+
+    ``imbalance_degree`` is the heaviest over the mean micro-batch of whole steps, by the prices a method packs by.
+    ``attention_kept`` is the share of the documents' query-key pairs that is computed: what cutting documents leaves
+    out makes a method faster, not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
+    ``phase_imbalance`` is the heaviest over the mean micro-batch in each phase of documents that have several.
+    """
+
+    method: str
+    imbalance_degree: float
+    mean_token_delay: float
+    longest_delay: int
+    tokens_per_step_cv: float
+    planning_ms_per_step: float
+    as_packed: SimulatedSteps
+    arranged: SimulatedSteps
+    attention_kept: float
+    steps: int
+    drained_steps: int
+    documents_in: int
+    documents_out: int
+    tokens_in: int
+    tokens_out: int
+    optimality_gap: float | None = None
+    phase_imbalance: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name not in ("as_packed", "arranged")}
+        if not self.phase_imbalance:
+            del own["phase_imbalance"]
+        arranged = {f"{name}_arranged": value for name, value in self.arranged._asdict().items()}
+        return own | self.as_packed._asdict() | arranged
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A row as it is shown: ``result`` with its micro-batches as packed, or arranged, over the first row.
+
+    ``speed_at_equal_work`` is predicted seconds of work done in a second. ``speed_in_tokens`` is tokens instead; it
+    flatters a method that cuts documents, because it skips part of their attention.
+    """
+
+    name: str
+    result: MethodResult
+    simulated: SimulatedSteps
+    base: SimulatedSteps
+
+    @property
+    def speed_at_equal_work(self) -> float:
+        return self.simulated.work_rate / self.base.work_rate
+
+    @property
+    def speed_in_tokens(self) -> float:
+        return self.simulated.tokens_per_second / self.base.tokens_per_second
+
+
+def compared_rows(results: Sequence[MethodResult]) -> list[ComparedRow]:
+    """The first method as packed, which the others are compared with; then every method arranged, the first too."""
+    first, *others = results
+    base = first.as_packed
+    return [
+        ComparedRow(first.method, first, base, base),
+        ComparedRow(f"{first.method}, arranged", first, first.arranged, base),
+        *(ComparedRow(other.method, other, other.arranged, base) for other in others),
+    ]
+
+
+def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
+    """One object a method, with its speed at equal work over the first method's as packed: arranged, and as packed."""
+    base = results[0].as_packed.work_rate
+    return [
+        result.to_json()
+        | {
+            "speed_at_equal_work": result.arranged.work_rate / base,
+            "speed_at_equal_work_as_packed": result.as_packed.work_rate / base,
+        }
+        for result in results
+    ]
+
+
+# ARGUMENT of ``variable_length:ARGUMENT``, beside a number of queues.
+_WORDS: dict[str, dict[str, Any]] = {"auto": {"outlier_thresholds": "auto"}, "paper": {"early_release": False}}
+
+
+def packer_for(method: str, job: Job, *, solver_seconds: float | None = None, **overrides: object) -> Packer:
+    """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``; ARGUMENT stands for options of that packer.
+
+    It packs micro-batches of ``job``, by the prices that the job would pack by with this packer. ``overrides`` are
+    options for methods that read them; None leaves an option as it is. ``solver_seconds`` bounds a solve. Raises
+    ``UserError`` for an unknown method, and for an argument that it does not take.
+    """
+    name, separator, argument = method.partition(":")
+    known = METHODS[checked_method(name)]
+    options = {option: value for option, value in overrides.items() if option in known and value is not None}
+    try:
+        options |= _argued(name, argument, job.context_window) if separator else {}
+    except UserError as error:
+        raise UserError(f"method {method!r}: {error}") from None
+    sizes = {"method": name, "micro_batches": job.packing.micro_batches}
+    packer = replace(job, packing=PackingConfig.of(sizes | options, "packing")).packer()
+    if isinstance(packer, FixedSolverPacker):
+        packer.time_limit = solver_seconds
+    return packer
+
+
+def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
+    """The options that ``argument`` stands for: global batches packed together, outlier queues, or one of the words."""
+    queues = "outlier_thresholds" in METHODS[name]
+    if queues and argument in _WORDS:
+        return _WORDS[argument]
+    if not queues and "window" not in METHODS[name]:
+        raise UserError(f"the method takes no argument, {argument!r} was given")
+    number, least = parse_count(argument), 0 if queues else 1
+    if number is None or number < least:
+        raise UserError(f"{argument!r} is not a whole number of at least {least}")
+    return {"outlier_thresholds": default_thresholds(context_window, number)} if queues else {"window": number}
+
+
+def compare_packer(
+    method: str,
+    packer: Packer,
+    documents: Sequence[Segment],
+    job: Job,
+    *,
+    on_progress: Callable[[int], None] = lambda documents: None,
+) -> MethodResult:
+    """Pack ``documents``, at least one, in arrival order with ``packer``, shown as ``method``; simulate the steps.
+
+    ``on_progress`` is called with the number of documents just taken in.
+    """
+    simulated = _Simulated(job)
+    statistics = PackingStatistics()
+    trained = _TokenLedger()
+    planning_seconds = 0.0
+    whole: list[StepPlan] = []
+    for chunk in in_groups(documents, _DOCUMENTS_AT_A_TIME):
+        start = time.perf_counter()
+        plans = packer.plan(chunk)
+        planning_seconds += time.perf_counter() - start
+        statistics.add(plans)
+        whole += plans if job.phases else ()
+        trained.add(plans)
+        simulated.add(plans)
+        on_progress(len(chunk))
+    tail = packer.drain()
+    statistics.add_tail(tail)
+    trained.add(tail)
+    simulated.add(tail, tail=True)
+    gaps = packer.optimality_gaps if isinstance(packer, FixedSolverPacker) else []
+    return MethodResult(
+        method=method,
+        imbalance_degree=statistics.imbalance_degree,
+        mean_token_delay=statistics.mean_token_delay,
+        longest_delay=statistics.longest_delay,
+        tokens_per_step_cv=statistics.tokens_per_step_cv,
+        planning_ms_per_step=1e3 * planning_seconds / max(1, statistics.steps),
+        as_packed=simulated.as_packed.steps,
+        arranged=simulated.arranged.steps,
+        attention_kept=trained.pairs / float(attended_pairs([document.length for document in documents]).sum()),
+        steps=statistics.steps,
+        drained_steps=len(tail),
+        documents_in=len({document.document for document in documents}),
+        documents_out=trained.complete(documents),
+        tokens_in=sum(document.length for document in documents),
+        tokens_out=statistics.tokens,
+        optimality_gap=float(np.mean(gaps)) if gaps else None,
+        phase_imbalance=_phase_imbalance(whole, job.work_prices),
+    )
+
+
+class PackingStatistics:
+    """Running totals over step plans; memory grows by two numbers a step.
+
+    ``steps``, ``imbalance_degree`` and ``tokens_per_step_cv`` describe whole steps, what ``plan`` returns; tokens and
+    delays also count the tail, what ``drain`` returns.
+    """
+
+    def __init__(self) -> None:
+        self.longest_delay = 0
+        self._imbalances: list[float] = []
+        self._tokens: list[int] = []
+        self._tail_tokens = 0
+        self._delay_token_steps = 0
+
+    def add(self, plans: Iterable[StepPlan]) -> None:
+        for plan in plans:
+            self._imbalances.append(plan.imbalance)
+            self._tokens.append(plan.tokens)
+            self._add_delay(plan)
+
+    def add_tail(self, plans: Iterable[StepPlan]) -> None:
+        for plan in plans:
+            self._tail_tokens += plan.tokens
+            self._add_delay(plan)
+
+    @property
+    def steps(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self._tokens) + self._tail_tokens
+
+    @property
+    def imbalance_degree(self) -> float:
+        """Mean over steps of the largest over the mean micro-batch workload (WLB-LLM, section 7.2)."""
+        return float(np.mean(self._imbalances)) if self._imbalances else 1.0
+
+    @property
+    def mean_token_delay(self) -> float:
+        """Steps between a document's arrival and its training, averaged over tokens."""
+        return self._delay_token_steps / self.tokens if self.tokens else 0.0
+
+    @property
+    def tokens_per_step_cv(self) -> float:
+        """Standard deviation over mean of the tokens that a step trains."""
+        return float(np.std(self._tokens) / np.mean(self._tokens)) if self._tokens else 0.0
+
+    def _add_delay(self, plan: StepPlan) -> None:
+        self._delay_token_steps += plan.delay_token_steps
+        self.longest_delay = max(self.longest_delay, plan.longest_delay)
+
+
+class _Simulated:
+    """Sums over steps, ``as_packed`` and ``arranged``."""
+
+    def __init__(self, job: Job) -> None:
+        self.as_packed, self.arranged = _Sums(Rate(job.work_prices)), _Sums(Rate(job.work_prices))
+        self._costs = JobCosts(job)
+        self._dealt = partial(arrange, dp=job.layout.dp, assignment="arrival", order="arrival")
+        self._arranged = partial(
+            arrange, dp=job.layout.dp, assignment="balanced", order="makespan", pipeline=job.layout
+        )
+
+    def add(self, plans: Sequence[StepPlan], *, tail: bool = False) -> None:
+        if not plans:
+            return
+        dealt, arranged = [self._dealt(plan) for plan in plans], [self._arranged(plan) for plan in plans]
+        steps = Steps.of_plans(dealt, self._costs)
+        self.as_packed.add(dealt, steps, tail)
+        self.arranged.add(arranged, steps.reordered(np.array(list(map(_places, dealt, arranged)))), tail)
+
+
+@dataclass
+class _Sums:
+    rate: Rate
+    computing: float = 0.0  # seconds of the mean GPU
+    whole_seconds: float = 0.0  # of whole steps
+    balanced_seconds: float = 0.0
+
+    def add(self, plans: Sequence[StepPlan], steps: Steps, tail: bool) -> None:
+        self.rate.add(plans, steps)
+        self.computing += float(steps.gpu_seconds.mean(axis=(1, 2, 3)).sum())
+        if not tail:
+            self.whole_seconds += float(steps.seconds.sum())
+            self.balanced_seconds += float(steps.balanced_seconds.sum())
+
+    @property
+    def steps(self) -> SimulatedSteps:
+        seconds = self.rate.seconds
+        return SimulatedSteps(
+            pipeline_cost=self.whole_seconds / self.balanced_seconds if self.balanced_seconds else 1.0,
+            tokens_per_second=sum(self.rate.step_tokens) / seconds,
+            work_rate=self.rate.work_rate,
+            busy_share=self.computing / seconds,
+        )
+
+
+def _places(plan: StepPlan, arranged: StepPlan) -> list[int]:
+    """Where in ``plan`` each micro-batch of ``arranged`` is."""
+    places = {id(micro_batch): place for place, micro_batch in enumerate(plan.micro_batches)}
+    return [places[id(micro_batch)] for micro_batch in arranged.micro_batches]
+
+
+class _TokenLedger:
+    """Tokens trained of every document, and query-key pairs computed over all."""
+
+    def __init__(self) -> None:
+        self.pairs = 0.0
+        self._tokens: dict[int, int] = {}
+
+    def add(self, plans: Iterable[StepPlan]) -> None:
+        for plan in plans:
+            self.pairs += float(attended_pairs(plan.table[:, 2]).sum())
+            for document, _, length in plan.segments:
+                self._tokens[document] = self._tokens.get(document, 0) + length
+
+    def complete(self, documents: Iterable[Segment]) -> int:
+        """How many documents were trained token for token, neither less nor more."""
+        for document, _, length in documents:
+            self._tokens[document] = self._tokens.get(document, 0) - length
+        return sum(tokens == 0 for tokens in self._tokens.values())
+
+
+def _phase_imbalance(plans: Sequence[StepPlan], prices: DocumentPrices) -> dict[str, float]:
+    """By phase, the dearest over the mean micro-batch, mean over steps; nothing where ``prices`` know no phases."""
+    if not isinstance(prices, PhasedPrices):
+        return {}
+    degrees = [] if plans else [np.ones(len(prices.names))]
+    for plan in plans:
+        costs = np.array([prices.costs(micro_batch.segments).sum(axis=0) for micro_batch in plan.micro_batches])
+        largest, mean = costs.max(axis=0), costs.mean(axis=0)
+        degrees.append(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
+    return dict(zip(prices.names, np.mean(degrees, axis=0).tolist(), strict=True))
+
+
+def is_baseline(method: str) -> bool:
+    """Whether packing ``method``, ``NAME`` or ``NAME:ARGUMENT``, is what others are compared with."""
+    return method.partition(":")[0] in _FIXED_LENGTH
+
+
+def colour_of(method: str) -> str:
+    return BASELINE if is_baseline(method) else BALANCED
+
+
+def plot_comparison(results: Sequence[MethodResult], path: Path, *, title: str) -> None:
+    """The rows of ``wlb-studies packing``: speed at equal work, imbalance degree, pipeline cost, token delay."""
+    rows = compared_rows(results)
+    colours = [colour_of(row.result.method) for row in rows]
+    panels = (
+        ("speed at equal work", [row.speed_at_equal_work for row in rows], 0.0, "{:.2f}x"),
+        ("imbalance degree (1 is perfect)", [row.result.imbalance_degree for row in rows], 1.0, "{:.3f}"),
+        ("pipeline cost over perfect balance", [row.simulated.pipeline_cost for row in rows], 1.0, "{:.3f}"),
+        ("mean token delay (steps)", [row.result.mean_token_delay for row in rows], 0.0, "{:.2f}"),
+    )
+    figure, axes = pyplot_without_display().subplots(
+        1, len(panels), figsize=(16, 1.8 + 0.42 * len(rows)), sharey=True, constrained_layout=True
+    )
+    for axis, (label, values, origin, shown) in zip(axes, panels, strict=True):
+        axis.barh(range(len(rows)), [value - origin for value in values], left=origin, color=colours)
+        for place, value in enumerate(values):
+            right_of = (max(value, origin), place)
+            axis.annotate(shown.format(value), right_of, (4, 0), textcoords="offset points", va="center")
+        reach = max(*(value - origin for value in values), 0.01)
+        axis.set_xlim(min(origin, *values), origin + 1.25 * reach)
+        axis.set_title(label, fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(rows)), [row.name for row in rows])
+    axes[0].invert_yaxis()
+    figure.suptitle(title, fontsize=11)
+    save(figure, path)

@@ -1,0 +1,119 @@
+"""The paper's systems, and ours, on one job and the same documents.
+
+One corpus serves all context windows of an experiment, because a corpus does not change with the window. Without a file
+it is this project's synthetic one (``wlb.documents.synthetic``) with its 128K parameters; where longer windows are
+simulated, its tail goes on to the longest.
+
+The paper's systems get global batches from a data loader: full windows, of which Plain-4D trains each as it is, while
+the others pack their documents anew (Algorithm 1 and section 7.1). A document that does not fit into a window has been
+cut by then, for all systems alike. ``cut_by_loader`` does the same, so that every system computes the same attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.lengths import read_lengths
+from wlb.documents.synthetic import sample_lengths
+from wlb.errors import UserError
+from wlb.job.job import Job
+from wlb.simulate import SimulationResult, simulate, simulated_job
+from wlb.simulate.job import NamedJob
+from wlb_studies.experiment import Settings
+
+# The paper runs interleaved 1F1B (section 6) with "several chunks of layers" on each rank (section 2.1), and as many
+# micro-batches as pipeline ranks (section 7.1). Assumed: two chunks.
+CHUNKS = 2
+SCHEDULE = {"schedule": "interleaved_1f1b", "virtual_pp": CHUNKS}
+ASSUMED = (
+    f"interleaved 1F1B as in the paper, {CHUNKS} chunks on each rank (assumed); H100 preset; L_max 1.5 windows; "
+    f"WLB-LLM with 2 outlier queues as in the paper, whose thresholds are assumed"
+)
+Treatment = Literal["cut", "whole"]
+
+_128K = 131_072
+_DOCUMENTS = 100_000
+# The sampler's defaults at 128K, in tokens.
+_MEDIAN_TOKENS = _128K / 128
+_TAIL_START_TOKENS = _128K / 16
+
+
+class Documents(NamedTuple):
+    """Lengths in tokens, and where they are from."""
+
+    lengths: NDArray[np.int64]
+    source: str
+
+
+def corpus(settings: Settings, longest: int = _128K) -> Documents:
+    """The lengths in the user's file, or synthetic ones of up to ``longest`` tokens."""
+    if settings.lengths is not None:
+        return Documents(read_lengths(settings.lengths), settings.lengths)
+    fractions = {"median_fraction": _MEDIAN_TOKENS / longest, "tail_start_fraction": _TAIL_START_TOKENS / longest}
+    lengths = sample_lengths(_DOCUMENTS, longest, settings.seed, **fractions)
+    return Documents(lengths, f"synthetic, {_DOCUMENTS:,} documents of up to {longest:,} tokens, seed {settings.seed}")
+
+
+def grown_corpus(settings: Settings, context_window: int) -> Documents:
+    """Synthetic documents whose lengths grow with the window."""
+    lengths = sample_lengths(_DOCUMENTS, context_window, settings.seed)
+    return Documents(lengths, f"synthetic, {_DOCUMENTS:,} documents for {context_window:,} tokens")
+
+
+def cut_by_loader(lengths: NDArray[np.int64], context_window: int, seed: int) -> NDArray[np.int64]:
+    """Pieces of documents in a random order that fill one window after another; the last, short window is left out.
+
+    Raises ``UserError`` where the documents do not fill a window.
+    """
+    ends = np.cumsum(np.random.default_rng(seed).permutation(lengths))
+    whole = int(ends[-1]) // context_window * context_window
+    if whole == 0:
+        raise UserError(f"the documents hold {ends[-1]} tokens, less than one window of {context_window}; give more")
+    cuts = np.union1d(ends[ends <= whole], np.arange(0, whole + 1, context_window))
+    pieces: NDArray[np.int64] = np.diff(cuts)
+    return pieces
+
+
+class Bench:
+    """One job's documents and number of steps; what differs between systems is given to ``run``.
+
+    ``treatment`` says whether a data loader has cut documents at the window for every system alike, or each system gets
+    them whole, and only Plain-4D cuts them.
+    """
+
+    def __init__(
+        self, job: NamedJob, documents: Documents, steps: int, settings: Settings, treatment: Treatment = "cut"
+    ) -> None:
+        self._job = job
+        self.steps = steps
+        self._cut = treatment == "cut"
+        self._seed = settings.seed
+        lengths = documents.lengths
+        self.lengths = cut_by_loader(lengths, job.context_window, settings.seed) if self._cut else lengths
+
+    def run(self, preset: str, **settings: Any) -> SimulationResult:
+        """Simulate the job under ``preset``; ``settings`` are those of ``simulated_job``."""
+        return self.simulate(self.job(preset, **settings))
+
+    def speedup(self, result: SimulationResult) -> float:
+        """Over Plain-4D, in tokens/s."""
+        return result.tokens_per_second / self.plain.tokens_per_second
+
+    @cached_property
+    def plain(self) -> SimulationResult:
+        return self.run("plain-4d")
+
+    def simulate(self, job: Job) -> SimulationResult:
+        return simulate(job, self.lengths, self.steps)
+
+    def job(self, preset: str, **settings: Any) -> Job:
+        job = self._job
+        sizes = vars(job.layout) | {"micro_batches": job.micro_batches}
+        simulated = simulated_job(job.model, job.context_window, preset, **(sizes | SCHEDULE | settings))
+        order = {"shuffle": False} if self._cut else {"seed": self._seed}
+        return replace(simulated, data=simulated.data.changed(**order))

@@ -1,0 +1,143 @@
+"""Figure 13: what each remedy alone gives for 7B-128K, then ours one after another, and ``best`` without each of them.
+
+With dp 1 and as many micro-batches as pipeline ranks, as in the paper, there is nothing to assign and little to order;
+so the same job is shown once more with four data-parallel ranks and four times as many micro-batches on each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from wlb.job.job import Job
+from wlb.simulate.job import PAPER_JOBS
+from wlb_studies.experiment import Column, Finding, Report, Settings, Table, bars_of
+from wlb_studies.paper import paper
+from wlb_studies.paper.bench import ASSUMED, Bench, corpus
+
+_STEPS = 200
+_JOB = PAPER_JOBS["7b-128k"]
+_WIDE = _JOB._replace(layout=replace(_JOB.layout, dp=4), micro_batches=16)
+_WIDE_SHARE = 4  # of the steps, each of which has 16 times as many documents
+
+
+class Variant(NamedTuple):
+    """A preset, what replaces its settings, and whose prices it packs by: its own, best's, or W_a + W_l."""
+
+    preset: str
+    changed: dict[str, Any]
+    prices: Literal["own", "best's", "W_a + W_l"] = "own"
+
+    def job(self, bench: Bench) -> Job:
+        job = bench.job(self.preset, **self.changed)
+        if self.prices == "own":
+            return job
+        prices = bench.job("best").packing_prices if self.prices == "best's" else job.workload
+        return job.priced(packed_by=prices)
+
+
+def _ours(sharding: str = "adaptive", **packing: Any) -> Variant:
+    return Variant("best", {"packing": packing, "sharding": sharding}, "W_a + W_l")
+
+
+def _without(**packing: Any) -> Variant:
+    return Variant("best", {"packing": packing}, "best's")
+
+
+_AS_PACKED: dict[str, Any] = {"assignment": "arrival", "order": "arrival"}
+
+ONE_BY_ONE = {
+    "Plain-4D": Variant("plain-4d", {}),
+    "cp: per-document": Variant("plain-4d", {"sharding": "per_document"}),
+    "cp: adaptive": Variant("plain-4d", {"sharding": "adaptive"}),
+    "cp: hybrid (ours)": Variant("plain-4d", {"sharding": "hybrid"}),
+    "pp: packing": Variant("wlb-llm", {"sharding": "per_sequence"}),
+    "WLB-LLM": Variant("wlb-llm", {}),
+    "+ release search (ours)": _ours(lookahead=0.0, **_AS_PACKED),
+    "+ look-ahead (ours)": _ours(**_AS_PACKED),
+    "+ assignment (ours)": _ours(order="arrival"),
+    "+ order (ours)": _ours(),
+    "+ hybrid sharding (ours)": _ours("hybrid"),
+    "+ prices of sharded documents = best": Variant("best", {}),
+}
+LEFT_OUT = {
+    "nothing: best": Variant("best", {}),
+    "release search (variable_length instead)": _without(method="variable_length"),
+    "waiting (max_delay = 0)": _without(max_delay=0),
+    "look-ahead": _without(lookahead=0.0),
+    "assignment": _without(assignment="arrival"),
+    "order": _without(order="arrival"),
+    "hybrid sharding (adaptive instead)": Variant("best", {"sharding": "adaptive"}),
+    "prices of sharded documents (W_a + W_l instead)": _ours("hybrid"),
+}
+
+
+def run(settings: Settings) -> Report:
+    documents = corpus(settings)
+    steps = settings.steps or _STEPS
+    narrow = _speedups(Bench(_JOB, documents, steps, settings), settings)
+    wide = _speedups(Bench(_WIDE, documents, max(1, steps // _WIDE_SHARE), settings), settings)
+    on_64, on_256 = (
+        Column("64 GPUs", "simulated"),
+        Column(f"dp {_WIDE.layout.dp}, {_WIDE.micro_batches} micro-batches a rank", "simulated"),
+    )
+    table = Table(
+        "speedup over Plain-4D",
+        (Column("remedy"), Column("64 GPUs", "quoted", ".2f"), on_64, on_256),
+        [(name, paper.BREAKDOWN.get(name), narrow[name], wide[name]) for name in ONE_BY_ONE],
+    )
+    left_out = Table(
+        "best without one of its ingredients: speed over best's",
+        (Column("left out"), on_64, on_256),
+        [(name, _over_best(narrow, name), _over_best(wide, name)) for name in LEFT_OUT],
+    )
+    return Report(
+        title="What each remedy gives, 7B-128K (paper: Figure 13)",
+        documents=documents.source,
+        tables=[table, left_out],
+        draw=bars_of(
+            table,
+            {"quoted": 1, on_64.name: 2, on_256.name: 3},
+            title="7B-128K: speedup over Plain-4D, simulated",
+            label="speedup over Plain-4D",
+        ),
+        findings=_findings(narrow, wide),
+        notes=[
+            ASSUMED,
+            "documents cut at the window by the data loader, for all systems alike",
+            "keys and values kept for the backward are part of our attention, and so of every system here",
+        ],
+    )
+
+
+def _speedups(bench: Bench, settings: Settings) -> dict[str, float]:
+    gains = {}
+    for name, variant in (ONE_BY_ONE | LEFT_OUT).items():
+        job = variant.job(bench)
+        settings.on_progress(f"{name}, dp {job.layout.dp}")
+        gains[name] = bench.speedup(bench.simulate(job))
+    return gains
+
+
+def _over_best(gains: dict[str, float], name: str) -> float:
+    return gains[name] / gains["nothing: best"]
+
+
+def _findings(gains: dict[str, float], wide: dict[str, float]) -> list[Finding]:
+    _, *left_out = LEFT_OUT
+    idle = [name for name in left_out if min(_over_best(gains, name), _over_best(wide, name)) >= 1]
+    packing, adaptive, per_document = (gains[name] for name in ("pp: packing", "cp: adaptive", "cp: per-document"))
+    return [
+        Finding(
+            "adaptive sharding gains more than per-document sharding alone",
+            adaptive >= per_document,
+            f"{adaptive:.3f}, {per_document:.3f}",
+        ),
+        Finding("packing gains more than sharding", packing > adaptive, f"{packing:.3f}, {adaptive:.3f}"),
+        Finding("both together gain most", gains["WLB-LLM"] > max(packing, adaptive), f"{gains['WLB-LLM']:.3f}"),
+        Finding(
+            "ours: best loses, on one of the two jobs or both, whatever is left out",
+            not idle,
+            f"nothing lost without: {', '.join(idle)}" if idle else f"{len(left_out)} ingredients",
+        ),
+    ]

@@ -1,0 +1,136 @@
+"""Rivals in one simulator: published balancing policies beside ours, on the same documents, model, GPUs and links.
+
+A policy is one small file that plans a step, and one line in ``POLICIES``. Plans are data (``plan``), priced in one
+place (``pricing``) by the simulator's own workload, links, FSDP and pipelines; ``compare`` finds each policy's best
+layout. Each file says its source and what was assumed; docs/rivals.md compares them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.filling import check_filling
+from wlb.errors import UserError, choose_from
+from wlb.simulate.search import SearchSpace
+from wlb.simulate.verdict import usual_steps
+from wlb_studies.policies import bytescale, distca, fcp, flexible_cp, flexsp, libra, magi, megatron, odc, verl, wlb_llm
+from wlb_studies.policies.hbp import HbpPolicy
+from wlb_studies.policies.hotspa import HotSpaPolicy
+from wlb_studies.policies.hydraulis import HydraulisPolicy
+from wlb_studies.policies.ours import PresetPolicy
+from wlb_studies.policies.policy import Outcome, Policy, RankPolicy
+
+BASE = "plain-4d"
+_MANY = 6  # policies, for which processes of their own pay
+POLICIES: dict[str, Policy] = {
+    BASE: PresetPolicy(),
+    "per-document-4d": PresetPolicy(),
+    "fixed-4d": PresetPolicy(),
+    "wlb-llm": PresetPolicy(),
+    "wlb-no-delay": RankPolicy(wlb_llm.without_delay),
+    "megatron-balanced": RankPolicy(megatron.dp_balanced),
+    "megatron-dynamic": RankPolicy(megatron.dynamic, pipelines=False),
+    "megatron-packing": RankPolicy(megatron.packing_aware),
+    "hotspa": HotSpaPolicy(),
+    "hydraulis": HydraulisPolicy(),
+    "flexsp": RankPolicy(flexsp.heterogeneous_groups, pipelines=False, layouts=1, solver_nodes=flexsp.NODES),
+    "bytescale": RankPolicy(bytescale.hybrid_data_parallel, pipelines=False),
+    "bytescale-pipeline": RankPolicy(bytescale.hybrid_data_parallel),
+    "flexible-cp": RankPolicy(flexible_cp.any_degree),
+    "odc": RankPolicy(odc.minibatch_balanced, pipelines=False, kept=(False,)),  # weights are fetched every time
+    "hbp": HbpPolicy(),
+    "distca": RankPolicy(partial(distca.attention_servers, idle_stages_serve=True), interleaves=False),
+    "distca-busy": RankPolicy(partial(distca.attention_servers, idle_stages_serve=False), interleaves=False),
+    "libra": RankPolicy(libra.pools),
+    "fcp": RankPolicy(fcp.blocks),
+    "magi": RankPolicy(magi.dispatched),
+    "verl": RankPolicy(verl.karmarkar_karp_twice),
+    "slime": RankPolicy(verl.packed_then_dealt),
+    "best": PresetPolicy(),
+    "elastic": PresetPolicy(),
+}
+
+
+def chosen(names: str | None) -> list[str]:
+    """The policies of a comma-separated list, the base first; all where there is none. Raises ``UserError``."""
+    if names is None:
+        return [*POLICIES]
+    listed = [name.strip() for name in names.split(",")]
+    for name in listed:
+        if name not in POLICIES:
+            raise UserError(f"policy {name!r} is unknown; {choose_from(name, POLICIES)}")
+    return [*dict.fromkeys([BASE, *listed])]
+
+
+def compare(
+    names: Sequence[str],
+    space: SearchSpace,
+    lengths: NDArray[np.int64],
+    steps: int | None = None,
+    *,
+    on_progress: Callable[[int], None] = lambda done: None,
+    apart: Executor | None = None,
+) -> tuple[list[Outcome], dict[str, str]]:
+    """Every policy in its best layout, on the same documents and global batch, and why others have none.
+
+    ``steps`` are those of each draw, by default ``usual_steps``. ``on_progress`` gets how many policies are done, which
+    ``apart`` may run. Raises ``UserError`` where the base has no layout, and where the documents do not fill one step.
+    """
+    steps = steps or usual_steps(space.micro_batches)
+    check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
+    found: dict[str, Outcome | UserError] = {}
+    for name, one in _found(names, partial(_attempt, space=space, lengths=lengths, steps=steps), apart):
+        if name == BASE and isinstance(one, UserError):
+            raise one
+        found[name] = one
+        on_progress(len(found))
+    in_order = [(name, found[name]) for name in names]
+    outcomes = [one for _, one in in_order if isinstance(one, Outcome)]
+    return outcomes, {name: str(one) for name, one in in_order if isinstance(one, UserError)}
+
+
+def _found(
+    names: Sequence[str], attempt: Callable[[str], Outcome | UserError], apart: Executor | None
+) -> Iterator[tuple[str, Outcome | UserError]]:
+    if apart is None:
+        yield from ((name, attempt(name)) for name in names)
+        return
+    # The last, ours, take longest, so they begin first.
+    running = {apart.submit(attempt, name): name for name in reversed(names)}
+    try:
+        for future in as_completed(running):
+            yield running[future], future.result()
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def _attempt(name: str, space: SearchSpace, lengths: NDArray[np.int64], steps: int) -> Outcome | UserError:
+    try:
+        return POLICIES[name].best(name, space, lengths, steps)
+    except UserError as error:
+        return error
+
+
+def workers(policies: int) -> AbstractContextManager[Executor | None]:
+    """Processes for ``compare``, one a core; None where starting them would take longer than they save."""
+    cores = os.cpu_count() or 1
+    if cores == 1 or policies < _MANY:
+        return nullcontext()
+    return ProcessPoolExecutor(min(cores, policies), mp_context=multiprocessing.get_context("spawn"))
+
+
+def epochs(space: SearchSpace, lengths: NDArray[np.int64], steps: int) -> int:
+    """Passes over the documents that ``steps`` steps of a draw begin; from 2 on documents are repeated."""
+    return -(-(usual_steps(space.micro_batches) + steps) * space.batch_tokens // int(lengths.sum()))
+
+
+__all__ = ["BASE", "POLICIES", "Outcome", "Policy", "chosen", "compare", "epochs", "workers"]

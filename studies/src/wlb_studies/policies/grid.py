@@ -1,0 +1,252 @@
+"""Every rival policy beside ours: 128K to 1M tokens, 8B and 70B parameters, 64 to 1,024 GPUs.
+
+Each policy's best layout is searched for each job (``wlb_studies.policies``), as many jobs at once as there are cores.
+A job that is done is written to ``OUT/rivals/`` and not computed again with the same settings, so an interrupted run
+goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from wlb.documents.lengths import read_lengths
+from wlb.documents.synthetic import sample_lengths
+from wlb.errors import UserError
+from wlb.report.plots import pyplot_without_display, save
+from wlb.simulate.search import DRAWS, search_space
+from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
+from wlb_studies.policies import BASE, POLICIES, Outcome, compare
+from wlb_studies.policies.filling import Integers
+
+BATCH_TOKENS = 2**24
+DOCUMENTS = 60_000  # more than the steps of a draw train, in every window
+_STEPS = 4  # of a draw
+K = 1024
+_OURS = ("elastic", "best")
+_PICTURED = 6  # policies
+
+
+class RivalJob(NamedTuple):
+    model: str
+    gpus: int
+    context_window: int
+
+    @property
+    def name(self) -> str:
+        window = self.context_window // K
+        return f"{self.model}-{f'{window // K}m' if window >= K else f'{window}k'}-{self.gpus}"
+
+
+MODELS = ("llama3-8b", "llama3-70b")
+JOBS = tuple(
+    RivalJob(model, gpus, window * K) for model, window, gpus in product(MODELS, (128, 256, 512, 1024), (64, 256, 1024))
+)
+
+# Quoted: each publication's own figure, over what it compared with, on its own jobs.
+CLAIMS = {
+    "wlb-llm": "1.23 mean, over plain-4D (arXiv 2503.17924, section 7.2)",
+    "megatron-dynamic": "1.25 to 1.48, Llama 13B (NVIDIA, at second hand)",
+    "hotspa": "up to 2.99, over fixed strategies (SOSP '24, abstract)",
+    "hydraulis": "1.32 to 2.66 (arXiv 2412.07894, abstract)",
+    "flexsp": "up to 1.98, over Megatron, 64 A100 (arXiv 2412.01523)",
+    "bytescale": "3.89 at most in its ablation (arXiv 2502.21231)",
+    "bytescale-pipeline": "3.89 at most in its ablation (arXiv 2502.21231)",
+    "flexible-cp": "up to 1.46 on average, over Megatron-LM and DeepSpeed (arXiv 2602.21788, abstract)",
+    "odc": "up to 1.36, over FSDP (arXiv 2601.19362, abstract)",
+    "hbp": "1.33 to 1.42, and 2.4 for DeepSeek-V2, over one packing length (arXiv 2503.07680, table 5)",
+    "distca": "1.05 to 1.35, over WLB without delay (arXiv 2510.18121)",
+    "libra": "1.44 mean, 1.68 at most, over WLB-LLM (arXiv 2607.23250, abstract)",
+    "fcp": "1.13 to 2.21, MFU of attention (arXiv 2605.08524)",
+}
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A job's outcomes, the base first; none, and why, where the model does not fit the GPUs."""
+
+    outcomes: list[Outcome]
+    without: dict[str, str]
+
+    def speed(self, policy: str) -> float | None:
+        """At equal work, over the base."""
+        speeds = {outcome.policy: outcome.speed(self.outcomes[0]) for outcome in self.outcomes}
+        return speeds.get(policy)
+
+    @property
+    def ranking(self) -> list[Outcome]:
+        """Fastest first."""
+        return sorted(self.outcomes, key=lambda outcome: -outcome.speed(self.outcomes[0]))
+
+
+def run(settings: Settings) -> Report:
+    steps = settings.steps or _STEPS
+    done = _all_jobs(settings, steps)
+    found = {job: done[job] for job in JOBS if done[job].outcomes}
+    too_large = [job.name for job in JOBS if not done[job].outcomes]
+    on_fewest = {(job.model, job.context_window): job for job in reversed(found)}
+    pictured = [*reversed(on_fewest.values())]
+    findings = [_finding(job.name, of_job) for job, of_job in found.items()]
+    return Report(
+        title="Rivals: speed at equal work over plain-4D, each policy in its best layout",
+        documents=settings.lengths or f"synthetic, {DOCUMENTS:,} documents that grow with the window",
+        tables=[
+            *(_speeds(model, found) for model in MODELS),
+            *(_details(job, of_job) for job, of_job in found.items()),
+        ],
+        draw=partial(
+            grouped_bars,
+            title="speed at equal work over plain-4D, simulated",
+            groups=[job.name for job in pictured],
+            series={
+                name: [found[job].speed(name) for job in pictured]
+                for name in _shown([found[job] for job in on_fewest.values()])
+            },
+            label="speed over plain-4D",
+        ),
+        findings=findings,
+        notes=[
+            f"ours is the fastest in {sum(1 for one in findings if one.holds)} of {len(findings)} jobs",
+            f"{steps} steps of {BATCH_TOKENS:,} tokens in each of {DRAWS} draws of the documents, after those that "
+            "warm up, of each policy in its best layout, H100 preset; speeds are medians of the draws",
+            "we re-implemented each policy from its publication; wlb_studies.policies says what was assumed of each",
+            *([f"plain-4d finds no layout that fits the memory of {', '.join(too_large)}"] if too_large else []),
+        ],
+    )
+
+
+def _all_jobs(settings: Settings, steps: int) -> dict[RivalJob, _Done]:
+    """Every job's outcomes; those that are not known are computed, several at once."""
+    done = {job: read for job in JOBS if (read := _read(_path(job, settings), _asked(settings, steps))) is not None}
+    left = [job for job in JOBS if job not in done]
+    quiet = replace(settings, on_progress=print)  # what a process of its own can be sent; it is not called there
+    with _workers() as workers:
+        running = {workers.submit(_computed, job, quiet, steps): job for job in left}
+        settings.on_progress(f"{len(done)} of {len(JOBS)} jobs")
+        for future in as_completed(running):
+            done[running[future]] = future.result()
+            settings.on_progress(f"{len(done)} of {len(JOBS)} jobs, last {running[future].name}")
+    return done
+
+
+def _workers() -> Executor:
+    return ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
+
+
+def _computed(job: RivalJob, settings: Settings, steps: int) -> _Done:
+    space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS)
+    try:
+        done = _Done(*compare([*POLICIES], space, documents_of(job, settings), steps))
+    except UserError as error:
+        done = _Done([], {BASE: str(error)})
+    path = _path(job, settings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_asked(settings, steps) | asdict(done), indent=1) + "\n", encoding="utf-8")
+    return done
+
+
+def documents_of(job: RivalJob, settings: Settings) -> Integers:
+    """Lengths of the documents that are given, or of some that grow with the window."""
+    if settings.lengths is not None:
+        return read_lengths(settings.lengths)
+    return sample_lengths(DOCUMENTS, job.context_window, settings.seed)
+
+
+def _path(job: RivalJob, settings: Settings) -> Path:
+    return settings.out / "rivals" / f"{job.name}.json"
+
+
+def _asked(settings: Settings, steps: int) -> dict[str, object]:
+    """What a file must have been computed with."""
+    documents = {"lengths": settings.lengths, "documents": DOCUMENTS, "seed": settings.seed}
+    return documents | {"draws": DRAWS, "steps": steps, "policies": [*POLICIES]}
+
+
+def _read(path: Path, asked: dict[str, object]) -> _Done | None:
+    """The outcomes of an earlier run, where there is one with the same settings."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if any(document.get(key) != value for key, value in asked.items()):
+        return None
+    return _Done([Outcome(**outcome) for outcome in document["outcomes"]], document["without"])
+
+
+def _speeds(model: str, found: dict[RivalJob, _Done]) -> Table:
+    of_model = {job: of_job for job, of_job in found.items() if job.model == model}
+    columns = (
+        Column("policy"),
+        *(Column(job.name.removeprefix(f"{model}-"), "simulated", ".2f") for job in of_model),
+        Column("its own claim", ""),
+    )
+    rows: list[tuple[Value, ...]] = [
+        (policy, *(of_job.speed(policy) for of_job in of_model.values()), CLAIMS.get(policy)) for policy in POLICIES
+    ]
+    return Table(f"{model}: speed at equal work over plain-4D; claims are quoted", columns, rows)
+
+
+def _shown(found: list[_Done]) -> list[str]:
+    """The policies of the picture: ours, and the rivals that are most often among the three fastest."""
+    often = Counter(outcome.policy for of_job in found for outcome in of_job.ranking[:3])
+    rivals = [policy for policy, _ in often.most_common() if policy not in _OURS]
+    return [*_OURS, *rivals[: _PICTURED - len(_OURS)]]
+
+
+def _finding(job: str, of_job: _Done) -> Finding:
+    ranking = of_job.ranking
+    told = ", ".join(f"{one.policy} {_with_spread(one, of_job.outcomes[0])}" for one in ranking[:3])
+    return Finding(f"{job}: ours is the fastest", ranking[0].policy in _OURS, told)
+
+
+def _with_spread(outcome: Outcome, base: Outcome) -> str:
+    """Speed at equal work over ``base``, with the least and the largest of the draws."""
+    low, high = outcome.spread(base)
+    return f"{outcome.speed(base):.2f} ({low:.2f} to {high:.2f})"
+
+
+def _details(job: RivalJob, of_job: _Done) -> Table:
+    columns = (
+        Column("policy"),
+        Column("speed at equal work", "simulated", ".2f"),
+        Column("least", "simulated", ".2f"),
+        Column("most", "simulated", ".2f"),
+        Column("token delay", "simulated", ".2f"),
+        Column("tokens/step CV", "simulated", ".3f"),
+        Column("exchange, GB of a GPU", "simulated", ".0f"),
+        Column("peak, GiB", "simulated", ".0f"),
+        Column("planning, CPU s/step", "measured", ".2f"),
+        Column("layout"),
+    )
+    rows: list[tuple[Value, ...]] = []
+    base = of_job.outcomes[0]
+    for one in of_job.ranking:
+        exchanged, peak = one.exchanged_bytes / 1e9, one.memory_bytes / 2**30
+        speeds, tokens = (one.speed(base), *one.spread(base)), (one.token_delay, one.tokens_cv)
+        rows.append((one.policy, *speeds, *tokens, exchanged, peak, one.planning_seconds, one.layout))
+    return Table(job.name, columns, rows)
+
+
+def draw_speeds(path: Path, outcomes: Sequence[Outcome], title: str) -> None:
+    """Bars of speed at equal work over the first outcome, with the least and the largest of the draws."""
+    figure, axis = pyplot_without_display().subplots(figsize=(7, 1 + 0.32 * len(outcomes)), constrained_layout=True)
+    base = outcomes[0]
+    for one in reversed(outcomes):
+        speed, (low, high) = one.speed(base), one.spread(base)
+        colour = "#1b7f5c" if one.policy in _OURS else "#6a7fb5"
+        shown = axis.barh(one.policy, speed, color=colour, xerr=[[speed - low], [high - speed]], ecolor="black")
+        axis.bar_label(shown, [f"{speed:.2f}x"], fontsize=8, padding=2)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_xlabel(f"speed at equal work over {base.policy}, simulated: median and spread of {DRAWS} draws")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(title, fontsize=10)
+    save(figure, path)

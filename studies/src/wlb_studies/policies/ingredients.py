@@ -1,0 +1,162 @@
+"""Level steps with one ingredient left out each, as a share of what even ranks without any exchange would take.
+
+A job runs in the layout in which level steps are fastest, of those that policies without fixed groups choose from and
+that have no pipeline. Its documents are planned again with one of the ``Ingredients`` of ``wlb.packing.level`` left
+out, or on ranks of any node; and the trainer's own lock-step pools run in the same layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.job.job import Job
+from wlb.job.memory.fit import fits
+from wlb.job.prices import LevelPrices
+from wlb.packing.level import Ingredients, StagePrices, level_step
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.simulate.decide import decide
+from wlb.simulate.job import preset_sections
+from wlb.simulate.rate import rate, simulate_step
+from wlb.simulate.search import SearchSpace, search_space
+from wlb_studies.experiment import Column, Report, Settings, Table, grouped_bars
+from wlb_studies.policies.grid import BATCH_TOKENS, DOCUMENTS, K, RivalJob, documents_of
+from wlb_studies.policies.layouts import candidate_ranks, no_layout
+from wlb_studies.policies.plan import Integers
+from wlb_studies.policies.policy import batches_of
+from wlb_studies.policies.pricing import ideal_seconds
+
+JOBS = (
+    *(RivalJob("llama3-8b", 64, window * K) for window in (128, 256, 1024)),
+    *(RivalJob("llama3-8b", 1024, window * K) for window in (128, 512, 1024)),
+    RivalJob("llama3-70b", 1024, 1024 * K),
+)
+_PICTURED = ("8b-128k-64", "8b-256k-64", "8b-128k-1024", "70b-1m-1024")
+_STEPS = 2
+_EVERYTHING = "nothing"
+_LEFT_OUT = {
+    _EVERYTHING: Ingredients(),
+    "fillers": Ingredients(fills_gaps=False),
+    "group sizes by price": Ingredients(more_ranks=False),
+    "groups that fill nodes": Ingredients(fills_nodes=False),
+    "levelling": Ingredients(levels=False),
+}
+_ANY_NODE = "locality"
+_POOLS = {"own lists (even pools)": "even", "own lists (alike pools)": "alike"}
+
+
+def run(settings: Settings) -> Report:
+    shares: dict[str, list[float | None]] = {}
+    for job in JOBS:
+        settings.on_progress(job.name)
+        for name, share in _shares(job, settings).items():
+            shares.setdefault(name, []).append(share)
+    names = [job.name.removeprefix("llama3-") for job in JOBS]
+    return Report(
+        title="Level steps with one ingredient left out",
+        documents=settings.lengths or f"synthetic, {DOCUMENTS:,} documents that grow with the window",
+        tables=[
+            Table(
+                "seconds of steps in which ranks are equally busy and exchange nothing, over those of level steps",
+                (Column("left out"), *(Column(name, "simulated") for name in names)),
+                [(name, *of_jobs) for name, of_jobs in shares.items()],
+            )
+        ],
+        draw=partial(
+            grouped_bars,
+            title="level steps with one ingredient left out, simulated",
+            groups=[name.replace(" ", "\n") for name in shares],
+            series={name: [of_jobs[names.index(name)] for of_jobs in shares.values()] for name in _PICTURED},
+            label="share of the ideal speed",
+            origin=0.0,
+        ),
+        notes=[
+            f"{settings.steps or _STEPS} steps of {BATCH_TOKENS:,} tokens, H100 preset, all rows of a job in one "
+            "layout without a pipeline; the ideal is that of the layout in which it is fastest",
+            "fillers: short documents in front of shared ones; group sizes by price: more ranks than hold a document, "
+            "for one that would be done too late; levelling: the other short documents go to the rank that is free "
+            "first, not to all in turn; locality: groups on as few nodes as hold them",
+            "own lists: pools in lock step instead, of the size and number of micro-batches that the trainer decides",
+        ],
+    )
+
+
+def _shares(job: RivalJob, settings: Settings) -> dict[str, float | None]:
+    """Of the ideal speed, with each ingredient left out."""
+    steps = settings.steps or _STEPS
+    space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS)
+    lengths = documents_of(job, settings)
+    batches = [*islice(batches_of(lengths, space), steps)]
+    ideal = _ideal(space, batches)
+    ranks, level = _fastest(space, lengths, batches[0])
+    prices = _prices(level)
+    seconds = {name: _seconds(level, prices, batches, using) for name, using in _LEFT_OUT.items()}
+    seconds[_ANY_NODE] = _seconds(level, replace(prices, per_node=prices.ranks), batches)  # as if all lay on one node
+    shares: dict[str, float | None] = {name: ideal / taken for name, taken in seconds.items()}
+    return shares | {
+        name: _pooled(ranks, space, lengths, batches, grouping, ideal) for name, grouping in _POOLS.items()
+    }
+
+
+def _ideal(space: SearchSpace, batches: list[Integers]) -> float:
+    layouts = candidate_ranks(space, batches[0])
+    return sum(min(ideal_seconds(batch, ranks) for ranks in layouts) for batch in batches)
+
+
+def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Job, Job]:
+    """The layout in which level steps are fastest, and the job there."""
+    fitting = []
+    for ranks in candidate_ranks(space, batch, pipelines=False, kept=(True,)):
+        try:
+            job = _decided(ranks.job, space, lengths, "level")
+        except UserError:
+            continue  # more ranks than a group may have
+        if fits(job):
+            fitting.append((ranks.job, job))
+    if not fitting:
+        raise no_layout("elastic without a pipeline", space)
+    return min(fitting, key=lambda pair: _seconds(pair[1], _prices(pair[1]), [batch]))
+
+
+def _prices(level: Job) -> LevelPrices:
+    assert isinstance(level.packing_prices, LevelPrices)
+    return level.packing_prices
+
+
+def _decided(layout: Job, space: SearchSpace, lengths: Integers, grouping: str) -> Job:
+    """What the trainer runs where the dp ranks of ``layout`` are in pools. Raises ``UserError`` where it cannot."""
+    options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches, "grouping": grouping}
+    packing, sharding = preset_sections("elastic", options)
+    return decide(replace(layout, packing=packing, sharding=sharding), lengths)
+
+
+def _seconds(job: Job, prices: StagePrices, batches: list[Integers], using: Ingredients = Ingredients()) -> float:
+    """Of the level steps of ``job`` that train ``batches``, planned by ``prices``."""
+    return sum(float(simulate_step(_plan(job, prices, batch, using), job).seconds[0]) for batch in batches)
+
+
+def _plan(job: Job, prices: StagePrices, batch: Integers, using: Ingredients) -> StepPlan:
+    groups = level_step(batch.tolist(), -(-job.longest_micro_batch // prices.ranks), prices, using)
+    micro_batches = (
+        MicroBatch(
+            tuple(Segment(document, 0, int(batch[document])) for document in group.documents),
+            group.seconds * len(group.ranks),
+            group.ranks,
+        )
+        for group in groups
+    )
+    return StepPlan(0, (tuple(micro_batches),))
+
+
+def _pooled(
+    layout: Job, space: SearchSpace, lengths: Integers, batches: list[Integers], grouping: str, ideal: float
+) -> float | None:
+    """The share of pools, at equal work."""
+    job = _decided(layout, space, lengths, grouping)
+    if not fits(job):
+        return None
+    work = sum(float(space.work_prices.document_seconds(batch).sum()) for batch in batches)
+    return rate(job, lengths, len(batches), space.work_prices).work_rate * ideal / work

@@ -1,0 +1,161 @@
+"""The layouts in which a policy without fixed context-parallel groups may run: tp, pp, checkpointing and token cap.
+
+All powers of two are considered, tp inside a node. How many tokens a rank may hold of a micro-batch follows from the
+memory model, with groups as large as a whole window then needs. Of all that fit, those are tried that would be fastest
+were every rank busy alike and nothing exchanged; a policy's own losses then decide among them. Without a pipeline, FSDP
+may free weights after every micro-batch or keep them to the end of the step: both are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import get_args
+
+import numpy as np
+
+from wlb.errors import UserError
+from wlb.job.job import Job
+from wlb.job.memory.step import limit_of_gpu
+from wlb.settings import MOST_RANKS
+from wlb.simulate.search import SearchSpace, job_on, meshes
+from wlb.workload.base import Checkpointing
+from wlb_studies.policies.filling import power_of_two
+from wlb_studies.policies.plan import Integers, Ranks
+from wlb_studies.policies.pricing import ideal_seconds, peak_memory
+
+KEPT_OR_NOT = (False, True)  # weights
+_TRIED = 6  # layouts of a policy, of each of these; and then other token caps of the fastest
+_LEAST_TOKENS = 1024  # of a rank
+_PROBED = (4096, 2**18)  # tokens of a rank whose memory is predicted
+_FINER = (1.0, 0.5, 0.25)  # of the most tokens that fit: smaller micro-batches, documents on more ranks
+_ROUNDS = (2, 4)  # micro-batches of a rank for each pipeline stage
+
+
+def candidate_ranks(
+    space: SearchSpace,
+    documents: Integers,
+    *,
+    pipelines: bool = True,
+    interleaves: bool = True,
+    kept: Sequence[bool] = KEPT_OR_NOT,
+) -> list[Ranks]:
+    """Layouts to try, each with its largest token cap, the most promising first.
+
+    Raises ``UserError`` where none fits the memory.
+    """
+    of_all = documents.tobytes()
+
+    def ideal(ranks: Ranks) -> float:
+        return _ideal_seconds(of_all, ranks)
+
+    found: list[Ranks] = []
+    for keeps_weights in kept:
+        fitting = (
+            ranks
+            for ranks in _fitting(space, keeps_weights)
+            if (pipelines or ranks.job.layout.pp == 1) and (interleaves or ranks.job.layout.virtual_pp == 1)
+        )
+        found += sorted(_largest(fitting), key=ideal)[:_TRIED]
+    if not found:
+        raise no_layout("the policy", space)
+    return sorted(found, key=ideal)
+
+
+@lru_cache(maxsize=1024)
+def _ideal_seconds(documents: bytes, ranks: Ranks) -> float:
+    return ideal_seconds(np.frombuffer(documents, np.int64), ranks)
+
+
+def no_layout(policy: str, space: SearchSpace) -> UserError:
+    """What to raise where nothing fits the memory."""
+    return UserError(
+        f"{policy} finds no layout of {space.gpus} GPUs, in sizes that are powers of two, that fits their memory with "
+        f"windows of {space.context_window} tokens; give more GPUs or a shorter window"
+    )
+
+
+def other_capacities(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
+    """The same layout with the other token caps that are worth trying, and with other kinds of checkpointing."""
+    same = [other for other in _fitting(space, ranks.keeps_weights) if other.job == ranks.job and other != ranks]
+    return same + [other for other in checkpointed(ranks, space) if other.job != ranks.job]
+
+
+def checkpointed(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
+    """The same layout with every kind of activation checkpointing under which it fits, the token cap the largest."""
+    kind = ranks.job.activation_checkpointing
+    return [
+        other
+        for other in _largest(_fitting(space, ranks.keeps_weights))
+        if replace(other.job, activation_checkpointing=kind) == ranks.job
+    ]
+
+
+def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
+    """Of the choices with the same job the one that holds most."""
+    largest: dict[Job, Ranks] = {}
+    for ranks in choices:
+        known = largest.get(ranks.job)
+        largest[ranks.job] = ranks if known is None or ranks.capacity > known.capacity else known
+    return [*largest.values()]
+
+
+def layout_text(ranks: Ranks) -> str:
+    job = ranks.job
+    interleaved = f" x {job.layout.virtual_pp} stages" if job.layout.virtual_pp > 1 else ""
+    kept = ", weights kept" if ranks.keeps_weights else ""
+    return (
+        f"tp {job.layout.tp} pp {job.layout.pp}{interleaved}, {ranks.count} ranks of {ranks.capacity:,} tokens, "
+        f"{job.activation_checkpointing}{kept}"
+    )
+
+
+@lru_cache(maxsize=8)
+def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
+    layouts = (layout for layout in meshes(space, largest_cp=1) if layout.pp == 1 or not keeps_weights)
+    jobs = (job_on(space, "fixed-4d", layout, layout.pp) for layout in layouts)
+    return tuple(
+        ranks for job in jobs if job is not None for ranks in _capacities(job, space, keeps_weights=keeps_weights)
+    )
+
+
+def _capacities(job: Job, space: SearchSpace, *, keeps_weights: bool) -> Iterator[Ranks]:
+    """Token caps worth trying, each with the cheapest activation checkpointing under which it fits.
+
+    Unlike a job's L_max (``wlb.job.memory.fit``), a cap is of one rank, whatever group it is in.
+    """
+    even = space.micro_batches * space.context_window // job.layout.dp
+    least = -(-space.context_window // job.layout.dp)
+    known: set[int] = set()
+    for kind in get_args(Checkpointing):  # cheapest first
+        most = _most_tokens(replace(job, activation_checkpointing=kind), space, keeps_weights)
+        wanted = (
+            [int(most * part) for part in _FINER]
+            if job.layout.pp == 1
+            else [even // (r * job.layout.pp) for r in _ROUNDS]
+        )
+        for tokens in (most, *wanted):
+            capacity = min(tokens, most, max(even, least))
+            if capacity >= least and capacity >= _LEAST_TOKENS and capacity not in known:
+                known.add(capacity)
+                yield Ranks(replace(job, activation_checkpointing=kind), capacity, keeps_weights)
+
+
+def _most_tokens(job: Job, space: SearchSpace, keeps_weights: bool) -> int:
+    """The most tokens of a rank that fit, 0 if fewer than are worth trying do.
+
+    Memory grows almost evenly with tokens, so the search starts on the line through two token counts.
+    """
+    limit = limit_of_gpu(space.hardware.memory_bytes).number_of_bytes
+
+    def peak(tokens: int) -> float:
+        group = 2 * power_of_two(-(-space.context_window // tokens))  # some policies double the ranks of a document
+        return peak_memory(Ranks(job, tokens, keeps_weights), tokens, min(group, MOST_RANKS))
+
+    low, high = map(peak, _PROBED)
+    most = _PROBED[0] + (limit - low) * (_PROBED[1] - _PROBED[0]) / (high - low)
+    tokens = max(0, min(int(most), _PROBED[1])) // _LEAST_TOKENS * _LEAST_TOKENS
+    while tokens and peak(tokens) > limit:
+        tokens -= _LEAST_TOKENS
+    return tokens

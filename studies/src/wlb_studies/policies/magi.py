@@ -1,0 +1,50 @@
+"""MagiAttention: equal chunks of a packed micro-batch, dealt by their attention to the ranks of a group.
+
+Source: SandAI-org/MagiAttention, ``magi_attention/meta/solver/dispatch_solver.py`` (``MinHeapDispatchAlg``, the
+default) and ``_make_dispatch_meta.py``. A micro-batch is cut into equal chunks, wherever documents end. The chunk with
+the most attention goes to the rank with the least so far, of those that have fewer than ceil(chunks / ranks) chunks.
+Tokens lie where they are attended, so only the keys and values that a rank attends and does not hold are sent.
+
+Assumed: fixed groups, as large as a window needs; micro-batches even in attention, in its favour; keys and values in
+four parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from wlb_studies.policies.filling import Integers, power_of_two
+from wlb_studies.policies.plan import MovedPlan, Ranks, even_pools, joined, laid_in_a_row
+
+CHUNKS = 8  # of a rank; the published least, from which the size of chunks follows
+
+
+def dispatched(lengths: Integers, ranks: Ranks) -> MovedPlan:
+    """Fixed groups, as large as a window needs; micro-batches even in attention, which is not published."""
+    size = power_of_two(ranks.needed(ranks.window))
+    pools, filled = even_pools(lengths, ranks, size)
+    tables = []
+    for first_lane, documents in filled:
+        chunks = laid_in_a_row(sorted(documents), lengths, CHUNKS * size, first_lane=0)
+        owner = dealt(np.bincount(chunks.lane, chunks.pairs, CHUNKS * size).tolist(), size)
+        tables.append(chunks._replace(lane=first_lane + owner[chunks.lane]))
+    work = joined(tables)
+    return MovedPlan(lengths, pools, work, work, hidden_by="attention", reshuffled=True)
+
+
+def dealt(areas: Sequence[float], ranks: int) -> Integers:
+    """The rank of every chunk, given its attention; of equal chunks the last goes first."""
+    most = -(-len(areas) // ranks)
+    loads, chunks = [(0.0, rank) for rank in range(ranks)], [0] * ranks
+    heapify(loads)
+    owner = np.zeros(len(areas), np.int64)
+    for chunk in np.argsort(areas, kind="stable")[::-1].tolist():
+        load, rank = heappop(loads)
+        owner[chunk] = rank
+        chunks[rank] += 1
+        if chunks[rank] < most:  # a full rank leaves the heap
+            heappush(loads, (load + areas[chunk], rank))
+    return owner

@@ -1,0 +1,64 @@
+"""The presets that this project runs: plain-4D, per-document-4D, fixed-4D, WLB-LLM, best and elastic.
+
+Their layouts, steps and speeds are those of ``wlb check``: the same search, and the same simulation of each draw.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import numpy as np
+
+from wlb.job.job import Job
+from wlb.job.memory.fit import predicted_memory
+from wlb.job.planner import StepPlanner
+from wlb.simulate.rate import simulate_steps
+from wlb.simulate.search import SearchSpace, fastest_layout, layout_of
+from wlb.simulate.verdict import mean_delay, simulate_draws, usual_steps
+from wlb_studies.policies.plan import Integers
+from wlb_studies.policies.policy import Outcome, Policy
+from wlb_studies.policies.pricing import received_bytes
+
+_MEASURED = 4  # steps whose planning is timed, and whose exchange is counted
+
+
+class PresetPolicy(Policy):
+    """The preset of the policy's name."""
+
+    def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
+        steps = steps or usual_steps(space.micro_batches)
+        found = fastest_layout(space, lengths, name)
+        results = simulate_draws(found.job, lengths, steps, space.work_prices)
+        job, tokens = results[0].job, np.concatenate([result.step_tokens for result in results])
+        exchanged, planning = _measured(job, lengths, min(steps, _MEASURED))
+        return Outcome(
+            policy=name,
+            layout=f"{layout_of(job)}, {job.activation_checkpointing}{_pools_of(job)}",
+            steps=steps,
+            work_rates=[result.work_rate for result in results],
+            tokens=int(tokens.sum()),
+            seconds=sum(result.seconds for result in results),
+            token_delay=mean_delay(results),
+            tokens_cv=float(np.std(tokens) / np.mean(tokens)),
+            exchanged_bytes=exchanged,
+            memory_bytes=predicted_memory(job).total,
+            planning_seconds=planning,
+            tried=found.layouts,
+        )
+
+
+def _pools_of(job: Job) -> str:
+    if job.pools is None:
+        return ""
+    return ", level steps" if job.levels_steps else f", {job.micro_batches_per_rank} {job.pools.grouping} micro-batches"
+
+
+def _measured(job: Job, lengths: Integers, steps: int) -> tuple[float, float]:
+    """Bytes that the mean GPU receives in a step, and the CPU seconds that planning a step takes here."""
+    warm_up = usual_steps(job.global_batch)
+    began = time.process_time()
+    plans = [*islice(StepPlanner(job, lengths).plans(warm_up), steps)]
+    planning = (time.process_time() - began) / (warm_up + steps)
+    received = received_bytes(simulate_steps(plans, job).shards, job)
+    return received / steps / (job.layout.dp * job.layout.cp * job.layout.pp), planning

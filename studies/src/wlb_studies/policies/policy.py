@@ -1,0 +1,253 @@
+"""A policy to compare, and its best layout: the fastest, on the first step of each draw, of those that it may run in.
+
+``RankPolicy`` plans a step from whole documents and the ranks of a stage; a policy that switches strategies, or has
+several at once, makes its own ``LayoutTrial``s. What all of them train are the documents that begin in a step's global
+batch, whole: none waits, none is cut. Draws of the documents, and steps of each, are those of ``wlb check``.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from operator import attrgetter
+from statistics import median_low
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from wlb.documents.order import global_batches
+from wlb.errors import UserError
+from wlb.job.config import DataConfig
+from wlb.job.memory.step import limit_of_gpu
+from wlb.simulate.search import DRAWS, SearchSpace
+from wlb.simulate.verdict import usual_steps
+from wlb.workload import Costs
+from wlb_studies.policies.layouts import KEPT_OR_NOT, candidate_ranks, layout_text, no_layout, other_capacities
+from wlb_studies.policies.plan import Integers, Plan, Ranks
+from wlb_studies.policies.pricing import StepPrice, price
+
+_NEAR = 0.03  # of the fastest in the first draw: what the others may change
+_seconds = attrgetter("seconds")
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A step's price, lengths of the documents that it trains, and the CPU seconds that planning it took here."""
+
+    price: StepPrice
+    trained: Integers
+    planning_seconds: float
+
+
+class LayoutTrial(Protocol):
+    """A policy in one layout."""
+
+    @property
+    def layout(self) -> str: ...
+
+    def step(self, lengths: Integers) -> PricedStep: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What some steps of a policy come to, in its best layout. Seconds are simulated but for planning's, measured here.
+
+    ``steps`` are those of each draw. ``work_rates`` has the seconds of work done in a second in each draw; ``tokens``
+    and ``seconds`` are those of all draws together. ``exchanged_bytes`` are those of context parallelism, and of
+    weights and gradients that change places, which the mean GPU receives in a step. ``tried`` counts the layouts that
+    fit.
+    """
+
+    policy: str
+    layout: str
+    steps: int
+    work_rates: Sequence[float]
+    tokens: int
+    seconds: float
+    token_delay: float
+    tokens_cv: float
+    exchanged_bytes: float
+    memory_bytes: float
+    planning_seconds: float
+    tried: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def speed(self, base: Outcome) -> float:
+        """At equal work, over ``base``: the median of the draws, as in ``wlb.simulate.verdict``."""
+        return median_low(self._speeds(base))
+
+    def spread(self, base: Outcome) -> tuple[float, float]:
+        """The least and the largest speed of a draw."""
+        speeds = self._speeds(base)
+        return min(speeds), max(speeds)
+
+    def _speeds(self, base: Outcome) -> list[float]:
+        return [mine / its for mine, its in zip(self.work_rates, base.work_rates, strict=True)]
+
+    def to_json(self, base: Outcome) -> dict[str, Any]:
+        return vars(self) | {
+            "tokens_per_second": self.tokens_per_second,
+            "speed_at_equal_work": self.speed(base),
+            "spread": self.spread(base),
+        }
+
+
+class Policy(ABC):
+    """What the table compares."""
+
+    @abstractmethod
+    def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
+        """``steps`` steps of each draw, by default ``usual_steps``, in its best layout.
+
+        Raises ``UserError`` where none fits the memory.
+        """
+
+
+@dataclass(frozen=True)
+class RankTrial:
+    """``plan`` on ``ranks``; ``limit`` says what bounds its solver."""
+
+    ranks: Ranks
+    plan: Callable[[Integers, Ranks], Plan]
+    limit: str = ""
+
+    @property
+    def layout(self) -> str:
+        return layout_text(self.ranks) + self.limit
+
+    def step(self, lengths: Integers) -> PricedStep:
+        began = time.process_time()
+        plan = self.plan(lengths, self.ranks)
+        planning = time.process_time() - began
+        return PricedStep(price(plan, self.ranks), plan.trained, planning)
+
+
+@dataclass(frozen=True)
+class RankPolicy(Policy):
+    """``plan`` turns whole documents into a plan for the ranks of a stage.
+
+    ``pipelines`` says that it runs with several stages, ``interleaves`` with several on a rank, ``kept`` whether its
+    weights are, as in ``Ranks``: both are tried. Of one that is tried in one layout only, as planning takes long, other
+    token caps are not tried. ``solver_nodes`` bound each of its integer programs.
+    """
+
+    plan: Callable[[Integers, Ranks], Plan]
+    pipelines: bool = True
+    interleaves: bool = True
+    kept: tuple[bool, ...] = KEPT_OR_NOT
+    layouts: int | None = None
+    solver_nodes: int | None = None
+
+    def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
+        draws = batches_of_draws(lengths, space, steps)
+        choices = candidate_ranks(
+            space, draws[0][0], pipelines=self.pipelines, interleaves=self.interleaves, kept=self.kept
+        )
+        limit = "" if self.solver_nodes is None else solver_limit(self.solver_nodes)
+        trials = (RankTrial(ranks, self.plan, limit) for ranks in choices)
+        like_it = None if self.layouts == 1 else partial(_with_other_capacities, space=space)
+        return best_of(name, trials, draws, space, like_it, self.layouts)
+
+
+def solver_limit(nodes: int) -> str:
+    """What a layout says of a policy whose integer programs end after so many nodes of branch and bound."""
+    return f"; integer programs of at most {nodes} nodes"
+
+
+def _with_other_capacities(trial: RankTrial, space: SearchSpace) -> list[RankTrial]:
+    return [replace(trial, ranks=ranks) for ranks in other_capacities(trial.ranks, space)]
+
+
+class _Begun(NamedTuple):
+    """First steps of a trial that fits the memory."""
+
+    trial: LayoutTrial
+    steps: list[PricedStep]
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.price.seconds for step in self.steps)
+
+
+def best_of(
+    name: str,
+    trials: Iterable[LayoutTrial],
+    draws: Sequence[Sequence[Integers]],
+    space: SearchSpace,
+    like_it: Callable[[Any], Iterable[LayoutTrial]] | None = None,
+    most: int | None = None,
+) -> Outcome:
+    """All steps of the fastest of ``trials``, of which ``most`` are priced, by default all, and of those ``like_it``.
+
+    The first step of the first draw says which are near, those of all draws which of them is the fastest. Raises
+    ``UserError`` where none fits the memory.
+    """
+    attempted = partial(_attempted, limit=limit_of_gpu(space.hardware.memory_bytes).number_of_bytes)
+    first, *others = (batches[0] for batches in draws)
+    found = sorted(islice(attempted(trials, [first]), most), key=_seconds)
+    if found and like_it is not None:
+        found = sorted([*found, *attempted(like_it(found[0].trial), [first])], key=_seconds)
+    near = [one for one in found if one.seconds <= (1 + _NEAR) * found[0].seconds]
+    in_all_draws = [more for one in near for more in attempted([one.trial], others, begun=one.steps)]
+    if not in_all_draws:
+        raise no_layout(name, space)
+    trial, begun = min(in_all_draws, key=_seconds)
+    of_draws = [
+        [first, *(trial.step(batch) for batch in batches[1:])] for first, batches in zip(begun, draws, strict=True)
+    ]
+    steps = [step for of_draw in of_draws for step in of_draw]
+    tokens = [int(step.trained.sum()) for step in steps]
+    return Outcome(
+        policy=name,
+        layout=trial.layout,
+        steps=len(of_draws[0]),
+        work_rates=[_work_rate(of_draw, space.work_prices) for of_draw in of_draws],
+        tokens=sum(tokens),
+        seconds=sum(step.price.seconds for step in steps),
+        token_delay=0.0,
+        tokens_cv=float(np.std(tokens) / np.mean(tokens)),
+        exchanged_bytes=float(np.mean([step.price.exchanged_bytes for step in steps])),
+        memory_bytes=max(step.price.memory_bytes for step in steps),
+        planning_seconds=float(np.mean([step.planning_seconds for step in steps])),
+        tried=len(found),
+    )
+
+
+def _attempted(
+    trials: Iterable[LayoutTrial], batches: Sequence[Integers], limit: float, begun: Sequence[PricedStep] = ()
+) -> Iterator[_Begun]:
+    """The steps in every trial in which the policy finds plans that fit; after those ``begun``."""
+    for trial in trials:
+        with suppress(UserError):  # for instance a group that would need more ranks than there are
+            steps = [*begun, *(trial.step(batch) for batch in batches)]
+            if max(step.price.memory_bytes for step in steps) <= limit:
+                yield _Begun(trial, steps)
+
+
+def _work_rate(steps: Sequence[PricedStep], prices: Costs) -> float:
+    work = sum(float(prices.document_seconds(step.trained).sum()) for step in steps)
+    return work / sum(step.price.seconds for step in steps)
+
+
+def batches_of_draws(lengths: Integers, space: SearchSpace, steps: int | None = None) -> list[list[Integers]]:
+    """Lengths of the documents of each step of each draw: the steps that ``wlb.simulate.verdict`` counts."""
+    usual = usual_steps(space.micro_batches)
+    return [[*islice(batches_of(lengths, space, draw), usual, usual + (steps or usual))] for draw in range(DRAWS)]
+
+
+def batches_of(lengths: Integers, space: SearchSpace, draw: int = 0) -> Iterator[Integers]:
+    """Lengths of the documents of step after step, as ``elastic`` packing has them.
+
+    A step has those that begin in its global batch of the stream: in the trainer's order, epoch after epoch; longer
+    ones than the window are cut as the trainer cuts them.
+    """
+    config = DataConfig(store="documents", context_window=space.context_window, seed=draw)
+    return global_batches(lengths, config, space.batch_tokens)

@@ -1,0 +1,327 @@
+"""Steps measured batch by batch, of which the length of every document is published, under three systems.
+
+DistCA's artifact (hao-ai-lab/DistCA, branch ``ae-ckpt``) has steps of a Llama of 8B parameters, cut to a few layers, on
+H200: plain data parallelism, WLB-LLM without delay with per-document context parallelism, and DistCA. Each run is
+simulated as the benchmark (``tests/test_e2e_combined.py`` of that repository) ran it, one micro-batch on each rank: the
+weights stay whole on every rank, nothing is recomputed, and the host waits for nothing within a step.
+
+What it does not record is how a batch became micro-batches: that changed from commit to commit. Of a few settings that
+the commits show, the one is taken under which measured over predicted seconds vary least from batch to batch of the
+run. That recovers a setting and fits no seconds: a prediction that is 20% off in every batch varies as little as an
+exact one. (A fifth of the batches is left out of that, those furthest from the median: the batch after the first, for
+which the benchmark does not warm up, is often 10 to 40% slow, and such a batch decides a correlation.)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations, pairwise
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.job.job import Job
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.simulate import simulated_job
+from wlb.simulate.rate import simulate_steps
+from wlb.workload import ModelShape, hardware_preset
+from wlb.workload.costs import Software
+from wlb_studies.policies import distca
+from wlb_studies.policies.plan import Ranks
+from wlb_studies.policies.pricing import price
+from wlb_studies.policies.wlb_llm import breakpoint_tokens, evened
+from wlb_studies.published.metrics import positive, size, stated, whole
+from wlb_studies.published.models import published_shape
+from wlb_studies.published.prediction import ODD, Prediction, why
+
+Lists = list[list[int]]  # a batch: lengths of documents, in lists of as many tokens each
+Seconds = NDArray[np.float64]
+
+TABLES = {
+    "baseline": "measured batches: plain",
+    "wlbllm": "measured batches: WLB-LLM",
+    "d2": "measured batches: DistCA",
+}
+WARM_UP = 1.6  # times the median of a run: slower batches count as warming up, though some only have long documents
+_COUNTED = 0.8  # of the batches of a run, by which its setting is recovered
+_RECOVERED = 0.03  # spread of measured over predicted seconds, at most, where a setting counts as found
+
+_REPO = "hao-ai-lab/DistCA"
+_SLOW = f"over {WARM_UP} times the median of its run, as when a system still warms up"
+# Commit 53a9c5a of hao-ai-lab/DistCA (16 August 2025) fuses rotary embedding, SwiGLU and dropout of all systems.
+_FUSED_SINCE = "20250816"
+_H200 = hardware_preset("h200")
+_STACK = Software(weights="kept", gathers_context=True)
+# Until commit 9426950 (25 August 2025) DistCA's planner levelled attention until ranks differed by less than the square
+# of 8,192 tokens; since then it does within a tolerance, by default this project's.
+_LEVEL = 0.01
+# Until commit d09a369 (21 August 2025) WLB-LLM put gathered keys and values in order in Python, in both directions: a
+# slice of K and one of V for each of 2 cp shards of every document, while the device waited. Estimated from the four
+# runs that did (cp 2, 4 and 8), the same for all: the host's time for a slice in PyTorch.
+_SLICE_SECONDS = 3e-6
+_IN_PYTHON = f", keys and values put in order in Python ({_SLICE_SECONDS * 1e6:g} us a slice, estimated from four runs)"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run: ``dp`` x ``cp`` ranks of ``tp`` GPUs. It is ``early`` if the benchmark did not have ``cp_size`` yet."""
+
+    mode: str
+    shape: ModelShape
+    eager: bool
+    tp: int
+    dp: int
+    cp: int
+    early: bool
+    batches: tuple[Lists, ...]
+
+    def job(self) -> Job:
+        """Whose context window is a rank's (or a context-parallel group's) share of a batch."""
+        return simulated_job(
+            self.shape,
+            -(-max(sum(map(sum, lists)) for lists in self.batches) // self.dp),
+            "plain-4d",
+            sharding="per_document",
+            hardware=_H200,
+            micro_batches=1,
+            tp=self.tp,
+            cp=self.cp,
+            dp=self.dp,
+            software=replace(_STACK, fused=not self.eager),
+        )
+
+
+class _MeasuredBatch(NamedTuple):
+    """A measured batch, or the ``reason`` why it is none."""
+
+    lists: Lists
+    seconds: float
+    reason: str | None = None
+
+
+def measured_batch_rows(document: dict[str, Any]) -> list[Prediction]:
+    """A row for every batch of every run, in order; a run without batches has one.
+
+    ``run`` is the run's path. ``row`` names the batch and has a check sum of its documents' lengths. Batches in which
+    the system may still have warmed up are left out of statistics, and so are those that another run published too. A
+    batch that is odd has a reason in place of a prediction, as have all of a run that is, or whose setting is not
+    recovered.
+    """
+    rows: list[Prediction] = []
+    first: dict[tuple[Any, ...], str] = {}
+    for index, run in enumerate(document.get("runs", [])):
+        try:
+            of_run = _rows(run)
+        except ODD as error:
+            path = run.get("path") if isinstance(run, dict) else None
+            of_run = [Prediction("measured batches", str(path or f"runs[{index}]"), "", _REPO, reason=why(error))]
+        for row in of_run:
+            same = first.setdefault((row.table, row.row, row.measured_seconds, row.predicted_seconds), row.run)
+            twice = same != row.run and row.predicted_seconds is not None
+            rows.append(replace(row, left_out=f"the same measurement as in {same}") if twice else row)
+    return rows
+
+
+def _rows(run: dict[str, Any]) -> list[Prediction]:
+    mode, source = str((run.get("config") or {}).get("mode")), f"{_REPO} {run.get('commit') or ''}".strip()
+    one = Prediction(TABLES.get(mode, f"measured batches: {mode}"), str(run.get("path")), "", source)
+    read = [_read(batch) for batch in run.get("batches") or []]
+    if not read:
+        raise UserError("it has no batches")
+    usable = [batch for batch in read if batch.reason is None]
+    longest = WARM_UP * float(np.median([batch.seconds for batch in usable] or [0.0]))
+    predicted: Iterator[float] = iter(())
+    try:
+        seconds, assumed = _predicted(run, usable, longest)
+        one, predicted = replace(one, assumed=assumed), iter(seconds.tolist())
+    except ODD as error:
+        one = replace(one, reason=why(error))
+    rows = []
+    for index, batch in enumerate(read):
+        if batch.reason is not None:
+            rows.append(replace(one, row=f"batch {index}", reason=batch.reason))
+            continue
+        name, second = f"batch {index}, documents {_check_sum(batch.lists):08x}", next(predicted, None)
+        left_out = _SLOW if second is not None and batch.seconds > longest else None
+        rows.append(replace(one, row=name, measured_seconds=batch.seconds, predicted_seconds=second, left_out=left_out))
+    return rows
+
+
+def _read(batch: Any) -> _MeasuredBatch:
+    try:
+        lists = [[whole(length) or 0 for length in of_list] for of_list in batch["documents"]]
+        if not any(lists) or 0 in _joined(lists):
+            raise UserError("its documents are no lists of positive lengths")
+        return _MeasuredBatch(lists, positive(batch, "ms") / 1e3)
+    except ODD as error:
+        return _MeasuredBatch([], 0.0, why(error))
+
+
+def _predicted(run: dict[str, Any], batches: Sequence[_MeasuredBatch], longest: float) -> tuple[Seconds, str]:
+    """Seconds of every batch, and what is assumed; raises ``UserError`` where the setting is not recovered."""
+    described = _described(run, tuple(batch.lists for batch in batches))
+    candidates = _CANDIDATES[described.mode](described)
+    measured = np.array([batch.seconds for batch in batches])
+    typical = measured <= longest
+    spreads = {name: _spread(measured[typical] / seconds[typical]) for name, seconds in candidates.items()}
+    setting = min(spreads, key=spreads.__getitem__)
+    if described.mode == "wlbllm" and spreads[setting] > _RECOVERED:
+        raise UserError(
+            f"packer not recovered, by how well measured seconds follow predicted ones: under each of {len(spreads)} "
+            f"settings their ratio varies by {spreads[setting]:.1%} or more from batch to batch, over {_RECOVERED:.0%}"
+        )
+    chosen = f" (of {len(spreads)} settings the one under which measured over predicted seconds vary least)"
+    return candidates[setting], (
+        f"{setting}{chosen if len(spreads) > 1 else ''}; H200, FlashAttention-2, "
+        f"{'eager' if described.eager else 'fused'} kernels, no recomputation, weights kept whole on every rank"
+    )
+
+
+def _described(run: dict[str, Any], batches: tuple[Lists, ...]) -> _Run:
+    """``run`` as the benchmark ran it.
+
+    Until commit 52a1e36 (21 August 2025), which brought ``cp_size``, WLB-LLM made one context-parallel group of all
+    ranks. Those of DistCA are ``dp_size``, whatever ``cp_size`` says.
+    """
+    config = run["config"]
+    mode, shape = stated(config, "mode"), published_shape(stated(config, "model_path"))
+    if mode not in TABLES:
+        raise UserError(f"mode {mode!r} is not simulated")
+    dp, cp, early = size(config, "dp_size"), 1, "cp_size" not in config
+    if mode == "wlbllm":
+        dp, cp = (1, dp) if early else (dp, size(config, "cp_size"))
+    date = re.search(r"20\d{6}", stated(run, "path"))
+    return _Run(
+        mode=mode,
+        shape=replace(shape, layers=size(config, "num_layers")),
+        eager=date is not None and date.group() < _FUSED_SINCE,
+        tp=size(config, "tp_size"),
+        dp=dp,
+        cp=cp,
+        early=early,
+        batches=batches,
+    )
+
+
+def _plain(run: _Run) -> dict[str, Seconds]:
+    """Lists are dealt to ranks adjacently, or in turn."""
+
+    def adjacent(lists: Lists) -> Lists:
+        bounds = [len(lists) * rank // run.dp for rank in range(run.dp + 1)]
+        return [_joined(lists[start:stop]) for start, stop in pairwise(bounds)]
+
+    def in_turn(lists: Lists) -> Lists:
+        return [_joined(lists[rank :: run.dp]) for rank in range(run.dp)]
+
+    return {"adjacent lists on a rank": _dealt(run, adjacent), "lists dealt in turn": _dealt(run, in_turn)}
+
+
+def _wlb_llm(run: _Run) -> dict[str, Seconds]:
+    """The repository's packer, ``distca/planner/wlb_planner.py``, whose L_max was far over the mean for a while."""
+    if run.dp == 1:
+        name, seconds = "one context-parallel group", _dealt(run, lambda lists: [_joined(lists)])
+        if not run.early:
+            return {name: seconds}
+        slices = 2 * run.cp * 2 * 2 * run.shape.layers * np.array([len(_joined(lists)) for lists in run.batches])
+        return {name: seconds, f"{name}{_IN_PYTHON}": seconds + _SLICE_SECONDS * slices}
+
+    def packed(lists: Lists, length_factor: float) -> Lists:
+        lengths = np.array(_joined(lists), np.int64)
+        members = evened(lengths, run.dp, breakpoint_tokens(run.shape), length_factor)
+        return [lengths[documents].tolist() for documents in members]
+
+    factors = {"L_max is the mean": 1.0, "no L_max": np.inf}
+    return {name: _dealt(run, partial(packed, length_factor=factor)) for name, factor in factors.items()}
+
+
+def _distca(run: _Run) -> dict[str, Seconds]:
+    """The first half of the lists and the second are the two half-batches, each served by itself."""
+    job = run.job()
+    ranks = Ranks(job, job.context_window, keeps_weights=True)
+
+    def seconds(lists: Lists, tolerance: float) -> float:
+        lengths = np.array(_joined(lists), np.int64)
+        first = len(_joined(lists[: len(lists) // 2]))
+        halves = [half for half in (range(first), range(first, len(lengths))) if half]
+        return price(distca.serve(halves, lengths, ranks, idle_stages_serve=False, tolerance=tolerance), ranks).seconds
+
+    tolerances = {"attention level": _LEVEL} | ({} if run.early else {"attention within 10%": distca.TOLERANCE})
+    return {
+        name: np.array([seconds(lists, tolerance) for lists in run.batches]) for name, tolerance in tolerances.items()
+    }
+
+
+_CANDIDATES = {"baseline": _plain, "wlbllm": _wlb_llm, "d2": _distca}
+
+
+def _dealt(run: _Run, deal: Callable[[Lists], Lists]) -> Seconds:
+    """Seconds of the batches with a micro-batch of documents on each data-parallel rank."""
+    plans = [
+        StepPlan(step, tuple((_micro_batch(lengths),) for lengths in deal(lists)))
+        for step, lists in enumerate(run.batches)
+    ]
+    return simulate_steps(plans, run.job()).seconds
+
+
+def _micro_batch(lengths: Sequence[int]) -> MicroBatch:
+    return MicroBatch(tuple(Segment(index, 0, length) for index, length in enumerate(lengths)), 0.0)
+
+
+def _joined(lists: Sequence[Sequence[int]]) -> list[int]:
+    return [length for of_list in lists for length in of_list]
+
+
+def _spread(ratios: Seconds) -> float:
+    """The mean distance from the median, over the median, of the ``_COUNTED`` part that is nearest to it."""
+    distances = np.sort(np.abs(ratios / np.median(ratios) - 1))
+    return float(distances[: math.ceil(_COUNTED * len(distances))].mean())
+
+
+def _check_sum(lists: Lists) -> int:
+    """Of the lengths, in whatever order or lists they are."""
+    return crc32(np.sort(np.array(_joined(lists), np.int64)).tobytes())
+
+
+class SystemRatio(NamedTuple):
+    """Seconds of ``run``, of a ``system``, over those of ``base``, of another, on the ``batches`` that both ran."""
+
+    run: str
+    system: str
+    base: str
+    base_system: str
+    batches: int
+    measured: float
+    predicted: float
+
+
+def system_ratios(predictions: Sequence[Prediction]) -> list[SystemRatio]:
+    """How systems compare, where several in one folder ran batches of the same documents: every two runs, plain first.
+
+    Batches count that are predicted for both runs and left out for neither.
+    """
+    runs: dict[tuple[str, str], dict[str, Prediction]] = {}
+    for table in TABLES.values():
+        for one in predictions:
+            if one.table == table and one.predicted_seconds is not None and not one.left_out:
+                runs.setdefault((table, one.run), {})[one.row] = one
+    ratios = []
+    for ((base_table, base), base_rows), ((table, run), rows) in combinations(runs.items(), 2):
+        common = [row for row in rows if row in base_rows]
+        if table == base_table or PurePosixPath(run).parent != PurePosixPath(base).parent or not common:
+            continue
+        measured, predicted = (
+            sum(getattr(rows[row], field) for row in common) / sum(getattr(base_rows[row], field) for row in common)
+            for field in ("measured_seconds", "predicted_seconds")
+        )
+        system, base_system = (name.rpartition(": ")[2] for name in (table, base_table))
+        ratios.append(SystemRatio(run, system, base, base_system, len(common), measured, predicted))
+    return ratios

@@ -1,0 +1,109 @@
+"""What tables publish, as seconds of a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from wlb.errors import UserError
+from wlb_studies.published.models import model_flops_per_token, published_shape
+
+# Tables that print model TFLOP/s say in which code they count operations; both count six for each weight that a token
+# meets (the output head among them, the embedding not) and no recomputation. NVIDIA/NeMo counts attention over all
+# pairs (nemo/utils/flops_formulas.py: 12 s / h), Megatron over the causal half (``num_floating_point_operations`` of
+# NVIDIA/Megatron-LM). The rows that also print tokens per second agree with this to 2.3%, most to 1%; those of
+# DeepSeek-V3 to 4.1%, as some count its layer that predicts one more token. For GPT-OSS, whose attention is windowed,
+# releases count 5% to 21% less, each in its own way. Rows of LoRA, which count two thirds, are not simulated.
+_COUNTS_CAUSAL_HALF = {
+    "NVIDIA/NeMo": False,
+    "NVIDIA/NeMo-Framework-Launcher": False,
+    "yanring/Megatron-MoE-ModelZoo": True,
+    "NVIDIA-NeMo/Megatron-Bridge": True,
+}
+
+
+Row = dict[str, Any]
+
+
+def stated(row: Row, name: str) -> str:
+    """What ``row`` says; raises ``UserError`` where it says nothing."""
+    if row.get(name) in (None, ""):
+        raise UserError(f"its {name} is not published")
+    return str(row[name])
+
+
+def size(row: Row, name: str) -> int:
+    """A size that ``row`` says; raises ``UserError`` where it says none."""
+    text, found = stated(row, name), whole(row[name])
+    if found is None:
+        raise UserError(f"its {name} is no size: {text}")
+    return found
+
+
+def whole(value: Any) -> int | None:
+    """``value`` as a positive integer, which 8.0 is and True is not; None for another."""
+    return int(value) if is_positive(value) and value % 1 == 0 else None
+
+
+def is_positive(value: Any) -> bool:
+    """Whether ``value`` is a finite number over 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def positive(row: Row, name: str) -> float:
+    """A number that ``row`` says; raises ``UserError`` where it says none, or one that is not positive."""
+    text = stated(row, name)
+    if not is_positive(row[name]):
+        raise UserError(f"its {name} is no positive number: {text}")
+    return float(row[name])
+
+
+def micro_batches(row: Row) -> list[list[int]] | None:
+    """The documents of every micro-batch of a step, by length in tokens, where ``row`` gives its ``lengths``.
+
+    They are a list of micro-batches, each a list of lengths; a plain list of lengths is one micro-batch.
+    """
+    lengths = row.get("lengths")
+    if lengths is None:
+        return None
+    listed = lengths if lengths and all(isinstance(one, list) for one in lengths) else [lengths]
+    if not all(one and all(whole(length) for length in one) for one in listed):
+        raise UserError(f"its lengths are no lists of positive tokens, such as [[4096, 512], [8192]]: {lengths}"[:200])
+    return [[int(length) for length in one] for one in listed]
+
+
+def step_tokens(row: Row) -> int:
+    """Tokens of a step. Without a global batch each data-parallel rank runs its micro-batch once (torchtitan)."""
+    lengths = micro_batches(row)
+    if lengths is not None:
+        return sum(map(sum, lengths))
+    if row.get("global_batch") is not None:
+        return size(row, "global_batch") * size(row, "seq_len")
+    dp = size(row, "gpus") // (size(row, "tp") * size(row, "pp") * size(row, "cp"))
+    return size(row, "micro_batch") * dp * size(row, "seq_len")
+
+
+def seconds_of_step(row: Row) -> float:
+    """The ``value`` of a row in seconds of a step, by its ``metric``.
+
+    Tokens/s and model TFLOP/s are those of one GPU, ms and seconds those of a step. For model TFLOP/s, operations are
+    counted as the row's repository counts them. Raises ``UserError`` for a metric of another kind, a value that is not
+    positive, and where it is not known how operations of the model are counted.
+    """
+    metric, value = stated(row, "metric"), positive(row, "value")
+    if metric.startswith("ms/step"):
+        return value / 1e3
+    if metric.startswith("seconds/step"):
+        return value
+    if metric == "tokens/s/GPU":
+        return step_tokens(row) / size(row, "gpus") / value
+    if metric == "model TFLOP/s/GPU":
+        if row["repo"] not in _COUNTS_CAUSAL_HALF:
+            raise UserError(f"how {row['repo']} counts operations is not known here")
+        causal = _COUNTS_CAUSAL_HALF[row["repo"]]
+        shape = published_shape(row["model"])
+        if shape.sliding_window is not None:
+            raise UserError("tables differ in how they count operations of windowed attention")
+        of_token = model_flops_per_token(shape, size(row, "seq_len"), causal=causal)
+        return step_tokens(row) / size(row, "gpus") * of_token / (value * 1e12)
+    raise UserError(f"{metric} is no metric of a step")

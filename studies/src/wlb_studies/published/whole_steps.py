@@ -1,0 +1,371 @@
+"""Whole training steps of published tables, simulated.
+
+A row becomes a ``Job`` and the micro-batches of a step. What the row says about layout, precision and
+recomputation is taken from it. Its ``stack`` says how its software trains, in the fields of ``Stack``; a row of a
+repository in ``_STACKS`` may leave it out. ``lengths`` are the documents of every micro-batch; without them all have
+the table's sequence length, so one micro-batch is priced and stands for all.
+
+A row that does not say what decides its time has a reason in place of a prediction. Where recomputation is not stated,
+none is assumed for stacks that keep weights whole (Megatron and what is built on it), fitting or not; for others the
+cheapest kind that is predicted to fit the GPU's memory. A row that is ``functional``, which is what its source calls a
+run that it did not tune, is of a kind of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError
+from wlb.job.job import Job
+from wlb.job.memory.fit import fits
+from wlb.schedules.layout import Layout
+from wlb.sharding import price_shards
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.job import simulated_job
+from wlb.simulate.step import Steps
+from wlb.workload import Hardware, ModelShape, hardware_preset
+from wlb.workload.base import Checkpointing
+from wlb.workload.costs import Software
+from wlb_studies.published.metrics import Row, micro_batches, seconds_of_step, size, stated, step_tokens
+from wlb_studies.published.models import published_shape
+from wlb_studies.published.prediction import FUNCTIONAL, ODD, Prediction, source_of, why
+
+Recomputation = Literal["none", "selective", "full"]
+_KERNELS = {f"fa{version}": f"FlashAttention-{version}" for version in (2, 3, 4)}
+_KERNELS |= {"cudnn": "cuDNN", "triton": "Triton's kernel"}
+
+
+class Stack(NamedTuple):
+    """How a row's software trains.
+
+    ``compiled`` also stands for fused kernels of another kind, such as those of Transformer Engine. ``weights`` are
+    "gathered" by FSDP in every micro-batch, which then also reduces gradients, or "kept" by a distributed optimizer.
+    With ``prefetch`` FSDP gathers a block ahead. With ``overlaps_tp`` tensor-parallel collectives overlap with matrix
+    products, with ``overlaps_experts`` computing hides the exchange of experts.
+    """
+
+    attention: str
+    compiled: bool
+    weights: Literal["gathered", "kept"]
+    prefetch: bool = True
+    overlaps_tp: bool = False
+    overlaps_experts: bool = False
+
+
+# Of a micro-batch in Hugging Face's Trainer where kernels are not fused: what TRL's steps of Qwen3 1.7B take beside
+# their tokens (huggingface/trl, issue 6092, one GPU, 1K to 16K tokens). fms-fsdp and torchtitan show no such constant.
+_HOST_SECONDS = 0.12
+_LLM_FOUNDRY, _BRIDGE = "mosaicml/llm-foundry", "NVIDIA-NeMo/Megatron-Bridge"
+_TORCHTITAN, _AUTOMODEL = "pytorch/torchtitan", "NVIDIA-NeMo/Automodel"
+_MEGATRON = Stack("cudnn", True, "kept")
+# NeMo's recipes overlap tensor-parallel collectives with matrix products (``tp_comm_overlap``).
+_NEMO = _MEGATRON._replace(overlaps_tp=True)
+_STACKS = {
+    _TORCHTITAN: Stack("fa2", True, "gathered"),
+    # MPT has no RMSNorm, rotary angles or SwiGLU: torch has one kernel for each of its element-wise operations.
+    _LLM_FOUNDRY: Stack("fa2", True, "gathered"),
+    _AUTOMODEL: Stack("cudnn", True, "gathered", prefetch=False),
+    _BRIDGE: _NEMO,
+    "NVIDIA/NeMo": _NEMO,
+    "yanring/Megatron-MoE-ModelZoo": _MEGATRON,
+}
+_VALUES: dict[str, tuple[Any, ...]] = {"attention": tuple(_KERNELS), "weights": ("gathered", "kept")}
+
+
+def stack_of(row: Row) -> Stack:
+    """What the row says of its stack, over what is known of its repository and its notes.
+
+    Raises ``UserError`` that says what to add or change.
+    """
+    known, own, note = _STACKS.get(row["repo"]), row.get("stack") or {}, _note(row)
+    if known is None and not {"attention", "compiled", "weights"} <= {*own}:
+        raise UserError(
+            f"how {row['repo']} trains is not known here; add to the row a stack, such as "
+            '{"attention": "fa2", "compiled": true, "weights": "gathered"}'
+        )
+    for name, value in own.items():
+        if name not in Stack._fields or value not in _VALUES.get(name, (True, False)):
+            fields = ", ".join(f"{field}: {_VALUES.get(field, (True, False))}" for field in Stack._fields)
+            raise UserError(f"its stack has {name} = {value!r}; a stack has {fields}")
+    stack = known or Stack(own["attention"], own["compiled"], own["weights"])
+    found = {
+        "attention": "triton" if ran_triton(row) else stack.attention,
+        "compiled": stack.compiled and not _ran_eagerly(row),
+        "prefetch": stack.prefetch or _says(note, "prefetch"),
+        "overlaps_tp": stack.overlaps_tp or _says(note, "async"),
+        "overlaps_experts": _overlaps_experts(row),
+    }
+    return stack._replace(**found | own)
+
+
+@dataclass(frozen=True)
+class PublishedStep:
+    """A step as a row describes it: a job, and its documents by length in tokens.
+
+    ``lengths`` has one micro-batch that stands for all, or all micro-batches, those of each data-parallel rank in turn.
+    """
+
+    job: Job
+    lengths: tuple[tuple[int, ...], ...]
+    kind: str
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """What the simulator predicts."""
+        costs, count = JobCosts(self.job), self.job.micro_batches_per_rank
+        of_rank = min(count, len(self.lengths))
+        shards = price_shards(self.lengths, self.job.layout.cp, self.job.sharding.strategy, costs.rank)
+
+        def dealt(column: NDArray[Any]) -> NDArray[Any]:  # over data-parallel ranks, unless they are alike
+            ranks = column.reshape(1, -1, of_rank, *column.shape[1:])
+            return np.broadcast_to(ranks, (*ranks.shape[:2], count, *ranks.shape[3:]))
+
+        return float(Steps.of_shards(shards.map(dealt), costs).seconds[0])
+
+
+def whole_step_row(row: Row) -> Prediction:
+    """A prediction, or why there is none, for a row of whole steps."""
+    table = str(row.get("table") or "rows of no table") + (f", {FUNCTIONAL}" if row.get("functional") else "")
+    one = Prediction(table, "", _label(row), source_of(row))
+    try:
+        for name in ("table", "repo", "commit", "path", "model"):
+            stated(row, name)
+        one = replace(one, measured_seconds=seconds_of_step(row))
+        step = published_step(row)
+        one = replace(one, assumed="; ".join(step.assumed) or None, kind=step.kind)
+        return replace(one, predicted_seconds=step.seconds)
+    except ODD as error:
+        return replace(one, reason=why(error))
+
+
+def _label(row: Row) -> str:
+    hardware = re.sub(r"[ ,(].*", "", str(row.get("hardware") or ""))
+    said = [row.get("model"), hardware, row.get("precision"), f"{row.get('gpus')} GPUs", f"{row.get('seq_len')} tokens"]
+    said += [f"{name} {row[name]}" for name in ("tp", "cp", "pp", "ep") if row.get(name) not in (None, 1)]
+    return ", ".join(str(part) for part in [*said, row.get("policy"), row.get("note")] if part)
+
+
+def published_step(row: Row) -> PublishedStep:
+    """The step that ``row`` describes; raises ``UserError`` that says what is missing."""
+    _refuse_what_is_no_plain_step(row)
+    stack, shape = stack_of(row), published_shape(row["model"])
+    if shape.experts is not None:
+        size(row, "ep")
+    layout, count, lengths, assumed = _layout(row)
+    job = simulated_job(
+        shape,
+        max(map(sum, lengths)),  # L_max, by which memory is predicted
+        "plain-4d",
+        hardware=_hardware(row, stack),
+        sharding="per_document",
+        software=_software(row, stack),
+        micro_batches=count,
+        **vars(layout),
+    )
+    assumed += _remarks(row, shape, stack, job.pricing.software)
+    recomputation = _stated_recomputation(row)
+    if recomputation is None and stack.weights == "kept":
+        assumed.append("no recomputation, or of element-wise operations only, whether or not that fits")
+    elif recomputation is None:
+        held = (replace(_held(job), activation_checkpointing=kind) for kind in get_args(Checkpointing))
+        fitting = next(filter(fits, held), None)  # the cheapest
+        recomputation = fitting.activation_checkpointing if fitting else "full"
+        why = "the cheapest that is predicted to fit" if fitting else "and not even that is predicted to fit"
+        assumed.append(f"recomputation: {recomputation}, {why}")
+    if recomputation is not None:
+        job = replace(job, activation_checkpointing=recomputation)
+    return PublishedStep(job, lengths, _kind(row, shape), tuple(assumed))
+
+
+def _refuse_what_is_no_plain_step(row: Row) -> None:
+    if "rollout" in row["metric"]:
+        raise UserError("the step includes rollouts")
+    if re.search("optimizer[^;,]* on the host", _note(row)):
+        raise UserError("the optimizer runs on the host, which is not simulated")
+    if row["repo"] == "hao-ai-lab/DistCA" and row.get("lengths") is None:
+        raise UserError("the lengths of its documents are not published")
+    words = f"{row['table']} {row.get('kind')} {row['model']} {_note(row)}"
+    if _says(words, r"\bq?lora") or (row["repo"] == _AUTOMODEL and _says(words, "triton")):
+        raise UserError("LoRA, whose backward leaves out weight gradients, is not simulated")
+
+
+def _note(row: Row) -> str:
+    return str(row.get("note") or "")
+
+
+def _says(text: str, word: str) -> bool:
+    """Whether ``text`` has ``word``, a pattern, also as a part of another word, and does not deny it."""
+    found = re.search(rf"(\b(?:no|not|non|without)\b|w/o)?[\s-]*[\w.-]*{word}", text, re.IGNORECASE)
+    return found is not None and found[1] is None
+
+
+def ran_triton(row: Row) -> bool:
+    """Whether attention was Triton's kernel, by the scripts that stood beside llm-foundry's tables.
+
+    ``submit_benchmarks.py`` took it by default until March 2024 (commit 7f0fdae66), and ``sweep.sh`` did not say
+    otherwise (b2a43a147). ``sweep.py`` of the large scale (5e85bd62d) asked for it for 13B and 30B, and for
+    FlashAttention elsewhere. All are in ``scripts/train/benchmarking``; the tables themselves do not name a kernel.
+    """
+    at_large_scale = "Large Scale" in row["hardware"]
+    return row["repo"] == _LLM_FOUNDRY and (not at_large_scale or row["model"] in ("MPT 13b", "MPT 30b"))
+
+
+def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[str]]:
+    """Sizes of groups, micro-batches of a data-parallel rank, lengths of their documents, and what is assumed."""
+    tp, cp, pp, gpus = (size(row, name) for name in ("tp", "cp", "pp", "gpus"))
+    assumed: list[str] = []
+    dp, rest = divmod(gpus, tp * cp * pp)
+    if rest or not dp:
+        raise UserError(f"{gpus} GPUs are no multiple of its tp x cp x pp = {tp * cp * pp}")
+    if row.get("dp_printed") is not None and size(row, "dp_printed") != dp:
+        raise UserError(f"its printed layout is of {tp * cp * pp * row['dp_printed']} GPUs, not of {gpus}")
+    sequences, virtual_pp = (1 if row.get(name) is None else size(row, name) for name in ("micro_batch", "vp"))
+    batch_of_rank = row["repo"] == _TORCHTITAN and pp > 1  # which it prints
+    if batch_of_rank:
+        sequences = max(1, sequences // pp)
+        virtual_pp = 2 if "Interleaved" in _note(row) else 1
+    layout = Layout(tp, cp, pp, dp, virtual_pp, "interleaved_1f1b" if virtual_pp > 1 else "1f1b")
+    listed = micro_batches(row)
+    if listed is not None:
+        if len(listed) % dp:
+            raise UserError(
+                f"its lengths are of {len(listed)} micro-batches, no multiple of its {dp} data-parallel ranks"
+            )
+        return layout, len(listed) // dp, tuple(map(tuple, listed)), assumed
+    if row.get("micro_batch") is None:
+        assumed.append("micro-batches of one sequence")
+    if batch_of_rank:
+        assumed.append(f"micro-batches of {sequences} sequences, and {virtual_pp} stages a rank")
+    seq_len = size(row, "seq_len")
+    of_rank = step_tokens(row) // seq_len // dp
+    count, rest = divmod(of_rank, sequences)
+    if rest or not count:
+        raise UserError(f"{of_rank} sequences of a data-parallel rank are no multiple of its micro-batch, {sequences}")
+    return layout, count, ((seq_len,) * sequences,), assumed
+
+
+def _held(job: Job) -> Job:
+    """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
+    if job.layout.pp > 1 or not job.pricing.software.reduces_always:
+        return job
+    return replace(job, packing=job.packing.changed(micro_batches=job.layout.dp))
+
+
+def _software(row: Row, stack: Stack) -> Software:
+    weights = "gathered" if row["repo"] == _BRIDGE and row.get("fsdp") else stack.weights
+    if row.get("sharding") == "SHARD_GRAD_OP" or size(row, "pp") > 1:  # so do torchtitan and Automodel in a pipeline
+        weights = "kept"
+    return Software(
+        weights=weights,
+        prefetch=stack.prefetch,
+        reduces_always=weights == "gathered",
+        async_tp=stack.overlaps_tp,
+        expert_parallel=1 if row.get("ep") is None else size(row, "ep"),
+        overlaps_experts=stack.overlaps_experts,
+        fused=stack.compiled,
+        micro_batch_seconds=_HOST_SECONDS if row["repo"].startswith("huggingface/") and not stack.compiled else 0.0,
+    )
+
+
+def _hardware(row: Row, stack: Stack) -> Hardware:
+    """The GPU of the row, in its precision and with its kernels."""
+    found = re.search("GB300|GB200|B300|B200|H200|H100|A100", stated(row, "hardware").upper())
+    if found is None:
+        raise UserError(f"its hardware is not known here: {row['hardware']}")
+    hardware = hardware_preset(found[0].lower())
+    if "96GB HBM2e" in row["hardware"]:  # quoted: 2.4 TB/s (torchtitan's page, section "Hardware")
+        bandwidth = hardware.memory_bandwidth * 2.4 / 3.35
+        hardware = replace(hardware, memory_bytes=96e9, memory_bandwidth=bandwidth)
+    if "a100_40gb" in row["hardware"]:  # quoted: 1,555 GB/s, beside 2,039 of the preset (NVIDIA A100 data sheet)
+        bandwidth = hardware.memory_bandwidth * 1555 / 2039
+        hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
+    hardware = hardware.attending_with(stack.attention)
+    if "500 W" in row["hardware"]:
+        hardware = hardware.at_power(500 / 700)
+    precision = _precision(row)
+    return hardware if precision == "bf16" else hardware.computing_in(precision)
+
+
+def _overlaps_experts(row: Row) -> bool:
+    """Whether the exchange of experts was hidden: in Megatron-Bridge since its release 26.06, by what its steps take.
+
+    Steps of one configuration became 1.35 times as fast in that release, by what their exchange had taken. Without a
+    release, a row is of the newest.
+    """
+    release = str(row.get("release") or "") or next(iter(re.findall(r"\b2\d\.\d\d\b", row["table"])), "newest")
+    return row["repo"] == _BRIDGE and release >= "26.06"
+
+
+def _ran_eagerly(row: Row) -> bool:
+    """Whether torchtitan ran without ``torch.compile``: notes of its first table name all that was used."""
+    note = _note(row).lower()
+    return row["repo"] == _TORCHTITAN and (note == "fsdp" or ("compile" in note and not _says(note, "compile")))
+
+
+_PRECISIONS: dict[str, Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]] = {
+    "ROWWISE": "fp8-rowwise",
+    "FP4": "nvfp4",
+    "FP8": "fp8",
+    "BF16": "bf16",
+}
+
+
+def _precision(row: Row) -> Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]:
+    text = stated(row, "precision").upper()
+    for word, precision in _PRECISIONS.items():
+        if word in text:
+            return precision
+    raise UserError(f"precision {row['precision']} is not known here")
+
+
+def _stated_recomputation(row: Row) -> Recomputation | None:
+    text = str(row.get("recompute")).lower()
+    if text in ("none", "full"):
+        return "none" if text == "none" else "full"
+    return "selective" if "selective" in text else None
+
+
+def _remarks(row: Row, shape: ModelShape, stack: Stack, software: Software) -> list[str]:
+    """What is assumed about a row beside its layout; of its stack, what its repository does everywhere."""
+    own = row.get("stack") or {}
+    remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
+    if "attention" not in own:
+        remarks.append(f"attention by {_KERNELS[stack.attention]}")
+    if "compiled" not in own and not _says(_note(row), "compile"):
+        remarks.append("kernels compiled, or fused in another way" if stack.compiled else "eager kernels")
+    if "weights" not in own and not row.get("fsdp"):
+        kept = "kept whole" if software.weights == "kept" else "gathered by FSDP in every micro-batch"
+        remarks.append(f"weights {kept}")
+    if "overlaps_tp" not in own and size(row, "tp") > 1 and stack.overlaps_tp and not _says(_note(row), "async"):
+        remarks.append("tensor-parallel collectives overlapped")
+    if "overlaps_experts" not in own and stack.overlaps_experts and shape.experts is not None:
+        remarks.append("the exchange of experts hidden")
+    if "selective" in str(row.get("recompute")):
+        remarks.append("selective recomputation is of all but attention")
+    if row.get("packed") and row.get("lengths") is None:
+        remarks.append("documents as long as the window, though shorter ones were packed")
+    if "500 W" in row["hardware"]:
+        remarks.append("at 500 of 700 W GPUs compute at the root of that")
+    if "MXFP8" in str(row.get("precision")):
+        remarks.append("MXFP8 is as fast as FP8")
+    if shape.latent is not None and "w/o MTP" not in row["model"]:
+        remarks.append("without the layer that predicts one more token")
+    if "tokendrop" in row["model"]:
+        remarks.append("no tokens are dropped")
+    return remarks
+
+
+def _kind(row: Row, shape: ModelShape) -> str:
+    if row.get("functional"):
+        return FUNCTIONAL
+    if shape.experts is not None:
+        return "mixture of experts"
+    if _precision(row) != "bf16":
+        return f"dense, {_precision(row).upper()}"
+    return "dense, bf16" if _stated_recomputation(row) else "dense, bf16, recomputation assumed"

@@ -1,0 +1,31 @@
+"""What ``wlb-studies paper`` knows. A new experiment is one new file and one line here.
+
+An experiment takes ``Settings`` and gives a ``Report`` (``experiment``): tables whose columns say whether they are
+quoted, simulated or measured, the paper's findings and whether they hold, what is assumed, and a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from wlb_studies import gains
+from wlb_studies.experiment import Report, Settings
+from wlb_studies.paper import breakdown, context_windows, convergence, imbalance, kernel, sharding, speedups, table2
+from wlb_studies.policies import grid, ingredients
+
+EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
+    "imbalance": imbalance.run,  # Figures 1 and 4: latency per GPU of 8,192
+    "table2": table2.run,  # Table 2: packing methods
+    "speedups": speedups.run,  # Table 1 and Figure 12: eight jobs, four systems
+    "breakdown": breakdown.run,  # Figure 13: each remedy alone
+    "context-windows": context_windows.run,  # Figure 14: 7B, 32K to 1M
+    "sharding": sharding.run,  # Figure 15: strategies on one layer
+    "kernel": kernel.run,  # Figures 7 and 10: attention by length
+    "gains": gains.run,  # who gains, by model, window and GPUs
+    "grid": grid.run,  # published policies since, beside ours, in 22 jobs
+    "level": ingredients.run,  # level steps without one of their ingredients
+    "convergence": convergence.run,  # Figure 16: what a small model learns
+}
+# What ``wlb-studies paper`` runs without a name: minutes, and no training.
+BEYOND = ("gains", "grid", "level", "convergence")
+OF_THE_PAPER = tuple(name for name in EXPERIMENTS if name not in BEYOND)

@@ -1,0 +1,104 @@
+"""Searches outlier thresholds and L_max of ``variable_length``: the best trade-off on a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb.documents.filling import documents_filling
+from wlb.errors import UserError
+from wlb.packing.options import PackingOptions
+from wlb.packing.plan import StepPlan
+from wlb.packing.variable_length import (
+    DEFAULT_MAX_TOKEN_DELAY,
+    SCREENING_STEPS,
+    VariableLengthPacker,
+    imbalance_and_delay,
+    preference,
+    threshold_sets,
+)
+from wlb.workload.base import DocumentPrices
+
+MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
+
+_FINALISTS = 12  # as many of the best, and the trade-off curve, pack the whole sample
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one setting of ``variable_length`` does to a sample."""
+
+    outlier_thresholds: tuple[int, ...]
+    max_length_factor: float
+    imbalance_degree: float
+    mean_token_delay: float
+    longest_delay: int
+    tokens_per_step_cv: float
+
+
+def search(
+    lengths: ArrayLike,
+    micro_batches: int,
+    context_window: int,
+    workload: DocumentPrices,
+    options: PackingOptions = PackingOptions(method="variable_length"),
+    *,
+    factors: Sequence[float] = MAX_LENGTH_FACTORS,
+    max_token_delay: float = DEFAULT_MAX_TOKEN_DELAY,
+    queues: int = 2,
+    on_trial: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Trial]:
+    """Try every pair of thresholds (and one, and none) with every factor; best trial first.
+
+    Trials within ``max_token_delay`` (mean steps a token waits) come first, by imbalance degree; the others follow by
+    delay. ``lengths`` are document lengths in tokens, in arrival order, those over the window counted as one window;
+    all candidates pack the first part of them, then the best and those on the trade-off curve pack all and are
+    returned. ``options`` has what the trials do not vary. ``on_trial(done, total)`` reports the progress of either
+    round. Raises ``UserError`` where the lengths fill no step.
+    """
+    sample = np.minimum(np.asarray(lengths, np.int64), context_window)
+    step_tokens = micro_batches * context_window
+    if sample.sum() < step_tokens:
+        raise UserError(
+            f"{sample.sum()} tokens fill no step of {micro_batches} micro-batches x {context_window} tokens; "
+            "give more lengths or fewer micro-batches"
+        )
+    candidates = [(t, factor) for factor in factors for t in threshold_sets(context_window, queues)]
+    screening = sample[: documents_filling(sample, SCREENING_STEPS * step_tokens)]
+
+    def run(settings: Sequence[tuple[tuple[int, ...], float]], part: NDArray[np.int64]) -> list[Trial]:
+        trials = []
+        for done, (thresholds, factor) in enumerate(settings, 1):
+            tried = options.changed(outlier_thresholds=thresholds, max_length_factor=factor)
+            packer = VariableLengthPacker(micro_batches, context_window, workload, tried)
+            trials.append(_trial(packer.plan(part.tolist()), thresholds, factor))
+            on_trial(done, len(settings))
+        return sorted(trials, key=lambda t: preference(t.imbalance_degree, t.mean_token_delay, max_token_delay))
+
+    screened = run(candidates, screening)
+    if len(screening) == len(sample):
+        return screened
+    finalists = dict.fromkeys(
+        (trial.outlier_thresholds, trial.max_length_factor) for trial in screened[:_FINALISTS] + trade_off(screened)
+    )
+    return run([*finalists], sample)
+
+
+def _trial(plans: Sequence[StepPlan], thresholds: tuple[int, ...], factor: float) -> Trial:
+    tokens = [plan.tokens for plan in plans]
+    longest_delay = max(plan.longest_delay for plan in plans)
+    return Trial(
+        thresholds, factor, *imbalance_and_delay(plans), longest_delay, float(np.std(tokens) / np.mean(tokens))
+    )
+
+
+def trade_off(trials: Iterable[Trial]) -> list[Trial]:
+    """The trials that no other beats in both imbalance degree and token delay, by rising delay."""
+    front: list[Trial] = []
+    for trial in sorted(trials, key=lambda t: (t.mean_token_delay, t.imbalance_degree, t.max_length_factor)):
+        if not front or trial.imbalance_degree < front[-1].imbalance_degree:
+            front.append(trial)
+    return front

@@ -1,0 +1,71 @@
+"""The rivals experiment: its table, what it finds, and that jobs that are done are not computed again."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from studies.tests.paper.test_reports import check_report
+from wlb.errors import UserError
+from wlb_studies.experiment import Settings
+from wlb_studies.policies import BASE, POLICIES, Outcome
+from wlb_studies.policies import grid as rivals
+
+PLAIN = Outcome(BASE, "tp 1", 2, [1.0, 2.0, 1.0], 1000, 10.0, 0.0, 0.0, 1e9, 2e9, 0.1, 5)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The GPUs of every job that is computed; DistCA is the fastest on it, and FlexSP finds no layout."""
+    jobs: list[int] = []
+
+    def compare(names, space, lengths, steps):
+        jobs.append(space.gpus)
+        if space.gpus == 64 and space.context_window == 2**18:
+            raise UserError("no layout")
+        rates = {"best": [1.25, 2.5, 1.25], "distca": [2.0, 3.0, 3.0]}
+        outcomes = [
+            replace(PLAIN, policy=name, work_rates=rates.get(name, PLAIN.work_rates))
+            for name in names
+            if name != "flexsp"
+        ]
+        return outcomes, {"flexsp": "no layout"}
+
+    monkeypatch.setattr(rivals, "compare", compare)
+    monkeypatch.setattr(rivals, "_workers", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(rivals, "JOBS", rivals.JOBS[:4])
+    return jobs
+
+
+def test_its_table_has_every_policy_beside_its_claim(computed: list[int], tmp_path: Path):
+    report = rivals.run(Settings(steps=2, out=tmp_path))
+    check_report(report)
+    rows = {row[0]: row[1:] for row in report.tables[0].rows}
+    assert [*rows] == [*POLICIES]
+    assert rows["distca"][:3] == (2.0, 2.0, 2.0)
+    assert rows["flexsp"][:3] == (None, None, None)
+    assert rows["libra"][3] == rivals.CLAIMS["libra"]
+    assert "llama3-8b-256k-64" in report.notes[-1]  # too large for its GPUs
+    assert report.findings[0].holds is False  # ours is slower than DistCA here
+    assert report.findings[0].evidence.startswith("distca 2.00 (1.50 to 3.00), best 1.25 (1.25 to 1.25)")
+    assert report.notes[0] == "ours is the fastest in 0 of 3 jobs"
+    report.draw(tmp_path / "picture.png")
+
+
+def test_a_job_that_is_done_is_read_and_one_of_other_settings_is_not(computed: list[int], tmp_path: Path):
+    rivals.run(Settings(steps=2, out=tmp_path))
+    rivals.run(Settings(steps=2, out=tmp_path))
+    assert computed == [64, 256, 1024, 64]
+    rivals.run(Settings(steps=3, out=tmp_path))
+    assert computed == [64, 256, 1024, 64] * 2
+
+
+def test_claims_are_of_policies_that_are_compared():
+    assert set(rivals.CLAIMS) <= set(POLICIES)
+    assert {job.context_window for job in rivals.JOBS} == {2**17, 2**18, 2**19, 2**20}
+    assert {job.model for job in rivals.JOBS} == {"llama3-8b", "llama3-70b"}
+    assert min(job.gpus for job in rivals.JOBS) == 64
+    assert max(job.gpus for job in rivals.JOBS) == 1024

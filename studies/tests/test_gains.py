@@ -1,0 +1,26 @@
+"""Who gains: one row for each job, which says what ``wlb check`` says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wlb.documents.synthetic import sample_lengths
+from wlb.simulate.estimate import estimate, question_of
+from wlb_studies import gains
+from wlb_studies.experiment import Settings
+
+
+def test_a_row_says_what_check_says_and_a_job_without_a_layout_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(gains, "MODELS", ("550m", "70b"))
+    monkeypatch.setattr(gains, "WINDOWS", (8192,))
+    monkeypatch.setattr(gains, "GPUS", (2,))
+    monkeypatch.setattr(gains, "BATCH_TOKENS", 2**18)
+    small, large = gains.run(Settings(out=tmp_path)).tables[0].rows
+    lengths = sample_lengths(gains.documents_of(8192), 8192, 0)
+    question = question_of("550m", "h100", 2, lengths, context_window=8192, batch_tokens=2**18)
+    verdict = estimate(question, lengths, source="synthetic").verdict
+    speeds = verdict.speed("per-document-4d"), verdict.speed("elastic")
+    assert small[:6] == ("550m", "8K", 2, sum(verdict.lost.values()), *speeds)
+    assert large == ("70b", "8K", 2, None, None, None, None, None)
