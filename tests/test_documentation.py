@@ -34,6 +34,7 @@ from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.workload import ModelShape
 from wlb.workload.profile import write_profile
+from wlb_studies.app import app as studies
 from wlb_studies.registry import EXPERIMENTS
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -41,10 +42,10 @@ COMMANDS = [(str(block), command) for block in BLOCKS if block.language == "shel
 INLINE = [
     (str(page.relative_to(ROOT)), " ".join(command.split()))
     for page in PAGES
-    for command in re.findall(r"`((?:wlb|make) [^`]+)`", page.read_text(encoding="utf-8"))
+    for command in re.findall(r"`((?:wlb|wlb-studies|make) [^`]+)`", page.read_text(encoding="utf-8"))
 ]
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-WLB = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+APPLICATIONS = {"wlb": app, "wlb-studies": studies}
 _SHAPE = ModelShape(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, ffn_hidden=352, vocab_size=512)
 
 
@@ -82,8 +83,8 @@ def test_blocks_run_and_print_what_pages_show(page: Path, clone: Path, capfd: py
             capfd.readouterr()
             commands = [program_and_arguments(command) for command in block.commands]
             for program, *arguments in commands:
-                assert program == "wlb", f"{block}: mark {program} as not run, and say why"
-                _run(arguments, str(block))
+                assert program in APPLICATIONS, f"{block}: mark {program} as not run, and say why"
+                _run(APPLICATIONS[program], arguments, str(block))
             printed = capfd.readouterr().out
             for shown in [] if any("train" in command for command in commands) else _outputs_of(commands):
                 assert shown.shows(printed), f"{shown} shows other lines than those that are printed now:\n{printed}"
@@ -100,7 +101,7 @@ def _outputs_of(commands: Sequence[Sequence[str]]) -> list[Block]:
     ]
 
 
-def _run(arguments: Sequence[str], where: str) -> None:
+def _run(application: typer.Typer, arguments: Sequence[str], where: str) -> None:
     """One command; of ``train`` a smaller job, in one process and for two steps."""
     if arguments[0] == "train":
         smaller = ["training.steps=2", "training.threads=1", "packing.micro_batches=1", "parallel.pp=1"]
@@ -110,7 +111,7 @@ def _run(arguments: Sequence[str], where: str) -> None:
         assert trained.returncode == 0, f"{where}: {arguments} fails: {trained.stderr}"
         return
     try:
-        status = app([*arguments], standalone_mode=False)
+        status = application([*arguments], standalone_mode=False)
     except Exception as error:
         raise AssertionError(f"{where}: {arguments} fails: {error}") from error
     assert status in (None, 0), f"{where}: {arguments} ends with status {status}"
@@ -154,10 +155,12 @@ def test_commands_exist_and_have_the_options(where: str, command: str):
     words = command.removeprefix("nohup ").split()
     program = words[0].rpartition("/")[2]
     given = set(OPTION.findall(command))
-    if program == "wlb" and words[1] != "--help":
-        known = {option for parameter in WLB[words[1]].params for option in parameter.opts + parameter.secondary_opts}
-        assert given <= known, f"{where}: wlb {words[1]} has no {sorted(given - known)}"
-        assert words[1] != "reproduce" or words[2] in (*EXPERIMENTS, "all", "NAME"), where
+    if program in APPLICATIONS and words[1] != "--help":
+        commands = typer.main.get_command(APPLICATIONS[program]).commands  # type: ignore[attr-defined]
+        parameters = commands[words[1]].params
+        known = {option for parameter in parameters for option in parameter.opts + parameter.secondary_opts}
+        assert given <= known, f"{where}: {program} {words[1]} has no {sorted(given - known)}"
+        assert words[1] != "paper" or len(words) == 2 or words[2] in (*EXPERIMENTS, "all"), where
     elif program == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
     elif program in ("python", "torchrun"):
