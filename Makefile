@@ -76,11 +76,12 @@ release-check:
 	$(PYTHON) -m venv dist-venv
 	dist-venv/bin/pip install --quiet --disable-pip-version-check build twine check-wheel-contents
 	dist-venv/bin/python -m build --quiet
+	dist-venv/bin/python -m build --quiet --outdir dist studies
 	dist-venv/bin/twine check --strict dist/*
 	dist-venv/bin/check-wheel-contents dist/*.whl
 	$(PYTHON) -m venv --clear dist-venv
 	dist-venv/bin/pip install --quiet --disable-pip-version-check dist/*.whl
-	cd dist && ../dist-venv/bin/wlb --help > /dev/null
+	cd dist && ../dist-venv/bin/wlb --help > /dev/null && ../dist-venv/bin/wlb-studies --help > /dev/null
 	test -f dist-venv/share/wlb/configs/7b_128k.toml
 	cd dist && ../dist-venv/bin/wlb-studies packing synthetic:5000:32K:0 --context-window 32K --micro-batches 4 --steps 4
 	cd dist && ../dist-venv/bin/python -c "import wlb; print(wlb.make_shard_plan([7, 3], 2, 'per_document').positions(0))"
