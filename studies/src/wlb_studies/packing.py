@@ -161,6 +161,13 @@ def packer_for(method: str, job: Job, *, solver_seconds: float | None = None, **
     return packer
 
 
+def options_read_by(methods: Iterable[str]) -> set[str]:
+    """What any of ``methods`` reads of the overrides of ``packer_for``. Raises ``UserError`` for an unknown method."""
+    names = {checked_method(method.partition(":")[0]) for method in methods}
+    solver = {"solver_seconds"} if "fixed_solver" in names else set()
+    return solver.union(*(METHODS[name] for name in names))
+
+
 def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
     """The options that ``argument`` stands for: global batches packed together, outlier queues, or one of the words."""
     queues = "outlier_thresholds" in METHODS[name]
