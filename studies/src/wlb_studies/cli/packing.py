@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wlb.documents.overlong import OverlongReport
-    from wlb.documents.segments import Segment
+    from wlb.documents.segments import OverlongReport, Segment
     from wlb.job.job import Job
     from wlb.packing.packer import Packer
     from wlb_studies.packing import MethodResult
@@ -119,7 +118,7 @@ def documents_of(
     tokens: NDArray[np.int64], steps: int | None, job: Job, overlong: str = "split"
 ) -> tuple[Sequence[Segment], OverlongReport]:
     """The documents of as many steps as were asked for; all take minutes to plan where there are many."""
-    from wlb.documents.filling import documents_for
+    from wlb.simulate.filling import documents_for
 
     filled = int(tokens.sum()) // (job.global_batch * job.context_window)
     if steps is None and filled > _MANY_STEPS:
