@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.report.conftest import HOSTILE, WINDOW
-from tests.test_markup import read
+from tests.report.html.test_escaping import read
 from wlb.documents.synthetic import sample_lengths
 from wlb.report.answer import about
 from wlb.report.evidence import Evidence
