@@ -230,9 +230,8 @@ class Steps(StepSeconds):
 
 
 def slowest_over_mean(seconds: Array, axes: tuple[int, ...]) -> Array:
-    """The most over the mean along ``axes``; 1 where there is nothing."""
-    largest, mean = seconds.max(axis=axes), seconds.mean(axis=axes)
-    return np.asarray(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
+    """The most over the mean along ``axes``."""
+    return np.asarray(seconds.max(axis=axes) / seconds.mean(axis=axes))
 
 
 def _mean_of_step(seconds: Array) -> Array:

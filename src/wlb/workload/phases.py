@@ -99,10 +99,6 @@ class PhasedPrices:
         """Those of the language model alone; shape of ``lengths`` (tokens)."""
         return self.language_model.document_seconds(lengths)
 
-    def costs(self, table: Table) -> Seconds:
-        """Seconds of each segment in the language model and all further phases; shape (segments,)."""
-        return np.asarray(self.document_seconds(_rows(table)[:, 2]) + self.phases.of(table))
-
 
 def with_phases(prices: DocumentPrices, phases: DocumentPhases | None) -> DocumentPrices:
     """``prices`` of documents that have ``phases``, if they have any."""
@@ -111,9 +107,8 @@ def with_phases(prices: DocumentPrices, phases: DocumentPhases | None) -> Docume
 
 def segment_seconds(prices: DocumentPrices, table: Table) -> Seconds:
     """Seconds of each segment over all phases; shape (segments,)."""
-    if isinstance(prices, PhasedPrices):
-        return prices.costs(table)
-    return prices.document_seconds(_rows(table)[:, 2])
+    seconds = prices.document_seconds(_rows(table)[:, 2])
+    return seconds + prices.phases.of(table) if isinstance(prices, PhasedPrices) else seconds
 
 
 def _rows(table: Table) -> NDArray[np.int64]:
