@@ -53,7 +53,7 @@ class Evidence:
 
     @cached_property
     def usual_steps(self) -> dict[str, Timeline]:
-        """Of the baseline, and of the systems packed and shown, usual steps of about equal work."""
+        """Of the baseline, and of the systems packed and shown, the step with the most usual seconds for its work."""
         return {name: usual_step(self.verdict, name, self.lengths) for name in {BASELINE, self.packed, self.shown}}
 
     @cached_property
@@ -67,16 +67,7 @@ class Evidence:
 
 
 def usual_step(verdict: Verdict, system: str, lengths: NDArray[np.int64]) -> Timeline:
-    """The step of ``system`` with the most usual seconds for its work, planned again on documents of ``lengths``.
-
-    It has about as much work as that of the base, so that the two can be drawn side by side.
-    """
-    base, result = verdict.systems[verdict.base], verdict.systems[system]
-    work_seconds = base.step_work_seconds[_unusual(base).argmin()]
-    usual = int((_unusual(result) + np.abs(result.step_work_seconds / work_seconds - 1)).argmin())
+    """The step of ``system`` with the most usual seconds for its work, planned again on documents of ``lengths``."""
+    result = verdict.systems[system]
+    usual = int(np.abs(result.step_seconds / result.step_work_seconds - 1 / result.work_rate).argmin())
     return timeline(next(StepPlanner(result.job, lengths).plans(verdict.warm_up + usual)), result.job)
-
-
-def _unusual(result: SimulationResult) -> NDArray[np.float64]:
-    """How far the seconds of each step for its work are from those of all steps, relative to them."""
-    return np.abs(result.step_seconds / result.step_work_seconds * result.work_rate - 1)

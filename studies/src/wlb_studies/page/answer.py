@@ -1,14 +1,17 @@
-"""What the page asks and what it is told, which is computed in a process that ends when the question changes."""
+"""What the page asks and what it is told, which a process of its own computes, so that it can be ended."""
 
 from __future__ import annotations
 
 import pickle
 import shlex
 import signal
+import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import chdir, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,34 +22,23 @@ from wlb.simulate.estimate import Estimate, estimate, question_of
 from wlb.simulate.timeline import Timeline
 from wlb.token_count import parse_tokens
 
-AUTO = "auto"  # a window or a global batch that is assumed as in ``wlb check``
-
 
 @dataclass(frozen=True)
 class Asked:
-    """A job. ``content`` is that of a file dropped on the page, whose name ``lengths`` then is."""
+    """A question to ``wlb check``, with its ``options``; ``content`` is that of a file dropped on the page."""
 
     lengths: str
-    model: str
-    hardware: str
-    gpus: int
-    window: str = AUTO
-    batch: str = AUTO
+    options: Mapping[str, str]
     content: bytes | None = None
 
     @property
     def command(self) -> str:
-        """``wlb check`` that says the same."""
-        sizes = {"--context-window": self.window, "--batch-tokens": self.batch}
-        given = {"--model": self.model, "--hardware": self.hardware, "--gpus": str(self.gpus)} | {
-            option: tokens for option, tokens in sizes.items() if tokens != AUTO
-        }
-        return shlex.join(["wlb", "check", self.lengths, *(word for option in given.items() for word in option)])
+        return shlex.join(["wlb", "check", self.lengths, *chain.from_iterable(self.options.items())])
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict, what was read and noted before it, and a step of the baseline and of the fastest system."""
+    """What was read, the verdict on it, and a usual step of the baseline and of the fastest system."""
 
     read: list[str]
     found: Estimate
@@ -55,36 +47,52 @@ class Answer:
 
 def answer(asked: Asked) -> Answer:
     """What ``wlb check`` says of ``asked``. Raises ``UserError`` for what it would refuse."""
-    if asked.lengths == "-":
+    source, options = asked.lengths, asked.options
+    if source == "-":
         raise UserError("lengths - is standard input, which the page does not read; name a file")
-    window, batch = (None if size == AUTO else parse_tokens(size) for size in (asked.window, asked.batch))
-    with redirect_stderr(StringIO()) as notes:  # which a command prints
-        lengths = read_lengths(asked.lengths, keep_empty=True)
-        question = question_of(
-            *(asked.model, asked.hardware, asked.gpus, lengths),
-            context_window=window,
-            batch_tokens=batch,
-            source=asked.lengths,
-        )
-    found = estimate(question, lengths, source=asked.lengths)
-    read = what_was_read(asked.lengths, lengths, question.space.context_window)
+    sizes = (options.get(option) for option in ("--context-window", "--batch-tokens"))
+    window, batch = (None if size is None else parse_tokens(size) for size in sizes)
+    with redirect_stderr(StringIO()) as notes:
+        lengths = read_lengths(source, keep_empty=True)
+        job = options["--model"], options["--hardware"], int(options["--gpus"])
+        question = question_of(*job, lengths, context_window=window, batch_tokens=batch, source=source)
+    found = estimate(question, lengths, source=source)
+    read = [what_was_read(source, lengths, question.space.context_window), *notes.getvalue().splitlines()]
     shown = dict.fromkeys((found.verdict.base, found.verdict.fastest))
-    steps = {name: usual_step(found.verdict, name, lengths) for name in shown}
-    return Answer([read, *notes.getvalue().splitlines()], found, steps)
+    return Answer(read, found, {name: usual_step(found.verdict, name, lengths) for name in shown})
+
+
+def computed(asked: Asked, while_waiting: Callable[[], object]) -> Answer:
+    """``answer`` from a process of its own, which ends where ``while_waiting``, called again and again, raises."""
+    command = [sys.executable, "-c", "from wlb_studies.page.answer import main; main()"]
+    sent: bytes | None = pickle.dumps(asked)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            while process.returncode is None:
+                try:
+                    told, _ = process.communicate(sent, timeout=0.1)
+                except subprocess.TimeoutExpired:
+                    sent = None
+                    while_waiting()
+        finally:
+            process.terminate()
+    lost = UserError("the simulation was killed, perhaps for memory; ask for fewer GPUs or documents")
+    found: Answer | UserError = lost if process.returncode else pickle.loads(told)
+    if isinstance(found, UserError):
+        raise found
+    return found
 
 
 def main() -> None:
     """Write the ``Answer`` to the ``Asked`` on standard input, or the ``UserError``, to standard output, pickled."""
     for ended in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ended, lambda *_: sys.exit(1))  # the simulation then ends its own processes
+        signal.signal(ended, lambda *_: sys.exit(1))  # so that the simulation ends its own processes
     asked: Asked = pickle.load(sys.stdin.buffer)
     try:
-        if asked.content is None:
-            told: Answer | UserError = answer(asked)
-        else:
-            with TemporaryDirectory(prefix="wlb-") as folder, chdir(folder):
+        with TemporaryDirectory(prefix="wlb-") as folder, chdir(folder if asked.content else "."):
+            if asked.content:
                 Path(asked.lengths).write_bytes(asked.content)
-                told = answer(asked)
+            told: Answer | UserError = answer(asked)
     except UserError as error:
         told = error
     except OSError as error:

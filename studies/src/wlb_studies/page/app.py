@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,71 +17,59 @@ from wlb.report.answer import about, columns_of
 from wlb.simulate.timeline import Timeline
 from wlb.simulate.verdict import PARTS, Verdict
 from wlb.workload import HARDWARE, MODEL_SHAPES
-from wlb_studies.page.answer import AUTO, Answer, Asked
+from wlb_studies.page.answer import Answer, Asked, computed
 
 GREEN, RED = "#1b9e6b", "#d64545"
 COLOURS = dict(zip(PARTS, (RED, "#ee8a3c", "#f0c04a", "#8aa0b5", "#a78bbf", GREEN), strict=True))
 COMPUTING, WAITING = "computing", "waiting or communicating"
+AUTO = "auto"  # assumed as in ``wlb check``
 WINDOWS = [AUTO, "4K", "8K", "16K", "32K", "64K", "128K", "256K", "512K", "1M"]
 BATCHES = [AUTO, "1M", "2M", "4M", "8M", "16M", "32M"]
 FILES = ["json", "jsonl", "csv", "tsv", "parquet", "txt", "npy"]
-MOST_RANKS = 16  # rows of a timeline
+MOST_RANKS = 16  # of a step
+BAR_HEIGHT, RANK_HEIGHT, NAME_HEIGHT = 18, 11, 24  # pixels
 
 
 def asked_of_user() -> Asked:
     """The job as the inputs have it; the address of the page holds it too."""
     kept: dict[str, Any] = {"bind": "query-params"}
-    models, machines, powers = [*MODEL_SHAPES], [*HARDWARE], [1 << power for power in range(14)]
+    models, machines, powers = [*MODEL_SHAPES], [*HARDWARE], [2**power for power in range(14)]
     with st.sidebar:
         lengths = st.text_input("Document lengths", "synthetic:20000:128K:0", key="lengths", **kept)
         st.caption("A file, a token store or synthetic:DOCUMENTS:WINDOW:SEED. Nothing leaves this machine.")
         dropped = st.file_uploader("Or drop a file of lengths", FILES, max_upload_size=64)
-        model = st.selectbox("Model", models, models.index("llama3-8b"), key="model", accept_new_options=True, **kept)
-        hardware = st.selectbox("Hardware", machines, machines.index("h100"), key="hardware", **kept)
-        gpus = st.select_slider("GPUs", powers, 64, key="gpus", **kept)
-        window = st.select_slider("Context window, tokens", WINDOWS, key="window", **kept)
-        batch = st.select_slider("Global batch, tokens per step", BATCHES, key="batch", **kept)
-    job = model, hardware, gpus, window, batch
-    return Asked(lengths, *job) if dropped is None else Asked(Path(dropped.name).name, *job, dropped.getvalue())
+        options = {
+            "--model": st.selectbox("Model", models, models.index("llama3-8b"), key="model", **kept),
+            "--hardware": st.selectbox("Hardware", machines, machines.index("h100"), key="hardware", **kept),
+            "--gpus": str(st.select_slider("GPUs", powers, 64, key="gpus", **kept)),
+            "--context-window": st.select_slider("Context window, tokens", WINDOWS, key="window", **kept),
+            "--batch-tokens": st.select_slider("Global batch, tokens per step", BATCHES, key="batch", **kept),
+        }
+    given = {option: value for option, value in options.items() if value != AUTO}
+    return Asked(lengths, given) if dropped is None else Asked(Path(dropped.name).name, given, dropped.getvalue())
 
 
 @st.cache_data(max_entries=64, show_spinner="Simulating every system in its fastest layout", show_time=True)
 def answered(asked: Asked, at: float) -> Answer:
-    """The answer, computed in a process of its own; ``at`` makes a question of its own of one that is asked again."""
-    command = [sys.executable, "-c", "from wlb_studies.page.answer import main; main()"]
-    sent: bytes | None = pickle.dumps(asked)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            while process.returncode is None:
-                try:
-                    told, _ = process.communicate(sent, timeout=0.1)
-                except subprocess.TimeoutExpired:
-                    sent = None
-                    st.session_state.get("gpus")  # here Streamlit ends this run where a choice has changed
-        finally:
-            process.terminate()
-    if process.returncode:
-        raise UserError("the simulation was killed, perhaps for memory; ask for fewer GPUs or documents")
-    found: Answer | UserError = pickle.loads(told)
-    if isinstance(found, UserError):
-        raise found
-    return found
+    """The answer to a question, asked ``at`` some time where the file may have changed since it was last asked."""
+    # Where a choice has changed, Streamlit ends the run that next asks for its state.
+    return computed(asked, while_waiting=lambda: st.session_state.get("gpus"))
 
 
 def show(answer: Answer, asked: Asked) -> None:
     """The verdict, and what it is made of."""
     found, verdict = answer.found, answer.found.verdict
     st.info(str(verdict))
-    with st.container(horizontal=True, gap="large"):
+    with st.container(horizontal=True):
         st.metric(f"Speed of {verdict.fastest}", f"{verdict.speed(verdict.fastest):.2f}x", width="content")
-        st.metric("Token delay, steps", f"{verdict.token_delay(verdict.fastest):.2f}", width="content")
+        st.metric("Delay, steps", f"{verdict.token_delay(verdict.fastest):.2f}", width="content")
         st.metric("GPU-hours saved a day", f"{found.gpu_hours_a_day:,.0f}", width="content")
     st.subheader("Where the time goes")
     st.altair_chart(shares_chart(verdict))
     st.table(columns_of(verdict), border="horizontal", hide_index=True)
-    st.subheader("One step of each, of about equal work")
-    st.text("A row is a rank: the GPUs of a tensor-parallel group. Red is waiting or communicating.")
-    st.altair_chart(steps_chart(answer.steps))
+    st.subheader("One step of each")
+    st.text("A row is a rank: the GPUs of a tensor-parallel group. Steps are scaled to equal work.")
+    st.altair_chart(steps_chart(answer.steps, verdict))
     st.subheader("The same in a terminal")
     st.code(asked.command, "bash", wrap_lines=True)
     if found.config:
@@ -96,60 +81,47 @@ def show(answer: Answer, asked: Asked) -> None:
 
 def shares_chart(verdict: Verdict) -> alt.Chart:
     """What the time of each system goes to, one part after the other."""
-    rows, most = [], 0.0
+    rows = []
     for system in verdict.systems:
         end = 0.0
         for part, share in verdict.parts(system).items():
             start, end = end, end + max(0.0, share)
-            rows.append({"system": system, "what": part, "start": start, "end": end, "share": f"{share:.1%}"})
-        most = max(most, end)
+            rows.append({"system": system, "what": part, "start": start, "end": end, "told": f"{share:.1%}"})
     x = alt.X("start:Q", title=f"share of {verdict.base}'s time for the same work", axis=alt.Axis(format="%"))
-    return bars(rows, COLOURS, x, most, ["share:N"]).properties(height=64 * len(verdict.systems) + 190)
+    return bars(rows, COLOURS, x, BAR_HEIGHT)
 
 
-def steps_chart(steps: Mapping[str, Timeline]) -> alt.Chart:
-    """When ranks compute in each step: on every rank a bar of the whole step, and over it what it computes."""
+def steps_chart(steps: Mapping[str, Timeline], verdict: Verdict) -> alt.Chart:
+    """When ranks compute: for each a bar of the whole step, and over it one for each operation."""
     rows: list[dict[str, Any]] = []
     for name, step in steps.items():
-        ranks = [*np.ndindex(step.job.layout.pp, step.job.layout.dp, step.job.layout.cp)]
+        layout, seconds = step.job.layout, steps[verdict.base].seconds / verdict.speed(name)
+        ranks = [*np.ndindex(layout.pp, layout.dp, layout.cp)]
         shown = np.linspace(0, len(ranks) - 1, min(len(ranks), MOST_RANKS)).astype(int)
-        system = f"{name}: {step.seconds:.3g} s, {step.plan.tokens:,} tokens, {len(shown)} of {len(ranks)} ranks"
+        system, scale = f"{name}: {seconds:.3g} s; {len(shown)} of {len(ranks)} ranks", seconds / step.seconds
         for row, (pp, dp, cp) in enumerate(ranks[place] for place in shown):
-            named = {"system": system, "row": row, "rank": f"pp {pp}, dp {dp}, cp {cp}"}
-            rows.append(named | {"what": WAITING, "start": 0.0, "end": step.seconds})
+            rank = {"system": system, "row": row, "told": f"pp {pp}, dp {dp}, cp {cp}"}
+            rows.append(rank | {"what": WAITING, "start": 0.0, "end": seconds})
             for place in step.operations_of(dp, cp):
                 if step.pipeline_ranks[place] == pp:
-                    start = float(step.starts[place, dp])
-                    end = start + float(step.compute[place, dp, cp])
-                    rows.append(named | {"what": COMPUTING, "start": start, "end": end})
-    most = max(step.seconds for step in steps.values())
-    chart = bars(rows, {COMPUTING: GREEN, WAITING: RED}, alt.X("start:Q", title="seconds"), most, ["rank:N"])
-    return chart.encode(yOffset=alt.YOffset("row:O")).properties(height=260 * len(steps) + 100)
+                    start, end = step.starts[place, dp], step.starts[place, dp] + step.compute[place, dp, cp]
+                    rows.append(rank | {"what": COMPUTING, "start": scale * start, "end": scale * end})
+    x = alt.X("start:Q", title=f"seconds for the work of a step of {verdict.base}")
+    height = RANK_HEIGHT * (1 + max(row["row"] for row in rows))
+    return bars(rows, {COMPUTING: GREEN, WAITING: RED}, x, height).encode(yOffset="row:O")
 
 
-def bars(rows: list[dict[str, Any]], colours: dict[str, str], x: alt.X, most: float, told: list[str]) -> alt.Chart:
-    """Bars from ``start`` to ``end``, for each system under its name; ``most`` is the end of the axis."""
-    names = alt.Axis(
-        labelAlign="left",
-        labelPadding=0,
-        labelBaseline="bottom",
-        labelOffset=-22,
-        labelLimit=0,
-        ticks=False,
-        domain=False,
-    )
+def bars(rows: list[dict[str, Any]], colours: dict[str, str], x: alt.X, height: int) -> alt.Chart:
+    """Bars from ``start`` to ``end`` of each system, ``height`` pixels under its name."""
+    each = height + NAME_HEIGHT
+    names = alt.Axis(labelAlign="left", labelPadding=0, labelLimit=0, ticks=False, domain=False)
+    names.labelOffset = 4 - each / 2
+    y = alt.Y("system:N", sort=None, title=None, axis=names).scale(padding=NAME_HEIGHT / each)
     legend = alt.Legend(orient="bottom", direction="vertical", title=None, labelLimit=0)
-    return (
-        alt.Chart(alt.Data(values=rows))
-        .mark_bar()
-        .encode(
-            x=x.scale(domain=[0, most], nice=False),
-            x2="end:Q",
-            y=alt.Y("system:N", sort=None, title=None, axis=names).scale(paddingInner=0.4, paddingOuter=0.4),
-            color=alt.Color("what:N", legend=legend).scale(domain=[*colours], range=[*colours.values()]),
-            tooltip=["what:N", *told, alt.Tooltip("start:Q", format=".3f"), alt.Tooltip("end:Q", format=".3f")],
-        )
-    )
+    colour = alt.Color("what:N", legend=legend).scale(domain=[*colours], range=[*colours.values()])
+    x = x.scale(domain=[0, max(row["end"] for row in rows)], nice=False)
+    chart: alt.Chart = alt.Chart(alt.Data(values=rows), height=alt.Step(each, **{"for": "position"})).mark_bar()
+    return chart.encode(x=x, x2="end:Q", y=y, color=colour, tooltip=["what:N", "told:N"])
 
 
 def main() -> None:
@@ -164,4 +136,5 @@ def main() -> None:
         st.error(re.sub(r"([^\w\s])", r"\\\1", str(error)))
 
 
-main()
+if __name__ == "__main__":
+    main()
