@@ -49,7 +49,9 @@ class Tab:
 
     def value(self, script: str) -> Any:
         """What the JavaScript expression ``script`` is."""
-        return self.call("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+        told = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in told, told
+        return told["result"].get("value")
 
     def until(self, script: str) -> Any:
         """What ``script`` is once that is true."""

@@ -197,7 +197,8 @@ def test_others_are_refused(address: str):
     stream = f"{address}/_stcore/stream".replace("http:", "ws:")
     assert [status(f"{where}/") for where in (address, root, f"{root}/another-key")] == [200, 404, 404]
     assert status(f"{root}/_stcore/health") == 404
-    connect(stream, origin=Origin(root)).close()
+    with connect(stream, origin=Origin(root)):
+        pass
     for url, origin in (
         (stream, "http://evil.example"),
         (stream.replace(address.rpartition("/")[2], "another-key"), root),
@@ -212,9 +213,9 @@ def test_it_fits_a_desk_and_a_phone(address: str, tmp_path: Path, width: int, he
     with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': 'synthetic:200:4K:0'})}", width, height) as opened:
         opened.until("document.body.innerText.includes('What was simulated')")
         opened.until("document.querySelectorAll('.stVegaLiteChart svg, .stVegaLiteChart canvas').length == 2")
-        text = opened.value("document.body.innerText")
-        assert "plain-4d loses" in text
-        assert "wlb check synthetic:200:4K:0 --model tiny" in " ".join(text.split())
+        command = f"wlb check synthetic:200:4K:0 {' '.join(WORDS)}"
+        assert opened.until("document.querySelector('[data-testid=stCode] code')?.textContent").strip() == command
+        assert "plain-4d loses" in opened.value("document.body.innerText")
         assert opened.value("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
         scrolled = "[...document.querySelectorAll('[data-testid=stMain]')].map(e => e.scrollWidth - e.clientWidth)"
         assert opened.value(scrolled) == [0]
@@ -240,7 +241,7 @@ def test_another_choice_ends_the_simulation(address: str, tmp_path: Path):
 
     with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': pipe})}", 1280, 800) as opened:
         writer = awaited(opened_for_reading)
-        opened.value("document.querySelector('[role=slider][aria-label=GPUs], [role=slider]').focus()")
+        opened.value("document.querySelector('[aria-label=GPUs]').focus()")
         for kind in ("keyDown", "keyUp"):
             opened.call(
                 "Input.dispatchKeyEvent", type=kind, key="ArrowRight", code="ArrowRight", windowsVirtualKeyCode=39

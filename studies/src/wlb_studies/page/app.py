@@ -108,14 +108,15 @@ def steps_chart(steps: Mapping[str, Timeline], verdict: Verdict) -> alt.Chart:
                     rows.append(rank | {"what": COMPUTING, "start": scale * start, "end": scale * end})
     x = alt.X("start:Q", title=f"seconds for the work of a step of {verdict.base}")
     height = RANK_HEIGHT * (1 + max(row["row"] for row in rows))
-    return bars(rows, {COMPUTING: GREEN, WAITING: RED}, x, height).encode(yOffset="row:O")
+    chart = bars(rows, {COMPUTING: GREEN, WAITING: RED}, x, height, lower=NAME_HEIGHT // 2)  # as Vega does with offsets
+    return chart.encode(yOffset="row:O")
 
 
-def bars(rows: list[dict[str, Any]], colours: dict[str, str], x: alt.X, height: int) -> alt.Chart:
-    """Bars from ``start`` to ``end`` of each system, ``height`` pixels under its name."""
+def bars(rows: list[dict[str, Any]], colours: dict[str, str], x: alt.X, height: int, lower: int = 0) -> alt.Chart:
+    """Bars from ``start`` to ``end`` of each system, under its name, which is so many pixels ``lower``."""
     each = height + NAME_HEIGHT
     names = alt.Axis(labelAlign="left", labelPadding=0, labelLimit=0, ticks=False, domain=False)
-    names.labelOffset = 4 - each / 2
+    names.labelOffset = 4 + lower - each / 2
     y = alt.Y("system:N", sort=None, title=None, axis=names).scale(padding=NAME_HEIGHT / each)
     legend = alt.Legend(orient="bottom", direction="vertical", title=None, labelLimit=0)
     colour = alt.Color("what:N", legend=legend).scale(domain=[*colours], range=[*colours.values()])
