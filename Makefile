@@ -13,12 +13,12 @@ $(VENV)/.installed: pyproject.toml studies/pyproject.toml constraints.txt
 
 setup: $(VENV)/.installed
 
-# The demo needs less: neither Arrow, SciPy and TensorBoard nor what tests are run with.
-$(VENV)/.demo: pyproject.toml constraints.txt
+# The demo needs less: neither Arrow and TensorBoard nor what tests are run with.
+$(VENV)/.demo: pyproject.toml studies/pyproject.toml constraints.txt
 	@echo '[0/4] installing torch, tokenizers and matplotlib into $(VENV), which takes a minute or two'
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@test -f $(VENV)/.installed || $(BIN)/pip install --no-compile --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[plot]' torch safetensors tokenizers
+	  --constraint constraints.txt --editable '.[plot]' --editable ./studies torch safetensors tokenizers
 	@touch $@
 
 # Lint runs beside the tests; make fails where either does.
@@ -39,13 +39,13 @@ pytest: setup
 
 # The suite on another torch: make test-torch VERSION=2.15.0 [TESTS='tests/attention tests/integrations'].
 # The environment is its own, with every other dependency as pinned; the registry's builds of torch bring CUDA along.
-TESTS ?= tests
+TESTS ?= tests studies/tests
 test-torch:
 	@test -n '$(VERSION)' || { echo 'name the torch: make test-torch VERSION=2.15.0'; exit 2; }
 	test -d .venv-torch-$(VERSION) || $(PYTHON) -m venv .venv-torch-$(VERSION)
 	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
 	.venv-torch-$(VERSION)/bin/pip install --quiet --disable-pip-version-check \
-	  --constraint .venv-torch-$(VERSION)/constraints.txt 'torch==$(VERSION)' --editable '.[all,test]'
+	  --constraint .venv-torch-$(VERSION)/constraints.txt 'torch==$(VERSION)' --editable '.[all,test]' --editable ./studies
 	$(ENVIRONMENT) .venv-torch-$(VERSION)/bin/pytest -n 3 --dist worksteal $(TESTS)
 
 # All tests, and at the end which took longest: calls, setups and teardowns, each for itself.
@@ -97,7 +97,7 @@ demo: $(VENV)/.demo
 # A second environment with the packers that benchmarks/packing.py compares ours with.
 peers:
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[data,solver,train]'
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[data,solver,train]' --editable ./studies
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/parts/requirements-peers.txt
 
 clean:

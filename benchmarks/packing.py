@@ -21,8 +21,8 @@ from parts.documents import Lengths, add_length_options, chosen_lengths, describ
 from parts.measurement import command, console, facts, freeze_imports, make_parser, show, write
 from parts.packing import Row, Task, against_optimum, balance, memory, our_methods, ours, scaling, theirs
 from parts.peers import installed_peers, karmarkar_karp
-from wlb.documents.filling import documents_filling
 from wlb.packing.registry import make_packer
+from wlb.simulate.filling import documents_filling
 from wlb.workload import make_workload
 from wlb_studies.thresholds import search
 

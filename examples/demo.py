@@ -35,7 +35,6 @@ from rich.console import Console
 from rich.table import Table
 
 from side_by_side import BEGIN, END, Note, played, read_notes, step_seconds
-from wlb.documents.filling import cut_at_windows
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
@@ -43,6 +42,7 @@ from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
+from wlb.simulate.filling import cut_at_windows
 from wlb.training.preflight import check_job
 
 ROOT = Path(__file__).resolve().parent.parent

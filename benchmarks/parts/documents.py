@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.filling import documents_filling
 from wlb.documents.lengths import read_lengths
-from wlb.documents.overlong import split_overlong
 from wlb.documents.prepare.sources import StdlibCorpus
-from wlb.documents.segments import Segment
+from wlb.documents.segments import Segment, split_overlong
 from wlb.documents.synthetic import sample_lengths
+from wlb.simulate.filling import documents_filling
 
 Lengths = NDArray[np.int64]
 

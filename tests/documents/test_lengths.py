@@ -182,8 +182,8 @@ def test_unsigned_values_do_not_wrap(tmp_path):
         ("l.txt", "5\n１２\n".encode(), "line 2 is '１２'"),
         ("l.txt", b"9" * 5000, "line 1 is '9999"),
         ("l.txt", b"\xff\xfe\x00", "is not UTF-8"),
-        ("l.npy", b"not numpy", "not a NumPy array of numbers; write"),
-        ("l.npy", b"", "not a NumPy array of numbers; write"),
+        ("l.npy", b"not numpy", "holds no NumPy array of numbers; write"),
+        ("l.npy", b"", "holds no NumPy array of numbers; write"),
         ("l.parquet", b"not parquet", "not a readable Parquet file"),
         ("l.idx", b"not an index", "not a Megatron index"),
         ("l.bed", b"1,2", "of no known kind"),
@@ -287,11 +287,11 @@ def test_what_was_read_may_be_empty():
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.array([1.0, np.nan]), "holds float64 values, entry 0 is"),
+        (np.array([1.0, np.nan]), r"holds float64 values in shape \(2,\); write whole numbers"),
         (np.array([True]), "holds bool values"),
         (np.array(["5"]), "holds <U1 values"),
         (np.array([[1, 2]]), r"shape \(1, 2\)"),
-        (np.array([None]), "not a NumPy array of numbers; write"),
+        (np.array([None]), "no NumPy array of numbers; write"),
     ],
 )
 def test_wrong_arrays(tmp_path, array, message):
@@ -304,9 +304,9 @@ def test_wrong_parquet_columns(tmp_path):
     path = tmp_path / "l.parquet"
     for table, message in (
         ({"tokens": [1, 2]}, "no column 'length'; it has tokens"),
-        ({"length": ["a"]}, "whole numbers are needed"),
-        ({"length": [1.0, 2.5]}, "holds float64 values"),
-        ({"length": [1, None, 3]}, "row 1 of column 'length' is null"),
+        ({"length": ["a"]}, "holds string values, 0 of them null; whole numbers are needed"),
+        ({"length": [1.0, 2.5]}, "holds double values"),
+        ({"length": [1, None, 3]}, "column 'length' of .* holds int64 values, 1 of them null"),
     ):
         pq.write_table(pa.table(table), path)
         with pytest.raises(UserError, match=message):
@@ -315,7 +315,7 @@ def test_wrong_parquet_columns(tmp_path):
 
 @pytest.mark.parametrize("name", ["l.json", "l.txt", "l.npy", "l.parquet", "l.idx", "corpus"])
 def test_missing_sources(tmp_path, name):
-    with pytest.raises(UserError, match=r"l\..* does not exist|corpus.idx exists"):
+    with pytest.raises(UserError, match=r"l\..* does not exist|corpus.idx does not exist; make the store"):
         read_lengths(tmp_path / name)
 
 
@@ -330,10 +330,10 @@ def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys
         for length in (0, 3, 0, 2):
             writer.add([1] * length)
     assert read_lengths(tmp_path / "s").tolist() == [3, 2]
-    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's.idx'}: 2 empty documents passed over\n"
+    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's'}: 2 empty documents passed over\n"
     with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
         writer.add([])
-    with pytest.raises(UserError, match="holds only empty documents"):
+    with pytest.raises(UserError, match="holds no document with tokens"):
         read_lengths(tmp_path / "void")
 
 

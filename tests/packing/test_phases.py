@@ -16,8 +16,7 @@ from tests.packing.streams import METHODS, SETTINGS, WORKLOADS
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.registry import make_packer
-from wlb.workload.hardware import hardware_preset
-from wlb.workload.phases import DocumentPhases, PhasedPrices, encoder_seconds, segment_seconds
+from wlb.workload.phases import DocumentPhases, PhasedPrices, segment_seconds
 
 WINDOW = 64
 WITH_PHASES = [name for name in METHODS if name != "elastic"]
@@ -135,12 +134,6 @@ def test_a_document_that_is_cut_has_its_phases_once():
     assert phases.held_tokens(pieces).tolist() == [15, 10, 13]
     taken = phases.taken(pieces)
     assert taken.of([(number, 0, 1) for number in range(3)]).tolist() == phases.of(pieces).tolist()
-
-
-def test_an_encoder_takes_six_flops_a_parameter_and_token():
-    hardware = hardware_preset("h100")
-    rate = hardware.peak_flops * hardware.gemm_efficiency
-    assert encoder_seconds([0, 100], 675e6, hardware, tp=2) == pytest.approx([0, 6 * 675e6 * 100 / rate / 2])
 
 
 REFUSED = [

@@ -199,7 +199,7 @@ def trained(
     tokens = [plan.tokens for plan in plans]
     if any(tokens != [row["tokens"] for row in repetition] for repetition in rows):
         raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
-    simulated = [simulate_steps(plans, job.priced(profile=profile)) for profile in profiles]
+    simulated = [simulate_steps(plans, replace(job, profile=profile)) for profile in profiles]
     prices = [make_workload(profile.model, "cpu", profile=profile) for profile in profiles]
     works = [
         sum(micro_batch_seconds(workload, one.lengths) for plan in plans for one in plan.micro_batches)

@@ -345,8 +345,8 @@ class PackedOptions(JobOptions):
 
     def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
         """The job under preset ``best``, in the layout that is given or in which plain-4d is fastest."""
-        from wlb.documents.filling import check_filling
-        from wlb.simulate.search import packed_as
+        from wlb.simulate.filling import check_filling
+        from wlb.simulate.job import preset_sections
         from wlb.simulate.verdict import BASELINE, BEST
 
         if self.micro_batches is not None and self.batch_tokens is not None:
@@ -354,7 +354,9 @@ class PackedOptions(JobOptions):
         question = self.question(context, source, lengths, self.micro_batches)
         space = question.space
         check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
-        return AskedJob(packed_as(question.fastest(BASELINE, lengths).job, BEST), question.priced_by)
+        job = question.fastest(BASELINE, lengths).job
+        packing, sharding = preset_sections(BEST, {"micro_batches": job.packing.micro_batches})
+        return AskedJob(replace(job, packing=packing, sharding=sharding), question.priced_by)
 
     def given_again(self, context: typer.Context, job: Job) -> list[str]:
         """The options of ``job`` that stood on the command line, for a command without --micro-batches."""

@@ -46,7 +46,7 @@ def report(
 
     Example: wlb report runs/tiny --out measured.html
     """
-    from wlb.documents.store.sources import names_store
+    from wlb.documents.store.files import names_store
     from wlb.report.html.page import write_page
 
     options.check_writable(out)

@@ -18,7 +18,7 @@ from wlb.errors import UserError
 from wlb.terminal import number_of, tell
 
 if TYPE_CHECKING:
-    from wlb.documents.store.sources import StoreSource
+    from wlb.documents.store.files import StoreSource
     from wlb.job.job import Job
     from wlb.simulate import SimulationResult
     from wlb.simulate.search import Rated
@@ -85,7 +85,7 @@ class SimulateOptions:
 
     def follows(self, job: Job, sources: list[StoreSource]) -> list[object]:
         """The command to go on with: a dry run of a configuration whose stores exist, or a report on a named job."""
-        from wlb.documents.store.sources import names_store
+        from wlb.documents.store.files import names_store
         from wlb.simulate.job import NAMED_JOBS
 
         assert self.job is not None
@@ -192,8 +192,8 @@ def simulate(
         _search(context, asked, lengths or _synthetic(asked.context_window), steps, json)
         return
     from wlb.documents.lengths import what_was_read
-    from wlb.documents.order import joined_lengths
-    from wlb.documents.store.sources import source_name
+    from wlb.documents.store.files import source_name
+    from wlb.simulate.filling import joined_lengths
 
     if asked.trace is not None:
         options.check_writable(asked.trace)
@@ -327,8 +327,8 @@ def _write_trace(path: Path, jobs: dict[str, Job], lengths: Lengths, steps: int)
     from itertools import islice
 
     from wlb.job.planner import StepPlanner
+    from wlb.report.timeline import timeline
     from wlb.report.trace import write_trace
-    from wlb.simulate.timeline import timeline
 
     lines = {}
     for system, job in jobs.items():

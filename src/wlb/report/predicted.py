@@ -15,8 +15,8 @@ from wlb.report.html.charts import bars, intervals, length_histogram
 from wlb.report.html.diagrams import heat_map, pipeline_chart, shard_chart
 from wlb.report.html.markup import Caption, table
 from wlb.report.html.page import code, facts, page, paragraph, section, verdict
+from wlb.report.timeline import Timeline
 from wlb.simulate import simulate_step
-from wlb.simulate.timeline import Timeline
 from wlb.simulate.verdict import BASELINE, PARTS, Verdict
 
 TITLE = "What workload balancing gives this job"

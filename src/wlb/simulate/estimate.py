@@ -23,10 +23,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.filling import check_filling
 from wlb.documents.lengths import assumed_window, described_window, read_encoder_tokens
+from wlb.documents.store.files import StoreSource, names_store
 from wlb.documents.store.reader import stored_vocab_size
-from wlb.documents.store.sources import StoreSource, names_store
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import to_toml
@@ -34,17 +33,10 @@ from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.os_limits import usable_cores
 from wlb.schedules.layout import Layout
+from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
-from wlb.simulate.search import (
-    BATCH_TOKENS,
-    PINNED,
-    SearchResult,
-    SearchSpace,
-    fastest_layout,
-    layout_of,
-    search_space,
-)
+from wlb.simulate.search import BATCH_TOKENS, SearchResult, SearchSpace, fastest_layout, layout_of, search_space
 from wlb.simulate.verdict import (
     BASELINE,
     BEST,
@@ -59,7 +51,7 @@ from wlb.simulate.verdict import (
 )
 from wlb.terminal import tell
 from wlb.workload import MODEL_SHAPES, model_shape
-from wlb.workload.phases import DocumentPhases, encoder_seconds
+from wlb.workload.phases import DocumentPhases
 from wlb.workload.profile import WorkloadProfile
 
 T = TypeVar("T")
@@ -96,12 +88,14 @@ class Question:
 def completed(job: Job, profile: WorkloadProfile | None, encoders: Encoders) -> Job:
     """``job`` priced by a measured profile, if there is one, with the encoders that its documents go through."""
     if profile is not None:
-        job = job.priced(profile=profile)
+        job = replace(job, profile=profile)
     if not encoders:
         return job
-    tp, hardware = job.layout.tp, job.hardware
-    seconds = {name: encoder_seconds(tokens, size, hardware, tp) for name, (tokens, size) in encoders.items()}
-    return replace(job, phases=DocumentPhases(seconds))
+    # Six FLOPs a parameter and token, forward and backward; attention inside an image is left out.
+    rate = job.hardware.peak_flops * job.hardware.gemm_efficiency * job.layout.tp
+    return replace(
+        job, phases=DocumentPhases({name: tokens * (6 * size / rate) for name, (tokens, size) in encoders.items()})
+    )
 
 
 def question_of(
@@ -136,8 +130,8 @@ def question_of(
     if stored is not None and stored > shape.vocab_size:
         shape = replace(shape, vocab_size=-(-stored // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE)
     space = search_space(shape, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, fixed=fixed)
-    if fixed.keys() >= PINNED:
-        _check_pinned(space)
+    if space.layout is not None:
+        _check_given(space, space.layout)
     priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
     return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile, encoders_of(source, encoders))
 
@@ -151,9 +145,8 @@ def _assumed_batch(lengths: NDArray[np.int64], window: int, fixed: Mapping[str, 
     return windows * window, why
 
 
-def _check_pinned(space: SearchSpace) -> None:
+def _check_given(space: SearchSpace, layout: Layout) -> None:
     """Raise ``UserError`` where the layout that is given has other GPUs, or cannot run the global batch."""
-    layout = Layout(**dict(space.fixed))  # type: ignore[arg-type]
     windows, least = space.micro_batches, layout.dp * layout.pp
     if layout.world_size != space.gpus:
         raise UserError(f"--gpus {space.gpus} is not dp x pp x cp x tp = {layout.world_size}; leave one of them out")
@@ -217,20 +210,21 @@ def estimate(
     steps = steps or usual_steps(space.micro_batches)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
     found = _each(partial(_searched, question, lengths), presets)
-    searched = {name: one for name, one in found if not isinstance(one, UserError)}
-    failures = {name: one for name, one in found if isinstance(one, UserError)}
+    searched = {name: one for name, one in found.items() if not isinstance(one, UserError)}
+    failures = {name: one for name, one in found.items() if isinstance(one, UserError)}
     if BASELINE in failures or not searched:
         raise failures.get(BASELINE) or next(iter(failures.values()))
     base = BASELINE if BASELINE in searched else next(iter(searched))
-    prices, here = searched[base].job.work_prices, os.getpid()
+    simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=searched[base].job.work_prices)
+    here = os.getpid()
 
-    def simulated(name: str) -> list[SimulationResult]:
-        told = partial(on_progress, name) if os.getpid() == here else lambda done: None
-        return simulate_draws(searched[name].job, lengths, steps, prices, told)
+    def told(name: str, done: int) -> None:
+        if os.getpid() == here:
+            on_progress(name, done)
 
     verdict = _explained(
-        dict(_each(simulated, [*searched])),
-        lambda job: simulate_draws(job, lengths, steps, prices),
+        _each(lambda name: simulated(searched[name].job, on_progress=partial(told, name)), [*searched]),
+        simulated,
         lambda winner: replace(question, space=space.fixed_to(searched[base].job.layout)).fastest(winner, lengths).job,
     )
     winner, config = verdict.winner, ""
@@ -262,28 +256,25 @@ def judge_config(
 
     jobs = {CONFIGURED: job}
     for preset in presets:
-        if preset == BASELINE and baseline is not None:
-            kind = baseline.activation_checkpointing
-            jobs[preset] = replace(fastest(preset, baseline.layout), activation_checkpointing=kind)
-        else:
-            jobs[preset] = fastest(preset, job.layout)
+        own = baseline if preset == BASELINE else None
+        jobs[preset] = fastest(preset, own.layout if own else job.layout)
+        if own:
+            jobs[preset] = replace(jobs[preset], activation_checkpointing=own.activation_checkpointing)
     prices = jobs.get(BASELINE, job).work_prices
     steps = steps or usual_steps(job.global_batch)
-    of_draws = {
-        name: simulate_draws(one, lengths, steps, prices, partial(on_progress, name)) for name, one in jobs.items()
-    }
+    simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=prices)
+    of_draws = {name: simulated(one, on_progress=partial(on_progress, name)) for name, one in jobs.items()}
     if baseline is None:
         return verdict_of(of_draws)
     return _explained(
-        of_draws,
-        lambda moved: simulate_draws(moved, lengths, steps, prices),
-        lambda winner: fastest(config.preset if winner == CONFIGURED else winner, baseline.layout),
+        of_draws, simulated, lambda winner: fastest(config.preset if winner == CONFIGURED else winner, baseline.layout)
     )
 
 
 def _alike(job: Job, other: Job) -> Job:
     """``other`` with the documents, prices and memory of ``job``."""
-    same = ("data", "pricing", "phases", "limit", "tied_embeddings", "checkpoint_copy")
+    priced = ("hardware", "profile", "packed_by", "software", "phases")
+    same = (*priced, "data", "limit", "tied_embeddings", "checkpoint_copy")
     return replace(other, **{name: getattr(job, name) for name in same})
 
 
@@ -308,14 +299,14 @@ def _searched(question: Question, lengths: NDArray[np.int64], preset: str) -> Se
         return error
 
 
-def _each(function: Callable[[str], T], names: Sequence[str]) -> list[tuple[str, T]]:
+def _each(function: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
     """``function`` of each of ``names``, every other one in a forked process, as the dearest presets come last.
 
     All are done here where there is one core, off Linux, and in a daemon, which may have no processes of its own.
     """
     own, others = names[::2], names[1::2]
     if not others or sys.platform != "linux" or usable_cores() < 2 or current_process().daemon:
-        return [(name, function(name)) for name in names]
+        return {name: function(name) for name in names}
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_each, args=(sender, function, others), daemon=True)
@@ -330,7 +321,7 @@ def _each(function: Callable[[str], T], names: Sequence[str]) -> list[tuple[str,
     finally:
         process.kill()
         process.join()
-    return [(name, results[name]) for name in names]
+    return {name: results[name] for name in names}
 
 
 def _send_each(sender: Connection, function: Callable[[str], object], names: Sequence[str]) -> None:
@@ -354,7 +345,7 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
             packing["pool_micro_batches"] = job.micro_batches_per_rank
     if job.packing.reads("max_length_factor"):
         packing["max_length_factor"] = float(job.packing.max_length_factor)
-    profile = job.pricing.profile
+    profile = job.profile
     named = model if profile is None else _measured_name(profile)
     pretrained = named not in MODEL_SHAPES and Path(named).is_dir()
     sections: dict[str, dict[str, Any]] = {
@@ -371,9 +362,8 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
 
 
 def _written(job: Job) -> dict[str, Any]:
-    layout = job.layout
-    sizes: dict[str, Any] = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
-    return sizes | ({"virtual_pp": layout.virtual_pp, "schedule": layout.schedule} if layout.virtual_pp > 1 else {})
+    interleaved = ("virtual_pp", "schedule") if job.layout.virtual_pp > 1 else ()
+    return {name: getattr(job.layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved)}
 
 
 def _measured_name(profile: WorkloadProfile) -> str:

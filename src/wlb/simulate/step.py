@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,26 +120,13 @@ class Steps(StepSeconds):
         if phases is None:
             return cls.of_shards(shards, costs)
         encoders = np.array([phases.of(one.segments).sum(axis=0) for one in micro_batches])
-        return cls.of_shards(shards, costs, encoders.reshape(*shape, len(phases.names)))
+        return cls.of_shards(shards, costs, encoders.reshape(*shape, len(phases.seconds)))
 
     @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts, encoders: Array | None = None) -> Steps:
         """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
         blocks, head = (Phases.of(p, shards.tokens) for p in (costs.rank.blocks_seconds, costs.rank.head_seconds))
         return cls(costs, shards, blocks, head, encoders=encoders)
-
-    def reordered(self, places: NDArray[np.int64]) -> Steps:
-        """The same micro-batches in another order: where each is now, counted over ranks; shape (steps, all of a step).
-
-        They are not sharded again, which is most of what pricing takes.
-        """
-
-        def moved(column: NDArray[Any]) -> NDArray[Any]:
-            of_steps = column.reshape(*places.shape, *column.shape[3:])
-            return of_steps[np.arange(len(places))[:, None], places].reshape(column.shape)
-
-        encoders = None if self.encoders is None else moved(self.encoders)
-        return self.of_shards(self.shards.map(moved), self.costs, encoders)
 
     @property
     def computing(self) -> Phases:
@@ -158,7 +145,7 @@ class Steps(StepSeconds):
         """What stages take in micro-batches; shape (steps, dp, stages, micro-batches)."""
         groups, head = self.groups, Phases(*map(self._together, self.head))
         if "micro-batches" not in self.modelled:
-            groups, head = _alike(groups), _alike(head)
+            groups, head = (Phases(*map(_mean_of_step, seconds)) for seconds in (groups, head))
         return self._with_encoders(self._over_stages(groups, head))
 
     @property
@@ -212,7 +199,7 @@ class Steps(StepSeconds):
         if phases is not None and encoders is not None:
             model = taken - encoders.sum(axis=3)
             columns = [model, *np.moveaxis(encoders, 3, 0)]
-            names = [LANGUAGE_MODEL, *phases.names]
+            names = [LANGUAGE_MODEL, *phases.seconds]
             of_phases = {n: slowest_over_mean(c, (1, 2)) for n, c in zip(names, columns, strict=True)}
         return of_phases | {
             "gpus": slowest_over_mean(self.gpu_seconds, (1, 2, 3)),
@@ -253,7 +240,7 @@ class Steps(StepSeconds):
             return None
         seconds, stages = self.encoders, self.costs.layout.stages
         if "micro-batches" not in self.modelled:
-            seconds = np.broadcast_to(seconds.mean(axis=(1, 2), keepdims=True), seconds.shape)
+            seconds = _mean_of_step(seconds)
         share = np.eye(stages)[0] if "stages" in self.modelled else np.full(stages, 1 / stages)
         forward = share[:, None, None] * seconds[:, :, None] / (1 + LINEAR_BACKWARD_FACTOR)
         return forward, LINEAR_BACKWARD_FACTOR * forward
@@ -293,6 +280,6 @@ def slowest_over_mean(seconds: Array, axes: tuple[int, ...]) -> Array:
     return np.asarray(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
 
 
-def _alike(groups: Phases) -> Phases:
-    """The mean micro-batch of each step in place of all; shapes (steps, dp, micro-batches)."""
-    return Phases(*(np.broadcast_to(s.mean(axis=(1, 2), keepdims=True), s.shape) for s in groups))
+def _mean_of_step(seconds: Array) -> Array:
+    """The mean micro-batch of each step in place of all; shape (steps, dp, micro-batches, ...)."""
+    return np.broadcast_to(seconds.mean(axis=(1, 2), keepdims=True), seconds.shape)

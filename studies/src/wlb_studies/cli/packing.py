@@ -10,14 +10,14 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.console import emit_json, note, show_columns, show_next, stdout, with_progress
+from wlb.cli.groups import refuse_unused
 from wlb.terminal import listed, number_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wlb.documents.overlong import OverlongReport
-    from wlb.documents.segments import Segment
+    from wlb.documents.segments import OverlongReport, Segment
     from wlb.job.job import Job
     from wlb.packing.packer import Packer
     from wlb_studies.packing import MethodResult
@@ -68,7 +68,7 @@ def packing(
     options.check_picture(asked.plot)
     tokens = read_lengths(lengths, keep_empty=True)
     found = asked.job(context, lengths, tokens)
-    compared, show = _compared_methods(tokens[tokens > 0], asked, found)
+    compared, show = _compared_methods(context, tokens[tokens > 0], asked, found)
     if json:
         emit_json(compared)
         return
@@ -77,16 +77,17 @@ def packing(
 
 
 def _compared_methods(
-    tokens: NDArray[np.int64], asked: CompareOptions, found: options.AskedJob
+    context: typer.Context, tokens: NDArray[np.int64], asked: CompareOptions, found: options.AskedJob
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """The comparison of packing methods as JSON, and what prints it."""
-    from wlb_studies.packing import comparison_json, packer_for
+    from wlb_studies.packing import comparison_json, options_read_by, packer_for
 
     job = found.job
     documents, overlong = documents_of(tokens, asked.steps, job, asked.overlong)
     own = {name: getattr(asked, name) for name in ("max_length_factor", "max_delay", "solver_seconds")}
     listed = None if asked.methods == _ALL else asked.methods
     names = options.names_in("--methods", listed, _DEFAULT_METHODS)
+    refuse_unused(context, own.keys() - options_read_by(names), f"has no effect on {', '.join(names)}")
     results = compare_packers([(name, packer_for(name, job, **own)) for name in names], documents, job)
     title = title_of(job, found.priced_by)
     if asked.plot is not None:
@@ -117,7 +118,7 @@ def documents_of(
     tokens: NDArray[np.int64], steps: int | None, job: Job, overlong: str = "split"
 ) -> tuple[Sequence[Segment], OverlongReport]:
     """The documents of as many steps as were asked for; all take minutes to plan where there are many."""
-    from wlb.documents.filling import documents_for
+    from wlb.simulate.filling import documents_for
 
     filled = int(tokens.sum()) // (job.global_batch * job.context_window)
     if steps is None and filled > _MANY_STEPS:

@@ -109,7 +109,7 @@ def _trials(documents: Sequence[Segment], asked: TuneOptions, job: Job) -> list[
             [document.length for document in documents],
             job.packing.micro_batches,
             job.context_window,
-            job.pricing.packed_by or job.workload,
+            job.packed_by or job.workload,
             PackingOptions(method="variable_length").changed(**delay),
             factors=sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < most), most}),
             max_token_delay=asked.max_token_delay,
