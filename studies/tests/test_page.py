@@ -241,7 +241,7 @@ def test_another_choice_ends_the_simulation(address: str, tmp_path: Path):
 
     with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': pipe})}", 1280, 800) as opened:
         writer = awaited(opened_for_reading)
-        opened.value("document.querySelector('[aria-label=GPUs]').focus()")
+        opened.value("document.querySelector('input[aria-label=GPUs]').focus()")
         for kind in ("keyDown", "keyUp"):
             opened.call(
                 "Input.dispatchKeyEvent", type=kind, key="ArrowRight", code="ArrowRight", windowsVirtualKeyCode=39

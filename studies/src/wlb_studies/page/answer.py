@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from wlb.documents.lengths import read_lengths, what_was_read
 from wlb.errors import UserError
 from wlb.report.evidence import usual_step
+from wlb.report.timeline import Timeline
 from wlb.simulate.estimate import Estimate, estimate, question_of
-from wlb.simulate.timeline import Timeline
 from wlb.token_count import parse_tokens
 
 

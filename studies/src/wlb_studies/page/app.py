@@ -14,7 +14,7 @@ import streamlit as st
 
 from wlb.errors import UserError
 from wlb.report.answer import about, columns_of
-from wlb.simulate.timeline import Timeline
+from wlb.report.timeline import Timeline
 from wlb.simulate.verdict import PARTS, Verdict
 from wlb.workload import HARDWARE, MODEL_SHAPES
 from wlb_studies.page.answer import Answer, Asked, computed
