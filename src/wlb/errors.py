@@ -24,6 +24,5 @@ def require(module: str, extra: str, package: str = "wlb-llm") -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(
-            f"{module.partition('.')[0]} is not installed; run: pip install '{package}[{extra}]'"
-        ) from error
+        missing = module.partition(".")[0]
+        raise UserError(f"{missing} is not installed; run: pip install '{package}[{extra}]'") from error

@@ -64,7 +64,7 @@ def answer(asked: Asked) -> Answer:
 
 def computed(asked: Asked, while_waiting: Callable[[], object]) -> Answer:
     """``answer`` from a process of its own, which ends where ``while_waiting``, called again and again, raises."""
-    command = [sys.executable, "-c", "from wlb_studies.page.answer import main; main()"]
+    command = [sys.executable, "-P", "-c", "from wlb_studies.page.answer import main; main()"]
     sent: bytes | None = pickle.dumps(asked)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:

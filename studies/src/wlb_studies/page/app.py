@@ -38,8 +38,9 @@ def asked_of_user() -> Asked:
         lengths = st.text_input("Document lengths", "synthetic:20000:128K:0", key="lengths", **kept)
         st.caption("A file, a token store or synthetic:DOCUMENTS:WINDOW:SEED. Nothing leaves this machine.")
         dropped = st.file_uploader("Or drop a file of lengths", FILES, max_upload_size=64)
+        usual = models.index("llama3-8b")
         options = {
-            "--model": st.selectbox("Model", models, models.index("llama3-8b"), key="model", **kept),
+            "--model": st.selectbox("Model", models, usual, key="model", accept_new_options=True, **kept),
             "--hardware": st.selectbox("Hardware", machines, machines.index("h100"), key="hardware", **kept),
             "--gpus": str(st.select_slider("GPUs", powers, 64, key="gpus", **kept)),
             "--context-window": st.select_slider("Context window, tokens", WINDOWS, key="window", **kept),
