@@ -122,7 +122,7 @@ def test_a_dropped_file_keeps_its_name():
         ({}, "lengths - is standard input, which the page does not read; name a file"),
         ({"--model": "gpt-0"}, "unknown model 'gpt-0'"),
         ({"--batch-tokens": "2K"}, "a global batch of 2048 tokens holds no window of 4096; raise it"),
-        ({"--gpus": "1009"}, "no layout"),
+        ({"--hardware": "h10"}, "h10"),
     ],
 )
 def test_what_is_wrong_is_refused(wrong: dict[str, str], said: str):
@@ -211,7 +211,7 @@ def test_others_are_refused(address: str):
 @pytest.mark.parametrize(("width", "height"), [(1280, 2400), (390, 3600)])
 def test_it_fits_a_desk_and_a_phone(address: str, tmp_path: Path, width: int, height: int):
     with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': 'synthetic:200:4K:0'})}", width, height) as opened:
-        opened.until("document.body.innerText.includes('What was simulated')")
+        opened.until("document.body?.innerText.includes('What was simulated')")
         opened.until("document.querySelectorAll('.stVegaLiteChart svg, .stVegaLiteChart canvas').length == 2")
         command = f"wlb check synthetic:200:4K:0 {' '.join(WORDS)}"
         assert opened.until("document.querySelector('[data-testid=stCode] code')?.textContent").strip() == command
