@@ -69,7 +69,7 @@ def test_a_hostile_report_is_drawn_without_errors_or_requests(hostile_page: str,
     pixels, console, requests = show(path, dark=dark)
     assert (console, requests) == ([], [])
     assert tuple(pixels[0, 0]) == (DARK_PAGE if dark else LIGHT_PAGE)
-    assert area(pixels, DARK_AFTER if dark else LIGHT_AFTER) > 2000
+    assert area(pixels, DARK_AFTER if dark else LIGHT_AFTER) > 1000
 
 
 def test_a_report_on_runs_is_drawn(tmp_path: Path):

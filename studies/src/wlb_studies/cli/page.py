@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-import wlb_studies.page
+import wlb_studies
 from wlb.cli.console import stdout
 from wlb.errors import UserError, require
 
@@ -49,7 +49,7 @@ def page(
         "LOGGER_HIDE_WELCOME_MESSAGE": "true",
     } | ({} if browser else {"SERVER_HEADLESS": "true"})
     environment = os.environ | {f"STREAMLIT_{name}": value for name, value in settings.items()}
-    app = Path(wlb_studies.page.__file__).with_name("app.py")
+    app = Path(wlb_studies.__file__).with_name("page.py")
     os.execve(sys.executable, [sys.executable, "-P", "-m", "streamlit", "run", str(app)], environment)
 
 

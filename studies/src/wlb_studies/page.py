@@ -1,33 +1,46 @@
-"""The page, which Streamlit runs from top to bottom whenever a choice changes; it stops a run that is not done."""
+"""The page of ``wlb-studies page``, which Streamlit runs from top to bottom whenever a choice changes."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stderr
+from io import StringIO
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import altair as alt
 import numpy as np
 import streamlit as st
 
+from wlb.documents.lengths import read_lengths, what_was_read
 from wlb.errors import UserError
 from wlb.report.answer import about, columns_of
+from wlb.report.evidence import usual_step
 from wlb.report.timeline import Timeline
-from wlb.simulate.verdict import PARTS, Verdict
+from wlb.simulate.estimate import Estimate, estimate, question_of
+from wlb.simulate.verdict import Verdict
+from wlb.token_count import parse_tokens
 from wlb.workload import HARDWARE, MODEL_SHAPES
-from wlb_studies.page.answer import Answer, Asked, computed
 
-GREEN, RED = "#1b9e6b", "#d64545"
-COLOURS = dict(zip(PARTS, (RED, "#ee8a3c", "#f0c04a", "#8aa0b5", "#a78bbf", GREEN), strict=True))
 COMPUTING, WAITING = "computing", "waiting or communicating"
 AUTO = "auto"  # assumed as in ``wlb check``
+Answer = tuple[list[str], Estimate, dict[str, Timeline]]  # what was read; a usual step of the baseline and the fastest
 WINDOWS = [AUTO, "4K", "8K", "16K", "32K", "64K", "128K", "256K", "512K", "1M"]
 BATCHES = [AUTO, "1M", "2M", "4M", "8M", "16M", "32M"]
-FILES = ["json", "jsonl", "csv", "tsv", "parquet", "txt", "npy"]
-MOST_RANKS = 16  # of a step
-BAR_HEIGHT, RANK_HEIGHT, NAME_HEIGHT = 18, 11, 24  # pixels
+MOST_RANKS, RANK_HEIGHT, NAME_HEIGHT = 16, 11, 24  # ranks of a step; pixels
+
+
+class Asked(NamedTuple):
+    """A question to ``wlb check``, with its options; ``content`` is that of a file dropped on the page."""
+
+    lengths: str
+    options: tuple[tuple[str, str], ...]
+    content: bytes | None = None
 
 
 def asked_of_user() -> Asked:
@@ -37,7 +50,7 @@ def asked_of_user() -> Asked:
     with st.sidebar:
         lengths = st.text_input("Document lengths", "synthetic:20000:128K:0", key="lengths", **kept)
         st.caption("A file, a token store or synthetic:DOCUMENTS:WINDOW:SEED. Nothing leaves this machine.")
-        dropped = st.file_uploader("Or drop a file of lengths", FILES, max_upload_size=64)
+        dropped = st.file_uploader("Or drop a file of lengths", max_upload_size=64)
         usual = models.index("llama3-8b")
         options = {
             "--model": st.selectbox("Model", models, usual, key="model", accept_new_options=True, **kept),
@@ -46,54 +59,53 @@ def asked_of_user() -> Asked:
             "--context-window": st.select_slider("Context window, tokens", WINDOWS, key="window", **kept),
             "--batch-tokens": st.select_slider("Global batch, tokens per step", BATCHES, key="batch", **kept),
         }
-    given = {option: value for option, value in options.items() if value != AUTO}
+    given = tuple((option, value) for option, value in options.items() if value != AUTO)
     return Asked(lengths, given) if dropped is None else Asked(Path(dropped.name).name, given, dropped.getvalue())
 
 
 @st.cache_data(max_entries=64, show_spinner="Simulating every system in its fastest layout", show_time=True)
 def answered(asked: Asked, at: float) -> Answer:
-    """The answer to a question, asked ``at`` some time where the file may have changed since it was last asked."""
+    """What ``wlb check`` says, asked ``at`` some time where the file may have changed since it was last asked."""
+    options, source = dict(asked.options), asked.lengths
+    if source == "-":
+        raise UserError("lengths - is standard input, which the page does not read; name a file")
+    sizes = (options.get(option) for option in ("--context-window", "--batch-tokens"))
+    window, batch = (None if size is None else parse_tokens(size) for size in sizes)
+    with redirect_stderr(StringIO()) as notes, TemporaryDirectory() as folder:
+        if asked.content is not None:
+            Path(folder, source).write_bytes(asked.content)
+        lengths = read_lengths(source if asked.content is None else f"{folder}/{source}", keep_empty=True)
+        job = options["--model"], options["--hardware"], int(options["--gpus"])
+        question = question_of(*job, lengths, context_window=window, batch_tokens=batch, source=source)
     # Where a choice has changed, Streamlit ends the run that next asks for its state.
-    return computed(asked, while_waiting=lambda: st.session_state.get("gpus"))
+    found = estimate(question, lengths, source=source, on_progress=lambda *_: st.session_state.get("gpus"))
+    read = [what_was_read(source, lengths, question.space.context_window), *notes.getvalue().splitlines()]
+    shown = dict.fromkeys((found.verdict.base, found.verdict.fastest))
+    return read, found, {name: usual_step(found.verdict, name, lengths) for name in shown}
 
 
-def show(answer: Answer, asked: Asked) -> None:
-    """The verdict, and what it is made of."""
-    found, verdict = answer.found, answer.found.verdict
+def show(read: list[str], found: Estimate, steps: Mapping[str, Timeline], asked: Asked) -> None:
+    verdict = found.verdict
     st.info(str(verdict))
     with st.container(horizontal=True):
         st.metric(f"Speed of {verdict.fastest}", f"{verdict.speed(verdict.fastest):.2f}x", width="content")
         st.metric("Delay, steps", f"{verdict.token_delay(verdict.fastest):.2f}", width="content")
         st.metric("GPU-hours saved a day", f"{found.gpu_hours_a_day:,.0f}", width="content")
-    st.subheader("Where the time goes")
-    st.altair_chart(shares_chart(verdict))
     st.table(columns_of(verdict), border="horizontal", hide_index=True)
     st.subheader("One step of each")
     st.text("A row is a rank: the GPUs of a tensor-parallel group. Steps are scaled to equal work.")
-    st.altair_chart(steps_chart(answer.steps, verdict))
+    st.altair_chart(steps_chart(steps, verdict))
     st.subheader("The same in a terminal")
-    st.code(asked.command, "bash", wrap_lines=True)
+    st.code(shlex.join(["wlb", "check", asked.lengths, *chain.from_iterable(asked.options)]), "bash", wrap_lines=True)
     if found.config:
         st.subheader("Configuration for wlb train")
         st.code(found.config, "toml", wrap_lines=True)
     st.subheader("What was simulated")
-    st.text("\n\n".join([*answer.read, *about(found)]))
-
-
-def shares_chart(verdict: Verdict) -> alt.Chart:
-    """What the time of each system goes to, one part after the other."""
-    rows = []
-    for system in verdict.systems:
-        end = 0.0
-        for part, share in verdict.parts(system).items():
-            start, end = end, end + max(0.0, share)
-            rows.append({"system": system, "what": part, "start": start, "end": end, "told": f"{share:.1%}"})
-    x = alt.X("start:Q", title=f"share of {verdict.base}'s time for the same work", axis=alt.Axis(format="%"))
-    return bars(rows, COLOURS, x, BAR_HEIGHT)
+    st.text("\n\n".join([*read, *about(found)]))
 
 
 def steps_chart(steps: Mapping[str, Timeline], verdict: Verdict) -> alt.Chart:
-    """When ranks compute: for each a bar of the whole step, and over it one for each operation."""
+    """For each rank a bar of the whole step, and over it one for each operation, in seconds."""
     rows: list[dict[str, Any]] = []
     for name, step in steps.items():
         layout, seconds = step.job.layout, steps[verdict.base].seconds / verdict.speed(name)
@@ -107,33 +119,29 @@ def steps_chart(steps: Mapping[str, Timeline], verdict: Verdict) -> alt.Chart:
                 if step.pipeline_ranks[place] == pp:
                     start, end = step.starts[place, dp], step.starts[place, dp] + step.compute[place, dp, cp]
                     rows.append(rank | {"what": COMPUTING, "start": scale * start, "end": scale * end})
-    x = alt.X("start:Q", title=f"seconds for the work of a step of {verdict.base}")
-    height = RANK_HEIGHT * (1 + max(row["row"] for row in rows))
-    chart = bars(rows, {COMPUTING: GREEN, WAITING: RED}, x, height, lower=NAME_HEIGHT // 2)  # as Vega does with offsets
-    return chart.encode(yOffset="row:O")
-
-
-def bars(rows: list[dict[str, Any]], colours: dict[str, str], x: alt.X, height: int, lower: int = 0) -> alt.Chart:
-    """Bars from ``start`` to ``end`` of each system, under its name, which is so many pixels ``lower``."""
-    each = height + NAME_HEIGHT
+    each = RANK_HEIGHT * (1 + max(row["row"] for row in rows)) + NAME_HEIGHT
     names = alt.Axis(labelAlign="left", labelPadding=0, labelLimit=0, ticks=False, domain=False)
-    names.labelOffset = 4 + lower - each / 2
-    y = alt.Y("system:N", sort=None, title=None, axis=names).scale(padding=NAME_HEIGHT / each)
+    names.labelOffset = 3 - each / 2  # above the bars
+    x = alt.X("start:Q", title=f"seconds for the work of a step of {verdict.base}")
     legend = alt.Legend(orient="bottom", direction="vertical", title=None, labelLimit=0)
-    colour = alt.Color("what:N", legend=legend).scale(domain=[*colours], range=[*colours.values()])
-    x = x.scale(domain=[0, max(row["end"] for row in rows)], nice=False)
     chart: alt.Chart = alt.Chart(alt.Data(values=rows), height=alt.Step(each, **{"for": "position"})).mark_bar()
-    return chart.encode(x=x, x2="end:Q", y=y, color=colour, tooltip=["what:N", "told:N"])
+    return chart.encode(
+        x=x.scale(domain=[0, max(row["end"] for row in rows)], nice=False),
+        x2="end:Q",
+        y=alt.Y("system:N", sort=None, title=None, axis=names).scale(padding=NAME_HEIGHT / each),
+        yOffset="row:O",
+        color=alt.Color("what:N", legend=legend).scale(domain=[COMPUTING, WAITING], range=["#1b9e6b", "#d64545"]),
+        tooltip=["what:N", "told:N"],
+    )
 
 
 def main() -> None:
     st.set_page_config("wlb: what imbalance costs", layout="wide")
     asked = asked_of_user()
-    st.header("What imbalance costs your job")
-    st.badge("simulated", color="gray")
+    st.header("What imbalance costs your job :gray-badge[simulated]")
     unchanging = asked.content is not None or asked.lengths.startswith("synthetic:")
     try:
-        show(answered(asked, 0.0 if unchanging else time.time()), asked)
+        show(*answered(asked, 0.0 if unchanging else time.time()), asked)
     except UserError as error:
         st.error(re.sub(r"([^\w\s])", r"\\\1", str(error)))
 
