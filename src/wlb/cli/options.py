@@ -165,7 +165,7 @@ class GpuOptions:
         Raises ``UserError`` where the model has fewer layers than ``pp`` stages, and for an option that a measured
         profile replaces, unless the command ``reads`` it for something else.
         """
-        from wlb.schedules.layer_split import split_layers
+        from wlb.schedules.layout import split_layers
         from wlb.settings import MOST_RANKS
         from wlb.sharding import check_group_size
         from wlb.workload import make_workload, model_shape
@@ -284,7 +284,7 @@ class JobOptions(GpuOptions):
     def _validated(self, sizes: dict[str, Any]) -> Layout:
         """A layout of ``sizes``. Raises ``UserError`` for those that no layout has."""
         from wlb.job.config import ParallelConfig
-        from wlb.schedules.layer_split import split_layers
+        from wlb.schedules.layout import split_layers
         from wlb.sharding import check_group_size
         from wlb.workload import model_shape
 

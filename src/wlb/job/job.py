@@ -22,8 +22,7 @@ from wlb.job.prices import LevelPrices, Software, micro_batch_phases, sharded_pr
 from wlb.packing.options import Pools
 from wlb.packing.plan import StepPlan
 from wlb.packing.registry import PACKERS
-from wlb.schedules.layer_split import split_layers
-from wlb.schedules.layout import Layout
+from wlb.schedules.layout import Layout, split_layers
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR

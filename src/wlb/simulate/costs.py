@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.job.job import Job
-from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import split_layers
 from wlb.workload.base import Seconds
 from wlb.workload.costs import MASTER_BYTES
 from wlb.workload.links import Traffic, group_link, shard_bytes

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.segments import OverlongReport, Segment, split_overlong
+from wlb.documents.segments import POLICIES, OverlongReport, Segment, split_overlong
+from wlb.errors import UserError, choose_from
 from wlb.simulate.filling import check_filling, trained_lengths
 
 
@@ -24,6 +25,8 @@ def documents_for(
     A step takes ``micro_batches`` windows. ``overlong`` is a policy of ``wlb.documents.segments``, or "cut" for
     ``cut_at_windows``. Raises ``UserError`` where ``check_filling`` does.
     """
+    if overlong not in (known := (*POLICIES, "cut")):
+        raise UserError(f"overlong policy {overlong!r} is unknown; {choose_from(overlong, known)}")
     step_tokens = micro_batches * context_window
     if steps is not None:
         lengths = lengths[: documents_filling(trained_lengths(lengths, context_window, overlong), steps * step_tokens)]

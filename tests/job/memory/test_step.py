@@ -16,8 +16,7 @@ from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import LayerMemory
 from wlb.job.memory.step import _Walk, predict_memory, predict_rank_memory
 from wlb.job.prices import Software
-from wlb.schedules.layer_split import split_layers
-from wlb.schedules.layout import Layout
+from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import rank_operations
 from wlb.simulate import simulated_job
 from wlb.workload import ModelShape, hardware_preset, model_shape

@@ -8,7 +8,7 @@ import pytest
 from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import split_layers
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import simulate_step, simulated_job
 from wlb.simulate.step import Steps

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from wlb.job.job import Job
 from wlb.job.memory.layers import Exchange, LayerMemory, Unit, master_bytes
-from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import split_layers
 from wlb.schedules.operations import Operation
 
 BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from wlb.job.job import Job
 from wlb.models.transformer import TransformerConfig
-from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import split_layers
 
 WEIGHTS = "gathering weights"
 GRADIENTS = "reducing gradients"

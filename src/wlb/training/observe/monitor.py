@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from wlb.job.config import MetricsConfig
 from wlb.job.job import Job
-from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import split_layers
 from wlb.sharding.plan import ShardPlan, owners
 from wlb.training.data.loader import LoadedStep
 from wlb.training.observe.compute_clock import ComputeClock, KernelClock, Seconds, ThreadClock

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from wlb.attention.packed_attention import KeptAttention
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Block, Transformer, TransformerConfig
-from wlb.schedules.layer_split import split_layers
-from wlb.schedules.layout import Layout
+from wlb.schedules.layout import Layout, split_layers
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.tensor_parallel import apply_tensor_parallel
 from wlb.workload.base import Checkpointing

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import split_layers
 from wlb.workload.shapes import ModelShape
 
 
