@@ -1,6 +1,6 @@
 """Benchmark of ``training.compile``: blocks on micro-batches of ever new lengths, plain and compiled, on the CPU.
 
-    .venv/bin/python benchmarks/compilation.py [--steps N] [--tokens N] [--out FILE]
+    .venv/bin/python -m benchmarks.compilation [--steps N] [--tokens N] [--out FILE]
 
 One process, one thread, forward and backward of a small model. Every step has another length. "graphs" are what
 ``torch.compile`` compiled over the whole run: if it compiled for a length again, they would grow with the steps.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch._dynamo.utils import counters
 
-from parts.measurement import facts, make_parser, show, write
+from benchmarks.parts.measurement import facts, make_parser, show, write
 from wlb.attention import context_parallel_attention
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig

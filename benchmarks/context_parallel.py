@@ -1,6 +1,6 @@
 """Benchmark of attention under context parallelism: two real processes, one thread each, on the CPU.
 
-    .venv/bin/python benchmarks/context_parallel.py [--context-window N] [--micro-batches N] [--turns N] [--out FILE]
+    .venv/bin/python -m benchmarks.context_parallel [--context-window N] [--micro-batches N] [--turns N] [--out FILE]
 
 Forward and backward of attention alone over the same micro-batches: every sharding strategy, torch's all-gather and
 ring with its own head-tail order, and one process by itself. A perfect split would take half of what one process takes
@@ -40,8 +40,8 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
     set_rotate_method,
 )
 
-from parts.measurement import command, console, facts, in_turns, make_parser, show, write
-from parts.ranks import on_ranks
+from benchmarks.parts.measurement import command, console, facts, in_turns, make_parser, show, write
+from benchmarks.parts.ranks import on_ranks
 from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan

@@ -1,6 +1,6 @@
 """Benchmark of large corpora: how soon the first step is planned, what a rank holds, and how soon it resumes.
 
-    .venv/bin/python benchmarks/corpora.py [--documents N ...] [--on-disk N] [--shards N] [--out FILE]
+    .venv/bin/python -m benchmarks.corpora [--documents N ...] [--on-disk N] [--shards N] [--out FILE]
 
 Every corpus is opened in a process of its own, which plans steps of a 7B model (window 128K, 32 micro-batches, tp 8,
 cp 2, pp 4, dp 4) with the preset ``best``. "First step" goes from opening the store to the first plan, ``decide``
@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parts.measurement import CpuTimer, command, console, facts, freeze_imports, make_parser, show, write
+from benchmarks.parts.measurement import CpuTimer, command, console, facts, freeze_imports, make_parser, show, write
 from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import IndexWriter, TokenIndex, store_path

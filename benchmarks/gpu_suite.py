@@ -1,7 +1,7 @@
 """Everything here that only a GPU can tell, measured by one command on one H100 or H200 in under 8 minutes.
 
-    python benchmarks/gpu_suite.py [--sections NAME,..] [--out FILE]
-    python benchmarks/gpu_suite.py --device cpu --quick                  # tries the code, at toy sizes
+    python -m benchmarks.gpu_suite [--sections NAME,..] [--out FILE]
+    python -m benchmarks.gpu_suite --device cpu --quick                  # tries the code, at toy sizes
 
 Sections: ``exactness`` of the attention back end, ``kernel`` times over queries and keys, the workload ``profile`` of a
 block, ``sharding`` (attention of every context-parallel rank), ``packing`` (micro-batches of every packer). Seconds are
@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from parts.gpu.attention import exactness, kernel
-from parts.gpu.packing import packing
-from parts.gpu.profile import PROFILE, profile
-from parts.gpu.setting import H100, TOY, Comparison, Result, Row, Setting, Workloads
-from parts.gpu.sharding import sharding
-from parts.measurement import chosen, command, console, facts, make_parser, show, write
+from benchmarks.parts.gpu.attention import exactness, kernel
+from benchmarks.parts.gpu.packing import packing
+from benchmarks.parts.gpu.profile import PROFILE, profile
+from benchmarks.parts.gpu.setting import H100, TOY, Comparison, Result, Row, Setting, Workloads
+from benchmarks.parts.gpu.sharding import sharding
+from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, write
 from wlb.errors import UserError
 from wlb.training.runtime.environment import hardware_name
 from wlb.workload import Costs, make_workload

@@ -10,7 +10,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "studies").rglob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "studies").rglob("*.md")]
+)
 
 _PROGRAMS = ("wlb", "wlb-studies", "make", "python", "pytest", "torchrun", "tensorboard", "hf", "nohup", "pip")
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+) -->")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from parts.gpu.setting import Comparison, Result, Row, Setting, Workloads, measure
+from benchmarks.parts.gpu.setting import Comparison, Result, Row, Setting, Workloads, measure
 from wlb.documents.synthetic import sample_lengths
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.profiling.accuracy import micro_batch_seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -16,15 +15,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import demo
+from benchmarks.parts.training import side_by_side
 from tests.training.distributed import run_ranks
 from tests.training.processes import ranks
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.packing.plan import MicroBatch
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-side_by_side: Any = importlib.import_module("side_by_side")
-demo: Any = importlib.import_module("demo")
 
 SECONDS = st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=4)
 CHECKED = {
@@ -176,7 +173,7 @@ def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         for length in [*lengths.tolist(), 1500, 1500]:
             writer.add(np.ones(length, dtype=np.int64))
     monkeypatch.setattr(demo, "check", lambda: CHECKED)
-    monkeypatch.setattr(demo.subprocess, "run", _forked)
+    monkeypatch.setattr(side_by_side.subprocess, "run", _forked)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path), "--steps", "3", "--window", "512"])
     demo.main()
     printed = capsys.readouterr().out

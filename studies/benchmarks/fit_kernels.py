@@ -1,6 +1,6 @@
 """Fit the prices of attention kernels to timings that others published, and print how far off every table is.
 
-    .venv/bin/python benchmarks/fit_kernels.py [--measured FILE]
+    .venv/bin/python -m studies.benchmarks.fit_kernels [--measured FILE]
 
 FlashAttention-2's forward (rate, what drains, and a call's own seconds) is fitted to the even launches of DistCA's real
 mixes on H100, the rates of other kernels, and half lengths of all backwards, to every other of MagiAttention's bars;

@@ -1,6 +1,6 @@
 """``wlb.balance`` beside the planners of reinforcement-learning stacks, which divide a step as it is asked of them.
 
-    PYTHONPATH=SLIME:PRIME_RL/src:SKYRL:VERL .venv/bin/python benchmarks/planners.py [--repetitions N] [--out FILE]
+    PYTHONPATH=SLIME:PRIME_RL/src:SKYRL:VERL .venv/bin/python -m studies.benchmarks.planners [--ranks N ..] [--out FILE]
 
 Runs those that can be imported: verl's division over ranks and into micro-batches, slime's ``build_dp_schedule``,
 prime-rl's packing of text and SkyRL's packer. All divide the same log-normal lengths among the same ranks, into
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from statistics import mean, median
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import wlb
-from parts.measurement import CpuTimer, console, facts, freeze_imports, make_parser, show, write
+from benchmarks.parts.measurement import CpuTimer, console, facts, freeze_imports, make_parser, show, write
 
 OfRanks = list[list[list[int]]]  # of every rank, of every micro-batch, the indices of its documents
 Planner = Callable[[list[int], int, int], OfRanks]
@@ -46,21 +46,21 @@ COLUMNS = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=10, help="cases of each row")
     parser.add_argument("--documents", type=int, default=1024)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--max-tokens", type=int, default=16_384)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     planners: dict[str, Planner] = {"wlb": of_wlb, **installed()}
     freeze_imports()
-    rows = [row for ranks in arguments.ranks for row in compare(planners, ranks, arguments)]
-    results = facts() | {"seed": arguments.seed, "max_tokens": arguments.max_tokens, "rows": rows}
+    rows = [row for ranks in options.ranks for row in compare(planners, ranks, options)]
+    results = facts() | {"seed": options.seed, "max_tokens": options.max_tokens, "rows": rows}
     console.print("measured on one thread,", results["machine"], results["versions"])
     show("planners of a step", rows, COLUMNS)
-    write(results, arguments.out)
+    write(results, options.out)
 
 
 def compare(planners: dict[str, Planner], ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """What each preset does to steps: their size, what waits, and how even their share of long documents is.
 
-    .venv/bin/python benchmarks/step_sizes.py [--job 7b-128k] [--micro-batches N] [--steps 400] [--lengths LENGTHS]
-                                              [--out FILE.json]
+    .venv/bin/python -m studies.benchmarks.step_sizes [--job NAME] [--steps N] [--lengths LENGTHS] [--out FILE]
 
 Plans of the trainer's own planner, without a GPU; simulated is only the price by which they are packed. Rows are the
 presets, then ``best`` with other settings. Tokens are in global batches. A document is long from half a window on.
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parts.measurement import command, facts, make_parser, show, write
+from benchmarks.parts.measurement import command, facts, make_parser, show, write
 from wlb.documents.lengths import read_lengths
 from wlb.job.config import PRESETS
 from wlb.job.planner import StepPlanner

@@ -1,6 +1,6 @@
 """Train several jobs in turns, a step each, in the same processes: a comparison free of what else the machine does.
 
-    torchrun --standalone --nproc-per-node 2 examples/side_by_side.py --out DIRECTORY \\
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.parts.training.side_by_side --out DIRECTORY \\
         --job configs/tiny_plain-4d.toml training.steps=8 --job configs/tiny.toml training.steps=8
 
 Every ``--job`` is a configuration and the settings to override in it; all jobs have as many processes, and each writes
@@ -22,6 +22,8 @@ import functools
 import inspect
 import json
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +50,28 @@ _COLLECTIVES = (
     *("reduce_scatter_tensor", "reduce_scatter_single"),
 )
 BEGIN, END = "micro-batch begins", "micro-batch ends"
+
+
+def launch(processes: int, out: Path, jobs: Sequence[str]) -> None:
+    """Run this program on so many processes of one thread; what trainers say goes to ``training.log`` in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *torchrun, "-m", "benchmarks.parts.training.side_by_side", "--out", str(out), *jobs]
+    log = out / "training.log"
+    with log.open("w", encoding="utf-8") as errors:
+        done = subprocess.run(command, stderr=errors, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    if done.returncode:
+        raise SystemExit(f"training failed; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+
+
+def files_of(directory: Path) -> list[str]:
+    """Settings of a job that is only measured: where its files go, and none that are not read."""
+    return [
+        f"checkpoint.dir={directory / 'checkpoints'}",
+        f"checkpoint.every={10**6}",
+        f"metrics.dir={directory}",
+        "metrics.tensorboard=false",
+    ]
 
 
 class Note(NamedTuple):
@@ -145,12 +169,14 @@ class Notebook:
 
         @contextmanager
         def marking(phase: str, micro_batch: int) -> Iterator[None]:
-            self._take_turn(True)
+            self._computing = True
+            self._lock(True)
             self.note(f"{BEGIN} {micro_batch}")
             with measuring(phase, micro_batch):
                 yield
             self.note(f"{END} {micro_batch}")
-            self._take_turn(False)
+            self._computing = False
+            self._lock(False)
 
         clock.measuring = marking  # type: ignore[method-assign]
 
@@ -164,10 +190,6 @@ class Notebook:
 
     def note(self, message: str, needs: Sequence[int] = ()) -> None:
         self._notes.append(Note(message, tuple(needs), time.process_time() - self._began))
-
-    def _take_turn(self, computing: bool) -> None:
-        self._computing = computing
-        self._lock(computing)
 
     def _lock(self, held: bool) -> None:
         if self._one_at_a_time and self._turn is not None:
@@ -254,7 +276,6 @@ def main() -> None:
         parser.error(str(error))
     if not configs:
         parser.error("name a --job")
-    out.mkdir(parents=True, exist_ok=True)
     processes = int(os.environ["LOCAL_WORLD_SIZE"])
     with joined_job(configs[0]) as device, ExitStack() as files:
         lines = files.enter_context(_file(out, dist.get_rank()).open("w", encoding="utf-8"))

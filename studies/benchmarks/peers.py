@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from parts.measurement import versions
+from benchmarks.parts.measurement import versions
 
 Groups = list[list[int]]
 
@@ -46,11 +46,6 @@ def installed_peers() -> tuple[list[Peer], list[str]]:
     peers = [make(versions(name)[name]) for name, make in candidates if importlib.util.find_spec(name)]
     missing = [name for name, _ in candidates if not importlib.util.find_spec(name)]
     return [*peers, _next_fit_peer()], missing
-
-
-def karmarkar_karp(peers: Sequence[Peer]) -> Peer | None:
-    """verl's peer among ``peers``."""
-    return next((peer for peer in peers if peer.label.startswith("verl")), None)
 
 
 def _verl(version: str) -> Peer:

@@ -1,6 +1,6 @@
-"""Benchmark of elastic pools: simulated speed beside the other systems, what each ingredient adds, and planning time.
+"""Elastic pools: simulated speed beside the other systems, and planning time.
 
-    .venv/bin/python benchmarks/elastic.py [--sections meshes,ingredients,paper,planning] [--steps N] [--out FILE]
+    .venv/bin/python -m studies.benchmarks.elastic [--sections meshes,paper,planning] [--steps N] [--out FILE]
 
 All systems train the same documents (``synthetic:60000:WINDOW:0``) on the same GPUs with the same global batch. Speeds
 are at equal work, simulated; interleaved 1F1B of two stages a rank throughout. Planning and sharding times are CPU time
@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from statistics import mean, median
 from typing import Any
-from unittest import mock
 
-import numpy as np
-
-from parts.measurement import CpuTimer, chosen, command, facts, make_parser, show, write
+from benchmarks.parts.measurement import CpuTimer, chosen, command, facts, make_parser, show, write
 from wlb.documents.lengths import read_lengths
 from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.sharding import _known, make_shard_plan
-from wlb.sharding.pieces import Locality, locality
+from wlb.sharding import make_shard_plan
 from wlb.simulate import SimulationResult, simulate, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.job import PAPER_JOBS, named_job
@@ -35,7 +30,6 @@ INTERLEAVED: Row = {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
 MESHES = {131_072: (4, 2), 262_144: (4, 4), 524_288: (4, 8)}  # dp and cp by window; tp 8, pp 4
 SYSTEMS = ("plain-4d", "wlb-llm", "best", "elastic")
 WAITING = {"max_delay": 8, "lookahead": 0.5}  # elastic, where documents may wait
-_MANY = 8192  # tokens, at which the seconds of one are taken
 IDLE = ("micro-batches", "dp ranks", "cp ranks", "cp exchange")
 
 
@@ -43,13 +37,12 @@ IDLE = ("micro-batches", "dp ranks", "cp ranks", "cp exchange")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sections asked for, print their tables and write them as JSON."""
     parser = make_parser(__doc__)
-    parser.add_argument("--sections", default="meshes,ingredients,paper,planning", help="which to run")
+    parser.add_argument("--sections", default="meshes,paper,planning", help="which to run")
     parser.add_argument("--steps", type=int, default=24, help="simulated steps of every system")
     parser.add_argument("--turns", type=int, default=5, help="repetitions of what is timed")
     options = parser.parse_args(arguments)
     sections: dict[str, Callable[[], list[Row]]] = {
         "meshes": lambda: [row for name in JOBS for row in of_systems(name, options.steps)],
-        "ingredients": lambda: [row for window in MESHES for row in ingredients(window, options.steps)],
         "paper": lambda: paper_jobs(options.steps),
         "planning": lambda: planning(options.turns),
     }
@@ -79,62 +72,6 @@ def of_systems(name: str, steps: int) -> list[Row]:
     job = JOBS[name]
     base = _simulated(job("plain-4d"), steps)
     return [{"job": name, "system": system} | _row(_simulated(job(system), steps, base), base) for system in SYSTEMS]
-
-
-def ingredients(window: int, steps: int) -> list[Row]:
-    """Elastic with one of its ingredients left out at a time; its pools stay, where they are not what is left out."""
-    base = _simulated(mesh_job(window, "plain-4d"), steps)
-    whole = _simulated(mesh_job(window, "elastic"), steps, base).job
-    pool, count = whole.layout.cp, whole.micro_batches_per_rank
-    hybrid = mesh_job(window, "elastic", sharding="hybrid", pool=pool, packing={"pool_micro_batches": count})
-    variants: dict[str, tuple[Job, AbstractContextManager[Any]]] = {
-        "elastic": (whole, nullcontext()),
-        "hybrid in place of uneven slices": (hybrid, nullcontext()),
-        "slices of equal seconds, forward and backward uneven": (
-            whole,
-            mock.patch("wlb.sharding.elastic._Slicing._take", _of_equal_seconds),
-        ),
-        "every rank waits for the busiest": (whole, mock.patch("wlb.sharding.locality", _one_collective)),
-        "keys and values in one part": (whole, mock.patch("wlb.sharding.plan.MOST_PARTS", 1)),
-        "nothing sent again in the backward": (whole, mock.patch("wlb.sharding.pieces.keeps_received", _all_kept)),
-        "as few micro-batches as best": (
-            mesh_job(window, "elastic", packing={"pool_micro_batches": 4}),
-            nullcontext(),
-        ),
-        "half the pool": (mesh_job(window, "elastic", pool=pool // 2), nullcontext()),
-        "best with the pool for a cp group, documents wait": (
-            mesh_job(window, "best", dp=whole.layout.dp, cp=pool, micro_batches=whole.global_batch // whole.layout.dp),
-            nullcontext(),
-        ),
-    }
-    rows = []
-    for name, (job, left_out) in variants.items():
-        _known.cache_clear()  # what another variant sharded is not kept
-        with left_out:
-            rows.append({"window": window, "variant": name} | _row(_simulated(job, steps, base), base))
-    return rows
-
-
-def _of_equal_seconds(
-    slicing: Any, row: Any, first: int, last: int, tokens: float, attention: float
-) -> tuple[int, int]:
-    """In place of ``_Slicing._take``: one contiguous slice, level in the sum of attention and all else alone."""
-    per_token = float(slicing._workload.linear_seconds(_MANY)) / _MANY
-    seconds = row.tokens * per_token + row.attention
-    wanted = seconds[last] - (tokens * per_token + attention)
-    return first, max(first, int(np.searchsorted(seconds[: last + 1], wanted)))
-
-
-def _all_kept(received: Any, *_: Any) -> Any:
-    """In place of ``keeps_received``: as if memory allowed that."""
-    return np.ones(np.shape(received), np.bool_)
-
-
-def _one_collective(*arguments: Any) -> Locality:
-    """In place of ``locality``: nobody has its keys before the busiest rank of the group has moved all of its own."""
-    where = locality(*arguments)
-    busiest = where.waits_for.max(axis=1, keepdims=True)
-    return where._replace(waits_for=np.broadcast_to(busiest, where.waits_for.shape))
 
 
 def paper_jobs(steps: int) -> list[Row]:

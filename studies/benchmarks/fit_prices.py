@@ -1,6 +1,6 @@
 """Fit the few prices of whole training steps to steps that others published, and print how far off the rest is.
 
-    .venv/bin/python benchmarks/fit_prices.py [--measured FILE ...] [--evaluations N]
+    .venv/bin/python -m studies.benchmarks.fit_prices [--measured FILE ...] [--evaluations N]
 
 A half of the rows is fitted, chosen by a hash of repository, hardware, model and layout, so that all releases of a
 configuration are in one half; the other half only checks. (The prices in force were fitted when each row was hashed by

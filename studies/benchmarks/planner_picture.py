@@ -1,6 +1,6 @@
 """The example of docs/packing.md: the same steps packed by ``variable_length`` and by ``makespan``, drawn as a picture.
 
-    .venv/bin/python benchmarks/planner_picture.py docs/images/planner.png
+    .venv/bin/python -m studies.benchmarks.planner_picture docs/images/planner.png
 
 Both packers get the same documents, ``variable_length`` with its preset queues. Bars are the micro-batches of a few
 steps, with what is held back and what is taken early.

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from studies.benchmarks import step_sizes
 
 
 def test_rows_say_what_the_presets_do(tmp_path: Path) -> None:
     window, out = 65_536, tmp_path / "steps.json"
     lengths = np.tile([window, 900, 40_000, 20_000, 700, 3_000], 120)
     np.save(tmp_path / "lengths.npy", lengths)
-    command = ["step_sizes.py", "--job", "7b-64k", "--steps", "12", "--lengths", tmp_path / "lengths.npy", "--out", out]
-    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=BENCHMARKS, capture_output=True)
+    asked = ["--job", "7b-64k", "--steps", "12", "--lengths", tmp_path / "lengths.npy", "--out", out]
+    assert step_sizes.main([*map(str, asked)]) == 0
     rows = {row["system"]: row for row in json.loads(out.read_text())["steps"]}
     plain, best, elastic = rows["plain-4d"], rows["best"], rows["elastic"]
     assert plain["least"] == plain["most"] == 1

@@ -4,7 +4,8 @@
    windows end, as the paper's data loader does: from here on both presets train the same segments in every step.
 2. Train them on two data-parallel processes under ``plain-4d`` and ``elastic``, a step of each in turn. The figure is
    CPU seconds of the critical path: what a step takes where each rank has a core of its own. For it ranks compute one
-   at a time, as they would slow each other (``side_by_side.py``); for the clock, a second time, both at once.
+   at a time, as they would slow each other (``parts/training/side_by_side.py``); for the clock, a second time, both at
+   once.
 3. Ask ``wlb check`` what a job on a cluster loses.
 4. Print both and draw one step of each preset, ``demo/demo.png``.
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -34,7 +34,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from side_by_side import BEGIN, END, Note, played, read_notes, step_seconds
+from benchmarks.parts.training.side_by_side import BEGIN, END, Note, files_of, launch, played, read_notes, step_seconds
 from wlb.documents.filling import cut_at_windows
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
@@ -45,8 +45,7 @@ from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.training.preflight import check_job
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs" / "tiny_elastic.toml"
+CONFIG = Path("configs/tiny_elastic.toml")
 PRESETS = ("plain-4d", "elastic")
 RANKS = 2
 VOCABULARY = 512
@@ -92,7 +91,11 @@ class Measured:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each preset; the first warms up")
+    parser.add_argument("--window", type=int, default=16_384, help="context window; a step has one for each rank")
+    arguments = parser.parse_args()
     out: Path = arguments.out
     began = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
@@ -109,14 +112,6 @@ def main() -> None:
     show_simulated(checked)
     console.print(f"picture: {out / 'demo.png'} ({time.perf_counter() - began:.0f} s in all)", soft_wrap=True)
     console.print("\nnext: wlb check LENGTHS   (your documents: a file of lengths, or a token store)")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each preset; the first warms up")
-    parser.add_argument("--window", type=int, default=16_384, help="context window; a step has one for each rank")
-    return parser.parse_args()
 
 
 def stage(number: int, what: str) -> None:
@@ -166,31 +161,18 @@ def job_settings(preset: str, directory: Path, store: Path, arguments: argparse.
         f"data.context_window={arguments.window}",
         f"packing.micro_batches={RANKS}",
         f"training.steps={arguments.steps}",
-        f"checkpoint.dir={directory / 'checkpoints'}",
-        f"checkpoint.every={10**6}",
-        f"metrics.dir={directory}",
-        "metrics.tensorboard=false",
+        *files_of(directory),
     ]
 
 
 def train_in_turns(out: Path, store: Path, arguments: argparse.Namespace) -> None:
-    """Train every preset afresh, on one thread a process; what the trainers say goes to ``training.log``."""
+    """Train every preset afresh."""
     words: list[str] = []
     for option, kind in (("--one-at-a-time", "cpu"), ("--job", "clock")):
         for preset in PRESETS:
             shutil.rmtree(out / kind / preset, ignore_errors=True)
             words += [option, str(CONFIG), *job_settings(preset, out / kind / preset, store, arguments)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    log = out / "training.log"
-    with log.open("w", encoding="utf-8") as errors:
-        trained = subprocess.run(
-            [*torchrun, str(ROOT / "examples" / "side_by_side.py"), "--out", str(out / "notes"), *words],
-            stderr=errors,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-    if trained.returncode:
-        raise SystemExit(f"training failed; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+    launch(RANKS, out / "notes", words)
 
 
 def measure(out: Path, store: Path, arguments: argparse.Namespace) -> list[Measured]:

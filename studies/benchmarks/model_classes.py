@@ -1,6 +1,6 @@
 """What imbalance each class of model leaves, and what balancing gains on it: simulated, on the same GPUs and documents.
 
-    .venv/bin/python benchmarks/model_classes.py [--models a,b,..] [--steps N] [--out FILE]
+    .venv/bin/python -m studies.benchmarks.model_classes [--models a,b,..] [--steps N] [--out FILE]
 
 All models train ``synthetic:60000:131072:0`` on 256 H100, tp 8 cp 2 pp 4 dp 4, 16 windows of 128K a step, interleaved
 1F1B of two stages a rank. ``best`` has an L_max of 1.5 windows. Memory is predicted beside it, with full
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from parts.measurement import command, facts, make_parser, show, write
+from benchmarks.parts.measurement import command, facts, make_parser, show, write
 from wlb.documents.lengths import read_lengths
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
