@@ -1,21 +1,16 @@
 """torchtitan's own Trainer on CPUs and gloo, to try things where no GPU is. On GPUs nothing here is needed.
 
 It asks for a GPU in a few places; those are replaced on import, so import this file before ``torchtitan.trainer``. Its
-debug model runs in float32, with our attention in place of the CUDA kernel for packed sequences. ``stored_documents``
-feeds a token store to torchtitan's own data loader, so that ours can be compared with it on the same documents.
+debug model runs in float32, with our attention in place of the CUDA kernel for packed sequences.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
-import datasets
-import numpy as np
 import torch
-import torch.distributed as dist
 import torchtitan.tools.utils as titan_utils
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -91,52 +86,15 @@ class StoredTokens(BaseTokenizer):
         return 2048
 
 
-def stored_documents(store: str) -> BaseDataLoader.Config:
-    """torchtitan's own data loader over the documents of ``store``, in a shuffled order."""
-    if IN_ROWS:
-        from torchtitan.hf_datasets import DatasetConfig
-        from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
-
-        DATASETS["store"] = DatasetConfig(
-            path=store,
-            loader=lambda path: datasets.Dataset.from_dict({"document": range(len(TokenStore.open(path)))}).shuffle(0),
-            sample_processor=lambda sample: sample["document"],
-        )
-        return HuggingFaceTextDataLoader.Config(dataset="store", dataset_path=store)
-    from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader, SingleDatasetConfig
-
-    return GrainDataLoader.Config(
-        dataset=ConcatThenSplitPackingConfig(dataset=SingleDatasetConfig(source=StoreSource(store)))
-    )
-
-
-@dataclass
-class StoreSource:
-    """Documents of a store for main's loader: its own configuration, and what that builds."""
-
-    store: str
-
-    def build(self, **_: Any) -> StoreSource:
-        return self
-
-    def __len__(self) -> int:
-        return len(TokenStore.open(self.store))
-
-    def __getitem__(self, document: int) -> Any:
-        from torchtitan.components.data.dataset import TextSequence
-
-        tokens = TokenStore.open(self.store).read(document).astype(np.int64)
-        return TextSequence(input_ids=tokens[:-1], labels=tokens[1:])
-
-
 def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int) -> Trainer.Config:
-    """torchtitan's debug Llama over ``store`` on the processes of this job: FSDP2, one row of ``seq_len`` a time."""
+    """torchtitan's debug Llama with our batches of ``store`` on the processes of this job, with FSDP2."""
     config = llama3_debugmodel_varlen_attn()
     for _, attention, parent, name in list(config.model_spec.model.traverse(VarlenAttention.Config)):
         setattr(parent, name, SegmentAttention.Config(window_size=attention.window_size))
     config.loss = CrossEntropyLoss.Config(global_vocab_size=config.loss.loss_fn.global_vocab_size)
     config.tokenizer = StoredTokens.Config(store=store)
-    config.dataloader = stored_documents(store)
+    settings = {"store": store, "micro_batches": micro_batches, "model": "tiny", "hardware": "cpu", "multiple_of": 1}
+    config.override.imports = [("wlb.integrations.torchtitan.balance", settings)]
     config.training.steps = steps
     rows = micro_batches * int(os.environ.get("WORLD_SIZE", "1"))
     if IN_ROWS:
@@ -154,7 +112,7 @@ def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int) -> T
 
 
 class RecordingTrainer:
-    """A Trainer whose steps are made one by one; remembers what it trained, and the CPU seconds of each micro-batch."""
+    """A Trainer whose steps are made one by one; remembers what it trained."""
 
     def __init__(self, config: Trainer.Config) -> None:
         torch.manual_seed(0)
@@ -162,31 +120,21 @@ class RecordingTrainer:
         for module in self.trainer.model_parts[0].modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
-        self.trained: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, positions and labels of each micro-batch
-        self.cpu_seconds: list[float] = []
-        self.wall_seconds: list[float] = []
+        self.trained: list[tuple[Tensor, Tensor]] = []  # tokens and positions of each micro-batch
         self.losses: list[float] = []
-        self.gradient_norms: list[float] = []
         self.forward_backward = self.trainer.forward_backward_step
         self.trainer.forward_backward_step = self._recorded
         self.trainer.metrics_processor.log = self._logged
         self._batches = self.trainer.batch_generator(self.trainer.dataloader)
 
     def step(self) -> None:
-        dist.barrier()
-        started = time.perf_counter()
         self.trainer.step += 1
         self.trainer.train_step(self._batches)
-        self.wall_seconds.append(time.perf_counter() - started)
 
     def _recorded(self, *, input_dict: dict[str, Tensor], labels: Tensor, **more: Any) -> Tensor:
-        tokens, positions = input_dict["input"].flatten(), input_dict["positions"].flatten()
-        self.trained.append((tokens, positions, labels.flatten()))
-        started = time.process_time()
+        self.trained.append((input_dict["input"].flatten(), input_dict["positions"].flatten()))
         loss: Tensor = self.forward_backward(input_dict=input_dict, labels=labels, **more)
-        self.cpu_seconds.append(time.process_time() - started)
         return loss
 
-    def _logged(self, _: int, loss: float, __: float, gradient_norm: float, **___: Any) -> None:
+    def _logged(self, _: int, loss: float, *__: Any, **___: Any) -> None:
         self.losses.append(float(loss))
-        self.gradient_norms.append(float(gradient_norm))
