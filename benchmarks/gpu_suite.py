@@ -4,8 +4,7 @@
     python -m benchmarks.gpu_suite --device cpu --quick                  # tries the code, at toy sizes
 
 Sections: ``exactness`` of the attention back end, ``kernel`` times over queries and keys, the workload ``profile`` of a
-block, ``sharding`` (attention of every context-parallel rank), ``packing`` (micro-batches of every packer). Seconds are
-compared with what the workload model predicts: the preset of this hardware, and the profile where it was measured. The
+block, ``sharding`` (attention of every context-parallel rank). Seconds are compared with what the workload model predicts: the preset of this hardware, and the profile where it was measured. The
 project must be installed, or its sources be on PYTHONPATH.
 
 One JSON file has all of it, written after every section, so that a run that is cut short leaves what it had. A section
@@ -27,7 +26,6 @@ import numpy as np
 import torch
 
 from benchmarks.parts.gpu.attention import exactness, kernel
-from benchmarks.parts.gpu.packing import packing
 from benchmarks.parts.gpu.profile import PROFILE, profile
 from benchmarks.parts.gpu.setting import H100, TOY, Comparison, Result, Row, Setting, Workloads
 from benchmarks.parts.gpu.sharding import sharding
@@ -42,7 +40,6 @@ SECTIONS: dict[str, Callable[[Setting, Workloads], Result]] = {
     "kernel": kernel,
     "profile": profile,
     "sharding": sharding,
-    "packing": packing,
 }
 
 

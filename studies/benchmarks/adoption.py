@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, write
 from benchmarks.parts.ranks import on_ranks
-from benchmarks.parts.recorder import Recorder, positions_of, recording
+from studies.benchmarks.recorder import Recorder, positions_of, recording
 from wlb.integrations.packed import FlatteningCollator, PackedBatch
 from wlb.workload import make_workload
 

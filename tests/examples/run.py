@@ -12,7 +12,7 @@ import numpy as np
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
-from benchmarks.parts.recorder import numbered, recording
+from studies.benchmarks.recorder import numbered, recording
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
