@@ -4,8 +4,9 @@
     python -m benchmarks.gpu_suite --device cpu --quick                  # tries the code, at toy sizes
 
 Sections: ``exactness`` of the attention back end, ``kernel`` times over queries and keys, the workload ``profile`` of a
-block, ``sharding`` (attention of every context-parallel rank). Seconds are compared with what the workload model predicts: the preset of this hardware, and the profile where it was measured. The
-project must be installed, or its sources be on PYTHONPATH.
+block, ``sharding`` (attention of every context-parallel rank). Seconds are compared with what the workload model
+predicts: the preset of this hardware, and the profile where it was measured. Both packages of the project must be
+installed, or their sources be on PYTHONPATH.
 
 One JSON file has all of it, written after every section, so that a run that is cut short leaves what it had. A section
 that fails is named, the others run, and the exit status is 1. ``wlb check --profile FILE`` reads the profile in it.

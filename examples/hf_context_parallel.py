@@ -22,8 +22,8 @@ def train() -> None:
     register_attention(model, group=context_parallel_group(cp))
     parallel = DistributedDataParallel(model)  # over all ranks: each has a part of the gradient
     optimizer = torch.optim.AdamW(parallel.parameters(), 1e-3)
-    sizes = {"context_window": WINDOW, "micro_batches": 2, "cp": cp, "model": MODEL, "hardware": "cpu"}
-    for step in packed_batches(documents(), **sizes):
+    steps = packed_batches(documents(), context_window=WINDOW, micro_batches=2, cp=cp, model=MODEL, hardware="cpu")
+    for step in steps:
         for batch in step.batches:
             logits = parallel(**batch.hf_kwargs()).logits[0]
             batch.loss(logits).backward()

@@ -9,11 +9,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from wlb.documents.prepare.sources import stdlib_documents, stdlib_files, stdlib_root
-from wlb.workload import model_shape
+from wlb.workload import ModelShape
 
 WINDOW = 4096  # tokens, of a micro-batch on average
 DOCUMENTS = 128
-MODEL = "tiny"  # the preset that is closest to the model below, by which documents are priced
+MODEL = ModelShape(
+    hidden=128, layers=2, heads=4, kv_heads=4, head_dim=32, ffn_hidden=256, vocab_size=256
+)  # by which documents are priced; attention costs about as much here as in a 7B model at long context
 
 
 def documents() -> list[dict[str, Any]]:
@@ -25,15 +27,14 @@ def documents() -> list[dict[str, Any]]:
 def llama() -> Any:
     """An unmodified model from Hugging Face."""
     torch.manual_seed(0)
-    shape = model_shape(MODEL)
     config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn_hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        vocab_size=MODEL.vocab_size,
+        hidden_size=MODEL.hidden,
+        intermediate_size=MODEL.ffn_hidden,
+        num_hidden_layers=MODEL.layers,
+        num_attention_heads=MODEL.heads,
+        num_key_value_heads=MODEL.kv_heads,
+        head_dim=MODEL.head_dim,
         max_position_embeddings=1 << 17,
         use_cache=False,  # with it, transformers drops the mask between documents
     )

@@ -112,7 +112,7 @@ def _step(*ranks: float) -> list[list[Any]]:
 
 def _measured(preset: str, steps: list[list[list[Any]]], clock: list[float]) -> Any:
     batches = [MicroBatch((Segment(0, 0, 4),), 1.0), MicroBatch((Segment(1, 0, 7), Segment(2, 0, 3)), 1.0)]
-    plan = SimpleNamespace(ranks=[[batch] for batch in batches])
+    plan: Any = SimpleNamespace(ranks=[[batch] for batch in batches])
     return demo.Measured(preset, [plan] * len(steps), steps, clock)
 
 

@@ -59,11 +59,11 @@ _MERGED = {"forward": 17.0, "backward": 13.0}
 _SENT_ALONE = {"forward": 4.0, "backward": 5.0}
 _MERGED_ALONE = {"forward": 11.0, "backward": 3.0}
 _ENDS = 0.5  # embedding and output head together, in blocks' collectives
-# Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
+# Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by studies' fit_prices.py.
 _SHOWN_OF_ASYNC_TP = 0.6
 # Values that element-wise kernels move where each operation is a kernel of its own, over those of fused ones: fitted to
 # what torch.compile gains in fms-fsdp, 1.11 to 1.28. (By counting, RMSNorm and rotary embedding in float32 and SwiGLU
-# move 3.5 times as many.) The next three are fitted by benchmarks/fit_prices.py.
+# move 3.5 times as many.) The next three are fitted by studies' fit_prices.py.
 _UNFUSED_PASSES = 7.0
 # A grouped product also sorts, pads and casts the tokens of its experts, in bf16 whatever the type: it costs as much as
 # experts with so many more columns, so wide experts run at the rate of a dense layer and narrow ones do not.
