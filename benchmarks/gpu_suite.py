@@ -56,13 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("the CPU runs toy sizes only; add --quick")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("PyTorch finds no CUDA device; --device cpu --quick tries the code without one")
-    return run([name for name in SECTIONS if name in names], setting_for(options.device, options.quick), options.out)
-
-
-def setting_for(device: str, quick: bool) -> Setting:
-    if not quick:
-        return H100
-    return replace(TOY, device=device, dtype=H100.dtype if device == "cuda" else TOY.dtype)
+    toy = replace(TOY, device=options.device, dtype=H100.dtype if options.device == "cuda" else TOY.dtype)
+    return run([name for name in SECTIONS if name in names], toy if options.quick else H100, options.out)
 
 
 def run(names: Sequence[str], setting: Setting, out: Path) -> int:
@@ -90,7 +85,9 @@ def run(names: Sequence[str], setting: Setting, out: Path) -> int:
         write(_rounded(content), out, indent=None)
         console.print(f"{name}, {seconds:.0f} s" + (f": {result.problem}" if result.problem else ""))
         show(name, result.rows)
-        _free_memory(setting)
+        gc.collect()
+        if setting.device == "cuda":
+            torch.cuda.empty_cache()
     show("errors of predictions, as shares of what was measured", content["errors"])
     console.print(f"results: {out}")
     return int(any(section["problem"] for section in content["sections"].values()))
@@ -103,12 +100,6 @@ def _try(name: str, setting: Setting, workloads: Workloads) -> Result:
     except Exception as error:
         traceback.print_exc()
         return Result([], problem=f"{type(error).__name__}: {error}")
-
-
-def _free_memory(setting: Setting) -> None:
-    gc.collect()
-    if setting.device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _device(setting: Setting) -> dict[str, str]:

@@ -132,15 +132,11 @@ def read_notes(directory: Path, ranks: int) -> dict[tuple[int, int], list[list[N
     """The notes of all ranks, of every job (by its place on the command line) and step (counted from 1)."""
     steps: dict[tuple[int, int], list[list[Note]]] = {}
     for rank in range(ranks):
-        for line in _file(directory, rank).read_text(encoding="utf-8").splitlines():
+        for line in (directory / f"notes-{rank}.jsonl").read_text(encoding="utf-8").splitlines():
             job, step, notes = json.loads(line)
             of_rank = [Note(message, tuple(needs), seconds) for message, needs, seconds in notes]
             steps.setdefault((job, step), []).append(of_rank)
     return steps
-
-
-def _file(directory: Path, rank: int) -> Path:
-    return directory / f"notes-{rank}.jsonl"
 
 
 class Notebook:
@@ -278,7 +274,7 @@ def main() -> None:
         parser.error("name a --job")
     processes = int(os.environ["LOCAL_WORLD_SIZE"])
     with joined_job(configs[0]) as device, ExitStack() as files:
-        lines = files.enter_context(_file(out, dist.get_rank()).open("w", encoding="utf-8"))
+        lines = files.enter_context((out / f"notes-{dist.get_rank()}.jsonl").open("w", encoding="utf-8"))
         notebook = Notebook(files.enter_context((out / "turn").open("w")))
         trainers = [Trainer(check_job(config, processes), device) for config in configs]
         for trainer in trainers:
