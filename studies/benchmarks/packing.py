@@ -99,7 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for label, (method, options_of) in OURS.items()
     }
     methods |= {peer.label: partial(packed_by_peer, documents, job, peer) for peer in peers}
-    rows = [row_of(name, turns, lengths) for name, turns in in_turns(methods, options.turns).items()]
+    packed = in_turns(methods, options.turns)
+    rows = [row_of(name, turns, lengths) for name, turns in packed.items() if turns[-1].steps]
+    for name in sorted({*packed} - {row["method"] for row in rows}):
+        console.print(
+            f"[yellow]{name} has no row: the documents fill none of its steps; give more, or fewer micro-batches"
+        )
     results = facts("verl", "trl", "datasets", "pyarrow") | {"lengths": given, "turns": options.turns}
     console.print(results)
     show(f"{len(lengths):,} documents, {options.micro_batches} micro-batches a step", rows, COLUMNS)

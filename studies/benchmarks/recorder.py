@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,17 +50,16 @@ def positions_of(numbers: Tokens) -> Tokens:
 
 @contextmanager
 def recording(model_class: type[torch.nn.Module], per_step: int) -> Iterator[Recorder]:
-    """Record the training of every model of this class: its forwards, their backwards, and the optimizer's steps.
+    """Record the training of every model of this class: its calls, their backwards, and the optimizer's steps.
 
     A thread that waits, for another rank or for a core, is not timed.
     """
     recorder, now = Recorder(per_step), thread_seconds()
-    forward, backward = model_class.forward, torch.autograd.backward
+    call, backward = model_class.__call__, torch.autograd.backward
 
-    @functools.wraps(forward)
-    def recorded_forward(model: Any, *positional: Any, **keywords: Any) -> Any:
+    def recorded_call(model: Any, *positional: Any, **keywords: Any) -> Any:
         began = now()[0]
-        result = forward(model, *positional, **keywords)
+        result = call(model, *positional, **keywords)
         trained = numbered(keywords["input_ids"].numpy(), keywords["position_ids"].numpy())
         recorder._pending.append(MicroBatch(trained, now()[0] - began))
         return result
@@ -77,7 +75,7 @@ def recording(model_class: type[torch.nn.Module], per_step: int) -> Iterator[Rec
 
     hook = register_optimizer_step_post_hook(stepped)
     with (
-        mock.patch.object(model_class, "forward", recorded_forward),
+        mock.patch.object(model_class, "__call__", recorded_call),
         mock.patch.object(torch.autograd, "backward", recorded_backward),
     ):
         yield recorder
