@@ -8,17 +8,17 @@ BIN := $(VENV)/bin
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml studies/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,test]' --editable ./studies
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,test]' --editable './studies[page]'
 	@touch $@
 
 setup: $(VENV)/.installed
 
-# The demo needs less: neither Arrow, SciPy and TensorBoard nor what tests are run with.
-$(VENV)/.demo: pyproject.toml constraints.txt
+# The demo needs less: neither Arrow and TensorBoard nor what tests are run with.
+$(VENV)/.demo: pyproject.toml studies/pyproject.toml constraints.txt
 	@echo '[0/4] installing torch, tokenizers and matplotlib into $(VENV), which takes a minute or two'
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@test -f $(VENV)/.installed || $(BIN)/pip install --no-compile --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[plot]' torch safetensors tokenizers
+	  --constraint constraints.txt --editable '.[plot]' --editable ./studies torch safetensors tokenizers
 	@touch $@
 
 # Lint runs beside the tests; make fails where either does.
@@ -39,13 +39,13 @@ pytest: setup
 
 # The suite on another torch: make test-torch VERSION=2.15.0 [TESTS='tests/attention tests/integrations'].
 # The environment is its own, with every other dependency as pinned; the registry's builds of torch bring CUDA along.
-TESTS ?= tests
+TESTS ?= tests studies/tests
 test-torch:
 	@test -n '$(VERSION)' || { echo 'name the torch: make test-torch VERSION=2.15.0'; exit 2; }
 	test -d .venv-torch-$(VERSION) || $(PYTHON) -m venv .venv-torch-$(VERSION)
 	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
 	.venv-torch-$(VERSION)/bin/pip install --quiet --disable-pip-version-check \
-	  --constraint .venv-torch-$(VERSION)/constraints.txt 'torch==$(VERSION)' --editable '.[all,test]'
+	  --constraint .venv-torch-$(VERSION)/constraints.txt 'torch==$(VERSION)' --editable '.[all,test]' --editable ./studies
 	$(ENVIRONMENT) .venv-torch-$(VERSION)/bin/pytest -n 3 --dist worksteal $(TESTS)
 
 # All tests, and at the end which took longest: calls, setups and teardowns, each for itself.
@@ -76,11 +76,12 @@ release-check:
 	$(PYTHON) -m venv dist-venv
 	dist-venv/bin/pip install --quiet --disable-pip-version-check build twine check-wheel-contents
 	dist-venv/bin/python -m build --quiet
+	dist-venv/bin/python -m build --quiet --outdir dist studies
 	dist-venv/bin/twine check --strict dist/*
 	dist-venv/bin/check-wheel-contents dist/*.whl
 	$(PYTHON) -m venv --clear dist-venv
 	dist-venv/bin/pip install --quiet --disable-pip-version-check dist/*.whl
-	cd dist && ../dist-venv/bin/wlb --help > /dev/null
+	cd dist && ../dist-venv/bin/wlb --help > /dev/null && ../dist-venv/bin/wlb-studies --help > /dev/null
 	test -f dist-venv/share/wlb/configs/7b_128k.toml
 	cd dist && ../dist-venv/bin/wlb-studies packing synthetic:5000:32K:0 --context-window 32K --micro-batches 4 --steps 4
 	cd dist && ../dist-venv/bin/python -c "import wlb; print(wlb.make_shard_plan([7, 3], 2, 'per_document').positions(0))"

@@ -35,7 +35,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.parts.training.side_by_side import BEGIN, END, Note, files_of, launch, played, read_notes, step_seconds
-from wlb.documents.filling import cut_at_windows
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
@@ -44,6 +43,7 @@ from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.training.preflight import check_job
+from wlb_studies.filling import cut_at_windows
 
 CONFIG = Path("configs/tiny_elastic.toml")
 PRESETS = ("plain-4d", "elastic")

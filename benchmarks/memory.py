@@ -26,11 +26,10 @@ from benchmarks.parts.measurement import command, facts, make_parser, show, writ
 from benchmarks.parts.ranks import on_ranks
 from wlb.errors import UserError
 from wlb.job.config import ParallelConfig, TrainingConfig
-from wlb.job.memory.layers import MemorySettings
 from wlb.job.memory.step import predict_memory
 from wlb.models.transformer import TransformerConfig
-from wlb.schedules.layer_split import split_layers
 from wlb.sharding import make_shard_plan
+from wlb.simulate import simulated_job
 from wlb.training.data.batch import TokenBatch
 from wlb.training.data.sharded_batch import shard_batch
 from wlb.training.optimizer import build_optimizer, clip_gradients
@@ -38,7 +37,7 @@ from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.runtime.environment import bound_compiled_products
-from wlb.workload import ModelShape
+from wlb.workload import ModelShape, hardware_preset
 from wlb.workload.base import Checkpointing
 
 # Read by the C library when a process starts: an own mapping for every tensor from 64 KiB on, one pool for the rest.
@@ -91,10 +90,17 @@ def shape_of(layers: int) -> ModelShape:
 
 def predict(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
     """Bytes of the process that holds most."""
-    blocks = tuple(len(layers) for layers in split_layers(shape, case.parallel.layout.stages))
-    compute_bytes = {"float32": 4, "bfloat16": 2}[case.dtype]
-    settings = MemorySettings(shape, blocks, case.parallel.layout, len(tokens), compute_bytes, case.checkpointing)
-    return predict_memory(settings, tokens).total
+    job = simulated_job(
+        shape,
+        max(tokens),
+        "plain-4d",
+        hardware=hardware_preset("cpu").computing_in(case.dtype),
+        micro_batches=len(tokens),
+        sharding="per_document",
+        activation_checkpointing=case.checkpointing,
+        **vars(case.parallel.layout),
+    )
+    return predict_memory(job, tokens).total
 
 
 def measure(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:

@@ -28,8 +28,8 @@ from benchmarks.parts.measurement import command, facts, in_turns, make_parser, 
 from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
 from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer
+from wlb.documents.store.files import store_prefixes
 from wlb.documents.store.index import store_path
-from wlb.documents.store.sources import store_prefixes
 from wlb.errors import UserError, require
 
 _COLUMNS = {"method": "{method}", "seconds": "{seconds:.2f}", "MB/s": "{rate:.2f}", "speed": "{speed:.2f}"}

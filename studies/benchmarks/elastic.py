@@ -23,7 +23,7 @@ from wlb.packing.plan import StepPlan
 from wlb.sharding import make_shard_plan
 from wlb.simulate import SimulationResult, simulate, simulated_job
 from wlb.simulate.decide import decide
-from wlb.simulate.job import PAPER_JOBS, named_job
+from wlb.simulate.job import NAMED_JOBS, PAPER_JOBS
 
 Row = dict[str, Any]
 INTERLEAVED: Row = {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
@@ -63,7 +63,7 @@ def mesh_job(window: int, system: str, model: str = "llama3-8b", **settings: Any
 JOBS: dict[str, Callable[[str], Job]] = {
     **{f"llama3-8b, {window // 1024}K": partial(mesh_job, window) for window in MESHES},
     "7b, 128K": partial(mesh_job, 131_072, model="7b"),  # whose key and value heads are not grouped
-    "405b-128k": partial(named_job, "405b-128k", **INTERLEAVED),
+    "405b-128k": partial(NAMED_JOBS["405b-128k"].under, **INTERLEAVED),
 }
 
 
@@ -77,10 +77,10 @@ def of_systems(name: str, steps: int) -> list[Row]:
 def paper_jobs(steps: int) -> list[Row]:
     """Speeds in the layouts of the paper's jobs, elastic's also where documents may wait; the last row has means."""
     rows: list[Row] = []
-    for name in PAPER_JOBS:
-        base = _simulated(named_job(name, "plain-4d", **INTERLEAVED), steps)
-        jobs = {system: named_job(name, system, **INTERLEAVED) for system in SYSTEMS[1:]}
-        jobs["elastic, waiting"] = named_job(name, "elastic", packing=WAITING, **INTERLEAVED)
+    for name, paper in PAPER_JOBS.items():
+        base = _simulated(paper.under("plain-4d", **INTERLEAVED), steps)
+        jobs = {system: paper.under(system, **INTERLEAVED) for system in SYSTEMS[1:]}
+        jobs["elastic, waiting"] = paper.under("elastic", packing=WAITING, **INTERLEAVED)
         results = {system: _simulated(job, steps, base) for system, job in jobs.items()}
         speeds = {system: result.speed_at_equal_work(base) for system, result in results.items()}
         rows.append({"job": name} | speeds | {"its delay": results["elastic, waiting"].token_delay})
@@ -90,7 +90,8 @@ def paper_jobs(steps: int) -> list[Row]:
 
 def planning(turns: int) -> list[Row]:
     """Milliseconds of a step on 256 and on 8,192 GPUs, and their part of the step's simulated seconds."""
-    jobs = {"256 GPUs": mesh_job(131_072, "elastic"), "8,192 GPUs": named_job("405b-128k", "elastic", **INTERLEAVED)}
+    largest = NAMED_JOBS["405b-128k"].under("elastic", **INTERLEAVED)
+    jobs = {"256 GPUs": mesh_job(131_072, "elastic"), "8,192 GPUs": largest}
     rows = []
     for name, undecided in jobs.items():
         lengths = read_lengths(f"synthetic:60000:{undecided.context_window}:0")

@@ -32,7 +32,7 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from wlb.workload import costs, hardware
-from wlb_studies.published import whole_steps
+from wlb_studies.published import stacks, whole_steps
 from wlb_studies.published.batches import measured_batch_rows
 from wlb_studies.published.metrics import seconds_of_step
 from wlb_studies.published.prediction import FUNCTIONAL, ODD, compared
@@ -89,11 +89,7 @@ def of_kernel(name: str, presets: str) -> Price:
 
 
 def of_module(module: Any, name: str, least: float, most: float) -> Price:
-    def change(value: float) -> None:
-        setattr(module, name, value)
-        costs._rates.cache_clear()
-
-    return Price(lambda: getattr(module, name), change, least, most)
+    return Price(lambda: getattr(module, name), partial(setattr, module, name), least, most)
 
 
 _HOPPER, _BLACKWELL = "h100 h200", "b200 b300 gb200 gb300"
@@ -111,11 +107,11 @@ PRICES = {
     "Triton's attention, A100": of_kernel("triton", "a100"),
     "Triton's attention, H100": of_kernel("triton", _HOPPER),
     "collectives that show": of_presets("exposed", _ALL, 0.0, 1.0),
-    "kernels that are not fused": of_module(costs, "_UNFUSED_PASSES", 1.0, 12.0),
+    "kernels that are not fused": of_module(stacks, "_UNFUSED_PASSES", 1.0, 12.0),
     "columns that grouping costs": of_module(costs, "_EXPERT_COLUMNS", 0.0, 4000.0),
     "tokens that an expert costs": of_module(costs, "_EXPERT_TOKENS", 0.0, 8000.0),
     "biases of experts": of_module(costs, "_EXPERT_BIASES", 0.0, 5.0),
-    "async TP that shows": of_module(costs, "_SHOWN_OF_ASYNC_TP", 0.0, 1.0),
+    "async TP that shows": of_module(stacks, "_SHOWN_OF_ASYNC_TP", 0.0, 1.0),
 }
 _CONFIGURATION = ("repo", "hardware", "model", "gpus", "tp", "cp", "pp", "ep")
 

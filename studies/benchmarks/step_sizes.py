@@ -22,7 +22,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.job.config import PRESETS
 from wlb.job.planner import StepPlanner
 from wlb.simulate.decide import decide
-from wlb.simulate.job import NAMED_JOBS, named_job
+from wlb.simulate.job import NAMED_JOBS
 
 Row = dict[str, Any]
 _BEST: tuple[Row, ...] = (
@@ -49,7 +49,7 @@ _COLUMNS = {
 
 def steps_of(preset: str, packing: Row, options: argparse.Namespace, lengths: NDArray[np.int64]) -> Row:
     """Of some steps: tokens over a global batch, mean delay in steps, and shares of tokens by where they come from."""
-    job = named_job(options.job, preset, packing=packing, micro_batches=options.micro_batches)
+    job = NAMED_JOBS[options.job].under(preset, packing=packing, micro_batches=options.micro_batches)
     job = decide(job, lengths)
     plans = [*islice(StepPlanner(job, lengths).plans(), options.steps)]
     tokens = np.array([plan.tokens for plan in plans])

@@ -13,12 +13,12 @@ from hypothesis import given
 
 from tests.packing.streams import SETTINGS, segments_of, streams
 from tests.packing.streams import packer_for as packer_of
-from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
 from wlb.packing.carrying import FixedGreedyPacker
 from wlb.packing.options import PackingOptions
 from wlb.packing.plan import StepPlan
 from wlb.simulate import SimulationResult, simulate, simulated_job
+from wlb_studies.filling import documents_for
 from wlb_studies.packing import (
     MethodResult,
     PackingStatistics,

@@ -98,6 +98,8 @@ def test_stdlib(wlb, tmp_path):
 
 
 def test_shards_are_stores_that_a_glob_checks(wlb, tmp_path, corpus):
+    with (corpus / "b.jsonl").open("a") as file:
+        file.write('{"text": "three"}\n')
     command = ("prepare", corpus, "--out", tmp_path / "s", "--shard")
     status, out, _ = wlb(*command, "2/2")
     assert status == 0
@@ -118,7 +120,7 @@ def test_shards_are_stores_that_a_glob_checks(wlb, tmp_path, corpus):
         (["{tmp}/corpus", "--stdlib", "--out", "{tmp}/s"], "not both"),
         (["{tmp}/corpus"], "--out"),
         (["{tmp}/nothing", "--out", "{tmp}/new/s"], "nothing does not exist"),
-        (["{tmp}/corpus", "--out", "{tmp}/old.json/s"], "old.json is not a directory"),
+        (["{tmp}/corpus", "--out", "{tmp}/old.json/s"], "old.json is no directory that can be written"),
         (["{tmp}/corpus", "--out", "{tmp}/corpus"], "corpus is a directory; name the store in it"),
         (["{tmp}/corpus", "--out", "/proc/s"], "/proc"),
         (["{tmp}/corpus", "--out", "{tmp}/old"], "old.bin exists; choose another --out or pass --overwrite"),
@@ -126,7 +128,7 @@ def test_shards_are_stores_that_a_glob_checks(wlb, tmp_path, corpus):
         (["{tmp}/corpus", "--out", "{tmp}/s", "--workers", "0"], "--workers"),
         (["--stdlib", "--out", "{tmp}/s", "--documents", "lines"], "--documents has no effect with --stdlib"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--tokenizer", "gpt5"], "'gpt5' is neither"),
-        (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "100"], "100 is too small"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "100"], "--train-bpe 100: give 257 to"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--tokenizer", "bytes"], "leave out --tokenizer"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--end-token", "x"], "leave out --end-token"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--shard", "0/2"], "0/2 is not I/N with I from 1 to N"),

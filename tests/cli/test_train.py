@@ -10,7 +10,7 @@ import pytest
 from tests.training.jobs import VOCABULARY, write_config, write_store
 from wlb.cli import app
 from wlb.job.config_file import load_config
-from wlb.job.configured_model import configured_model
+from wlb.models.configured_model import configured_model
 from wlb.training.checkpoint.files import Manifest, Progress, write_manifest
 from wlb.training.checkpoint.resuming import model_record
 

@@ -75,5 +75,8 @@ SETTINGS = {
 
 # Keys of --json: of check and simulate, of each of their systems, and of a line of steps.jsonl.
 VERDICT = "verdict base lost winner speed_at_equal_work systems"
-SYSTEM = "system layout steps tokens tokens_per_second mean_step_seconds where token_delay tokens_cv speed_at_equal_work parts fits"
+SYSTEM = (
+    "system layout steps tokens tokens_per_second mean_step_seconds where token_delay tokens_cv speed_at_equal_work "
+    "parts fits"
+)
 STEP = "step loss grad_norm tokens documents step_seconds tokens_per_second imbalance_degree document_ids"

@@ -20,9 +20,9 @@ from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.job.config import JobConfig
-from wlb.job.job import Job
+from wlb.job.job import USABLE_SHARE, Job
 from wlb.job.memory.fit import fits, predicted_memory
-from wlb.job.memory.step import USABLE_SHARE, MemoryEstimate, predict_memory
+from wlb.job.memory.step import MemoryEstimate, predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import StepPlan
@@ -138,7 +138,7 @@ def trained_shape(case: Case) -> ModelShape:
 
 
 def trained_job(case: Case) -> Job:
-    return Job.from_config(case.config, case.hardware, model=trained_model(case))
+    return Job.from_config(case.config, case.hardware, vocab_size=trained_model(case).shape.vocab_size)
 
 
 def _decided(case: Case) -> Job:
@@ -148,10 +148,10 @@ def _decided(case: Case) -> Job:
 
 def trained_memory(case: Case) -> Memory:
     job = _decided(case)
-    settings, longest = job.memory_settings, job.longest_micro_batch
+    longest = job.longest_micro_batch
     if job.most_step_tokens is not None:  # which do not fill every micro-batch
         return Memory(longest, predicted_memory(job))
-    return Memory(longest, predict_memory(settings, [longest] * settings.micro_batches))
+    return Memory(longest, predict_memory(job, [longest] * job.micro_batches_per_rank))
 
 
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:

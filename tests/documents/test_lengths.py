@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from wlb.documents.lengths import (
     assumed_window,
     described_window,
-    read_encoder_tokens,
     read_lengths,
     what_was_read,
 )
@@ -73,29 +72,6 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("3\nx\n"))
     with pytest.raises(UserError, match="standard input: line 2 is 'x'"):
         read_lengths("-")
-
-
-def test_columns_of_encoders_are_read_beside_the_lengths(tmp_path):
-    rows = [
-        {"length": 5, "encoder_tokens": 0, "audio_tokens": 7},
-        {"length": 6, "encoder_tokens": 8, "audio_tokens": 0},
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "l.parquet")
-    (tmp_path / "l.json").write_text(json.dumps(rows))
-    for name in ("l.parquet", "l.json"):
-        assert read_lengths(tmp_path / name).tolist() == [5, 6]
-        found = read_encoder_tokens(tmp_path / name)
-        assert {phase: tokens.tolist() for phase, tokens in found.items()} == {"encoder": [0, 8], "audio": [7, 0]}
-    assert read_encoder_tokens(save(tmp_path, "plain.json", [1, 2])) == {}
-    assert read_encoder_tokens("synthetic:10:64:0") == {}
-    for wrong, message in (
-        ([{"length": 5, "encoder_tokens": -1}], "encoder_tokens of document 0 is -1; give at least 0"),
-        ([{"length": 5, "encoder_tokens": 1}, {"length": 5}], "encoder_tokens of entry 1 is 'None'"),
-        ([{"encoder_tokens": 1}], None),
-    ):
-        (tmp_path / "wrong.json").write_text(json.dumps(wrong))
-        with pytest.raises(UserError, match=message):
-            (read_encoder_tokens if message else read_lengths)(tmp_path / "wrong.json")
 
 
 def test_store_prefix_and_index(tmp_path):
@@ -182,8 +158,8 @@ def test_unsigned_values_do_not_wrap(tmp_path):
         ("l.txt", "5\n１２\n".encode(), "line 2 is '１２'"),
         ("l.txt", b"9" * 5000, "line 1 is '9999"),
         ("l.txt", b"\xff\xfe\x00", "is not UTF-8"),
-        ("l.npy", b"not numpy", "not a NumPy array of numbers; write"),
-        ("l.npy", b"", "not a NumPy array of numbers; write"),
+        ("l.npy", b"not numpy", "holds no NumPy array of numbers; write"),
+        ("l.npy", b"", "holds no NumPy array of numbers; write"),
         ("l.parquet", b"not parquet", "not a readable Parquet file"),
         ("l.idx", b"not an index", "not a Megatron index"),
         ("l.bed", b"1,2", "of no known kind"),
@@ -287,11 +263,11 @@ def test_what_was_read_may_be_empty():
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.array([1.0, np.nan]), "holds float64 values, entry 0 is"),
+        (np.array([1.0, np.nan]), r"holds float64 values in shape \(2,\); write whole numbers"),
         (np.array([True]), "holds bool values"),
         (np.array(["5"]), "holds <U1 values"),
         (np.array([[1, 2]]), r"shape \(1, 2\)"),
-        (np.array([None]), "not a NumPy array of numbers; write"),
+        (np.array([None]), "no NumPy array of numbers; write"),
     ],
 )
 def test_wrong_arrays(tmp_path, array, message):
@@ -304,9 +280,9 @@ def test_wrong_parquet_columns(tmp_path):
     path = tmp_path / "l.parquet"
     for table, message in (
         ({"tokens": [1, 2]}, "no column 'length'; it has tokens"),
-        ({"length": ["a"]}, "whole numbers are needed"),
-        ({"length": [1.0, 2.5]}, "holds float64 values"),
-        ({"length": [1, None, 3]}, "row 1 of column 'length' is null"),
+        ({"length": ["a"]}, "holds string values, 0 of them null; whole numbers are needed"),
+        ({"length": [1.0, 2.5]}, "holds double values"),
+        ({"length": [1, None, 3]}, "column 'length' of .* holds int64 values, 1 of them null"),
     ):
         pq.write_table(pa.table(table), path)
         with pytest.raises(UserError, match=message):
@@ -315,7 +291,7 @@ def test_wrong_parquet_columns(tmp_path):
 
 @pytest.mark.parametrize("name", ["l.json", "l.txt", "l.npy", "l.parquet", "l.idx", "corpus"])
 def test_missing_sources(tmp_path, name):
-    with pytest.raises(UserError, match=r"l\..* does not exist|corpus.idx exists"):
+    with pytest.raises(UserError, match=r"l\..* does not exist|corpus.idx does not exist; make the store"):
         read_lengths(tmp_path / name)
 
 
@@ -330,10 +306,10 @@ def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys
         for length in (0, 3, 0, 2):
             writer.add([1] * length)
     assert read_lengths(tmp_path / "s").tolist() == [3, 2]
-    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's.idx'}: 2 empty documents passed over\n"
+    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's'}: 2 empty documents passed over\n"
     with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
         writer.add([])
-    with pytest.raises(UserError, match="holds only empty documents"):
+    with pytest.raises(UserError, match="holds no document with tokens"):
         read_lengths(tmp_path / "void")
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.training.distributed import run_ranks
 from wlb.attention import segment_attention
-from wlb.documents.overlong import OverlongReport
+from wlb.documents.segments import OverlongReport
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler

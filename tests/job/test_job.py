@@ -13,13 +13,12 @@ import pytest
 
 from wlb.errors import UserError
 from wlb.job.config import JobConfig, PackingConfig
-from wlb.job.job import Job
+from wlb.job.job import Job, MemoryLimit, limit_of_gpu
 from wlb.job.memory.fit import predicted_memory, too_large
-from wlb.job.memory.step import MemoryLimit, limit_of_gpu
-from wlb.job.prices import Pricing
 from wlb.packing.options import Pools
 from wlb.schedules.layout import Layout
 from wlb.workload import ModelShape, hardware_preset
+from wlb.workload.shapes import Experts
 
 WINDOW = 32_768
 
@@ -40,8 +39,8 @@ def test_documents_are_priced_in_the_type_that_the_job_computes_in(method):
         for tokens in (1024, WINDOW)
     ]
     assert all(2 < ratio < 989 / 67 + 1e-6 for ratio in dearer)  # between bytes on links and arithmetic
-    assert whole.memory_settings.compute_bytes == 4
-    assert spec("cpu", training={"dtype": "float64"}).memory_settings.compute_bytes == 8
+    assert whole.hardware.bytes_per_value == 4
+    assert spec("cpu", training={"dtype": "float64"}).hardware.bytes_per_value == 8
 
 
 def test_interleaving_one_stage_holds_and_takes_what_1f1b_does():
@@ -93,8 +92,9 @@ def test_a_model_that_cannot_be_divided_is_refused():
         ({"heads": 6, "kv_heads": 3}, "tp = 2 does not divide 6 query heads and 3 key/value heads"),
         ({"ffn_hidden": 21}, "ffn_hidden = 21 cannot be split over tp = 2"),
         ({"vocab_size": 13}, r"vocab_size = 13 .* or a vocab_size of 14"),
+        ({"experts": Experts(7, 2, 32)}, r"experts\.count = 7 cannot be split over tp = 2"),
         ({"layers": 3}, "model has 3 layers, fewer than the 4 pipeline stages"),
     )
     for changes, message in cases:
         with pytest.raises(UserError, match=message):
-            Job(replace(shape, **changes), Pricing(hardware_preset("h100")), PackingConfig(), layout=layout)
+            Job(replace(shape, **changes), hardware_preset("h100"), PackingConfig(), layout=layout)

@@ -18,7 +18,6 @@ from wlb.documents.permutation import Permutation
 from wlb.job.config import DataConfig, PackingConfig
 from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
-from wlb.job.prices import Pricing
 from wlb.packing import options
 from wlb.packing.options import Grouping, Pools
 from wlb.schedules.layout import Layout
@@ -46,7 +45,7 @@ def planner_of(
     unread = {option for read in options.METHODS.values() for option in read} - options.METHODS[method].keys()
     read = {name: value for name, value in given.items() if name not in unread}
     config = PackingConfig.model_validate({"method": method, "micro_batches": 4} | read)
-    job = Job(model_shape("tiny"), Pricing(hardware_preset("h100")), config, data=data, layout=Layout(dp=dp, pp=2))
+    job = Job(model_shape("tiny"), hardware_preset("h100"), config, data=data, layout=Layout(dp=dp, pp=2))
     return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1 if one_epoch else None)
 
 
@@ -64,7 +63,7 @@ class Divided(NamedTuple):
         data = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, "seed": 4})
         job = Job(
             model_shape("tiny"),
-            Pricing(hardware_preset("h100")),
+            hardware_preset("h100"),
             packing,
             data=data,
             layout=Layout(dp=self.number * self.size),

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from wlb.attention import segment_attention
 from wlb.errors import UserError
+from wlb.job.rope_scaling import RopeScalingConfig
 from wlb.models.initialise import initialise_weights
-from wlb.models.transformer import Attend, Transformer, TransformerConfig, rotary_angles, rotate
-from wlb.workload.model import RopeScalingConfig
-from wlb.workload.shapes import ModelShape
+from wlb.models.transformer import Attend, Transformer, TransformerConfig, check_built, rotary_angles, rotate
+from wlb.workload.shapes import Experts, LatentAttention, ModelShape
 
 SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=40)
 CONFIG = TransformerConfig(SHAPE)
@@ -121,5 +122,21 @@ def test_initial_weights_are_the_same_in_every_type() -> None:
 
 
 def test_an_odd_head_dim_is_refused() -> None:
-    with pytest.raises(UserError, match="head_dim = 5 is odd"):
+    with pytest.raises(UserError, match="head_dim = 5, which is odd"):
         Transformer(TransformerConfig(ModelShape(10, 1, 2, 2, 5, 8, 8)))
+
+
+PRICED = [
+    {"sliding_window": 8, "full_attention_every": 2},
+    {"experts": Experts(4, 2, 16)},
+    {"kv_heads": 4, "latent": LatentAttention(0, 8, 4, 16)},
+]
+
+
+@pytest.mark.parametrize("variant", PRICED)
+def test_what_is_only_priced_is_not_built(variant: dict[str, Any]) -> None:
+    check_built(replace(SHAPE, sliding_window=8, full_attention_layers=1))
+    with pytest.raises(
+        UserError, match=r"can be priced and simulated but not trained or profiled; choose a dense model.*balanced"
+    ):
+        check_built(replace(SHAPE, **variant))

@@ -22,6 +22,7 @@ from tests.training.jobs import job, read_steps, trainer_of, write_store
 from wlb.attention import segment_attention
 from wlb.documents.segments import Segment
 from wlb.job.config import JobConfig, TrainingConfig
+from wlb.job.rope_scaling import RopeScalingConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
@@ -33,7 +34,6 @@ from wlb.training.optimizer import build_optimizer, clip_gradients
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.workload.model import RopeScalingConfig
 from wlb.workload.shapes import ModelShape
 
 SHAPE = ModelShape(hidden=14, layers=4, heads=4, kv_heads=2, head_dim=6, ffn_hidden=22, vocab_size=38)

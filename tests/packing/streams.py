@@ -10,12 +10,12 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from tests.workload.profiles import PREFIX
+from tests.workload.profiles import profile_of
 from wlb.documents.segments import Segment
 from wlb.packing.plan import StepPlan
 from wlb.packing.registry import PACKERS, make_packer
-from wlb.workload import Phase, make_workload
-from wlb.workload.profile import MeasuredSeconds
+from wlb.workload import make_workload, model_shape
+from wlb.workload.profile import Measurements
 
 SETTINGS = settings()  # of the profile that the run was started with; see tests/conftest.py
 METHODS = tuple(PACKERS)
@@ -41,13 +41,9 @@ class Polynomial:
 
 
 def profile_workload():
-    """Prices interpolated between two knots, as a measured profile has them."""
-    one: dict[Phase, Any] = {
-        "forward": np.array([1.0, 2.0]),
-        "backward": np.array([2.0, 5.0]),
-        "both": np.array([3.0, 7.0]),
-    }
-    return MeasuredSeconds(np.array([16.0, 4096.0]), one, np.array([0.0, 4096.0]), one, PREFIX.table())
+    """Prices interpolated between two measurements."""
+    one = Measurements(tokens=(16, 4096), forward_seconds=(16.0, 8192.0), backward_seconds=(32.0, 20480.0))
+    return make_workload("tiny", profile=profile_of(model_shape("tiny"), one, one))
 
 
 WORKLOADS = {

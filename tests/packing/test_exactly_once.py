@@ -20,8 +20,7 @@ from tests.packing.streams import (
     streams,
     whole_documents,
 )
-from wlb.documents.overlong import split_overlong
-from wlb.documents.segments import Segment
+from wlb.documents.segments import Segment, split_overlong
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.packing.registry import make_packer

@@ -16,8 +16,7 @@ from tests.packing.streams import METHODS, SETTINGS, WORKLOADS
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.registry import make_packer
-from wlb.workload.hardware import hardware_preset
-from wlb.workload.phases import DocumentPhases, PhasedPrices, encoder_seconds, segment_seconds
+from wlb.workload.phases import DocumentPhases, PhasedPrices, segment_seconds
 
 WINDOW = 64
 WITH_PHASES = [name for name in METHODS if name != "elastic"]
@@ -131,16 +130,10 @@ def test_balanced_parts_are_even_in_the_sum_of_phases():
 def test_a_document_that_is_cut_has_its_phases_once():
     phases = DocumentPhases({"encoder": [3.0, 4.0]}, memory_tokens=[5, 6])
     pieces = [Segment(2, 0, 10), Segment(2, 10, 10), Segment(1, 0, 7)]  # document 2 is document 0 of the next epoch
-    assert phases.of(pieces).tolist() == [[3.0], [0.0], [4.0]]
+    assert phases.of(pieces).tolist() == [3.0, 0.0, 4.0]
     assert phases.held_tokens(pieces).tolist() == [15, 10, 13]
     taken = phases.taken(pieces)
     assert taken.of([(number, 0, 1) for number in range(3)]).tolist() == phases.of(pieces).tolist()
-
-
-def test_an_encoder_takes_six_flops_a_parameter_and_token():
-    hardware = hardware_preset("h100")
-    rate = hardware.peak_flops * hardware.gemm_efficiency
-    assert encoder_seconds([0, 100], 675e6, hardware, tp=2) == pytest.approx([0, 6 * 675e6 * 100 / rate / 2])
 
 
 REFUSED = [
@@ -149,7 +142,6 @@ REFUSED = [
     ({"seconds": {"encoder": [float("nan")]}}, "at least 0"),
     ({"seconds": {"a": [1.0], "b": [1.0, 2.0]}}, "1 and 2 documents"),
     ({"seconds": {"a": [1.0]}, "memory_tokens": [1, 2]}, "1 and 2 documents"),
-    ({"seconds": {"language model": [1.0]}}, "come from lengths"),
 ]
 
 

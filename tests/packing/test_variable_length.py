@@ -50,4 +50,4 @@ def test_thresholds_do_not_depend_on_how_documents_arrive(monkeypatch):
         ]
         outcomes.append((plans, packer.state_dict()))
     assert outcomes[0] == outcomes[1] == outcomes[2]
-    assert outcomes[0][1]["tuner"]["tuned_shares"] is not None
+    assert outcomes[0][1]["tuned_shares"] is not None

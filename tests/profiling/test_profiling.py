@@ -40,7 +40,7 @@ def test_a_measured_profile_survives_its_file_and_prices_more_work_higher(measur
     path = tmp_path / "profile.json"
     write_profile(profile, path)
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
-    workload = read_profile(path).seconds()
+    workload = read_profile(path)
     lengths = np.arange(1, 600)
     for phase in ("forward", "backward", "both"):
         assert np.all(np.diff(workload.attention_seconds(lengths, phase)) > 0)

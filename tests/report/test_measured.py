@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.report.conftest import HOSTILE, write_run
-from tests.test_markup import read
+from tests.report.html.test_escaping import read
 from wlb.errors import UserError
 from wlb.report.measured import gain_at_equal_work, measured_report
 from wlb.report.run_directory import DIAGNOSIS, read_diagnosis, read_run

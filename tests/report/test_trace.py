@@ -11,8 +11,8 @@ import pytest
 from tests.simulate.jobs import documents, job
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
+from wlb.report.timeline import timeline
 from wlb.report.trace import MOST_TRACKS, write_trace
-from wlb.simulate.timeline import timeline
 
 LAYOUTS = [
     {"pp": 4, "cp": 2, "dp": 2},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,11 +12,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.limits import examples
-from wlb.sharding.latency import RankSeconds, backward_seconds, forward_seconds
+from wlb.sharding.latency import attending_again, attending_seconds
 from wlb.sharding.plan import PART_CUTS
 
 LAYERS = 200
 seconds = st.floats(0, 10)
+
+
+class RankSeconds(NamedTuple):
+    """What ranks compute in one layer."""
+
+    own: NDArray[np.float64]  # attention among the rank's own tokens
+    received: NDArray[np.float64]  # attention over keys of other ranks
+    rest: NDArray[np.float64]
+
+
 Group = tuple[RankSeconds, NDArray[np.float64], NDArray[np.int64]]
 
 
@@ -25,6 +36,18 @@ def groups(draw: st.DrawFn, most: int = 6) -> Group:
     ranks = draw(st.integers(1, most))
     columns = [np.array(draw(st.lists(seconds, min_size=ranks, max_size=ranks))) for _ in range(4)]
     return RankSeconds(*columns[:3]), columns[3], np.array(draw(st.integers(1, 4)))
+
+
+def forward_seconds(ranks: RankSeconds, exchange: NDArray[np.float64], parts: NDArray[np.int64]) -> float:
+    return float((attending_seconds(ranks.own, ranks.received, exchange, parts) + ranks.rest).max())
+
+
+def backward_seconds(
+    ranks: RankSeconds, exchange: NDArray[np.float64], parts: NDArray[np.int64], *, kept: bool
+) -> float:
+    if kept:
+        return forward_seconds(ranks, exchange, parts)
+    return float((attending_again(ranks.own, ranks.received, exchange, parts, ranks.rest) + ranks.rest).max())
 
 
 def _arrivals(begin: float, seconds_each: float, parts: int) -> list[float]:
@@ -73,7 +96,7 @@ def test_many_forwards_take_what_one_does_times_their_number(group):
 @given(groups(most=1), st.booleans())
 def test_many_backwards_take_what_one_does_times_their_number(group, kept):
     ranks, exchange, parts = group
-    predicted = float(backward_seconds(ranks, exchange, parts, np.array(kept)))
+    predicted = backward_seconds(ranks, exchange, parts, kept=kept)
     simulated = _backward_of_equal_ranks(ranks, float(exchange[0]), int(parts), kept=kept)
     assert simulated == pytest.approx(predicted, rel=1e-9)
 
@@ -83,7 +106,7 @@ def test_many_backwards_take_what_one_does_times_their_number(group, kept):
 def test_waiting_is_bounded_by_what_travels(group):
     ranks, exchange, parts = group
     computing = (ranks.own + ranks.received + ranks.rest).max()
-    kept, again = (backward_seconds(ranks, exchange, parts, np.array(keeps)) for keeps in (True, False))
+    kept, again = (backward_seconds(ranks, exchange, parts, kept=keeps) for keeps in (True, False))
     assert computing - 1e-9 <= forward_seconds(ranks, exchange, parts) <= computing + exchange.max() + 1e-9
     assert computing - 1e-9 <= kept <= again + 1e-9
     assert again <= kept + 2 * exchange.max() + 1e-9

@@ -110,7 +110,7 @@ def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: 
 def test_the_configuration_of_a_measured_job_names_the_model_that_was_measured(layers: int, name: str):
     shape = replace(MODEL_SHAPES["tiny"], layers=layers, vocab_size=7)
     job = simulated_job(shape, 4096, micro_batches=2)
-    measured = replace(job, pricing=replace(job.pricing, profile=analytic_profile(shape))).with_length_factor(1.0)
+    measured = replace(job, profile=analytic_profile(shape)).with_length_factor(1.0)
     text = config_of(BEST, measured, job, "llama3-8b", "lengths.json")
     assert tomllib.loads(text)["model"]["name"] == name
 
@@ -151,8 +151,8 @@ def test_presets_are_shared_with_a_forked_process(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("wlb.simulate.estimate.usable_cores", lambda: 2)
     here = os.getpid()
     for names in ("", "a", "ab", "abcde"):
-        found = _each(lambda name: (name, os.getpid() == here), names)
-        assert [(name, (name, place % 2 == 0)) for place, name in enumerate(names)] == found
+        found = _each(lambda name: os.getpid() == here, names)
+        assert [*found.items()] == [(name, place % 2 == 0) for place, name in enumerate(names)]
     assert not active_children()
 
 
@@ -177,7 +177,7 @@ def test_what_a_forked_process_cannot_do_is_done_here(monkeypatch: pytest.Monkey
         signal.pause()
         return name
 
-    assert _each(dies_elsewhere, "abc") == [("a", "a"), ("b", "b"), ("c", "c")]
+    assert _each(dies_elsewhere, "abc") == {"a": "a", "b": "b", "c": "c"}
     with pytest.raises(UserError, match="b is too many"):
         _each(refuses, "abc")
     with pytest.raises(KeyboardInterrupt):

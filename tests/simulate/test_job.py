@@ -16,7 +16,7 @@ from wlb.job.memory.fit import fits, too_large
 from wlb.schedules.layout import Layout
 from wlb.simulate import simulated_job
 from wlb.simulate.decide import decide
-from wlb.simulate.job import NAMED_JOBS, named_job
+from wlb.simulate.job import NAMED_JOBS
 from wlb.workload import hardware_preset, model_shape
 
 H100 = hardware_preset("h100")
@@ -60,13 +60,9 @@ def test_the_length_factor_is_what_memory_allows():
 @pytest.mark.parametrize("name", sorted(NAMED_JOBS))
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_named_jobs_can_run(name, preset):
-    simulated = named_job(name, preset)
+    simulated = NAMED_JOBS[name].under(preset)
     assert simulated.layout.world_size == NAMED_JOBS[name].layout.world_size
     assert simulated.packing.micro_batches == simulated.layout.pp * simulated.layout.dp
-
-
-def test_the_large_one_has_8192_gpus():
-    assert named_job("405b-128k").layout.world_size == 8192
 
 
 def test_key_value_heads_are_replicated_where_ranks_are_more():
@@ -77,7 +73,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
     ("make", "message"),
     [
         (lambda: job(tp=0), "tp = 0"),
-        (lambda: replace(job(dp=2), layout=Layout(dp=3)), "dealt evenly to dp = 3"),
+        (lambda: replace(job(dp=2), layout=Layout(dp=3)), "must be a multiple of parallel.dp = 3"),
         (lambda: job(pp=16), "8 layers, fewer than the 16"),
         (lambda: job(tp=3), "tp = 3 does not divide"),
         (lambda: job(pp=2, schedule="gpipe"), "unknown pipeline schedule 'gpipe'; choose from 1f1b, interleaved_1f1b"),
@@ -86,7 +82,6 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
             lambda: simulated_job(SHAPE, WINDOW, micro_batches=65_537),
             "micro_batches = 65537: Input should be less than or equal to 65536",
         ),
-        (lambda: named_job("7b"), "unknown job '7b'; choose from 550m-64k"),
         (lambda: Job.from_config(configuration(model={"pretrained": Path("x")})), "holds no config.json"),
     ],
 )

@@ -109,7 +109,7 @@ def test_pools_are_decided_by_the_profile():
     """Where attention costs next to nothing, no document needs several ranks."""
     layout: dict[str, Any] = {"dp": 8, "cp": 2, "pp": 2, "micro_batches": 2}
     counted = simulated_job(SHAPE, WINDOW, "elastic", **layout)
-    decided = [decide(job, documents()).sizes for job in (counted, counted.priced(profile=attending(1e-3)))]
+    decided = [decide(job, documents()).sizes for job in (counted, replace(counted, profile=attending(1e-3)))]
     assert decided[0] != decided[1]
 
 

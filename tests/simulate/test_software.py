@@ -1,19 +1,17 @@
-"""What the software around the kernels adds to a step: gathers, reductions, copies, overlap, and kernels not fused."""
+"""What the software around the kernels adds to a step: gathers, reductions, copies and overlap."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.simulate.jobs import SHAPE, WINDOW
+from wlb.job.prices import Software
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import beside_computing, with_gathers
 from wlb.workload import hardware_preset
-from wlb.workload.costs import Software
 
 H100 = hardware_preset("h100")
 FORWARD, BACKWARD = np.full((1, 1, 1, 3), 0.02), np.full((1, 1, 1, 3), 0.04)  # of a step of three micro-batches
@@ -69,34 +67,13 @@ def test_gathers_wait_for_keys_and_values():
     assert all(b > a for a, b in zip(alone[1], beside[1], strict=True))
 
 
-def test_async_tp_hides_a_part_of_the_collectives():
-    waiting, hiding = (costs(Software(async_tp=hidden), tp=8, dp=1) for hidden in (False, True))
-    assert hiding.rank.tp_seconds(4096) == pytest.approx(0.6 * waiting.rank.tp_seconds(4096))
-
-
-def test_other_kernels_types_and_power_change_what_they_should():
-    fused, narrow, capped = (
-        costs(Software(), hardware).rank for hardware in (H100, H100.computing_in("fp8"), H100.at_power(0.5))
+def test_other_types_and_power_change_what_they_should():
+    plain, narrow, capped = (
+        costs(Software(), hardware).rank for hardware in (H100, H100.computing_in("fp8"), H100.computing_at(0.5**0.5))
     )
-    eager = costs(Software(fused=False)).rank
-    assert (
-        eager.blocks_seconds(4096, "forward")
-        > fused.blocks_seconds(4096, "forward")
-        > narrow.blocks_seconds(4096, "forward")
-    )
-    assert capped.blocks_seconds(4096, "forward") > fused.blocks_seconds(4096, "forward")
-    for other in (eager, narrow):
-        assert other.piece_seconds(0, 4096, "forward") == fused.piece_seconds(0, 4096, "forward")
-        assert other.head_seconds(4096, "forward") == pytest.approx(fused.head_seconds(4096, "forward"))
-    assert capped.piece_seconds(0, 4096, "forward") == pytest.approx(2**0.5 * fused.piece_seconds(0, 4096, "forward"))
+    assert plain.blocks_seconds(4096, "forward") > narrow.blocks_seconds(4096, "forward")
+    assert capped.blocks_seconds(4096, "forward") > plain.blocks_seconds(4096, "forward")
+    assert narrow.piece_seconds(0, 4096, "forward") == plain.piece_seconds(0, 4096, "forward")
+    assert narrow.head_seconds(4096, "forward") == pytest.approx(plain.head_seconds(4096, "forward"))
+    assert capped.piece_seconds(0, 4096, "forward") == pytest.approx(2**0.5 * plain.piece_seconds(0, 4096, "forward"))
     assert H100.computing_in("fp8").computing_in("bfloat16") == H100
-
-
-@given(st.lists(st.integers(0, 100_000), min_size=1, max_size=5), st.floats(0.0, 1.0))
-def test_the_host_takes_as_long_for_every_micro_batch_that_has_tokens(tokens, seconds):
-    without, waits = (costs(Software(micro_batch_seconds=one)).rank for one in (0.0, seconds))
-    expected = np.where(np.array(tokens) > 0, seconds, 0.0)
-    for price in ("blocks_seconds", "linear_seconds"):
-        longer = getattr(waits, price)(tokens) - getattr(without, price)(tokens)
-        np.testing.assert_allclose(longer, expected, atol=1e-9)
-    assert waits.document_seconds(4096) == pytest.approx(without.document_seconds(4096))

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents
-from wlb.errors import UserError
-from wlb.job.planner import StepPlanner
-from wlb.simulate import SimulationResult, simulate, simulate_step, simulated_job
+from wlb.simulate import SimulationResult, simulate, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.workload import ModelShape, model_shape
-from wlb.workload.costs import Software
 from wlb.workload.links import group_link, shard_bytes
 from wlb.workload.shapes import Experts, LatentAttention
 from wlb.workload.weights import parameters
@@ -59,37 +56,6 @@ def test_all_experts_are_gathered_and_updated():
     assert costs.block_gather == pytest.approx(float(link.seconds(shard_bytes(blocks / 8 / 2 * 2, 4))))
     weights = (costs.optimizer - group_link(job.hardware, "point_to_point", job.layout.world_size, 1).latency).sum()
     assert weights * job.hardware.memory_bandwidth == pytest.approx(parameters(shape) / 2 / 4 * 10 * 4)
-
-
-def test_experts_on_other_ranks_exchange_tokens_and_share_weights():
-    shape = VARIANTS["routed"]
-    alone, spread = (
-        JobCosts(
-            simulated_job(
-                shape, WINDOW, "plain-4d", micro_batches=2, software=Software(expert_parallel=ranks), **LAYOUT
-            )
-        )
-        for ranks in (1, 4)
-    )
-    link = group_link(spread.job.hardware, "all_to_all", 4, stride=1)
-    received = 1000 * 2 * shape.hidden * 2 / 2 * 3 / 4  # tokens x experts x values x bytes / tp, but a rank's own
-    assert alone.rank.expert_seconds(1000) == 0
-    assert spread.rank.expert_seconds(1000) == pytest.approx(2 * 7 * float(link.seconds(received)))
-    layout = LAYOUT | {"dp": 4}
-    of_16 = Software(expert_parallel=16)
-    wide = JobCosts(simulated_job(shape, WINDOW, "plain-4d", micro_batches=2, software=of_16, **layout))
-    between = group_link(spread.job.hardware, "point_to_point", 16, stride=1)
-    reached = 1 - (1 / 2) ** 2  # the other node, by one of two experts or both
-    assert wide.rank.expert_seconds(1000) == pytest.approx(
-        2 * 7 * float(between.seconds(1000 * reached * shape.hidden))
-    )
-    assert spread.block_gather < alone.block_gather
-    step = next(StepPlanner(spread.job, documents()).plans())
-    assert simulate_step(step, spread.job).where["expert exchange"] > 0
-    for ranks in (0, 3, 32):
-        with pytest.raises(UserError, match=f"expert_parallel = {ranks} must divide"):
-            spread.job.priced(software=Software(expert_parallel=ranks))
-    np.testing.assert_allclose(spread.optimizer, alone.optimizer)
 
 
 def test_presets_run_as_the_jobs_of_their_size():

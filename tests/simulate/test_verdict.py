@@ -32,7 +32,7 @@ def with_speeds(results: Mapping[str, SimulationResult], speeds: Mapping[str, Se
     def draw(number: int) -> dict[str, SimulationResult]:
         rate = results[BASELINE].work_rate
         return {
-            name: replace(results[name], work_seconds=of_draws[number] * rate, seconds=1.0)
+            name: replace(results[name], work_seconds=of_draws[number] * rate, step_seconds=[1.0])
             for name, of_draws in ({BASELINE: [1.0] * 3} | dict(speeds)).items()
         }
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -18,9 +19,10 @@ import pytest
 from tests.training.jobs import VOCABULARY, read_steps, write_config, write_store
 from tests.training.processes import is_listening, process, reserved_port, steps_written, wait_until
 from wlb.errors import UserError
-from wlb.job.config_file import dp_of, load_config
+from wlb.job.config_file import load_config
 from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
+from wlb.training.worker import dp_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_elastic.sh"
 PATIENCE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8"
@@ -88,19 +90,19 @@ def test_a_job_outlives_a_machine_and_takes_it_back(tmp_path: Path, config: Path
             wait_until(lambda: steps_written(tmp_path) > after + 3)
     rows = read_steps(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    job = Job.from_config(load_config(config, auto_dp=dp_of(1)), "cpu", vocab_size=VOCABULARY)
+    job = Job.from_config(load_config(config, auto_dp=partial(dp_of, 1)), "cpu", vocab_size=VOCABULARY)
     uninterrupted = islice(StepPlanner(job, store.lengths), len(rows))
     assert [row["document_ids"] for row in rows] == [list(step.documents) for step in uninterrupted]
 
 
 def test_dp_follows_from_the_processes(config: Path) -> None:
-    assert load_config(config, auto_dp=dp_of(4)).parallel.dp == 4
-    assert load_config(config, ["parallel.tp=2"], auto_dp=dp_of(4)).parallel.dp == 2
+    assert load_config(config, auto_dp=partial(dp_of, 4)).parallel.dp == 4
+    assert load_config(config, ["parallel.tp=2"], auto_dp=partial(dp_of, 4)).parallel.dp == 2
     with pytest.raises(UserError, match=r"3 processes were started, no multiple of pp x cp x tp = 2"):
-        load_config(config, ["parallel.cp=2"], auto_dp=dp_of(3))
+        load_config(config, ["parallel.cp=2"], auto_dp=partial(dp_of, 3))
     with pytest.raises(UserError, match=r"must be a multiple of parallel\.dp = 3"):
-        load_config(config, auto_dp=dp_of(3))
+        Job.from_config(load_config(config, auto_dp=partial(dp_of, 3)), "cpu", vocab_size=VOCABULARY)
     with pytest.raises(UserError, match=r"give a number: --set parallel\.dp=N"):
         load_config(config)
     with pytest.raises(UserError, match=r"parallel\.tp = .x.: Input should be a valid integer"):
-        load_config(config, ["parallel.tp=x"], auto_dp=dp_of(2))
+        load_config(config, ["parallel.tp=x"], auto_dp=partial(dp_of, 2))

@@ -19,8 +19,8 @@ from tests.workload.profiles import analytic_profile
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
-from wlb.job.job import Job
-from wlb.job.memory.step import USABLE_SHARE, predict_memory
+from wlb.job.job import USABLE_SHARE, Job
+from wlb.job.memory.step import predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.os_limits import usable_memory
 from wlb.packing.options import LARGEST_AUTO_FACTOR
@@ -34,7 +34,7 @@ from wlb.workload.profile import write_profile
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": {"head_dim": 3}}, r"head_dim = 3 is odd"),
+        ({"model": {"head_dim": 3}}, r"head_dim = 3, which is odd"),
         ({"model": {"layers": 2**31 - 1}}, r"layers = 2147483647; it must be at most 10000"),
         ({"model": {"name": "mixtral-8x7b"}}, r"the model has a mixture of experts .* simulated but not trained"),
     ],
@@ -176,8 +176,8 @@ def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> Job:
 
 
 def needed_gib(config: JobConfig, tokens: int) -> float:
-    settings = spec(config).memory_settings
-    return predict_memory(settings, [tokens] * settings.micro_batches).total / 2**30
+    job = spec(config)
+    return predict_memory(job, [tokens] * job.micro_batches_per_rank).total / 2**30
 
 
 def test_auto_fills_the_memory_there_is(tmp_path):

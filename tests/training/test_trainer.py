@@ -12,8 +12,7 @@ import torch
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import WINDOW, job, read_steps, trainer_of, write_store
-from wlb.documents.overlong import split_overlong
-from wlb.documents.segments import Segment
+from wlb.documents.segments import Segment, split_overlong
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import JobConfig
 

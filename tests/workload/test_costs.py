@@ -17,7 +17,7 @@ from wlb.workload import (
     make_workload,
     model_shape,
 )
-from wlb.workload.base import Checkpointing, Phase
+from wlb.workload.base import Checkpointing, Direction
 from wlb.workload.costs import QUERY_TILE
 from wlb.workload.links import group_link
 
@@ -230,13 +230,13 @@ def test_bytes_follow_the_shape_and_latency_is_paid_in_every_layer():
 def test_copies_follow_the_tokens_and_the_memory(moved, alone, values):
     workload = make_workload("llama3-8b")  # with 4 query heads for each key/value head
     sent, received, merged = moved
-    both = workload.copy_seconds(sent, received, merged, alone=alone)
-    sent_more, received_more, merged_more = (np.multiply(m, [0, 0.5, 1]) for m in moved)
-    np.testing.assert_allclose(
-        workload.copy_seconds(sent_more, received_more, merged_more, alone=alone), np.multiply(both, [0, 0.5, 1])
-    )
-    phases: tuple[Phase, Phase] = ("forward", "backward")
-    of_phases = [float(workload.copy_seconds(sent, received, merged, phase, alone)) for phase in phases]
-    assert sum(of_phases) == pytest.approx(float(both))
+    both = 0.0
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        seconds = float(workload.copy_seconds(sent, received, merged, direction, alone))
+        sent_more, received_more, merged_more = (np.multiply(m, [0, 0.5, 1]) for m in moved)
+        more = workload.copy_seconds(sent_more, received_more, merged_more, direction, alone)
+        np.testing.assert_allclose(more, np.multiply(seconds, [0, 0.5, 1]))
+        both += seconds
     read_once = 1000 * 32 * 2 * 8 * 128 * 2 / HARDWARE["h100"].memory_bandwidth
-    assert float(both) == pytest.approx(values * read_once)
+    assert both == pytest.approx(values * read_once)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.workload import MODEL_SHAPES, make_workload, model_shape
-from wlb.workload.model_json import read_config, read_shape
+from wlb.workload.model_json import read_shape
 from wlb.workload.shapes import Experts, LatentAttention, ModelShape
 from wlb.workload.weights import parameters
 
@@ -116,6 +116,7 @@ def windowed(draw: st.DrawFn) -> dict[str, Any]:
 @given(windowed())
 def test_windows_are_those_of_transformers_for_pricing_and_training(tmp_path_factory, document):
     transformers = pytest.importorskip("transformers")
+    config_json = pytest.importorskip("wlb.models.huggingface.config_json", exc_type=ImportError)
     directory = tmp_path_factory.mktemp("model")
     written(directory, document)
     config = transformers.AutoConfig.from_pretrained(directory)
@@ -137,7 +138,7 @@ def test_windows_are_those_of_transformers_for_pricing_and_training(tmp_path_fac
     kinds = [shape.block_kind(layer).attention for layer in range(layers)]
     assert [shape.sliding_window if kind == "sliding" else None for kind in kinds] == theirs
     if document["model_type"] in ("mistral", "qwen2", "qwen3"):
-        trained, refusal = read_or_refused(read_config, directory)
+        trained, refusal = read_or_refused(config_json.read_config, directory)
         if trained is None:
             assert "layer_types" in refusal
             assert not blocks_in_order or document["model_type"] == "mistral"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.workload.profiles import PREFIX, analytic_profile, profile_of
 from wlb.errors import UserError
 from wlb.workload import make_workload, model_shape
-from wlb.workload.profile import Measurements, prefix_table, read_profile, write_profile
+from wlb.workload.profile import Measurements, PrefixMeasurements, read_profile, write_profile
 
 TINY = model_shape("tiny")
 TOKENS = tuple(2**k for k in range(6, 18))
@@ -19,6 +19,15 @@ QUERIES, KEYS = np.array([16, 64, 256, 1024]), np.array([64, 512, 4096])
 
 def law(queries, keys):
     return 3e-9 * queries * keys + 2e-7 * queries + 1e-8 * keys + 1e-6
+
+
+def prefix_table(forward, backward):
+    return PrefixMeasurements(
+        queries=QUERIES.tolist(),
+        keys=KEYS.tolist(),
+        forward_seconds=forward.tolist(),
+        backward_seconds=backward.tolist(),
+    )
 
 
 @st.composite
@@ -35,7 +44,7 @@ def measurements(draw):
 def test_reproduces_the_law_it_was_sampled_from_between_and_beyond_the_samples(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(analytic_profile(TINY, "cpu", TOKENS).model_dump_json())
-    measured, law = read_profile(path).seconds(), make_workload("tiny", "cpu")
+    measured, law = read_profile(path), make_workload("tiny", "cpu")
     lengths = np.unique(np.geomspace(64, 131_072, 500).astype(int))
     for phase in ("forward", "backward", "both"):
         np.testing.assert_allclose(
@@ -44,7 +53,8 @@ def test_reproduces_the_law_it_was_sampled_from_between_and_beyond_the_samples(t
         np.testing.assert_allclose(
             measured.linear_seconds(lengths, phase), law.linear_seconds(lengths, phase), rtol=1e-9
         )
-    np.testing.assert_allclose(measured.document_seconds(lengths), law.document_seconds(lengths), rtol=2e-3)
+    documents = make_workload(TINY, "cpu", profile=measured)
+    np.testing.assert_allclose(documents.document_seconds(lengths), law.document_seconds(lengths), rtol=2e-3)
     beyond = 10**6
     assert measured.attention_seconds(beyond) == pytest.approx(law.attention_seconds(beyond), rel=0.01)
     assert measured.linear_seconds(beyond) == pytest.approx(law.linear_seconds(beyond), rel=1e-3)
@@ -52,9 +62,10 @@ def test_reproduces_the_law_it_was_sampled_from_between_and_beyond_the_samples(t
 
 @given(measurements(), measurements(), st.lists(st.integers(1, 2 * 10**6), min_size=2, max_size=30))
 def test_prices_are_sane_whatever_was_measured(attention, linear, lengths):
-    workload = profile_of(TINY, attention, linear).seconds()
+    workload = profile_of(TINY, attention, linear)
     ascending = np.unique(lengths)
-    for price in (workload.attention_seconds, workload.document_seconds):
+    documents = make_workload(TINY, "cpu", profile=workload)
+    for price in (workload.attention_seconds, documents.document_seconds):
         assert price(0) == 0
         seconds = price(ascending)
         assert np.all(seconds > 0)
@@ -67,15 +78,16 @@ def test_a_launch_is_shared_by_the_short_documents_of_a_micro_batch():
     launch_bound = Measurements(
         tokens=(64, 128, 4096), forward_seconds=(3e-5, 3e-5, 9e-3), backward_seconds=(6e-5, 6e-5, 2e-2)
     )
-    workload = profile_of(TINY, launch_bound, launch_bound).seconds()
+    workload = profile_of(TINY, launch_bound, launch_bound)
     assert workload.attention_seconds(64, "forward") == pytest.approx(3e-5 / 2)
     assert workload.attention_seconds(128, "forward") == pytest.approx(3e-5)
 
 
 def test_a_measured_workload_travels_between_processes():
-    workload = analytic_profile(TINY, "cpu", TOKENS).seconds()
+    workload = make_workload(TINY, profile=analytic_profile(TINY, "cpu", TOKENS))
     copy = pickle.loads(pickle.dumps(workload))
     np.testing.assert_array_equal(copy.document_seconds(TOKENS), workload.document_seconds(TOKENS))
+    assert copy == workload
 
 
 @pytest.mark.parametrize(
@@ -92,7 +104,7 @@ def test_a_measured_workload_travels_between_processes():
         ),
         ({"linear": {"tokens": [8, 9], "forward_seconds": [1, 0], "backward_seconds": [1, 2]}}, "greater than 0"),
         ({"linear": {"tokens": [8], "forward_seconds": [1], "backward_seconds": [1]}}, "linear.tokens"),
-        ({"prefix_attention": TABLE | {"queries": [32, 16]}}, "queries must increase"),
+        ({"prefix_attention": TABLE | {"queries": [32, 16]}}, "prefix_attention.queries: sizes must increase"),
         (
             {"prefix_attention": TABLE | {"forward_seconds": [[1, 2]]}},
             "forward_seconds must have 2 rows",
@@ -113,7 +125,7 @@ def test_a_piece_costs_what_it_costs_alone_and_over_the_keys_before_it(tmp_path)
     path = tmp_path / "profile.json"
     profile = analytic_profile(TINY, "cpu", TOKENS)
     write_profile(profile.model_copy(update={"prefix_attention": PREFIX}), path)
-    workload = read_profile(path).seconds()
+    workload = read_profile(path)
     alone = workload.attention_seconds([16, 32, 24])
     np.testing.assert_allclose(workload.piece_seconds([64, 128, 0], [80, 160, 24]) - alone, [2, 8, 0], atol=1e-12)
 
@@ -130,23 +142,23 @@ def test_a_missing_or_garbled_profile_is_named(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         read_profile(tmp_path / "none.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         read_profile(tmp_path / "binary.json")
     (tmp_path / "text.json").write_text("not json")
-    with pytest.raises(UserError, match="Invalid JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         read_profile(tmp_path / "text.json")
 
 
 def test_any_bilinear_law_is_met_between_its_samples():
     forward = law(QUERIES[:, None], KEYS)
-    table = prefix_table(QUERIES, KEYS, forward, 2 * forward)
+    table = prefix_table(forward, 2 * forward)
     queries, keys = np.meshgrid(np.arange(16, 1025, 7), np.arange(64, 4097, 31))
     np.testing.assert_allclose(table.price(queries, keys, "forward"), law(queries, keys), rtol=1e-9)
     np.testing.assert_allclose(table.price(queries, keys, "both"), 3 * law(queries, keys), rtol=1e-9)
 
 
 def test_beyond_the_samples():
-    table = prefix_table(QUERIES, KEYS, law(QUERIES[:, None], KEYS), law(QUERIES[:, None], KEYS))
+    table = prefix_table(law(QUERIES[:, None], KEYS), law(QUERIES[:, None], KEYS))
     largest = table.price(1024, 4096, "forward")
     assert table.price(2048, 8192, "forward") == pytest.approx(4 * largest)
     assert table.price(1, 512, "forward") == table.price(16, 512, "forward")  # a tile that is not full
@@ -161,7 +173,7 @@ def test_beyond_the_samples():
 )
 def test_more_work_never_costs_less_whatever_was_measured(seconds, size, more):
     measured = np.reshape(seconds, (len(QUERIES), len(KEYS)))
-    table = prefix_table(QUERIES, KEYS, measured, measured)
+    table = prefix_table(measured, measured)
     (queries, keys), (more_queries, more_keys) = size, more
     less = table.price(queries, keys, "both")
     assert table.price(queries + more_queries, keys + more_keys, "both") >= less * (1 - 1e-12)

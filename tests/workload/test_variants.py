@@ -19,10 +19,10 @@ from wlb.workload import (
     make_workload,
     model_shape,
 )
-from wlb.workload.base import Phase
-from wlb.workload.costs import QUERY_TILE, Software
+from wlb.workload.base import Direction
+from wlb.workload.costs import QUERY_TILE
 from wlb.workload.links import group_link
-from wlb.workload.shapes import BlockKind, Experts, LatentAttention, check_built, check_divisible
+from wlb.workload.shapes import BlockKind, Experts, LatentAttention
 from wlb.workload.weights import parameters
 
 H100 = HARDWARE["h100"]
@@ -89,7 +89,7 @@ def test_of_latent_attention_the_latent_travels_whole_to_every_tensor_parallel_r
     sent = 1000 * (20 + 4) * 2
     assert float(workload.exchange_seconds(1000, 2)) == pytest.approx(6 * (link.latency + sent / link.bandwidth))
     # What is received is copied, and expanded by kv_b: once forward, and its gradients backward.
-    phases: tuple[tuple[Phase, int, int], ...] = (("forward", 2, 1), ("backward", 5, 2))
+    phases: tuple[tuple[Direction, int, int], ...] = (("forward", 2, 1), ("backward", 5, 2))
     for phase, copied, times in phases:
         expanded = 6 * times * 1000 * 2 * 20 * 4 * (12 + 12) / tp / (H100.peak_flops * H100.gemm_efficiency)
         expected = 6 * copied * sent / H100.memory_bandwidth + expanded
@@ -112,7 +112,7 @@ def test_a_token_pays_for_its_experts_and_the_router():
 
 def expert_costs(**experts: Any) -> Costs:
     shape = replace(model_shape("mixtral-8x7b"), experts=replace(Experts(64, 4, 2048), **experts))
-    return Costs(shape, H100, software=Software(expert_parallel=4))
+    return Costs(shape, H100)
 
 
 def grouped_over_dense(width: int, hardware: Hardware = H100) -> float:
@@ -141,13 +141,10 @@ def test_an_expert_costs_its_tokens_and_a_number_more(first, second):
     assert many.blocks_seconds(0) == one.blocks_seconds(0) == 0
 
 
-def test_biases_of_experts_cost_time_and_an_overlapped_exchange_does_not():
+def test_biases_of_experts_cost_time():
     plain, biased = (expert_costs(biased=one) for one in (False, True))
     assert biased.blocks_seconds(4096) > plain.blocks_seconds(4096)
     assert parameters(biased.shape) == parameters(plain.shape)
-    hidden = replace(plain, software=replace(plain.software, overlaps_experts=True))
-    assert plain.expert_seconds(4096) > 0 == hidden.expert_seconds(4096)
-    assert plain.blocks_seconds(4096) == hidden.blocks_seconds(4096)
 
 
 def test_kinds_of_blocks_lie_where_published_models_have_them():
@@ -172,18 +169,3 @@ def test_variants_that_do_not_go_together_are_refused(change, message):
         replace(DENSE, **change)
     with pytest.raises(UserError, match=r"experts\.active = 9 of 8 experts"):
         Experts(8, 9, 32)
-
-
-@pytest.mark.parametrize("shape", [replace(WINDOWED, full_attention_every=3), ROUTED, LATENT])
-def test_what_is_only_priced_is_not_built(shape):
-    check_built(DENSE)
-    check_built(replace(WINDOWED, full_attention_every=None))
-    with pytest.raises(
-        UserError, match=r"can be priced and simulated but not trained or profiled; choose a dense model.*balanced"
-    ):
-        check_built(shape)
-
-
-def test_tensor_parallel_ranks_share_experts():
-    with pytest.raises(UserError, match=r"experts\.count = 7 cannot be split over tp = 2"):
-        check_divisible(replace(ROUTED, experts=Experts(7, 2, 32)), 2)

@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
@@ -132,7 +132,7 @@ def trained(
     rows = [_counted(_folder(options, layout, preset, n)) for n in range(options.repetitions)]
     if any(tokens != [row["tokens"] for row in of_repetition] for of_repetition in rows):
         raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
-    simulated = [simulate_steps(plans, job.priced(profile=profile)) for profile in profiles]
+    simulated = [simulate_steps(plans, replace(job, profile=profile)) for profile in profiles]
     prices = [make_workload(profile.model, "cpu", profile=profile) for profile in profiles]
     lengths = [one.lengths for plan in plans for one in plan.micro_batches]
     cpu, cpu_of_repetitions, busy = _cpu_seconds(layout, preset, options)

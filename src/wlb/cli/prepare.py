@@ -86,10 +86,13 @@ def prepare(
         return
     if out is None:
         raise UserError("--out is missing; name the store to make, or one to --check")
-    from wlb.documents.lengths import read_lengths, what_was_read
+    import numpy as np
+
+    from wlb.documents.lengths import what_was_read
     from wlb.documents.prepare import prepare_shards, prepare_store
     from wlb.documents.prepare.chat import ChatFormat
     from wlb.documents.prepare.sources import CorpusShard
+    from wlb.documents.store.index import read_index
     from wlb.documents.store.writer import check_target
 
     chosen_shard = None if shard is None else CorpusShard.parse(shard)
@@ -130,8 +133,9 @@ def prepare(
     if json:
         emit_json(report.to_json())
         return
+    indexes = [path for path in report.files if path.endswith(".idx")]
     stdout.print(
-        what_was_read(corpus.name, read_lengths([file for file in report.files if file.endswith(".idx")])),
+        what_was_read(corpus.name, np.concatenate([read_index(path).lengths() for path in indexes])),
         markup=False,
         highlight=False,
     )

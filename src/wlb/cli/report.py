@@ -46,7 +46,7 @@ def report(
 
     Example: wlb report runs/tiny --out measured.html
     """
-    from wlb.documents.store.sources import names_store
+    from wlb.documents.store.files import names_store
     from wlb.report.html.page import write_page
 
     options.check_writable(out)
@@ -79,7 +79,7 @@ def report(
             if names_store(source):
                 show_next("train", job, "--dry-run", *options.machine_of(asked.hardware))
             else:
-                same = given_again(context, ["hardware", "profile", "encoder", "steps"])
+                same = given_again(context, ["hardware", "profile", "steps"])
                 show_next("simulate", job, "--lengths", source, *same)
 
 

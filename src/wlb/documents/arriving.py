@@ -8,6 +8,7 @@ what was trained.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import chain, islice
@@ -16,8 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.overlong import OverlongReport, split_overlong
-from wlb.documents.segments import Segment
+from wlb.documents.segments import OverlongReport, Segment, split_overlong
 from wlb.errors import UserError
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class ArrivingDocuments(Generic[T]):
     """What a ``DocumentStream`` is for stored documents: one epoch, in order of arrival, and the documents that wait.
 
     The id of a document is its place in the stream. ``length_of`` counts its tokens. Documents over ``context_window``
-    tokens meet the policy ``overlong`` of ``wlb.documents.overlong``. Raises ``UserError`` for an empty stream, and on
+    tokens meet the policy ``overlong`` of ``wlb.documents.segments``. Raises ``UserError`` for an empty stream, and on
     the way for an empty document.
     """
 
@@ -47,7 +47,7 @@ class ArrivingDocuments(Generic[T]):
         self._taken = 0
         self.digest = 0  # of the lengths of all documents that have come, in their order
         self._kept: dict[int, T] = {}
-        self._tokens_left: dict[int, int] = {}  # of every document that is kept
+        self._tokens_left = Counter[int]()  # of every document that is kept
         self.epoch_is_over = False
 
     @property
@@ -66,7 +66,7 @@ class ArrivingDocuments(Generic[T]):
         segments, report = split_overlong(arrived, self._context_window, self._policy)
         self._overlong += report
         for document, _, length in segments:
-            self._tokens_left[document] = self._tokens_left.get(document, 0) + length
+            self._tokens_left[document] += length
         for document, _, _ in arrived:
             if document not in self._tokens_left:  # dropped, as it is too long
                 del self._kept[document]
@@ -88,21 +88,18 @@ class ArrivingDocuments(Generic[T]):
         if self._taken:
             raise UserError("a stream is continued from its beginning; open it anew and give the state with it")
         for document, _, length in waiting:
-            self._tokens_left[document] = self._tokens_left.get(document, 0) + length
+            self._tokens_left[document] += length
         for passed_over in islice(self._documents, documents):
             self._arrive(passed_over)
             if self._taken - 1 not in self._tokens_left:
                 del self._kept[self._taken - 1]
+        wrong = ""
         if self._taken < documents:
-            raise UserError(
-                f"the state is of a stream of which {documents} documents had come, this one has {self._taken}; "
-                "continue with the stream it was saved on"
-            )
-        if self.digest != state["digest"]:
-            raise UserError(
-                f"the first {documents} documents of this stream have other lengths than those of the state; continue "
-                "with the stream it was saved on"
-            )
+            wrong = f"the state is of a stream of which {documents} documents had come, this one has {self._taken}"
+        elif self.digest != state["digest"]:
+            wrong = f"the first {documents} documents of this stream have other lengths than those of the state"
+        if wrong:
+            raise UserError(f"{wrong}; continue with the stream it was saved on")
 
     def next_epoch(self) -> None:
         raise UserError("a stream has one epoch; let it repeat its documents, or give a sequence of them")

@@ -13,8 +13,7 @@ the id ``epoch * documents of all stores + first + i``, with the epoch of its st
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -22,15 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.permutation import Permutation
-from wlb.documents.segments import Segment
-from wlb.documents.store.index import MAX_DOCUMENT_TOKENS
+from wlb.documents.segments import OverlongReport, Segment, split_overlong
+from wlb.documents.store.files import StoreSetting, StoreSource, source_name
 from wlb.documents.store.reader import DocumentLengths, Lengths
-from wlb.documents.store.sources import StoreSetting, StoreSource, source_name, source_parts
 from wlb.errors import UserError
 from wlb.settings import NonNegativeInt, Number, Section, Tokens
 from wlb.terminal import number_of
+from wlb.token_count import MOST_TOKENS
 
 
 class MixtureStore(Section):
@@ -71,18 +69,9 @@ class DataConfig(Section):
             raise ValueError("data.store is missing and has no default; set it, or [[data.mixture]]")
         if self.store is not None and self.mixture:
             raise ValueError("data.store and data.mixture both say what to train on; leave one out")
-        spelled: dict[str, str] = {}
-        for store in (path for part in self.mixture for path in source_parts(part.store)):
-            index = os.path.realpath(f"{store.removesuffix('.idx')}.idx")
-            if index in spelled:
-                raise ValueError(
-                    f"data.mixture names a store twice, as {spelled[index]} and as {store}; add up its weights"
-                )
-            spelled[index] = store
         return self
 
 
-_AT_ONCE = 64  # documents taken together
 _CHECKED = 1 << 14  # documents looked at together
 
 
@@ -210,26 +199,6 @@ class _StoreOrder:
         self._seed, self._shuffle = state["seed"], state["shuffle"]
 
 
-def global_batches(lengths: DocumentLengths, config: DataConfig, tokens: int) -> Iterator[NDArray[np.int64]]:
-    """The lengths of the documents that begin in each ``tokens`` tokens of their stream, epoch after epoch."""
-    stream, left = DocumentStream(lengths, config), tokens
-    batch: list[int] = []
-    while True:
-        if stream.epoch_is_over:
-            stream.next_epoch()
-        for segment in stream.take(_AT_ONCE):
-            if left <= 0:
-                yield np.array(batch)
-                batch, left = [], left + tokens
-            batch.append(segment.length)
-            left -= segment.length
-
-
-def joined_lengths(lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The lengths of all documents as they are counted, shape (documents,)."""
-    return np.concatenate(lengths) if isinstance(lengths, Sequence) else lengths
-
-
 def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | None = None) -> None:
     """Raise ``UserError`` where documents of ``lengths`` of ``store`` leave nothing to train on, or one is refused.
 
@@ -237,23 +206,21 @@ def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | N
     otherwise up to the first document that is trained.
     """
     store, window = source_name(store or config.stores[0]), config.context_window
-    limit = window if config.overlong == "drop" else MAX_DOCUMENT_TOKENS
-    refuses, found = config.overlong == "error", False
+    limit = window if config.overlong == "drop" else MOST_TOKENS
+    found = False
     for first in range(0, len(lengths), _CHECKED):
         chunk = lengths[np.arange(first, min(first + _CHECKED, len(lengths)))]
-        if refuses and (chunk > window).any():
-            place = int(np.argmax(chunk > window))
+        long = np.flatnonzero(chunk > window)
+        if config.overlong == "error" and long.size:
             where = f" of {store}" if config.mixture else ""
             raise UserError(
-                f"document {first + place}{where} has {chunk[place]} tokens, over data.context_window = {window}; "
+                f"document {first + long[0]}{where} has {chunk[long[0]]} tokens, over data.context_window = {window}; "
                 "raise it or set data.overlong = 'split'"
             )
         found = found or bool(((chunk > 0) & (chunk <= limit)).any())
-        if found and not refuses:
-            break
+        if found and config.overlong != "error":
+            return
     if not found:
         dropped = f" or dropped as longer than data.context_window = {window}" * (config.overlong == "drop")
-        raise UserError(
-            f"nothing to train on in token store {store}: each of {number_of(len(lengths), 'document')} is empty"
-            f"{dropped}"
-        )
+        documents = number_of(len(lengths), "document")
+        raise UserError(f"nothing to train on in token store {store}: each of {documents} is empty{dropped}")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.store.index import MAX_DOCUMENT_TOKENS
 from wlb.errors import UserError
+from wlb.token_count import MOST_TOKENS
 
 _MOST_DOCUMENTS = 10_000_000  # they are drawn in one go, at some 40 bytes each
 
@@ -34,7 +34,7 @@ def sample_lengths(
     """
     for name, count, most in (
         ("documents", documents, _MOST_DOCUMENTS),
-        ("context_window", context_window, MAX_DOCUMENT_TOKENS),
+        ("context_window", context_window, MOST_TOKENS),
     ):
         if not 1 <= count <= most:
             raise UserError(f"synthetic lengths: {name} is {count}; it must be from 1 to {most}")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from wlb.documents.arriving import ArrivingDocuments
-from wlb.documents.overlong import OverlongReport
+from wlb.documents.segments import OverlongReport
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler

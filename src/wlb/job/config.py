@@ -1,6 +1,7 @@
 """The configuration of a training job: TOML sections, validated before anything starts.
 
-This is the schema: keys, types, defaults, bounds, and what must fit together. ``config_file`` reads a file by it.
+This is the schema: keys, types, defaults, bounds, and what must fit together; ``Job`` checks what a layout can run.
+``config_file`` reads a file by it.
 Nothing here imports torch.
 """
 
@@ -14,17 +15,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from wlb.documents.order import DataConfig
-from wlb.documents.store.sources import StoreSetting
-from wlb.errors import UserError
+from wlb.documents.store.files import StoreSetting
+from wlb.job.rope_scaling import RopeScalingConfig
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import METHODS, PackingOptions, Pools
 from wlb.packing.packer import Packer
 from wlb.packing.registry import PACKERS
 from wlb.schedules.layout import Layout
-from wlb.schedules.operations import SCHEDULES, check_operations
+from wlb.schedules.operations import SCHEDULES
 from wlb.settings import (
     MOST_MICRO_BATCHES,
-    MOST_RANKS,
     MicroBatchCount,
     NonEmptyPath,
     NonNegativeInt,
@@ -36,7 +36,6 @@ from wlb.settings import (
 )
 from wlb.sharding import STRATEGIES, checked_strategy
 from wlb.workload.base import Checkpointing, DocumentPrices
-from wlb.workload.model import RopeScalingConfig
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -138,8 +137,7 @@ class ParallelConfig(LayoutConfig):
     """How many processes, along which dimensions; the product is the world size."""
 
     pool: PositiveInt | Literal["auto"] = Field(
-        "auto",
-        description="With packing.method elastic: ranks of a pool, a divisor of dp x cp; auto simulates",
+        "auto", description="With packing.method elastic: ranks of a pool, a divisor of dp x cp; auto simulates"
     )
 
 
@@ -235,8 +233,7 @@ class TrainingConfig(Section):
     )
     compile: bool = Field(False, description="Run blocks through torch.compile")
     threads: PositiveInt | None = Field(
-        None,
-        description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes",
+        None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
     )
     prefetch: Annotated[int, Field(ge=1, le=100, strict=True)] = Field(
         2, description="Steps planned and read ahead of training"
@@ -250,10 +247,7 @@ class TrainingConfig(Section):
     )
     max_restarts: NonNegativeInt = Field(3, description="Restarts by wlb train without a newer checkpoint in between")
     grace_seconds: Number = Field(
-        25.0,
-        ge=0,
-        le=_LONGEST_TIMEOUT_SECONDS,
-        description="Time after SIGTERM to finish the step and save it",
+        25.0, ge=0, le=_LONGEST_TIMEOUT_SECONDS, description="Time after SIGTERM to finish the step and save it"
     )
 
 
@@ -273,8 +267,7 @@ class MetricsConfig(Section):
 
     dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
     document_ids: Literal[False, True, "segments"] = Field(
-        False,
-        description="List the documents of every step in steps.jsonl, or their segments too",
+        False, description="List the documents of every step in steps.jsonl, or their segments too"
     )
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
     diagnose_every: PositiveInt = Field(50, description="Steps between diagnoses; on CUDA also between measurements")
@@ -291,8 +284,7 @@ class EvaluationConfig(Section):
     every: PositiveInt = Field(100, description="Steps between evaluations; one more follows the last step")
     documents: PositiveInt | None = Field(None, description="Only the first so many; default: all")
     length_buckets: Literal["auto"] | tuple[Tokens, ...] = Field(
-        "auto",
-        description="Document lengths between buckets of the loss; auto: 256, 1024, ...",
+        "auto", description="Document lengths between buckets of the loss; auto: 256, 1024, ..."
     )
 
     @model_validator(mode="after")
@@ -302,13 +294,6 @@ class EvaluationConfig(Section):
         if self.length_buckets != "auto" and list(self.length_buckets) != sorted(set(self.length_buckets)):
             raise ValueError(f"evaluation.length_buckets = {list(self.length_buckets)} must rise")
         return self
-
-
-def check_pool(ranks: int, pool: int) -> None:
-    """Raise ``UserError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
-    if ranks % pool:
-        sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
-        raise UserError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
 
 
 class JobConfig(Section):
@@ -355,26 +340,17 @@ class JobConfig(Section):
                 f"[baseline] is a job of {self.baseline.layout.world_size} processes and [parallel] of {processes}; "
                 "give both the same number, or leave [baseline] out"
             )
-        pooled = self.packing.pools(self.parallel.pool) is not None
+        if self.packing.pools(self.parallel.pool) is not None:
+            return self
         if self.parallel.pool != "auto":
-            if not pooled:
-                raise ValueError(
-                    f"parallel.pool = {self.parallel.pool} is for packing.method = 'elastic', not "
-                    f"{self.packing.method!r}; leave it out, or set preset = 'elastic'"
-                )
-            check_pool(self.parallel.dp * self.parallel.cp, self.parallel.pool)
-        if self.packing.micro_batches % self.parallel.dp:
             raise ValueError(
-                f"packing.micro_batches = {self.packing.micro_batches} counts all data-parallel ranks and must "
-                f"be a multiple of parallel.dp = {self.parallel.dp}"
+                f"parallel.pool = {self.parallel.pool} is for packing.method = 'elastic', not {self.packing.method!r}; "
+                "leave it out, or set preset = 'elastic'"
             )
-        if pooled:
-            return self  # the micro-batches of pools are checked when they are known (``wlb.job.job``)
-        per_rank = self.packing.micro_batches // self.parallel.dp
-        if per_rank < self.parallel.pp:
+        per_rank = self.packing.micro_batches / self.parallel.dp
+        if per_rank < self.parallel.pp:  # which simulated jobs may have, but torch's schedules refuse
             raise ValueError(
-                f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
+                f"packing.micro_batches / parallel.dp = {per_rank:g} cannot fill the parallel.pp = {self.parallel.pp} "
                 "pipeline stages; raise packing.micro_batches"
             )
-        check_operations(self.parallel.schedule, self.parallel.pp, per_rank, self.parallel.virtual_pp)
         return self

@@ -53,20 +53,6 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def dp_of(processes: int) -> Callable[[int], int]:
-    """What ``parallel.dp = "auto"`` is where ``processes`` were started, for ``load_config``."""
-
-    def dp(of_one_rank: int) -> int:
-        if processes % of_one_rank:
-            raise UserError(
-                f"parallel.dp = 'auto': {processes} processes were started, no multiple of pp x cp x tp = "
-                f"{of_one_rank}; start a multiple"
-            )
-        return processes // of_one_rank
-
-    return dp
-
-
 def _with_decided_dp(document: dict[str, Any], auto_dp: Callable[[int], int] | None) -> dict[str, Any]:
     """``document`` with a number for ``parallel.dp``."""
     given = document.get("parallel")

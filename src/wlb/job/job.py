@@ -11,18 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_pool
-from wlb.job.configured_model import configured_model
-from wlb.job.memory.layers import MemorySettings
-from wlb.job.memory.step import MemoryLimit, limit_of_gpu
-from wlb.job.prices import LevelPrices, Pricing, micro_batch_phases, sharded_prices
+from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig
+from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
+from wlb.job.prices import LevelPrices, Software, micro_batch_phases, sharded_prices
 from wlb.packing.options import Pools
-from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
 from wlb.packing.registry import PACKERS
 from wlb.schedules.layer_split import split_layers
@@ -33,14 +30,26 @@ from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
-from wlb.workload.model import TransformerConfig
 from wlb.workload.phases import DocumentPhases, with_phases
-from wlb.workload.profile import read_profile
-from wlb.workload.shapes import check_divisible
+from wlb.workload.profile import WorkloadProfile, read_profile
 
 _MOST_OF_A_WINDOW = 64  # micro-batches of pools that a context window may make, on average: of some tokens each
-_EVEN_MICRO_BATCHES = 2  # of a rank of level steps, that memory is predicted for: more of the same hold no more
 _FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
+# Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
+USABLE_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes that a process may hold, and where that comes from."""
+
+    number_of_bytes: float
+    origin: str
+
+
+def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
+    """What a process may hold that has a GPU of ``memory_bytes`` to itself."""
+    return MemoryLimit(USABLE_SHARE * memory_bytes, f"{USABLE_SHARE:.0%} of a GPU")
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,14 @@ class Job:
     a checkpoint is written) decide what the job holds in memory and nothing else. ``limit`` is what a process may hold,
     by default 90% of ``hardware``'s memory. ``phases`` are what its documents cost before the language model.
 
+    ``hardware`` has the rates of the type that the job computes in. A measured ``profile`` replaces what it measured;
+    links stay the hardware's. ``packed_by`` are a caller's own prices of documents, by which they are packed.
+
     Raises ``UserError`` for a layout that cannot run.
     """
 
     shape: ModelShape
-    pricing: Pricing
+    hardware: Hardware
     packing: PackingConfig
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(store=Path("documents")))
@@ -69,6 +81,9 @@ class Job:
     checkpoint_copy: bool = False
     limit: MemoryLimit | None = None
     phases: DocumentPhases | None = None
+    profile: WorkloadProfile | None = field(default=None, hash=False)  # it has a dict
+    packed_by: DocumentPrices | None = None
+    software: Software = field(default_factory=Software)
 
     def __post_init__(self) -> None:
         layout, micro_batches = self.layout, self.packing.micro_batches
@@ -77,12 +92,12 @@ class Job:
         if self.pools_decided:  # before, it is not known how many there are
             if micro_batches % layout.dp:
                 raise UserError(
-                    f"{micro_batches} micro-batches cannot be dealt evenly to dp = {layout.dp} ranks; give a multiple"
+                    f"packing.micro_batches = {micro_batches} counts all data-parallel ranks and must be a multiple of "
+                    f"parallel.dp = {layout.dp}"
                 )
             layout.operations(self.micro_batches_per_rank)
         _ = self.costs  # checks the profile, and that tp divides heads
         check_divisible(self.shape, layout.tp)
-        self.pricing.check(self.shape, layout.world_size // layout.pp)
 
     @classmethod
     def from_config(
@@ -90,45 +105,36 @@ class Job:
         config: JobConfig,
         hardware: str | Hardware = "h100",
         *,
-        model: TransformerConfig | None = None,
         vocab_size: int | None = None,
         limit: MemoryLimit | None = None,
     ) -> Self:
         """The job that ``config`` describes, on ``hardware``.
 
-        ``vocab_size`` is that of the token store, where it is known; a ``model`` that was resolved with it may be given
-        in its place. ``training.memory_gib`` is the limit where it is set, or else ``limit``. Raises ``UserError`` for
-        a ``training.profile`` that cannot be read, or is of another model.
+        ``vocab_size`` is that of the token store, where it is known. ``training.memory_gib`` is the limit where it is
+        set, or else ``limit``. Raises ``UserError`` for a ``training.profile`` that cannot be read, or is of another
+        model.
         """
         if config.training.memory_gib is not None:
             limit = MemoryLimit(config.training.memory_gib * 2**30, "training.memory_gib")
-        model = model or configured_model(config.model, vocab_size)
         rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
         profile = None if config.training.profile is None else read_profile(config.training.profile)
         return cls(
-            shape=model.shape,
-            pricing=Pricing(rates.computing_in(compute_type(config.training, rates.device_type)), profile),
+            shape=configured_shape(config.model, vocab_size),
+            hardware=rates.computing_in(compute_type(config.training, rates.device_type)),
+            profile=profile,
             packing=config.packing,
             sharding=config.sharding,
             data=config.data,
             layout=config.parallel.layout,
             pool=config.parallel.pool,
             activation_checkpointing=config.training.activation_checkpointing,
-            tied_embeddings=model.tied_embeddings,
+            tied_embeddings=has_tied_embeddings(config.model),
             # Those of a GPU are copied to the host.
             checkpoint_copy=rates.device_type == "cpu"
             and config.checkpoint.dir is not None
             and config.checkpoint.asynchronous,
             limit=limit,
         )
-
-    def priced(self, **changes: Any) -> Self:
-        """The same with other prices, fields of ``Pricing``."""
-        return replace(self, pricing=replace(self.pricing, **changes))
-
-    @property
-    def hardware(self) -> Hardware:
-        return self.pricing.hardware
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -182,9 +188,9 @@ class Job:
     @cached_property
     def costs(self) -> Costs:
         """The prices of one of its GPUs: for sharding, planning and simulation alike."""
-        software, profile, recomputed = self.pricing.software, self.pricing.profile, self.activation_checkpointing
-        return Costs(
-            self.shape, self.hardware, self.layout.tp, software=software, recomputed=recomputed, profile=profile
+        recomputed = self.activation_checkpointing
+        return self.software.costs(
+            self.shape, self.hardware, self.layout.tp, recomputed=recomputed, profile=self.profile
         )
 
     @property
@@ -203,12 +209,12 @@ class Job:
 
         Measured where possible.
         """
-        return with_phases(make_workload(self.shape, self.hardware, profile=self.pricing.profile), self.phases)
+        return with_phases(make_workload(self.shape, self.hardware, profile=self.profile), self.phases)
 
     @property
     def packing_prices(self) -> DocumentPrices:
         """The prices by which it packs: with what sharding really costs, where the packer asks for it, or W_a + W_l."""
-        layout, prices = self.layout, self.pricing.packed_by
+        layout, prices = self.layout, self.packed_by
         if prices is None and self.levels_steps:
             # All ranks of a node, or as many as divide both them and the stage: 4, where a node has 8 and the stage 12.
             on_a_node = layout.cp if layout.cp <= self.ranks_per_node else gcd(layout.cp, self.ranks_per_node)
@@ -222,7 +228,7 @@ class Job:
 
         Whole nanoseconds, so that machines agree. A caller's own prices stay.
         """
-        if self.pricing.packed_by is not None:
+        if self.packed_by is not None:
             return plan
         micro_batches = plan.micro_batches
         forward, backward = micro_batch_phases(
@@ -239,24 +245,10 @@ class Job:
         return replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
 
     @property
-    def memory_settings(self) -> MemorySettings:
-        """What the memory model asks."""
+    def largest_shard(self) -> float:
+        """The most tokens of a micro-batch that a context-parallel rank holds, over their mean."""
         uneven = self.sharding.strategy == "hybrid" and self.layout.cp > 1 and not self.levels_steps
-        return MemorySettings(
-            shape=self.shape,
-            stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, self.layout.stages)),
-            parallel=self.layout,
-            micro_batches=_EVEN_MICRO_BATCHES if self.levels_steps else self.micro_batches_per_rank,
-            compute_bytes=self.hardware.bytes_per_value,
-            activation_checkpointing=self.activation_checkpointing,
-            fused_norms=self.hardware.device_type == "cuda",
-            tied_embeddings=self.tied_embeddings,
-            uneven_shards=MEMORY_FACTOR if uneven else 1.0,
-            checkpoint_copy=self.checkpoint_copy,
-            keeps_weights=self.levels_steps,
-            # Of level steps, a micro-batch that is shared has one document.
-            most_exchanged=self.context_window if self.levels_steps else None,
-        )
+        return MEMORY_FACTOR if uneven else 1.0
 
     @property
     def pools(self) -> Pools | None:
@@ -284,7 +276,9 @@ class Job:
         ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
-        check_pool(ranks, size)
+        if ranks % size:
+            sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
+            raise UserError(f"parallel.pool = {size} does not divide dp x cp = {ranks}; choose one of {sizes}")
         if micro_batches < self.layout.pp:
             raise UserError(
                 f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.layout.pp} pipeline stages; raise it"
@@ -331,10 +325,6 @@ class Job:
             micro_batches=pools.global_batch, global_batch=pools.global_batch, grouping="level"
         )
         return replace(self, layout=replace(self.layout, dp=1, cp=ranks), pool=ranks, packing=packing)
-
-    def packer(self) -> Packer:
-        """A fresh packer of this job, in which ``packing.max_length_factor`` is no longer "auto"."""
-        return self.packing.packer(self.context_window, self.packing_prices)
 
     def with_length_factor(self, factor: float | Literal["auto"]) -> Self:
         """The same with another L_max, in context windows, where the packer has one."""

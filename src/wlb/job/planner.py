@@ -13,14 +13,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.order import DocumentStream
-from wlb.documents.overlong import OverlongReport, split_overlong
-from wlb.documents.segments import Segment
+from wlb.documents.segments import OverlongReport, Segment, split_overlong
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.job import Job
@@ -82,12 +82,12 @@ class StepPlanner(Iterator[PlannedStep]):
             if not isinstance(documents, np.ndarray):
                 raise UserError("phases are of the documents of one data set; give no stream, mixture or store of them")
             job.phases.check(len(documents))
-        self._packer = job.packer()
+        self._packer = job.packing.packer(job.context_window, job.packing_prices)
         self._job = job
         self._last_epoch = None if epochs is None else first_epoch + epochs - 1
         self._emitted: deque[StepPlan] = deque()
         self._drained = False
-        self._held: _Held | None = None
+        self._held: tuple[dict[str, Any], set[int]] | None = None
 
     def __next__(self) -> PlannedStep:
         started = time.perf_counter()
@@ -103,11 +103,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def plans(self, first: int = 0) -> Iterator[StepPlan]:
         """The plans alone, from the next but ``first`` on: a simulation has no use for the states that go with them."""
-        while (plan := self._next_plan()) is not None:
-            if first > 0:
-                first -= 1
-            else:
-                yield self._arranged(plan)
+        return map(self._arranged, islice(iter(self._next_plan, None), first, None))
 
     @property
     def pending_documents(self) -> int:
@@ -123,7 +119,7 @@ class StepPlanner(Iterator[PlannedStep]):
         """Everything needed to continue after the last plan returned, as JSON-serialisable data."""
         return {
             "stream": self._stream.state_dict(),
-            "packer": self._held_by_packer().state,
+            "packer": self._held_by_packer()[0],
             "emitted": [plan.to_json() for plan in self._emitted],
             "drained": self._drained,
         }
@@ -202,15 +198,13 @@ class StepPlanner(Iterator[PlannedStep]):
         )
 
     def _waiting_documents(self) -> set[int]:
-        return self._held_by_packer().documents.union(
-            segment.document for plan in self._emitted for segment in plan.segments
-        )
+        _, documents = self._held_by_packer()
+        return documents.union(segment.document for plan in self._emitted for segment in plan.segments)
 
-    def _held_by_packer(self) -> _Held:
-        """The packer's state, made once for all steps that it emits together."""
+    def _held_by_packer(self) -> tuple[dict[str, Any], set[int]]:
+        """The packer's state and the documents that wait in it, made once for all steps that it emits together."""
         if self._held is None:
-            documents = {segment.document for segment in self._packer.pending}
-            self._held = _Held(self._packer.state_dict(), documents)
+            self._held = self._packer.state_dict(), {segment.document for segment in self._packer.pending}
         return self._held
 
     def _could_have_packed(self, plan: StepPlan) -> bool:
@@ -224,13 +218,6 @@ def documents_together(job: Job, lengths: DocumentLengths) -> int:
     stores = lengths if isinstance(lengths, Sequence) else [lengths]
     tokens = sum(int(store.sum()) if isinstance(store, np.ndarray) else store.tokens for store in stores)
     return round(windows * job.context_window / max(1, tokens) * sum(map(len, stores)))
-
-
-class _Held(NamedTuple):
-    """What waits in the packer, as its state and as document ids."""
-
-    state: dict[str, Any]
-    documents: set[int]
 
 
 def waiting_in(state: dict[str, Any]) -> list[Segment]:

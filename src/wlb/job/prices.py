@@ -14,20 +14,18 @@ are (``micro_batch_phases``), and arranged by that.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases, group_seconds
 from wlb.workload import Costs, Hardware, ModelShape
 from wlb.workload.base import DocumentPrices, Seconds
-from wlb.workload.costs import Software
-from wlb.workload.profile import WorkloadProfile
 
 LEVEL_SHARDING = "per_document"  # of a document that several ranks share: by its length alone, alike on every machine
 _PROBES = np.arange(2, 17) / 16  # lengths of documents, in context windows
@@ -41,26 +39,24 @@ _LEAST, _MOST = 0.05, 4.0
 
 
 @dataclass(frozen=True)
-class Pricing:
-    """What a job's seconds depend on beside its model and layout.
+class Software:
+    """What a training stack does with weights, and its prices; by default ours.
 
-    ``hardware`` has the rates of the type that the job computes in. A measured ``profile`` replaces what it measured;
-    links stay the hardware's. ``packed_by`` are a caller's own prices of documents, by which they are packed.
+    ``weights`` of a pipeline rank are gathered once a step and "kept", or "gathered" for every pass of a micro-batch;
+    None is as our trainer has it: kept in a pipeline, else gathered for every backward and kept for the next forward.
+    With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the last micro-batch, or with each
+    (``reduces_always``). With ``fetches_shards`` ranks fetch weights from each other's shards, and send gradients
+    there, point to point (ODC, arXiv 2601.19362), in place of a ring over all adapters of a node.
     """
 
-    hardware: Hardware
-    profile: WorkloadProfile | None = field(default=None, hash=False)  # it has a dict
-    packed_by: DocumentPrices | None = None
-    software: Software = field(default_factory=Software)
+    weights: Literal["gathered", "kept"] | None = None
+    prefetch: bool = True
+    reduces_always: bool = False
+    fetches_shards: bool = False
 
-    def check(self, shape: ModelShape, gpus_of_stage: int) -> None:
-        """Raise ``UserError`` unless the experts of a model of ``shape`` divide so many GPUs of a pipeline rank."""
-        ranks, experts = self.software.expert_parallel, shape.experts
-        if ranks < 1 or gpus_of_stage % ranks or (ranks > 1 and (experts is None or experts.count % ranks)):
-            raise UserError(
-                f"expert_parallel = {ranks} must divide the {gpus_of_stage} GPUs of a pipeline stage and the model's "
-                f"{experts.count if experts else 0} experts; choose a common divisor, or 1"
-            )
+    def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> Costs:
+        """``Costs`` with these arguments, as this software has them."""
+        return Costs(shape, hardware, tp, **settings)
 
 
 @dataclass(frozen=True)

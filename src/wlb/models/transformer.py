@@ -23,13 +23,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wlb.workload.model import RopeScalingConfig
-from wlb.workload.model import TransformerConfig as TransformerConfig
-from wlb.workload.shapes import ModelShape, check_built
+from wlb.errors import UserError
+from wlb.job.rope_scaling import RopeScalingConfig
+from wlb.workload import ModelShape
 
 # Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments. Layers with a sliding
 # window give the keyword ``window``: the tokens that are attended up to each one.
 Attend = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """What a ``Transformer`` needs beyond its shape; see ``wlb.job.config.ModelConfig`` for the meaning.
+
+    Raises ``UserError`` for frequencies that rotary positions cannot have.
+    """
+
+    shape: ModelShape
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    rope_scaling: RopeScalingConfig | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    o_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 < self.rope_theta < math.inf:
+            raise UserError(
+                f"model rope_theta = {self.rope_theta} is no base of rotary frequencies; give a number over 1, such as "
+                "10000"
+            )
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn":
+            _yarn_ramp(self.rope_scaling, self.rope_theta, self.shape.head_dim // 2)
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that ``layer`` attends up to each token; None where that is all of its segment."""
+        return self.shape.sliding_window if self.shape.block_kind(layer).attention == "sliding" else None
+
+
+def check_built(shape: ModelShape) -> None:
+    """Raise ``UserError`` for a variant that is priced and that nothing here builds.
+
+    Windows are built where the blocks with full attention come first. Models in which they alternate (Gemma, gpt-oss)
+    differ in more than that.
+    """
+    for name, variant in (
+        ("full_attention_every", "full attention in every few blocks"),
+        ("experts", "a mixture of experts"),
+        ("latent", "multi-head latent attention"),
+    ):
+        if getattr(shape, name) is not None:
+            raise UserError(
+                f"the model has {variant} ({name}), which can be priced and simulated but not trained or profiled; "
+                "choose a dense model with full or windowed attention, such as llama3-8b, or train experts and latents "
+                "in Hugging Face's Trainer (wlb.integrations.huggingface.balanced)"
+            )
 
 
 class Transformer(nn.Module):
@@ -175,13 +224,13 @@ def rotary_angles(
     frequencies = theta**-exponents
     length = 1.0
     if scaling is not None:
-        length = scaling.length
         if scaling.rope_type == "llama3":
             frequencies = _stretched(frequencies, scaling)
         elif scaling.rope_type == "linear":
             frequencies = frequencies / scaling.factor
         else:
             frequencies = _yarn(frequencies, scaling, theta)
+            length = scaling.attention_factor or yarn_length(scaling.factor)
     angles_TE = (positions_T[:, None] * frequencies).repeat(1, 2)
     cos_TE, sin_TE = angles_TE.cos() * length, angles_TE.sin() * length
     return Rotation(cos_TE.to(dtype)[:, None], sin_TE.to(dtype)[:, None])
@@ -199,9 +248,37 @@ def _stretched(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
     return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0))
 
 
+def yarn_length(factor: float, scale: float = 1.0) -> float:
+    """YaRN's length of cosine and sine (section 3.4), by ``mscale`` where Hugging Face's config has it."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn_ramp(scaling: RopeScalingConfig, theta: float, pairs: int) -> tuple[float, float]:
+    """Where YaRN's ramp over ``pairs`` pairs of dimensions begins and ends, for frequencies of base ``theta``.
+
+    With ``truncate`` both ends are whole pairs. Raises ``UserError`` where it would end before it begins, and so divide
+    what is to be kept, or the reverse.
+    """
+    context = scaling.original_max_position_embeddings
+    # The pairs, as fractions, that turn so many times over the original context.
+    first, last = (
+        pairs * math.log(context / (times * 2 * math.pi)) / math.log(theta)
+        for times in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    if last < first:
+        raise UserError(
+            f"yarn with beta_fast = {scaling.beta_fast:g}, beta_slow = {scaling.beta_slow:g} and an original context "
+            f"of {context} tokens has no ramp over the frequencies of rope_theta = {theta:g}; correct them"
+        )
+    return first, last
+
+
 def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tensor:
     """YaRN (arXiv 2309.00071, section 3.2): a ramp over the pairs of dimensions, from those kept to those divided."""
-    first, last = scaling.ramp(theta, len(frequencies))
+    first, last = _yarn_ramp(scaling, theta, len(frequencies))
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     divided = ((pairs - first) / (last - first or 1e-3)).clamp(0.0, 1.0)
     return torch.lerp(frequencies, frequencies / scaling.factor, divided)

@@ -22,14 +22,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice, permutations
+from itertools import permutations
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.packing.bins import into_lightest
+from wlb.lightest import into_lightest
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.layout import Layout
 from wlb.schedules.timing import pipeline_makespan
@@ -85,7 +85,7 @@ def _balanced(micro_batches: Sequence[MicroBatch], dp: int) -> list[list[MicroBa
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
     falling = sorted(micro_batches, key=lambda m: m.workload, reverse=True)
     places = [len(falling) // dp] * dp
-    owners = into_lightest([1] * len(falling), [m.workload for m in falling], [0.0] * dp, places)
+    owners, _ = into_lightest([1] * len(falling), [m.workload for m in falling], [0.0] * dp, places)
     for micro_batch, rank in zip(falling, owners, strict=True):
         ranks[rank].append(micro_batch)
     return ranks
@@ -181,9 +181,9 @@ def _peaks(count: int, most: int) -> Indices:
 @lru_cache(maxsize=16)
 def _swaps(count: int, most: int) -> Indices:
     """At most ``most`` orders of ``count`` in which two have changed places, neighbours before distant ones."""
-    by_distance = ((first, first + distance) for distance in range(1, count) for first in range(count - distance))
-    pairs = list(islice(by_distance, most))
-    orders = np.tile(np.arange(count), (len(pairs), 1))
-    for row, (first, second) in zip(orders, pairs, strict=True):
-        row[first], row[second] = second, first
+    first, second = np.triu_indices(count, 1)
+    nearest = np.argsort(second - first, kind="stable")[:most]
+    first, second = first[nearest], second[nearest]
+    orders, rows = np.tile(np.arange(count), (len(nearest), 1)), np.arange(len(nearest))
+    orders[rows, first], orders[rows, second] = second, first
     return orders

@@ -18,16 +18,18 @@ itself, so the other ranks of the slot are filled up to it, and the later slots 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.packing.bins import differenced, fitting_bins, into_lightest
-from wlb.packing.levelling import Indices, Limits, Prices, level, sums_of
+from wlb.lightest import into_lightest
+from wlb.packing.bins import differenced, fitting_bins
+from wlb.packing.levelling import Indices, Prices, Task, level, sums_of
 from wlb.token_count import positive_integer, whole_number
 
 if TYPE_CHECKING:
@@ -97,35 +99,25 @@ def balance(
     """
     tokens = _checked(lengths)
     even = 0.0 if ranks is None else _LEVEL_STEP
-    prices = _prices(tokens, workload, costs)
+    prices = _prices(tokens, workload) if costs is None else _given_costs(len(tokens), workload, costs)
     if phases is not None:
         phases.check(len(tokens))
         documents = np.column_stack([np.arange(len(tokens)), np.zeros_like(tokens), tokens])
-        tokens, prices = phases.held_tokens(documents), prices + phases.of(documents).sum(axis=1)
-    task = _Task(tokens, prices, _positive("max_tokens", max_tokens), equal_size, even)
-    multiple = (_positive("multiple_of", multiple_of) or 1) * (_positive("ranks", ranks) or 1)
-    number, start = _positive("parts", parts), None
+        tokens, prices = phases.held_tokens(documents), prices + phases.of(documents)
+    sizes = {"max_tokens": max_tokens, "multiple_of": multiple_of, "ranks": ranks, "parts": parts}
+    given = {name: positive_integer(name, size) for name, size in sizes.items() if size is not None}
+    task = Task(tokens, prices, given.get("max_tokens"), equal_size, even)
+    multiple = given.get("multiple_of", 1) * given.get("ranks", 1)
+    number, start = given.get("parts"), None
     if number is None and (task.most_tokens is not None or ranks is None):
         number, start = _fewest(task, multiple)
-    number = _rounded_up(number or 1, multiple)
-    if ranks is None:
-        return _named(_divided(task, number, start))
-    return [_named(of_rank) for of_rank in _in_lock_step(task, number, ranks, start)]
+    number = -(-(number or 1) // multiple) * multiple
+    of_ranks = [_divided(task, number, start)] if ranks is None else _in_lock_step(task, number, ranks, start)
+    named = [[sorted(part.tolist()) for part in parts] for parts in of_ranks]
+    return named[0] if ranks is None else named
 
 
-def _named(parts: list[Indices]) -> list[list[int]]:
-    return [sorted(part.tolist()) for part in parts]
-
-
-class _Task(NamedTuple):
-    tokens: Indices
-    prices: Prices
-    most_tokens: int | None
-    equal_size: bool
-    even: float  # of the mean price of a part: a smaller difference between parts is none
-
-
-def _divided(task: _Task, parts: int, start: list[Indices] | None = None) -> list[Indices]:
+def _divided(task: Task, parts: int, start: list[Indices] | None = None) -> list[Indices]:
     _check_possible(task, parts)
     if parts in (1, len(task.tokens)):
         return np.array_split(np.arange(len(task.tokens)), parts)
@@ -148,11 +140,11 @@ def _divided(task: _Task, parts: int, start: list[Indices] | None = None) -> lis
     return min(starts, key=lambda found: _most(found, task.prices))
 
 
-def _fewest(task: _Task, multiple: int) -> tuple[int, list[Indices] | None]:
+def _fewest(task: Task, multiple: int) -> tuple[int, list[Indices] | None]:
     """The smallest number of parts, a multiple of ``multiple``, in which documents are found to fit, and how."""
     if task.most_tokens is None:
         raise UserError("parts = None is the fewest parts that max_tokens allows; give parts, max_tokens or ranks")
-    parts = _rounded_up(-(-int(task.tokens.sum()) // task.most_tokens), multiple)
+    parts = -(-int(task.tokens.sum()) // (task.most_tokens * multiple)) * multiple
     while parts < len(task.tokens):
         if not task.equal_size or len(task.tokens) % parts == 0:
             _check_possible(task, parts)
@@ -163,14 +155,14 @@ def _fewest(task: _Task, multiple: int) -> tuple[int, list[Indices] | None]:
     return parts, None
 
 
-def _placed(task: _Task, parts: int) -> list[Indices] | None:
+def _placed(task: Task, parts: int) -> list[Indices] | None:
     """A start that balances prices, each document in the cheapest part with room; None where it breaks the limit."""
     if task.equal_size:
         return _differenced(task, parts)
     order = np.argsort(-task.prices, kind="stable").tolist()
     tokens, prices = task.tokens.tolist(), task.prices.tolist()
     rooms = [task.most_tokens or sum(tokens)] * parts
-    owners = into_lightest([tokens[i] for i in order], [prices[i] for i in order], [0.0] * parts, rooms)
+    owners, _ = into_lightest([tokens[i] for i in order], [prices[i] for i in order], [0.0] * parts, rooms)
     return None if -1 in owners else _members(np.array(order), np.array(owners), parts)
 
 
@@ -181,7 +173,7 @@ def _members(documents: Indices, owners: Indices, parts: int) -> list[Indices]:
     return [documents[order[first:stop]] for first, stop in pairwise(bounds)]
 
 
-def _fitted(task: _Task, parts: int) -> list[Indices] | None:
+def _fitted(task: Task, parts: int) -> list[Indices] | None:
     """A start that balances tokens, so that it keeps to the limit if anything does; None where it does not."""
     lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None, even=0.0)
     start = _placed(lengths, parts)
@@ -189,26 +181,26 @@ def _fitted(task: _Task, parts: int) -> list[Indices] | None:
     return start if start and _most(start, task.tokens) <= (task.most_tokens or 0) else None
 
 
-def _differenced(task: _Task, parts: int) -> list[Indices] | None:
+def _differenced(task: Task, parts: int) -> list[Indices] | None:
     """A start by largest differencing; None where it breaks the limit, or leaves a part empty."""
     start = [np.array(part, np.int64) for part in differenced(task.prices, parts, equal_size=task.equal_size)]
     fits = all(map(len, start)) and (task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens)
     return start if fits else None
 
 
-def _levelled(start: list[Indices], task: _Task, goal: float = 0.0, most_tries: int = 2**31) -> list[Indices]:
-    # Where prices are tokens, what makes the dearest part cheaper keeps it within the limit, too.
-    most = None if np.array_equal(task.prices, task.tokens) else task.most_tokens
+def _levelled(start: list[Indices], task: Task, goal: float = 0.0, most_tries: int = 2**31) -> list[Indices]:
     documents, parts = sum(map(len, start)), len(start)
     tries = documents // _SWAPS if task.equal_size else min(documents * parts // _EXCHANGES, most_tries)
-    return level(start, task.prices, task.tokens, Limits(most, task.even, tries, goal, task.equal_size))
+    if np.array_equal(task.prices, task.tokens):  # what makes the dearest part cheaper keeps it within the limit, too
+        task = task._replace(most_tokens=None)
+    return level(start, task, tries, goal)
 
 
 def _most(parts: list[Indices], amounts: Indices | Prices) -> float:
     return float(sums_of(parts, amounts).max())
 
 
-def _check_possible(task: _Task, parts: int) -> None:
+def _check_possible(task: Task, parts: int) -> None:
     documents, tokens = len(task.tokens), int(task.tokens.sum())
     if documents < parts:
         raise UserError(
@@ -225,7 +217,7 @@ def _check_possible(task: _Task, parts: int) -> None:
     if task.tokens[longest] > task.most_tokens:
         raise UserError(
             f"document {longest} has {task.tokens[longest]} tokens, over max_tokens = {task.most_tokens}; raise "
-            "max_tokens, or cut the document first (wlb.documents.overlong)"
+            "max_tokens, or cut the document first (wlb.documents.segments)"
         )
     if tokens > parts * task.most_tokens:
         raise UserError(
@@ -240,13 +232,13 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
     if not tokens:
         raise UserError("lengths to balance must be a list of at least one number of tokens")
     if set(map(type, tokens)) != {int}:
-        for document, length in enumerate(tokens):
-            if (number := whole_number(length)) is None:
-                raise UserError(
-                    f"document lengths must be whole numbers of tokens, not {type(length).__name__} (document "
-                    f"{document} is {str(length)[:40]}); convert them to int"
-                )
-            tokens[document] = number
+        given, tokens = tokens, [*map(whole_number, tokens)]
+        if None in tokens:
+            wrong = given[document := tokens.index(None)]
+            raise UserError(
+                f"document lengths must be whole numbers of tokens, not {type(wrong).__name__} (document {document} is "
+                f"{str(wrong)[:40]}); convert them to int"
+            )
     if (shortest := min(tokens)) < 1:
         raise UserError(f"document {tokens.index(shortest)} has {shortest} tokens; lengths must be at least 1")
     if (total := sum(tokens)) > _MOST_TOKENS:
@@ -257,19 +249,13 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
     return np.array(tokens, np.int64)
 
 
-def _prices(
-    tokens: Indices,
-    workload: DocumentPrices | Literal["tokens"] | None,
-    costs: Sequence[float] | NDArray[Any] | None,
-) -> Prices:
-    if costs is not None:
-        return _given_costs(len(tokens), workload, costs)
+def _prices(tokens: Indices, workload: DocumentPrices | Literal["tokens"] | None) -> Prices:
     if isinstance(workload, str) and workload == "tokens":
         return tokens.astype(np.float64)
     if workload is None:
-        from wlb.workload import default_workload  # loaded where it is needed
+        from wlb.workload import make_workload  # loaded where it is needed
 
-        workload = default_workload()
+        workload = make_workload()
     if not hasattr(workload, "document_seconds"):
         raise UserError(
             f'workload = {repr(workload)[:40]} has no prices; give make_workload("7b") or that of another model, or '
@@ -293,65 +279,57 @@ def _given_costs(documents: int, workload: object, costs: Sequence[float] | NDAr
     wrong = np.flatnonzero(~(np.isfinite(prices) & (prices >= 0)))
     if len(wrong):
         raise UserError(f"document {wrong[0]} costs {prices[wrong[0]]}; costs must be finite and at least 0")
-    with np.errstate(over="ignore"):
-        if not np.isfinite(prices.sum()):
-            raise UserError("costs add up to more than a float holds; give them in a larger unit")
+    if not math.isfinite(sum(prices.tolist())):
+        raise UserError("costs add up to more than a float holds; give them in a larger unit")
     # Whatever a document costs, it is a document: exchanges want prices over 0.
     return np.where(prices == 0, np.finfo(np.float64).tiny, prices)
 
 
-def _positive(name: str, value: int | None) -> int | None:
-    return None if value is None else positive_integer(name, value)
-
-
-def _in_lock_step(task: _Task, parts: int, ranks: int, start: list[Indices] | None) -> list[list[Indices]]:
-    """The micro-batches of every rank, slot by slot."""
+def _in_lock_step(task: Task, parts: int, ranks: int, start: list[Indices] | None) -> list[list[Indices]]:
+    """The micro-batches of every rank. Until the end they are in one list, of which ``ranks`` in a row make a slot."""
     fair = float(task.prices.sum()) / ranks
     slots = _filled_slots(task, parts, ranks)
-    if slots is None or _lock_step(slots, task.prices) > (1 + _TRY_AGAIN) * fair:
-        plain = _slots(task, _divided(task, parts, start), ranks)
-        slots = min(slots or plain, plain, key=lambda found: _lock_step(found, task.prices))
-    loads = _loads(slots, task.prices)
+    if slots is None or _loads(slots, task, ranks).max(axis=1).sum() > (1 + _TRY_AGAIN) * fair:
+        plain = _dearest_first(_divided(task, parts, start), task)
+        slots = min(slots or plain, plain, key=lambda found: float(_loads(found, task, ranks).max(axis=1).sum()))
+    loads = _loads(slots, task, ranks)
     if loads.max(axis=1).sum() > (1 + task.even) * fair:
-        tries = max(2, _SLOT_EXCHANGES // len(slots))
-        slots = [
-            _levelled(slot, task, goal=mean, most_tries=tries)  # of a slot the dearest counts
-            for slot, mean in zip(slots, loads.mean(axis=1), strict=True)
-        ]
+        tries = max(2, _SLOT_EXCHANGES // len(loads))
+        for slot, mean in enumerate(loads.mean(axis=1)):
+            own = slice(slot * ranks, (slot + 1) * ranks)
+            slots[own] = _levelled(slots[own], task, goal=mean, most_tries=tries)  # of a slot the dearest counts
     # Each was levelled by itself, so micro-batches of another may be nearer in price now.
-    slots = _slots(task, [part for slot in slots for part in slot], ranks)
+    slots = _dearest_first(slots, task)
     totals = np.zeros(ranks)
     of_ranks: list[list[Indices]] = [[] for _ in range(ranks)]
-    for slot, of_slot in zip(slots, _loads(slots, task.prices), strict=True):
-        for rank, part, load in zip(np.argsort(totals, kind="stable"), slot, of_slot, strict=True):
+    for first, of_slot in zip(range(0, parts, ranks), _loads(slots, task, ranks), strict=True):
+        for rank, part, load in zip(np.argsort(totals, kind="stable"), slots[first:], of_slot, strict=False):
             of_ranks[rank].append(part)
             totals[rank] += load
     return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
 
 
-def _slots(task: _Task, members: list[Indices], ranks: int) -> list[list[Indices]]:
+def _dearest_first(parts: list[Indices], task: Task) -> list[Indices]:
     """Neighbours in price run at the same time: of given micro-batches no other slots take less time."""
-    falling = [members[place] for place in np.argsort(-sums_of(members, task.prices), kind="stable")]
-    return [falling[first : first + ranks] for first in range(0, len(falling), ranks)]
+    return [parts[place] for place in np.argsort(-sums_of(parts, task.prices), kind="stable")]
 
 
-def _filled_slots(task: _Task, parts: int, ranks: int) -> list[list[Indices]] | None:
+def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
     """Slots as long as the dearest document of those left, while it is dearer than a mean micro-batch of the rest."""
     left = np.argsort(-task.prices, kind="stable")
     if task.equal_size or len(left) < parts or ranks == 1:
         return None
-    slots = []
+    slots: list[Indices] = []
     while parts > ranks and task.prices[left[0]] > task.prices[left].sum() / parts:
         parts -= ranks
         some = left[: len(left) - parts]  # every later micro-batch needs a document
         rooms = [task.most_tokens or int(task.tokens.sum())] * ranks
         dearest = float(task.prices[left[0]])
-        owners = np.array(
-            into_lightest(task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, dearest)
-        )
-        slots.append(_members(some, owners, ranks))
+        found, _ = into_lightest(task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, dearest)
+        owners = np.array(found)
+        slots += _members(some, owners, ranks)
         left = np.concatenate([some[owners < 0], left[len(some) :]])
-        if not all(map(len, slots[-1])) or len(left) < parts:
+        if not all(map(len, slots)) or len(left) < parts:
             return None
     if not slots:
         return None
@@ -360,17 +338,9 @@ def _filled_slots(task: _Task, parts: int, ranks: int) -> list[list[Indices]] | 
         members = [left[part] for part in _divided(rest, parts)]
     except UserError:  # what is left does not fit
         return None
-    return slots + _slots(task, members, ranks)
+    return slots + _dearest_first(members, task)
 
 
-def _loads(slots: list[list[Indices]], prices: Prices) -> Prices:
+def _loads(slots: list[Indices], task: Task, ranks: int) -> Prices:
     """The price of every micro-batch, a row for each slot."""
-    return sums_of([part for slot in slots for part in slot], prices).reshape(len(slots), -1)
-
-
-def _lock_step(slots: list[list[Indices]], prices: Prices) -> float:
-    return float(_loads(slots, prices).max(axis=1).sum())
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return sums_of(slots, task.prices).reshape(-1, ranks)

@@ -1,4 +1,4 @@
-"""Fits documents into bins: the lightest with room, by best fit, by largest differencing, and by a search.
+"""Fits documents into bins: by best fit, by largest differencing, and by a search.
 
 Bin packing is NP-hard, so the search gives up after a number of placements; that many do not depend on the machine, so
 all machines find the same.
@@ -6,10 +6,9 @@ all machines find the same.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heapreplace
 from itertools import count
 from operator import itemgetter
 
@@ -22,36 +21,6 @@ _MOST_PLACEMENTS = 50_000  # of a document, about a tenth of a second
 
 _Parts = list[tuple[float, list[int]]]  # price and documents, by falling price; parts without documents are left out
 _price = itemgetter(0)
-
-
-def into_lightest(
-    tokens: Sequence[int], prices: Sequence[float], loads: list[float], rooms: list[int], limit: float = math.inf
-) -> list[int]:
-    """The bin of each document, in the order given: the lightest that has room for its ``tokens``.
-
-    -1 is the bin of a document for which none has room, or whose price would lift it over ``limit``. Bins hold
-    ``loads`` and have ``rooms`` tokens left; both lists are brought up to date.
-    """
-    shortest = min(tokens, default=0)
-    lightest = [(load, index) for index, load in enumerate(loads) if rooms[index] >= shortest]
-    heapify(lightest)
-    full: list[tuple[int, float, int]] = []  # minus room, load, bin: without room for the documents of late
-    owners = []
-    for length, price in zip(tokens, prices, strict=True):
-        while full and -full[0][0] >= length:
-            heappush(lightest, heappop(full)[1:])
-        while lightest and rooms[lightest[0][1]] < length:
-            load, index = heappop(lightest)
-            if rooms[index] >= shortest:
-                heappush(full, (-rooms[index], load, index))
-        if lightest and (load := lightest[0][0] + price) <= limit:
-            index = lightest[0][1]
-            loads[index], rooms[index] = load, rooms[index] - length
-            heapreplace(lightest, (load, index))
-            owners.append(index)
-        else:
-            owners.append(-1)
-    return owners
 
 
 def best_fit(tokens: Sequence[int], capacity: int) -> list[list[int]]:

@@ -15,14 +15,14 @@ that fits neither fits nowhere. Two heaps answer both questions in O(log N), so 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 from wlb.documents.segments import Segment
-from wlb.packing.bins import into_lightest
+from wlb.lightest import into_lightest
 from wlb.packing.packer import Packer, Pending
 from wlb.packing.plan import MicroBatch, StepPlan
 
@@ -67,7 +67,7 @@ class OpenMicroBatches:
         Unlike ``place`` this looks past the lightest one where that is full. Returns those that were not placed.
         """
         rooms = [self.capacity - held for held in self.tokens]
-        owners = into_lightest([item[4] for item in items], [item[1] for item in items], self.seconds, rooms, limit)
+        owners, _ = into_lightest([item[4] for item in items], [item[1] for item in items], self.seconds, rooms, limit)
         self.tokens = [self.capacity - room for room in rooms]
         for item, owner in zip(items, owners, strict=True):
             if owner >= 0:
@@ -83,14 +83,16 @@ class OpenMicroBatches:
     def fill_empty(self) -> None:
         """Move single documents from the heaviest micro-batches that hold several into those that hold none."""
         for index in [index for index, members in enumerate(self.members) if not members]:
-            several = [other for other, held in enumerate(self.members) if len(held) > 1]
-            if not several:
+            several = (other for other, held in enumerate(self.members) if len(held) > 1)
+            if (heaviest := max(several, key=self.seconds.__getitem__, default=None)) is None:
                 return
-            heaviest = max(several, key=self.seconds.__getitem__)
             item = self.members[heaviest].pop()
             self.seconds[heaviest] -= item.seconds
             self.tokens[heaviest] -= item.held
             self.put(item, index)
+
+
+Placed = tuple[OpenMicroBatches, list[Pending], list[Pending]]  # what had no room, and what is to wait
 
 
 def longest_first(items: Iterable[Pending]) -> list[Pending]:
@@ -113,13 +115,15 @@ class CarryingPacker(Packer):
         return [item.segment for item in chain(self._waiting(), self._carried)] + super().pending
 
     def state_dict(self) -> dict[str, Any]:
-        held = {"carried": _to_state(self._carried), "waiting": _to_state(self._waiting())}
-        return {**super().state_dict(), **held}
+        held = {"carried": self._carried, "waiting": self._waiting()}
+        rows = {name: [[*item.segment, item.arrived] for item in items] for name, items in held.items()}
+        return {**super().state_dict(), **rows}
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
-        self._carry(self._from_state(state["carried"]))
-        self._wait(self._from_state(state["waiting"]))
+        for name, hold in (("carried", self._carry), ("waiting", self._wait)):
+            priced = self._price([Segment(*row[:3]) for row in state[name]], 0)
+            hold([item._replace(arrived=row[3]) for item, row in zip(priced, state[name], strict=True)])
 
     def _waiting(self) -> list[Pending]:
         """Documents that a subclass holds back, and does not carry over."""
@@ -127,10 +131,6 @@ class CarryingPacker(Packer):
 
     def _wait(self, items: list[Pending]) -> None:
         """Hold back ``items`` alone, which ``_waiting`` gave."""
-
-    def _precedence(self, items: list[Pending]) -> list[Pending]:
-        """``items`` in the order in which they are placed."""
-        return longest_first(items)
 
     def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
         """The same documents over the same micro-batches, where a subclass knows a better placement."""
@@ -145,50 +145,52 @@ class CarryingPacker(Packer):
 
     def _next_steps(self) -> list[StepPlan]:
         fresh, older = self._admit(self._take_fresh())
-        return self._plan_round(self._precedence(older + fresh), self.global_batches)
+        return self._plan_round(older + fresh, self.global_batches)
 
     def last_steps(self) -> list[StepPlan]:
         fresh = self._price(self._take(self._arrived_tokens), self._step)
         held = self._carried + self._waiting()
         self._wait([])
-        self._carry(self._precedence(held + fresh))
+        self._carry(longest_first(held + fresh))
         steps: list[StepPlan] = []
         while self._carried:
             batches = min(self.global_batches, math.ceil(self._carried_tokens / self.global_batch_tokens))
             now, later = split_at(self._carried, batches * self.global_batch_tokens)
             steps += self._plan_round(now, batches)
-            self._carry(self._precedence(self._carried + later))
+            self._carry(longest_first(self._carried + later))
         return steps
 
     def _take_fresh(self) -> list[Pending]:
         """The documents this round takes in, each with the step it would have been trained in by arrival."""
         fresh: list[Pending] = []
-        taken = 0
-        wanted = self._tokens_wanted()
+        left = self._tokens_wanted()
         for batch in range(self.global_batches):
-            remaining = wanted - (self.global_batches - 1 - batch) * self.global_batch_tokens
-            segments = self._take(remaining - taken)
-            taken += sum(segment.length for segment in segments)
+            segments = self._take(left - (self.global_batches - 1 - batch) * self.global_batch_tokens)
+            left -= sum(segment.length for segment in segments)
             fresh += self._price(segments, self._step + batch)
         return fresh
 
     def _plan_round(self, items: list[Pending], steps: int) -> list[StepPlan]:
-        for ordered in (list, self._overdue_first):
+        def place(ordered: list[Pending]) -> Placed:
             filled = OpenMicroBatches(steps * self.micro_batches, self.capacity)
-            left_over = filled.place(ordered(items))
-            if not any(self._overdue(item) for item in left_over):
-                break
+            return filled, filled.place(ordered), []
+
+        filled, left_over, _ = self._placed(items, place)
         self._carry(left_over)
         return self._emit_filled(self._improved(filled))
 
+    def _placed(self, items: list[Pending], place: Callable[[list[Pending]], Placed]) -> Placed:
+        """``items`` placed longest first or, where one that is overdue would have no room, with those first."""
+        placed = place(longest_first(items))
+        if any(map(self._overdue, placed[1])):
+            return place(self._overdue_first(longest_first(items)))
+        return placed
+
     def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:
-        plans = []
+        plans, loads = [], iter(filled.seconds)
         for first in range(0, len(filled.members), self.micro_batches):
             members = filled.members[first : first + self.micro_batches]
-            loads = filled.seconds[first : first + self.micro_batches]
-            micro_batches = [
-                MicroBatch(tuple([item[3] for item in held]), load) for held, load in zip(members, loads, strict=True)
-            ]
+            micro_batches = [MicroBatch(tuple([item[3] for item in held]), next(loads)) for held in members]
             plans.append(self._emit(micro_batches, [item for held in members for item in held]))
         return plans
 
@@ -203,21 +205,11 @@ class CarryingPacker(Packer):
         self._carried = items
         self._carried_tokens = sum(item.length for item in items)
 
-    def _from_state(self, rows: Sequence[Sequence[int]]) -> list[Pending]:
-        """Items saved by ``_to_state``, priced again."""
-        priced = self._price([Segment(*row[:3]) for row in rows], 0)
-        return [item._replace(arrived=row[3]) for item, row in zip(priced, rows, strict=True)]
-
 
 class FixedGreedyPacker(CarryingPacker):
     """Longest document first into the lightest micro-batch with room, which holds at most a context window."""
 
     name = "fixed_greedy"
-
-
-def _to_state(items: Iterable[Pending]) -> list[list[int]]:
-    """``items`` as rows of (document, start, length, step of arrival)."""
-    return [[*item.segment, item.arrived] for item in items]
 
 
 def split_at(items: list[Pending], tokens: int) -> tuple[list[Pending], list[Pending]]:

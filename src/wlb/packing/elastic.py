@@ -20,7 +20,7 @@ from typing import Any
 
 from wlb.errors import UserError
 from wlb.packing.bins import best_fit
-from wlb.packing.carrying import OpenMicroBatches, longest_first
+from wlb.packing.carrying import OpenMicroBatches, Placed
 from wlb.packing.level import StagePrices, level_step
 from wlb.packing.makespan import MakespanPacker
 from wlb.packing.packer import Pending
@@ -59,9 +59,7 @@ class ElasticPacker(MakespanPacker):
         if self.options.grouping == "level":
             self._carry(later)
             return [self._levelled(now)]
-        filled, unfit = self._grouped(longest_first(now))
-        if any(self._overdue(item) for item in unfit):  # what has waited for room goes first
-            filled, unfit = self._grouped(self._overdue_first(longest_first(now)))
+        filled, unfit, _ = self._placed(now, self._grouped)
         self._carry(unfit + later)
         return self._emit_filled(filled)
 
@@ -75,7 +73,7 @@ class ElasticPacker(MakespanPacker):
         ]
         return self._emit(micro_batches, items)
 
-    def _grouped(self, items: list[Pending]) -> tuple[OpenMicroBatches, list[Pending]]:
+    def _grouped(self, items: list[Pending]) -> Placed:
         """Micro-batches by best fit in the order of ``items``, as short as they can be, and what has no room."""
         lengths = [item.length for item in items]
         low, high = max(-(-sum(lengths) // self.micro_batches), *lengths), self.capacity
@@ -93,4 +91,4 @@ class ElasticPacker(MakespanPacker):
         for index, members in enumerate(bins[: self.micro_batches]):
             for member in members:
                 filled.put(items[member], index)
-        return filled, [items[member] for members in bins[self.micro_batches :] for member in members]
+        return filled, [items[member] for members in bins[self.micro_batches :] for member in members], []

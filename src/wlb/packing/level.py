@@ -75,41 +75,29 @@ class RankGroup(NamedTuple):
     seconds: float
 
 
-class Ingredients(NamedTuple):
-    """What a step is made level by: each can be left out, to see what it is worth."""
-
-    fills_gaps: bool = True  # in front of shared documents
-    more_ranks: bool = True  # than its tokens need, for a document that would be done too late, or leave ranks uneven
-    fills_nodes: bool = True  # by groups that do, where that is done sooner
-    levels: bool = True  # by the short documents that are left, in place of dealing these in turn
-
-
-def level_step(
-    lengths: Sequence[int], capacity: int, prices: StagePrices, using: Ingredients = Ingredients()
-) -> list[RankGroup]:
+def level_step(lengths: Sequence[int], capacity: int, prices: StagePrices) -> list[RankGroup]:
     """The micro-batches of a step that trains documents of ``lengths`` tokens, in an order that every rank keeps to.
 
     Every document is in one of them, and no rank holds more than ``capacity`` tokens of any, if a document is shared
     evenly. A document must not be over the capacity of all ranks together, nor of ``MOST_RANKS``.
     """
     tokens = np.asarray(lengths, np.int64)
-    needed, ticks = _sized(tokens, capacity, prices, more=using.more_ranks)
-    best = _Step(tokens, needed, ticks, capacity, prices, using)
+    needed, ticks = _sized(tokens, capacity, prices)
+    best = _Step(tokens, needed, ticks, capacity, prices)
 
     def attempt(sizes: Integers) -> _Step:
         if (sizes == needed).all():
             return best
         changed = _group_ticks(tokens, sizes, ticks, sizes != needed, prices)
-        return min(best, _Step(tokens, sizes, changed, capacity, prices, using), key=lambda plan: plan.end)
+        return min(best, _Step(tokens, sizes, changed, capacity, prices), key=lambda plan: plan.end)
 
-    if using.fills_nodes:
-        best = attempt(_dividing(needed, prices.per_node, prices))
-    if using.more_ranks and not best.is_even:
+    best = attempt(_dividing(needed, prices.per_node, prices))
+    if not best.is_even:
         in_turn = _in_turn(needed, ticks, prices)
         for sizes in (in_turn, _dividing(in_turn, prices.per_node, prices), _dividing(needed, prices.ranks, prices)):
             best = attempt(sizes)
     for longest in np.lexsort((-tokens, best.sizes))[:_SHARED_TOO]:
-        if not using.more_ranks or best.is_even or best.sizes[longest] > 1 or prices.ranks == 1:
+        if best.is_even or best.sizes[longest] > 1 or prices.ranks == 1:
             break
         sizes = best.sizes.copy()
         sizes[longest] = 2
@@ -120,18 +108,9 @@ def level_step(
 class _Step:
     """``groups`` so far, and when each rank is free after its part of them, in ticks."""
 
-    def __init__(
-        self,
-        lengths: Integers,
-        sizes: Integers,
-        ticks: Integers,
-        capacity: int,
-        prices: StagePrices,
-        using: Ingredients,
-    ) -> None:
+    def __init__(self, lengths: Integers, sizes: Integers, ticks: Integers, capacity: int, prices: StagePrices) -> None:
         self.groups: list[RankGroup] = []
         self.sizes = sizes
-        self._using = using
         self._per_node, self._capacity, self._lengths = prices.per_node, capacity, lengths.tolist()
         self._free = np.zeros(prices.ranks, np.int64)
         self._even = int((sizes * ticks).sum()) // prices.ranks
@@ -161,9 +140,8 @@ class _Step:
     def _share(self, document: int, size: int, ticks: int) -> None:
         ranks = self._place(size, ticks)
         begins = int(self._free[ranks].max())
-        if self._using.fills_gaps:
-            for rank in ranks.tolist():
-                self._fill(rank, begins - int(self._free[rank]))
+        for rank in ranks.tolist():
+            self._fill(rank, begins - int(self._free[rank]))
         self._free[ranks] = max(begins, int(self._free[ranks].max())) + ticks
         self.groups.append(RankGroup(tuple(ranks.tolist()), (document,), ticks / _TICKS))
 
@@ -172,12 +150,22 @@ class _Step:
 
         In time, if possible, for a micro-batch of each rank's own, beside whose backward gradients are reduced.
         """
-        choices = _choices(self._free, size, self._per_node)
+        order = _one_after_another(self._free, size, self._per_node)
+        # A set is as many ranks in a row, of several nodes from the beginning of one.
+        first = np.arange(0, order.shape[1] - size + 1, 1 if size <= self._per_node else self._per_node)
+        last, times = first + size - 1, self._free[order]
+        until = np.cumsum(times, axis=1)
+        begins = np.maximum.accumulate(times, axis=1)[:, last]
+        waiting = (size * begins - until[:, last] + until[:, first] - times[:, first]).ravel()
         for end in (self._even - self._full, self._even):
-            in_time = np.flatnonzero(choices.begins + ticks <= end)
+            in_time = np.flatnonzero(begins.ravel() + ticks <= end)
             if len(in_time):
-                return choices.ranks(int(in_time[choices.waiting[in_time].argmin()]))
-        return choices.ranks(int(choices.begins.argmin()))
+                best = in_time[waiting[in_time].argmin()]
+                break
+        else:
+            best = begins.argmin()
+        row, column = divmod(int(best), len(first))
+        return np.sort(order[row, first[column] : first[column] + size])
 
     def _fill(self, rank: int, gap: int) -> None:
         """Give ``rank`` documents that take no longer than ``gap``, dearest first."""
@@ -194,15 +182,13 @@ class _Step:
         self._run_alone(rank, own)
 
     def _deal_out(self) -> None:
-        """The documents that are left, longest first, each to the rank that is free first; or to all in turn."""
-        levels = self._using.levels
-        heap = [(free if levels else 0, rank) for rank, free in enumerate(self._free.tolist())]
+        """The documents that are left, longest first, each to the rank that is free first."""
+        heap = [(free, rank) for rank, free in enumerate(self._free.tolist())]
         heapify(heap)
         own = [_OwnMicroBatches(self._capacity) for _ in heap]
         while self._short:
             free, rank = heap[0]
-            ticks = self._give(-1, own[rank])
-            heapreplace(heap, (free + (ticks if levels else 1), rank))
+            heapreplace(heap, (free + self._give(-1, own[rank]), rank))
         for rank, micro_batches in enumerate(own):
             self._run_alone(rank, micro_batches)
 
@@ -231,64 +217,32 @@ class _OwnMicroBatches:
 
     def put(self, document: int, length: int, adds: int, begins: int) -> int:
         """Put ``document`` where it fills best; the ticks that this takes: ``adds``, or with a new one ``begins``."""
-        place = bisect_left(self._rooms, (length, 0))
-        if place < len(self._rooms):
-            room, index = self._rooms.pop(place)
-            documents, ticks = self.filled[index]
-            documents.append(document)
+        if self.has_room(length):
+            room, index = self._rooms.pop(bisect_left(self._rooms, (length, 0)))
         else:
-            room, index = self._capacity, len(self.filled)
-            documents, ticks, adds = [document], 0, begins
-            self.filled.append((documents, ticks))
+            room, index, adds = self._capacity, len(self.filled), begins
+            self.filled.append(([], 0))
+        documents, ticks = self.filled[index]
+        documents.append(document)
         self.filled[index] = documents, ticks + adds
         insort(self._rooms, (room - length, index))
         return adds
 
 
-class _Choices(NamedTuple):
-    """Sets of ranks for a group: when all are free, and how long they have waited by then, together.
-
-    Set i is columns ``first[i]`` to ``first[i] + size`` of row ``row[i]`` of ``order``.
-    """
-
-    begins: Integers
-    waiting: Integers
-    order: Integers
-    row: Integers
-    first: Integers
-    size: int
-
-    def ranks(self, choice: int) -> Integers:
-        first = self.first[choice]
-        return np.sort(self.order[self.row[choice], first : first + self.size])
-
-
-def _choices(free: Integers, size: int, per_node: int) -> _Choices:
-    """Ranks that are free one after another: of one node; or, where that is too small, of nodes one after another."""
+def _one_after_another(free: Integers, size: int, per_node: int) -> Integers:
+    """Ranks by when they are free, a row for each node; where nodes are too small, all in one row, node after node."""
     nodes = free.reshape(-1, per_node)
-    order = np.argsort(nodes, axis=1, kind="stable")
-    if size > per_node:  # nodes by when the whole of each is free, in one row
-        by_node = np.argsort(nodes.max(axis=1), kind="stable")
-        order = (order + np.arange(len(nodes))[:, None] * per_node)[by_node].reshape(1, -1)
-        step = per_node  # a set begins with a node
-    else:
-        order = order + np.arange(len(nodes))[:, None] * per_node
-        step = 1
-    times = free[order]
-    before = np.concatenate([np.zeros((len(times), 1), np.int64), np.cumsum(times, axis=1)], axis=1)
-    first = np.arange(0, order.shape[1] - size + 1, step)
-    begins = times[:, first + size - 1]
-    if size > per_node:  # of the last node not all ranks may be needed
-        begins = np.maximum(begins, times[:, first + size // per_node * per_node - 1])
-    waiting = size * begins - (before[:, first + size] - before[:, first])
-    rows, columns = np.divmod(np.arange(begins.size), len(first))
-    return _Choices(begins.ravel(), waiting.ravel(), order, rows, first[columns], size)
+    order = np.argsort(nodes, axis=1, kind="stable") + np.arange(len(nodes))[:, None] * per_node
+    if size <= per_node:
+        return order
+    by_node = np.argsort(nodes.max(axis=1), kind="stable")  # by when the whole of each is free
+    return order[by_node].reshape(1, -1)
 
 
-def _sized(lengths: Integers, capacity: int, prices: StagePrices, *, more: bool) -> tuple[Integers, Integers]:
+def _sized(lengths: Integers, capacity: int, prices: StagePrices) -> tuple[Integers, Integers]:
     """The ranks of every document, and the ticks that each of them needs for it.
 
-    As few as hold it; with ``more``, more where a document would need longer than the mean rank has work.
+    As few as hold it, but more where a document would need longer than the mean rank has work.
     """
     most = min(prices.ranks, MOST_RANKS)
     sizes = np.maximum(1, -(-lengths // capacity))
@@ -297,7 +251,7 @@ def _sized(lengths: Integers, capacity: int, prices: StagePrices, *, more: bool)
     for _ in range(_ROUNDS):
         even = int((sizes * ticks).sum()) / prices.ranks
         late = (ticks > even) & (sizes < most)
-        if not more or not late.any():
+        if not late.any():
             break
         sizes[late] = np.minimum(most, np.ceil(sizes[late] * ticks[late] / even)).astype(np.int64)
         ticks = _group_ticks(lengths, sizes, ticks, late, prices)

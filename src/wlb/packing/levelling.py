@@ -27,33 +27,27 @@ _MOST_SINGLE = 512  # documents of a part that are tried alone; of more, so many
 _PARTNERS = 4  # parts, the lightest, that the heaviest one may exchange with
 _LEVEL = 0.03  # of the mean, over the cube of a part's documents: a smaller difference between parts is none
 _EVEN = 1e-4  # of the mean: the other parts are levelled on only as far as this
-
-
 _NOTHING = np.zeros(1)
 
 
-class Limits(NamedTuple):
-    """What exchanges keep to: tokens of a part, or None; and when they end.
+class Task(NamedTuple):
+    """Documents to divide into parts, and what parts keep to."""
 
-    That is where parts differ by less than ``even`` of their mean, or after ``tries`` to exchange. With a ``goal`` it
-    is where no part is dearer than that, or where one that is cannot become cheaper. With ``equal_size`` parts swap
-    single documents.
+    tokens: Indices  # of every document
+    prices: Prices  # over 0
+    most_tokens: int | None  # of a part
+    equal_size: bool  # all parts hold equally many documents
+    even: float  # of the mean price of a part: a smaller difference between parts is none
+
+
+def level(parts: list[Indices], task: Task, tries: int, goal: float = 0.0) -> list[Indices]:
+    """``parts`` (indices of documents) with exchanges that make their sums of prices as equal as they get.
+
+    The ``parts`` given must keep to the limits of ``task``; then those returned do, none becomes empty, and the dearest
+    is at most as dear as before. It ends after so many ``tries`` to exchange, and with a ``goal`` where no part is
+    dearer than that, or where one that is cannot become cheaper.
     """
-
-    most_tokens: int | None
-    even: float
-    tries: int
-    goal: float = 0.0
-    equal_size: bool = False
-
-
-def level(parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> list[Indices]:
-    """``parts`` (indices of documents) with exchanges that make their sums of ``prices`` as equal as they get.
-
-    ``prices`` and ``tokens`` are those of every document, over 0. The ``parts`` given must keep to ``limits``; then
-    those returned do, none becomes empty, and the dearest is at most as dear as before.
-    """
-    return _Levelling(parts, prices, tokens, limits).run()
+    return _Levelling(parts, task, tries, goal).run()
 
 
 def sums_of(parts: Sequence[Indices], amounts: NDArray[Any]) -> NDArray[Any]:
@@ -64,15 +58,14 @@ def sums_of(parts: Sequence[Indices], amounts: NDArray[Any]) -> NDArray[Any]:
 
 
 class _Levelling:
-    def __init__(self, parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> None:
-        self._prices, self._tokens, self._limits = prices, tokens, limits
+    def __init__(self, parts: list[Indices], task: Task, tries: int, goal: float) -> None:
+        self._task, self._tries, self._goal = task, tries, goal
         self._parts = parts
-        self._loads = sums_of(parts, prices)
+        self._loads = sums_of(parts, task.prices)
         self._total, self._count = float(self._loads.sum()), len(parts)  # of the parts that are not set aside
-        whole = bool((prices == np.floor(prices)).all())
+        whole = bool((task.prices == np.floor(task.prices)).all())
         documents = sum(map(len, parts))
-        finest = max(_LEVEL * (len(parts) / documents) ** 3, limits.even) * float(self._loads.mean())
-        self._tries = limits.tries
+        finest = max(_LEVEL * (len(parts) / documents) ** 3, task.even) * float(self._loads.mean())
         self._tolerance = max(1.0, finest) if whole else finest  # whole sums 1 apart are level
 
     def run(self) -> list[Indices]:
@@ -81,10 +74,10 @@ class _Levelling:
             heaviest = int(np.where(left, self._loads, -1.0).argmax())
             lightest = int(self._loads.argmin())
             most = self._loads[heaviest]
-            if most - self._loads[lightest] <= self._tolerance or most <= self._limits.goal:
+            if most - self._loads[lightest] <= self._tolerance or most <= self._goal:
                 break
             if not self._exchange_with_any(heaviest):
-                if self._limits.goal:
+                if self._goal:
                     break
                 left[heaviest] = False
                 self._total, self._count = float(self._loads[left].sum()), max(1, int(left.sum()))
@@ -95,16 +88,13 @@ class _Levelling:
     @cached_property
     def _rooms(self) -> NDArray[Any]:
         """Tokens that parts may still take, where these are limited."""
-        return (self._limits.most_tokens or 0) - sums_of(self._parts, self._tokens)
+        return (self._task.most_tokens or 0) - sums_of(self._parts, self._task.tokens)
 
     def _exchange_with_any(self, heavy: int) -> bool:
         if len(self._parts[heavy]) == 1:
             return False
-        light = int(self._loads.argmin())
-        if self._exchange(heavy, light):
-            return True
         partners = np.argsort(self._loads, kind="stable")[:_PARTNERS].tolist()
-        return any(self._exchange(heavy, other) for other in partners if other not in (light, heavy))
+        return any(self._exchange(heavy, light) for light in partners if light != heavy)
 
     def _exchange(self, heavy: int, light: int) -> bool:
         """Make the best exchange between two parts; False where none makes ``heavy`` lighter than it is."""
@@ -121,7 +111,7 @@ class _Levelling:
         self._parts[light] = self._swapped(theirs, take, ours[give])
         self._loads[heavy] -= moved
         self._loads[light] += moved
-        if self._limits.most_tokens is not None:
+        if self._task.most_tokens is not None:
             self._rooms[heavy] += freed
             self._rooms[light] -= freed
         return True
@@ -130,19 +120,19 @@ class _Levelling:
         stays = np.ones(len(part), bool)
         stays[without] = False
         swapped = np.concatenate([part[stays], added])
-        return swapped[np.argsort(self._prices[swapped], kind="stable")]
+        return swapped[np.argsort(self._task.prices[swapped], kind="stable")]
 
     def _best(self, heavy: int, light: int, gap: float) -> tuple[Indices, Indices, float, int] | None:
         """Which places of the two parts to exchange so that over 0 and under ``gap`` moves; price and tokens of it."""
         ours, theirs = self._parts[heavy], self._parts[light]
-        gives, takes = (_subsets(len(part), self._limits.equal_size) for part in (ours, theirs))
-        given, taken = _sums(self._prices[ours], gives), _sums(self._prices[theirs], takes)
+        gives, takes = (_subsets(len(part), self._task.equal_size) for part in (ours, theirs))
+        given, taken = _sums(self._task.prices[ours], gives), _sums(self._task.prices[theirs], takes)
         order = taken.argsort(kind="stable")
         taken = taken[order]
-        limited = self._limits.most_tokens is not None
+        limited = self._task.most_tokens is not None
         if limited:
-            given_tokens = _sums(self._tokens[ours], gives)
-            taken_tokens = _sums(self._tokens[theirs], takes)[order]
+            given_tokens = _sums(self._task.tokens[ours], gives)
+            taken_tokens = _sums(self._task.tokens[theirs], takes)[order]
         mean = self._total / self._count
         # As much as brings one of the two to the mean and the other no further than that, or both to the same.
         for aim in (min(float(self._loads[heavy]) - mean, mean - float(self._loads[light])), gap / 2):
@@ -157,14 +147,9 @@ class _Levelling:
             if distance.flat[best] < min(aim, gap - aim) - self._tolerance / 2:  # more or less gains nothing
                 give, take = best % len(given), int(neighbours.flat[best])
                 freed = int(given_tokens[give] - taken_tokens[take]) if limited else 0
-                moved = float(given[give] - taken[take])
-                return _members(gives, give), _members(takes, int(order[take])), moved, freed
+                ours, theirs = gives[:, give], takes[:, order[take]]
+                return ours[ours >= 0], theirs[theirs >= 0], float(given[give] - taken[take]), freed
         return None
-
-
-def _members(subsets: Indices, subset: int) -> Indices:
-    column = subsets[:, subset]
-    return column[column >= 0]
 
 
 def _sums(values: NDArray[Any], subsets: Indices) -> Prices:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any
 
-from wlb.packing.carrying import CarryingPacker, OpenMicroBatches, longest_first, split_at
+from wlb.packing.carrying import CarryingPacker, OpenMicroBatches, Placed, split_at
 from wlb.packing.packer import Pending
 from wlb.packing.plan import StepPlan
 from wlb.packing.release import Fluid, Offer, Outlier, StepRules, choose
@@ -122,7 +123,7 @@ class MakespanPacker(CarryingPacker):
         while taken < len(spare) and (len(items) + taken < self._least_documents or tokens < aim):
             tokens += spare[taken].length
             taken += 1
-        filled, unfit, over_limit = self._place_chosen(items + spare[:taken], choice.limit)
+        filled, unfit, over_limit = self._placed(items + spare[:taken], partial(self._place_within, choice.limit))
         now, later = split_at(spare[taken:], max(0, self._rules.most - sum(map(_tokens, filled.members))))
         later = filled.place_within(now, max(filled.seconds)) + later
         left = [outlier for outlier, released in zip(outliers, choice.released, strict=True) if not released]
@@ -143,22 +144,15 @@ class MakespanPacker(CarryingPacker):
         ]
         return sorted(outliers, key=lambda outlier: (-outlier.item.seconds, outlier.due))
 
-    def _place_chosen(
-        self, items: list[Pending], limit: float
-    ) -> tuple[OpenMicroBatches, list[Pending], list[Pending]]:
+    def _place_within(self, limit: float, items: list[Pending]) -> Placed:
         """Micro-batches; what has no room in them, and short documents that would take them over ``limit`` seconds."""
 
         def may_wait(item: Pending) -> bool:
             return limit < math.inf and item.length < self._outlier_tokens and not self._overdue(item)
 
-        for ordered in (longest_first, self._overdue_first):
-            items = ordered(items)
-            filled = OpenMicroBatches(self.micro_batches, self.capacity)
-            unfit = filled.place_within([item for item in items if not may_wait(item)], math.inf)
-            over_limit = filled.place_within([item for item in items if may_wait(item)], limit)
-            if not any(self._overdue(item) for item in unfit):
-                break
-        return filled, unfit, over_limit
+        filled = OpenMicroBatches(self.micro_batches, self.capacity)
+        unfit = filled.place_within([item for item in items if not may_wait(item)], math.inf)
+        return filled, unfit, filled.place_within([item for item in items if may_wait(item)], limit)
 
 
 def _fluid(items: list[Pending]) -> Fluid:

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from wlb.documents.overlong import POLICIES
-from wlb.documents.segments import Segment
+from wlb.documents.segments import POLICIES, Segment
 from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -70,8 +69,8 @@ class Packer(ABC):
         self.phased = workload if isinstance(workload, PhasedPrices) else None
         if self.phased and not self._takes_phases:
             raise UserError(
-                f"packing method {self.name!r} does not know phases ({', '.join(self.phased.names)}); use makespan "
-                "(preset best)"
+                f"packing method {self.name!r} does not know phases ({', '.join(self.phased.phases.seconds)}); use "
+                "makespan (preset best)"
             )
         self.options = options
         self.capacity = options.most_tokens(self.context_window, self.micro_batches)  # the most tokens of a micro-batch
@@ -91,7 +90,7 @@ class Packer(ABC):
         of arrivals before it. Ids only name documents in the plans: what arrives twice under one id is planned twice.
 
         Raises ``UserError`` for a length that is no whole number or under 1, a negative id or start, and, but for
-        ``sequential``, which cuts documents, a length over the context window (``wlb.documents.overlong`` has policies
+        ``sequential``, which cuts documents, a length over the context window (``wlb.documents.segments`` has policies
         for those). Nothing is taken in then.
         """
         self.take_in(arrivals)
@@ -193,8 +192,7 @@ class Packer(ABC):
         longest = math.inf if self._cuts_documents else self.context_window
         wrong = [row for row in segments if not 0 < row[2] <= longest or row[1] < 0 or row[0] < 0]
         if not wrong:
-            self._check_held(segments)
-            return
+            return self._check_held(segments)
         document, start, length = wrong[0]
         if document < 0 or start < 0:
             raise UserError(f"document {document} starts at token {start}; ids and starts must be at least 0")
@@ -202,7 +200,7 @@ class Packer(ABC):
             raise UserError(f"document {document} has {length} tokens; at least 1 is needed")
         raise UserError(
             f"document {document} has {length} tokens, over the context window of {self.context_window}; apply "
-            f"wlb.documents.overlong.split_overlong ({', '.join(POLICIES)}) first, or raise the context window"
+            f"wlb.documents.segments.split_overlong ({', '.join(POLICIES)}) first, or raise the context window"
         )
 
     def _check_held(self, segments: Sequence[Segment]) -> None:
@@ -262,29 +260,22 @@ def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
     forms = set(map(type, arrivals))
     if forms == {int}:
         return [_new_tuple(Segment, row) for row in zip(count(number), repeat(0), arrivals)]
-    if forms <= {Segment}:
-        segments = arrivals
-    else:
-        segments = [_as_segment(arrival, index) for index, arrival in enumerate(arrivals, number)]
-    if set(map(type, chain.from_iterable(segments))) <= {int}:
-        return segments
-    return [Segment(*(_as_integer(value, segment) for value in segment)) for segment in segments]
+    if forms <= {Segment} and set(map(type, chain.from_iterable(arrivals))) <= {int}:
+        return arrivals
+    return [_as_segment(arrival, index) for index, arrival in enumerate(arrivals, number)]
 
 
 def _as_segment(arrival: Any, index: int) -> Segment:
-    if isinstance(arrival, Segment):
-        return arrival
-    pair = arrival if isinstance(arrival, tuple) else (index, arrival)
-    if len(pair) != 2:
-        raise UserError(f"arrival {arrival!r} is not a length, (document, length) pair or Segment")
-    return Segment(pair[0], 0, pair[1])
-
-
-def _as_integer(value: Any, segment: Segment) -> int:
-    """``value`` as a plain ``int``, so that plans and states stay JSON; NumPy's integers are taken."""
-    if (number := whole_number(value)) is None:
-        document, start, length = segment
+    """Of plain ``int``, so that plans and states stay JSON; NumPy's integers are taken."""
+    if not isinstance(arrival, Segment):
+        arrival = arrival if isinstance(arrival, tuple) else (index, arrival)
+        if len(arrival) != 2:
+            raise UserError(f"arrival {arrival!r} is not a length, (document, length) pair or Segment")
+        arrival = arrival[0], 0, arrival[1]
+    document, start, length = arrival
+    numbers = [number for value in arrival if (number := whole_number(value)) is not None]
+    if len(numbers) < 3:
         raise UserError(
             f"document {document!r} starts at {start!r} and has {length!r} tokens; all three must be whole numbers"
         )
-    return number
+    return Segment(*numbers)

@@ -21,17 +21,8 @@ from wlb.packing.variable_length import VariableLengthPacker
 from wlb.settings import main_problem
 from wlb.workload.base import DocumentPrices
 
-PACKERS: dict[str, type[Packer]] = {
-    packer.name: packer
-    for packer in (
-        SequentialPacker,
-        FixedGreedyPacker,
-        FixedSolverPacker,
-        VariableLengthPacker,
-        MakespanPacker,
-        ElasticPacker,
-    )
-}
+_ALL = SequentialPacker, FixedGreedyPacker, FixedSolverPacker, VariableLengthPacker, MakespanPacker, ElasticPacker
+PACKERS: dict[str, type[Packer]] = {packer.name: packer for packer in _ALL}
 
 
 def make_packer(

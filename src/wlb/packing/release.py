@@ -18,9 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
+from operator import itemgetter
 from typing import NamedTuple
 
-from wlb.packing.bins import into_lightest
+from wlb.lightest import into_lightest
 from wlb.packing.packer import Pending
 
 _EVEN = 1.0005  # price from which nothing is searched
@@ -29,6 +30,7 @@ _OUTLOOK = 0.1  # price of a heaviest micro-batch twice the mean, in the next st
 _OUT_OF_BOUNDS = 100.0  # price of a global batch of tokens over the most, or under the least, of a step
 _MOVED = 24  # outliers, the most expensive, that are swapped one by one
 
+_price = itemgetter(0)  # of a release
 Released = tuple[bool, ...]  # of every outlier
 
 
@@ -131,10 +133,6 @@ def _improved(best: Release, attempt: Callable[[Released], Release], offer: Offe
             return best
 
 
-def _price(choice: Release) -> float:
-    return choice.price
-
-
 def _appraise(released: Released, offer: Offer) -> Release:
     rules, density = offer.rules, offer.density
     now = [*compress(offer.outliers, released)]
@@ -198,7 +196,7 @@ def _placed(outliers: Sequence[Outlier], rules: StepRules) -> tuple[list[float],
     """Outliers, longest first, into the lightest micro-batches with room: seconds, room left, and tokens unplaced."""
     loads, rooms = [0.0] * rules.micro_batches, [rules.capacity] * rules.micro_batches
     lengths = [outlier.item.length for outlier in outliers]
-    owners = into_lightest(lengths, [outlier.item.seconds for outlier in outliers], loads, rooms)
+    owners, _ = into_lightest(lengths, [outlier.item.seconds for outlier in outliers], loads, rooms)
     return loads, rooms, sum([length for length, owner in zip(lengths, owners, strict=True) if owner < 0])
 
 

@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from wlb.documents.filling import documents_filling
 from wlb.packing.carrying import CarryingPacker, OpenMicroBatches, longest_first
 from wlb.packing.packer import Pending
 from wlb.packing.plan import StepPlan
@@ -135,13 +134,12 @@ class VariableLengthPacker(CarryingPacker):
         return items
 
     def state_dict(self) -> dict[str, Any]:
-        tuner = {"sample": [*self._sample], "tuned_shares": self._tuned_shares} if self._is_auto else None
-        return {**super().state_dict(), "tuner": tuner, "outlier_thresholds": [*self.outlier_thresholds]}
+        tuner = {"sample": [*self._sample], "tuned_shares": self._tuned_shares}
+        return {**super().state_dict(), **tuner, "outlier_thresholds": [*self.outlier_thresholds]}
 
     def _restore(self, state: dict[str, Any]) -> None:
         if self._is_auto:
-            tuner = state["tuner"] or {"sample": [], "tuned_shares": None}  # of a packer with thresholds of its own
-            self._sample, self._tuned_shares = [*tuner["sample"]], tuner["tuned_shares"]
+            self._sample, self._tuned_shares = [*state["sample"]], state["tuned_shares"]
             self.outlier_thresholds = tuple(state["outlier_thresholds"])
         super()._restore(state)
 
@@ -159,7 +157,8 @@ class VariableLengthPacker(CarryingPacker):
         if tuned is not None and math.fsum(abs(a - b) for a, b in zip(shares, tuned, strict=True)) <= 2 * _DRIFT:
             return None
         self._tuned_shares = shares
-        arrivals = sample[: documents_filling(sample, SCREENING_STEPS * step_tokens)].tolist()
+        filling = int(np.searchsorted(np.cumsum(sample), SCREENING_STEPS * step_tokens)) + 1
+        arrivals = sample[:filling].tolist()
 
         def wanted(thresholds: tuple[int, ...]) -> tuple[bool, float, float]:
             options = self.options.changed(outlier_thresholds=thresholds)

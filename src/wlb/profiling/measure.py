@@ -22,11 +22,12 @@ import torch
 from wlb import __version__
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
+from wlb.models.transformer import check_built
 from wlb.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, WallClock, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.training.runtime.environment import keep_freed_memory
+from wlb.workload import ModelShape
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
-from wlb.workload.shapes import ModelShape, check_built
 
 _EFFORT, _QUICK_EFFORT = Effort(60.0, fewest_rounds=3), Effort(6.0, fewest_rounds=2)
 _SMALLEST_DOCUMENT = 16

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
+from wlb.report.timeline import Timeline, timeline
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulationResult
 from wlb.simulate.estimate import Estimate
-from wlb.simulate.timeline import Timeline, timeline
 from wlb.simulate.verdict import BASELINE, BEST, Verdict
 
 
@@ -69,5 +69,5 @@ class Evidence:
 def usual_step(verdict: Verdict, system: str, lengths: NDArray[np.int64]) -> Timeline:
     """The step of ``system`` with the most usual seconds for its work, planned again on documents of ``lengths``."""
     result = verdict.systems[system]
-    usual = int(np.abs(result.step_seconds / result.step_work_seconds - 1 / result.work_rate).argmin())
+    usual = int(np.abs(np.divide(result.step_seconds, result.step_work_seconds) - 1 / result.work_rate).argmin())
     return timeline(next(StepPlanner(result.job, lengths).plans(verdict.warm_up + usual)), result.job)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from wlb.errors import UserError
+from wlb.report.timeline import Timeline
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import Operation
-from wlb.simulate.timeline import Timeline
 
 MOST_TRACKS = 256  # that are drawn unless ranks are named
 _MICROSECONDS = 1e6

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from wlb.sharding.latency import ShardLatency, Shards, shard_latency
 from wlb.sharding.pieces import MicroBatches, Pieces, locality, rank_tables
 from wlb.sharding.plan import ShardPlan
 from wlb.sharding.static import per_document, per_sequence
-from wlb.workload import Costs, default_workload
+from wlb.workload import Costs, make_workload
 
 __all__ = [
     "STRATEGIES",
@@ -64,7 +63,7 @@ def make_shard_plan(
     """
     lengths = _checked(document_lengths)
     micro_batch = MicroBatches(lengths, np.array([len(lengths)]))
-    pieces = shard_many(micro_batch, cp_size, strategy, workload or default_workload())
+    pieces = shard_many(micro_batch, cp_size, strategy, workload or make_workload())
     return ShardPlan(strategy, tuple(lengths.tolist()), rank_tables(pieces, cp_size))
 
 
@@ -121,13 +120,12 @@ def price_shards(lengths: Sequence[Sequence[int]], cp_size: int, strategy: str, 
     filled = np.flatnonzero(counts)
     pieces = shard_many(MicroBatches(sizes, counts[filled]), cp_size, strategy, costs)
     shards = Shards.of_pieces(pieces, locality(pieces, len(sizes), len(filled), cp_size), costs)
-
-    def among_all(column: NDArray[Any]) -> NDArray[Any]:
-        everything = np.zeros((len(lengths), *column.shape[1:]), column.dtype)
+    if len(filled) == len(lengths):
+        return shards
+    empty = shards.map(lambda column: np.zeros((len(lengths), *column.shape[1:]), column.dtype))
+    for everything, column in zip(empty, shards, strict=True):
         everything[filled] = column
-        return everything
-
-    return shards.map(among_all) if len(filled) < len(lengths) else shards
+    return empty
 
 
 def checked_strategy(name: str) -> str:

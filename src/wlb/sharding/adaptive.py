@@ -2,18 +2,19 @@
 
 Per-document sharding balances the ranks, but cuts short documents into chunks that waste the attention kernel's tiles;
 per-sequence sharding does the opposite. Which one wins is decided for every micro-batch: all plans are priced together
-as ``Candidates``, and the chosen ones' pieces are picked out. ``wlb.sharding.hybrid`` adds candidates of its own.
+as ``Candidates``, and the chosen ones' pieces are picked out. ``hybrid`` and ``elastic`` have candidates of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wlb.sharding.latency import Shards, group_seconds
-from wlb.sharding.pieces import Integers, MicroBatches, Pieces, locality, merged, pieces_of_rows
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces, in_order, locality, merged
 from wlb.sharding.plan import Table
 from wlb.sharding.static import per_document, per_sequence
 from wlb.workload import Costs
@@ -21,81 +22,81 @@ from wlb.workload.base import Seconds
 
 
 class Candidates(NamedTuple):
-    """Plans of micro-batches, any number of each; lanes and segments of ``pieces`` count over all plans."""
+    """Plans of ``micro_batches``, any number of each; lanes and segments of ``pieces`` count over all plans."""
 
+    micro_batches: MicroBatches
+    cp_size: int
     micro_batch: Integers  # of every plan
     pieces: Pieces
+
+    @property
+    def segments(self) -> Integers:
+        """How many every plan has."""
+        return self.micro_batches.counts[self.micro_batch]
 
 
 def adaptive(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Per-document sharding, unless per-sequence sharding makes the group faster."""
-    candidates = joined(static_candidates(micro_batches, cp_size), micro_batches, cp_size)
-    seconds, _ = price(candidates, micro_batches, cp_size, workload)
-    return pieces_of_plans(faster_static(seconds, micro_batches), candidates, micro_batches, cp_size)
+    candidates = static_candidates(micro_batches, cp_size)
+    seconds, _ = price(candidates, workload)
+    return best_pieces(candidates, seconds)
 
 
-def static_candidates(micro_batches: MicroBatches, cp_size: int) -> list[Candidates]:
+def static_candidates(micro_batches: MicroBatches, cp_size: int) -> Candidates:
     """The plans that ``adaptive`` chooses from: per-document ones, then per-sequence ones."""
     one_each = np.arange(len(micro_batches.counts))
-    return [Candidates(one_each, make(micro_batches, cp_size)) for make in (per_document, per_sequence)]
-
-
-def faster_static(seconds: Seconds, micro_batches: MicroBatches) -> Integers:
-    """The plan that ``adaptive`` chooses for each micro-batch, where ``static_candidates`` come first."""
-    count = len(micro_batches.counts)
-    by_document, by_sequence = seconds[:count], seconds[count : 2 * count]
-    return np.arange(count) + count * (by_sequence < by_document)
+    plans = (make(micro_batches, cp_size) for make in (per_document, per_sequence))
+    return joined([Candidates(micro_batches, cp_size, one_each, pieces) for pieces in plans])
 
 
 def candidates_of(
     plans: Iterable[tuple[int, Integers, Table]], micro_batches: MicroBatches, cp_size: int
 ) -> Candidates:
     """From the micro-batch of every plan, and the ranks and rows (segment, start, stop) of its pieces in any order."""
-    chosen: list[int] = []
-    lanes, tables, segments = [], [], 0
-    for micro_batch, ranks, table in plans:
-        lanes.append(ranks + len(chosen) * cp_size)
-        tables.append(table + np.array([segments, 0, 0]))
-        chosen.append(micro_batch)
-        segments += int(micro_batches.counts[micro_batch])
+    chosen, ranks, tables = [*zip(*plans, strict=True)] or ((), (), ())
+    candidates = Candidates(micro_batches, cp_size, np.array(chosen, np.int64), Pieces(*np.empty((4, 0), np.int64)))
     if not chosen:
-        return Candidates(np.empty(0, np.int64), Pieces(*np.empty((4, 0), np.int64)))
-    return Candidates(np.array(chosen), merged(*pieces_of_rows(lanes, tables)))
+        return candidates
+    plan, segments = np.repeat(np.arange(len(chosen)), [*map(len, tables)]), candidates.segments
+    segment, start, stop = np.concatenate(tables).T
+    segment = segment + (np.cumsum(segments) - segments)[plan]
+    pieces = Pieces(np.concatenate(ranks) + cp_size * plan, segment, start, stop)
+    return candidates._replace(pieces=merged(*in_order(pieces)))
 
 
-def joined(candidates: Sequence[Candidates], micro_batches: MicroBatches, cp_size: int) -> Candidates:
-    """All ``candidates`` as one, in order."""
+def joined(candidates: Sequence[Candidates]) -> Candidates:
+    """All ``candidates``, of the same micro-batches, as one, in order."""
     columns, plans, segments = [], 0, 0
-    for micro_batch, pieces in candidates:
-        lane, segment, start, stop = pieces
-        columns.append((lane + plans * cp_size, segment + segments, start, stop))
-        plans += len(micro_batch)
-        segments += int(micro_batches.counts[micro_batch].sum())
+    for each in candidates:
+        lane, segment, start, stop = each.pieces
+        columns.append((lane + plans * each.cp_size, segment + segments, start, stop))
+        plans += len(each.micro_batch)
+        segments += int(each.segments.sum())
     together = Pieces(*map(np.concatenate, zip(*columns, strict=True)))
-    return Candidates(np.concatenate([micro_batch for micro_batch, _ in candidates]), together)
+    micro_batch = np.concatenate([each.micro_batch for each in candidates])
+    return candidates[0]._replace(micro_batch=micro_batch, pieces=together)
 
 
-def price(
-    candidates: Candidates, micro_batches: MicroBatches, cp_size: int, workload: Costs
-) -> tuple[Seconds, Integers]:
+def price(candidates: Candidates, workload: Costs) -> tuple[Seconds, Integers]:
     """Seconds of every plan's group by the ``workload`` of one GPU without context parallelism; tokens that travel."""
-    plans = len(candidates.micro_batch)
-    segments = int(micro_batches.counts[candidates.micro_batch].sum())
-    where = locality(candidates.pieces, segments, plans, cp_size)
+    segments, plans = int(candidates.segments.sum()), len(candidates.micro_batch)
+    where = locality(candidates.pieces, segments, plans, candidates.cp_size)
     shards = Shards.of_pieces(candidates.pieces, where, workload)
     return group_seconds(shards, workload).both, where.gathered_tokens
 
 
-def pieces_of_plans(chosen: Integers, candidates: Candidates, micro_batches: MicroBatches, cp_size: int) -> Pieces:
-    """The pieces of one plan for each micro-batch, ``chosen[i]`` for the i-th."""
-    counts = micro_batches.counts[candidates.micro_batch]
-    to_micro_batch = np.full(len(counts), -1)
+def best_pieces(candidates: Candidates, *keys: NDArray[Any]) -> Pieces:
+    """The pieces of one plan for each micro-batch: of the smallest by ``keys``, the last of which counts most."""
+    best_first = np.lexsort((*keys, candidates.micro_batch))
+    _, first = np.unique(candidates.micro_batch[best_first], return_index=True)
+    chosen, segments = best_first[first], candidates.segments
+    to_micro_batch = np.full(len(segments), -1)
     to_micro_batch[chosen] = np.arange(len(chosen))
-    to_segment = micro_batches.first[candidates.micro_batch] - (np.cumsum(counts) - counts)
+    to_segment = candidates.micro_batches.first[candidates.micro_batch] - (np.cumsum(segments) - segments)
     lane, segment, start, stop = candidates.pieces
-    plan, rank = np.divmod(lane, cp_size)
+    plan, rank = np.divmod(lane, candidates.cp_size)
     keep = np.flatnonzero(to_micro_batch[plan] >= 0)
     plan = plan[keep]
-    lane, segment = to_micro_batch[plan] * cp_size + rank[keep], segment[keep] + to_segment[plan]
+    lane, segment = to_micro_batch[plan] * candidates.cp_size + rank[keep], segment[keep] + to_segment[plan]
     order = np.argsort(segment, kind="stable")  # those of one segment are in order already
     return Pieces(lane[order], segment[order], start[keep][order], stop[keep][order])

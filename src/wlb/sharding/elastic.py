@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb.sharding.adaptive import Candidates, candidates_of, joined, pieces_of_plans, price
+from wlb.sharding.adaptive import Candidates, best_pieces, candidates_of, joined, price
 from wlb.sharding.hybrid import EVEN_TOKENS, TOLERANCE, levelled_candidates
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces
 from wlb.workload import Costs
@@ -43,13 +43,10 @@ _SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
 def elastic(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Level tokens and attention of all ranks, moving keys and values only as far as that makes the group faster."""
     slices = uneven_slices(micro_batches, cp_size, workload)
-    levelled = levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)
-    candidates = joined([slices, levelled], micro_batches, cp_size)
-    seconds = price(candidates, micro_batches, cp_size, workload)[0]
+    candidates = joined([slices, levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)])
+    seconds, _ = price(candidates, workload)
     seconds[: len(micro_batches.counts)] *= 1 - TOLERANCE  # of the slices, which come first
-    fastest_first = np.lexsort((seconds, candidates.micro_batch))
-    _, first = np.unique(candidates.micro_batch[fastest_first], return_index=True)
-    return pieces_of_plans(fastest_first[first], candidates, micro_batches, cp_size)
+    return best_pieces(candidates, seconds)
 
 
 def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Candidates:
@@ -80,27 +77,25 @@ class _Slicing:
             self._cell *= 2
         while self._cell * _MOST_CELLS < self._even_tokens * ranks:
             self._cell *= 2
-        self._depth = self._mean_depth()
+        # How deep in a document a token costs what the mean token does; a multiple of the cell.
+        places = np.arange(0, int(lengths.max()) + 2 * self._cell, self._cell)
+        price = np.diff(workload.attention_seconds(places)) / self._cell
+        self._depth = int(places[np.searchsorted(price, self._even_attention / self._even_tokens)])
 
     def rows(self) -> tuple[Integers, Integers]:
         """The rank of every piece, shape (pieces,), and the pieces (document, start, stop); some continue others."""
         order = np.argsort(-self._lengths, kind="stable")
         fits = (self._lengths <= self._even_tokens) & (self._attention <= self._even_attention)
         long, whole = order[~fits[order]], order[fits[order]]
-        short = self._kept_for_the_end(whole)
+        sizes = self._lengths[whole]
+        few = np.cumsum(sizes[::-1])[::-1] <= _SHORT_TOKENS * self._even_tokens * self._ranks
+        short = whole[few & (sizes <= _SHORT * self._even_tokens)]  # kept for the end
         owners, tokens, attention = self._assign(whole[: len(whole) - len(short)], *self._room(long))
         cut = np.concatenate([long, whole[: len(owners)][owners < 0]])
         assigned = whole[: len(owners)][owners >= 0]
         ranks, cells = self._share_out(cut, short, tokens, attention, in_order=len(long) > 0)
         uncut = np.stack([assigned, np.zeros_like(assigned), self._lengths[assigned]], axis=1)
         return np.concatenate([owners[owners >= 0], ranks]), np.concatenate([uncut, cells])
-
-    def _kept_for_the_end(self, descending: Integers) -> Integers:
-        """The shortest of documents."""
-        sizes = self._lengths[descending]
-        together = np.cumsum(sizes[::-1])[::-1]
-        keep = (sizes <= _SHORT * self._even_tokens) & (together <= _SHORT_TOKENS * self._even_tokens * self._ranks)
-        return descending[keep]
 
     def _room(self, long: Integers) -> tuple[Seconds, Seconds]:
         """Tokens and attention that each rank has room for, once the dear parts of ``long`` documents are shared."""
@@ -168,24 +163,11 @@ class _Slicing:
         """Where a rank stops that takes cells from ``first`` on and cells before ``last``, to get closest to both."""
         earliest = int(row.tokens.searchsorted(row.tokens[last] - tokens))
         back = max(first, min(earliest, last))  # and all later ones; a rank may hold more than its share already
-        wanted = row.tokens[last] - row.tokens[back : last + 1]
-        np.subtract(row.tokens[first] + tokens, wanted, out=wanted)  # tokens before the front's end
-        front = first + row.middles[first:].searchsorted(wanted)
-        np.minimum(front, np.arange(back, last + 1), out=front)
-        off = row.attention[front] - row.attention[first]
-        off += row.attention[last]
-        off -= row.attention[back : last + 1]
-        off -= attention
-        np.abs(off, out=off)
-        off /= self._even_attention
-        off_tokens = row.tokens[front]
-        off_tokens -= wanted
-        np.abs(off_tokens, out=off_tokens)
-        off_tokens -= self._cell
-        np.maximum(0.0, off_tokens, out=off_tokens)
-        off_tokens /= self._even_tokens
-        off += off_tokens
-        best = int(off.argmin())
+        wanted = row.tokens[first] + tokens - (row.tokens[last] - row.tokens[back : last + 1])  # before the front's end
+        front = np.minimum(first + row.middles[first:].searchsorted(wanted), np.arange(back, last + 1))
+        taken = row.attention[front] - row.attention[first] + row.attention[last] - row.attention[back : last + 1]
+        off_tokens = np.maximum(0.0, np.abs(row.tokens[front] - wanted) - self._cell)
+        best = int((np.abs(taken - attention) / self._even_attention + off_tokens / self._even_tokens).argmin())
         return int(front[best]), back + best
 
     def _row(self, *parts: tuple[Integers, int, int | None]) -> _DocumentRow:
@@ -204,9 +186,3 @@ class _Slicing:
         cells = np.stack([documents[of_cell], begins, ends], axis=1)
         tokens = np.append(0.0, np.cumsum(ends - begins))
         return _DocumentRow(cells, tokens, np.append(0.0, np.cumsum(seconds)), (tokens[1:] + tokens[:-1]) / 2)
-
-    def _mean_depth(self) -> int:
-        """How deep in a document a token costs what the mean token does; a multiple of the cell."""
-        places = np.arange(0, int(self._lengths.max()) + 2 * self._cell, self._cell)
-        price = np.diff(self._workload.attention_seconds(places)) / self._cell
-        return int(places[np.searchsorted(price, self._even_attention / self._even_tokens)])

@@ -18,19 +18,11 @@ Equal shares of one document would be per-document sharding; unequal ones fill u
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from wlb.sharding.adaptive import (
-    Candidates,
-    candidates_of,
-    faster_static,
-    joined,
-    pieces_of_plans,
-    price,
-    static_candidates,
-)
+from wlb.lightest import into_lightest
+from wlb.sharding.adaptive import Candidates, best_pieces, candidates_of, joined, price, static_candidates
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces
 from wlb.sharding.plan import Table
 from wlb.workload import Costs
@@ -52,30 +44,18 @@ Share = tuple[int, float]  # rank and seconds
 def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Cut as few documents as make the group fastest.
 
-    No rank holds more than ``MEMORY_FACTOR`` times its even share of the tokens, rounded up.
+    Of the plans within ``TOLERANCE`` of the fastest it takes the one that gathers the fewest tokens, because gathered
+    keys and values also cost memory, and bandwidth that others would use; never one slower than adaptive sharding. No
+    rank holds more than ``MEMORY_FACTOR`` times its even share of the tokens, rounded up.
     """
-    levelled = levelled_candidates(micro_batches, cp_size, workload)
-    candidates = joined([*static_candidates(micro_batches, cp_size), levelled], micro_batches, cp_size)
-    seconds, gathered = price(candidates, micro_batches, cp_size, workload)
-    chosen = _choose(faster_static(seconds, micro_batches), levelled.micro_batch, seconds, gathered)
-    return pieces_of_plans(chosen, candidates, micro_batches, cp_size)
-
-
-def _choose(adaptive: Integers, of_levelled: Integers, seconds: Seconds, gathered: Integers) -> Integers:
-    """Of each micro-batch's ``adaptive`` plan and its levelled ones, which come last, the one to take.
-
-    Of those within ``TOLERANCE`` of the fastest that is the one that gathers the fewest tokens, because gathered keys
-    and values also cost memory, and bandwidth that others would use; never one slower than adaptive sharding.
-    """
-    plans = np.concatenate([adaptive, np.arange(len(of_levelled)) + len(seconds) - len(of_levelled)])
-    micro_batch = np.concatenate([np.arange(len(adaptive)), of_levelled])
-    limit, seconds, gathered = seconds[adaptive], seconds[plans], gathered[plans]
-    fastest = np.full(len(adaptive), np.inf)
-    np.minimum.at(fastest, micro_batch, seconds)
-    limit = np.minimum((1 + TOLERANCE) * fastest, limit)
-    best_first = np.lexsort((seconds, gathered, seconds > limit[micro_batch], micro_batch))
-    _, first = np.unique(micro_batch[best_first], return_index=True)
-    return plans[best_first][first]
+    static, levelled = static_candidates(micro_batches, cp_size), levelled_candidates(micro_batches, cp_size, workload)
+    candidates = joined([static, levelled])
+    seconds, gathered = price(candidates, workload)
+    adaptive = seconds[: len(static.micro_batch)].reshape(2, -1).min(axis=0)
+    fastest = adaptive.copy()
+    np.minimum.at(fastest, candidates.micro_batch, seconds)
+    too_slow = seconds > np.minimum((1 + TOLERANCE) * fastest, adaptive)[candidates.micro_batch]
+    return best_pieces(candidates, seconds, gathered, too_slow)
 
 
 def levelled_candidates(
@@ -100,6 +80,8 @@ def _levelled(
     total = int(lengths.sum())
     token_seconds = float(workload.linear_seconds(total)) / total
     seconds = workload.attention_seconds(lengths) + token_seconds * lengths
+    dearest_first = np.argsort(-seconds, kind="stable")
+    sizes, prices = lengths[dearest_first].tolist(), seconds[dearest_first].tolist()
     even = float(seconds.sum()) / cp_size
     most_tokens = max(int(memory_factor * total / cp_size), -(-total // cp_size))
     aims = [(int(EVEN_TOKENS * total / cp_size), LEVELS[:1]), (most_tokens, LEVELS)]
@@ -108,53 +90,18 @@ def _levelled(
         for level in levels:
             if level * even < makes_a_difference:
                 continue
-            owners, load_seconds, load_tokens, makes_a_difference = _deal(
-                lengths, seconds, cp_size, level * even, most_aimed_at
-            )
-            cut, whole = np.flatnonzero(owners < 0), np.flatnonzero(owners >= 0)
-            ranks, rows = owners[whole], np.stack([whole, np.zeros_like(whole), lengths[whole]], axis=1)
+            loads, space = [0.0] * cp_size, [most_aimed_at] * cp_size
+            found, makes_a_difference = into_lightest(sizes, prices, loads, space, level * even)
+            owners = np.array(found)
+            cut, whole = dearest_first[owners < 0], dearest_first[owners >= 0]
+            ranks, rows = owners[owners >= 0], np.stack([whole, np.zeros_like(whole), lengths[whole]], axis=1)
             if len(cut):
-                space = most_aimed_at - load_tokens
-                filled = _fill_ranks(cut.tolist(), lengths, load_seconds, space, token_seconds, workload)
+                filled = _fill_ranks(cut.tolist(), lengths, np.array(loads), np.array(space), token_seconds, workload)
                 ranks, rows = np.concatenate([filled[0], ranks]), np.concatenate([filled[1], rows])
             if np.bincount(ranks, rows[:, 2] - rows[:, 1]).max() <= most_tokens:
                 yield ranks, rows
             if len(cut) == 0:
                 break  # a higher level is only less even
-
-
-def _deal(
-    lengths: Integers, seconds: Seconds, cp_size: int, level: float, room: int
-) -> tuple[Integers, Seconds, Integers, float]:
-    """Assign segments whole, most expensive first, to the rank with the least seconds that has room for their tokens.
-
-    Returns each segment's rank, -1 where it fits nowhere under ``level`` seconds, each rank's seconds and tokens, and
-    the lowest level that gives another result.
-    """
-    prices, sizes = seconds.tolist(), lengths.tolist()
-    owners = [-1] * len(sizes)
-    load_tokens = [0] * cp_size
-    next_level = float("inf")
-    heap = [(0.0, rank) for rank in range(cp_size)]
-    full: list[tuple[int, float, int]] = []  # tokens, seconds and rank: without room for the segments of late
-    for segment in np.argsort(-seconds, kind="stable").tolist():
-        most = room - sizes[segment]
-        while full and full[0][0] <= most:
-            heappush(heap, heappop(full)[1:])
-        while heap and load_tokens[heap[0][1]] > most:
-            load, rank = heappop(heap)
-            heappush(full, (load_tokens[rank], load, rank))
-        if heap and heap[0][0] + prices[segment] <= level:
-            load, rank = heap[0]
-            owners[segment] = rank
-            load_tokens[rank] += sizes[segment]
-            heapreplace(heap, (load + prices[segment], rank))
-        elif heap:
-            next_level = min(next_level, heap[0][0] + prices[segment])
-    load_seconds = np.empty(cp_size)
-    for load, rank in [*heap, *(entry[1:] for entry in full)]:
-        load_seconds[rank] = load
-    return np.array(owners), load_seconds, np.array(load_tokens), next_level
 
 
 def _fill_ranks(
@@ -181,7 +128,11 @@ def _fill_ranks(
 
 def _pour(seconds: Seconds, sizes: Integers, load_seconds: Seconds, space: Integers) -> list[list[Share]]:
     """The shares of every document, longest first, each spanning as few ranks as it can."""
-    gaps = _gaps(float(seconds.sum()), load_seconds, space * (seconds.sum() / sizes.sum()))
+    # Ranks take as much, at most their space, as lets all rise to the lowest common level.
+    most = space * (seconds.sum() / sizes.sum())
+    levels = np.sort(np.concatenate([load_seconds, load_seconds + most]))
+    volumes = np.clip(levels[:, None] - load_seconds, 0.0, most).sum(axis=1)
+    gaps = np.clip(np.interp(seconds.sum(), volumes, levels) - load_seconds, 0.0, most)
     # The longest documents have the most expensive tokens: they go to ranks that have more seconds left than space.
     tightness = gaps / np.maximum(space, 1)
     filled = np.flatnonzero((gaps > 0) | (gaps == gaps.max()))
@@ -201,14 +152,6 @@ def _pour(seconds: Seconds, sizes: Integers, load_seconds: Seconds, space: Integ
             if poured >= rank_ends[current] and poured < document_ends[-1]:
                 current += 1
     return shares
-
-
-def _gaps(seconds: float, loads: Seconds, most: Seconds) -> Seconds:
-    """How much of ``seconds`` each rank takes, at most ``most``, so that all rise to the lowest common level."""
-    levels = np.sort(np.concatenate([loads, loads + most]))
-    volumes = np.clip(levels[:, None] - loads, 0.0, most).sum(axis=1)
-    gaps: Seconds = np.clip(np.interp(seconds, volumes, levels) - loads, 0.0, most)
-    return gaps
 
 
 def _cut(

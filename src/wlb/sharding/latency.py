@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.sharding.pieces import Locality, Pieces, last_keys, locality, pieces_of_rows
+from wlb.sharding.pieces import Locality, Pieces, in_order, last_keys, locality
 from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, owners
 from wlb.workload import Costs
 from wlb.workload.base import Phase
@@ -88,76 +88,39 @@ class Shards(NamedTuple):
         return self.map(lambda column: column.reshape(*shape, *column.shape[1:]))
 
 
-class RankSeconds(NamedTuple):
-    """What ranks compute in a forward, or in a backward; ranks are the last axis of every array."""
-
-    own: Seconds  # attention among the rank's own tokens
-    received: Seconds  # attention over keys of other ranks
-    rest: Seconds  # everything else
-
-
 def slowest_rank(seconds: Seconds) -> Seconds:
     """The most over the last axis."""
     most: Seconds = seconds.max(axis=-1)
     return most
 
 
-def forward_seconds(
-    ranks: RankSeconds,
-    exchange: Seconds,
-    parts: NDArray[np.int64],
-    together: Callable[[Seconds], Seconds] = slowest_rank,
-) -> Seconds:
-    """Seconds of groups: ``exchange`` are those in which each rank's keys arrive, in so many ``parts`` for each group.
+def attending_seconds(own: Seconds, received: Seconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
+    """Attention of ranks, first over their ``own`` keys, then over every part of those ``received`` when it is there.
 
-    ``together`` makes a group's seconds of those of its ranks.
+    Ranks are the last axis; ``exchange`` are the seconds in which each rank's keys arrive, in so many ``parts`` for
+    each group. A backward that kept what was received takes as long: it begins with that, and the gradients leave part
+    by part, which is the same in reverse, as ``PART_CUTS`` are.
     """
-    return together(attending_seconds(ranks, exchange, parts) + ranks.rest)
-
-
-def backward_seconds(
-    ranks: RankSeconds,
-    exchange: Seconds,
-    parts: NDArray[np.int64],
-    kept: NDArray[np.bool_],
-    together: Callable[[Seconds], Seconds] = slowest_rank,
-    *,
-    ahead: bool = True,
-) -> Seconds:
-    """As ``forward_seconds``; ``kept`` says of each group whether it keeps what it receives in the forward.
-
-    What was not kept sets out ``ahead``, while the layer above is computed, or only when attention asks for it.
-    """
-    again = _attending_again(ranks, exchange, parts, ranks.rest * ahead)
-    attending = np.where(kept[..., None], attending_seconds(ranks, exchange, parts), again)
-    return together(attending + ranks.rest)
-
-
-def attending_seconds(ranks: RankSeconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
-    """Attention of ranks, first over their own keys, then over every part of the others when it is there.
-
-    A backward that keeps the others takes as long: it begins with them, and their gradients leave part by part, which
-    is the same in reverse, as ``PART_CUTS`` are.
-    """
-    done = ranks.own
+    done = own
     for begin, end in _cuts(parts):
-        done = np.maximum(done, exchange * end) + ranks.received * (end - begin)
+        done = np.maximum(done, exchange * end) + received * (end - begin)
     return done
 
 
-def _attending_again(ranks: RankSeconds, exchange: Seconds, parts: NDArray[np.int64], ahead: Seconds) -> Seconds:
+def attending_again(
+    own: Seconds, received: Seconds, exchange: Seconds, parts: NDArray[np.int64], ahead: Seconds | float
+) -> Seconds:
     """Attention of a backward for which parts set out ``ahead`` once more; their gradients leave when all are sent."""
     attended, home = np.zeros_like(exchange), np.maximum(0.0, exchange - ahead)
     for begin, end in _cuts(parts):
-        attended = np.maximum(attended, exchange * end - ahead) + ranks.received * (end - begin)
+        attended = np.maximum(attended, exchange * end - ahead) + received * (end - begin)
         home = np.maximum(home, attended) + exchange * (end - begin)
-    return np.maximum(attended + ranks.own, np.where(exchange > 0, home, 0.0))
+    return np.maximum(attended + own, np.where(exchange > 0, home, 0.0))
 
 
 def _cuts(parts: NDArray[np.int64]) -> Iterable[tuple[Seconds, Seconds]]:
     """Where each part begins and ends, of many groups, with an axis for their ranks; the last ones may be empty."""
-    cuts = _CUTS[parts]
-    return pairwise(np.moveaxis(cuts, -1, 0)[..., None])
+    return pairwise(np.moveaxis(_CUTS[parts], -1, 0)[..., None])
 
 
 def group_phases(
@@ -171,39 +134,46 @@ def group_phases(
 
     Shape (..., micro_batches). ``together`` makes a group's seconds of those of its ranks.
     """
-    rest_forward, rest_backward = blocks
-    if "tp collectives" in modelled:
-        collectives = costs.tp_seconds(shards.tokens)
-        rest_forward, rest_backward = rest_forward + collectives, rest_backward + collectives
-    if "expert exchange" in modelled:
-        experts = costs.expert_seconds(shards.tokens)
-        rest_forward, rest_backward = rest_forward + experts, rest_backward + experts
-    exchange, cp = np.zeros(shards.waits_for.shape), shards.tokens.shape[-1]
-    if "cp exchange" in modelled and costs.software.gathers_context:
-        others = shards.tokens.sum(axis=-1, keepdims=True) - shards.tokens
-        moved, gathered = (np.zeros_like(others), others, np.zeros_like(others)), costs.exchange_seconds(others, cp)
-        rest_forward = rest_forward + gathered + costs.copy_seconds(*moved, "forward")
-        rest_backward = rest_backward + gathered + costs.copy_seconds(*moved, "backward")
-    elif "cp exchange" in modelled and cp > 1:
-        exchange = costs.exchange_seconds(shards.waits_for, cp)
-        moved = shards.sent, shards.received, shards.parts[..., None] * shards.merged_tokens
-        alone = shards.alone[..., None]
-        rest_forward = rest_forward + costs.copy_seconds(*moved, "forward", alone)
-        rest_backward = rest_backward + costs.copy_seconds(*moved, "backward", alone)
-    ranks = _ranks(shards.attention_forward, shards.own_share, rest_forward)
-    kept, ahead = shards.kept, True
+    exchange, forward, backward = _beside_attention(shards, blocks, costs, modelled)
+    own, parts, kept, ahead = shards.own_share * shards.attention_forward, shards.parts, shards.kept, 1.0
+    attending = attending_seconds(own, shards.attention_forward - own, exchange, parts)
     if "recomputation" in modelled and costs.recomputed != "none":
-        rest_backward = rest_backward + rest_forward
+        backward = backward + forward
         if costs.recomputed == "full":
-            rest_backward = rest_backward + attending_seconds(ranks, exchange, shards.parts)
+            backward = backward + attending
             kept = np.ones_like(kept)  # what attention receives the second time
         else:
-            ahead = False  # keys and values are there only when they are computed again
-    again = _ranks(shards.attention_backward, shards.own_share, rest_backward)
-    return Phases(
-        forward_seconds(ranks, exchange, shards.parts, together),
-        backward_seconds(again, exchange, shards.parts, kept, together, ahead=ahead),
-    )
+            ahead = 0.0  # keys and values are there only when they are computed again
+    own = shards.own_share * shards.attention_backward
+    received = shards.attention_backward - own
+    again = attending_again(own, received, exchange, parts, backward * ahead)
+    attending_backward = np.where(kept[..., None], attending_seconds(own, received, exchange, parts), again)
+    return Phases(together(attending + forward), together(attending_backward + backward))
+
+
+def _beside_attention(
+    shards: Shards, blocks: Phases, costs: Costs, modelled: Container[str]
+) -> tuple[Seconds, Seconds, Seconds]:
+    """The seconds in which each rank's keys arrive, and what it does beside attention, forward and backward."""
+    rest = [*blocks]
+    for cause, price in (("tp collectives", costs.tp_seconds), ("expert exchange", costs.expert_seconds)):
+        if cause in modelled:
+            exchanged = price(shards.tokens)
+            rest = [seconds + exchanged for seconds in rest]
+    exchange, cp = np.zeros(shards.waits_for.shape), shards.tokens.shape[-1]
+    if "cp exchange" not in modelled or cp == 1:
+        return exchange, rest[0], rest[1]
+    if costs.gathers_context:
+        others = shards.tokens.sum(axis=-1, keepdims=True) - shards.tokens
+        gathered, none = costs.exchange_seconds(others, cp), np.zeros_like(others)
+        rest, copied = [seconds + gathered for seconds in rest], (none, others, none)
+    else:
+        exchange = costs.exchange_seconds(shards.waits_for, cp)
+        copied = shards.sent, shards.received, shards.parts[..., None] * shards.merged_tokens
+    forward, backward = rest
+    alone = shards.alone[..., None]
+    forward = forward + costs.copy_seconds(*copied, "forward", alone)
+    return exchange, forward, backward + costs.copy_seconds(*copied, "backward", alone)
 
 
 def group_seconds(shards: Shards, costs: Costs) -> Phases:
@@ -211,11 +181,6 @@ def group_seconds(shards: Shards, costs: Costs) -> Phases:
     blocks, head = (Phases.of(price, shards.tokens) for price in (costs.blocks_seconds, costs.head_seconds))
     groups = group_phases(shards, blocks, costs)
     return Phases(groups.forward + slowest_rank(head.forward), groups.backward + slowest_rank(head.backward))
-
-
-def _ranks(attention: Seconds, own_share: Seconds, rest: Seconds) -> RankSeconds:
-    own = own_share * attention
-    return RankSeconds(own, attention - own, rest)
 
 
 @dataclass(frozen=True)
@@ -237,11 +202,11 @@ class ShardLatency:
 
 def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
     """Price ``plan`` with the ``costs`` of one GPU."""
-    pieces = pieces_of_rows([owners(plan.pieces)], plan.pieces)
+    pieces = in_order(Pieces(owners(plan.pieces), *np.concatenate(plan.pieces).T))
     where = locality(pieces, len(plan.segment_lengths), 1, plan.cp_size)
     shards = Shards.of_pieces(pieces, where, costs)
     tokens, exchange = where.tokens[0], costs.exchange_seconds(where.waits_for[0].max(), plan.cp_size)
-    linear = Phases.of(costs.blocks_seconds, tokens).both + Phases.of(costs.head_seconds, tokens).both
+    linear = costs.blocks_seconds(tokens) + costs.head_seconds(tokens)
     return ShardLatency(
         attention=shards.attention_forward[0] + shards.attention_backward[0],
         linear=linear + 2 * (costs.tp_seconds(tokens) + costs.expert_seconds(tokens)),

@@ -6,7 +6,6 @@ operations however many they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -80,11 +79,10 @@ def merged(lane: Integers, segment: Integers, start: Integers, stop: Integers) -
     return Pieces(lane[first], segment[first], start[first], stop[last])
 
 
-def pieces_of_rows(lanes: Sequence[Integers], tables: Sequence[Table]) -> Pieces:
-    """Pieces from lanes and rows (segment, start, stop) in any order."""
-    lane, (segment, start, stop) = np.concatenate(lanes), np.concatenate(tables).T
-    order = np.lexsort((start, segment))
-    return Pieces(lane[order], segment[order], start[order], stop[order])
+def in_order(pieces: Pieces) -> Pieces:
+    """``pieces`` by segment and start."""
+    order = np.lexsort((pieces.start, pieces.segment))
+    return Pieces(*(column[order] for column in pieces))
 
 
 def rank_tables(pieces: Pieces, cp_size: int) -> tuple[Table, ...]:

@@ -1,19 +1,14 @@
 """What a step costs on many GPUs, computed from plans and prices without running the model."""
 
-from wlb.job.job import Job
-from wlb.schedules.operations import SCHEDULES
 from wlb.schedules.timing import pipeline_makespan
 from wlb.simulate.job import simulated_job
 from wlb.simulate.rate import simulate_step, simulate_steps
 from wlb.simulate.run import SimulationResult, simulate
-from wlb.simulate.step import CAUSES, Steps
+from wlb.simulate.step import CAUSES
 
 __all__ = [
     "CAUSES",
-    "SCHEDULES",
-    "Job",
     "SimulationResult",
-    "Steps",
     "pipeline_makespan",
     "simulate",
     "simulate_step",

@@ -32,11 +32,9 @@ class JobCosts:
 
     def transfer(self, tokens: ArrayLike) -> Seconds:
         """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""
-        job = self.job
-        stride = self.layout.tp * self.layout.replicas
-        link = group_link(job.hardware, "point_to_point", self.layout.pp, stride)
-        token_bytes = job.shape.hidden * job.hardware.bytes_per_value / self.layout.tp
-        return link.seconds(np.asarray(tokens) * token_bytes)
+        layout, hardware = self.layout, self.job.hardware
+        link = group_link(hardware, "point_to_point", layout.pp, layout.tp * layout.replicas)
+        return link.seconds(np.asarray(tokens) * (self.job.shape.hidden * hardware.bytes_per_value / layout.tp))
 
     @cached_property
     def stage_shares(self) -> NDArray[np.float64]:
@@ -80,11 +78,10 @@ class JobCosts:
     @cached_property
     def optimizer(self) -> NDArray[np.float64]:
         """Clipping and AdamW on each pipeline rank's shards; shape (pp,)."""
-        job = self.job
-        weights = self._by_rank(self.stage_blocks * self._block_weights + self._root_weights) / (self.layout.replicas)
-        gpus = self.layout.world_size
-        norm = 0.0 if gpus == 1 else group_link(job.hardware, "point_to_point", gpus, 1).latency
-        hardware = job.hardware
+        hardware, gpus = self.job.hardware, self.layout.world_size
+        block_weights = mean_block_weights(self.job.shape) / self.layout.tp  # all experts included
+        weights = self._by_rank(self.stage_blocks * block_weights + self._root_weights) / self.layout.replicas
+        norm = 0.0 if gpus == 1 else group_link(hardware, "point_to_point", gpus, 1).latency
         return weights * _OPTIMIZER_VALUES * MASTER_BYTES / hardware.memory_bandwidth + norm
 
     @property
@@ -93,25 +90,15 @@ class JobCosts:
         return self.rank.own_weights / self.job.shape.layers / self.layout.tp
 
     @cached_property
-    def _block_weights(self) -> float:
-        """Weights of a block on one tensor-parallel rank, all experts included; the mean of blocks that differ."""
-        return mean_block_weights(self.job.shape) / self.layout.tp
-
-    @cached_property
     def _root_weights(self) -> NDArray[np.float64]:
         """Embedding and output head, on one tensor-parallel rank of each stage; shape (stages,)."""
-        weights = np.zeros(self.layout.stages)
-        matrix = self.job.shape.vocab_size * self.job.shape.hidden / self.layout.tp
-        weights[0] += matrix
-        weights[-1] += matrix
-        return weights
+        ends = np.eye(self.layout.stages)
+        return np.asarray((ends[0] + ends[-1]) * (self.job.shape.vocab_size * self.job.shape.hidden / self.layout.tp))
 
     def _over_shards(self, whole_bytes: float) -> float:
-        job = self.job
-        ranks = self.layout.replicas
-        traffic: Traffic = "all_to_all" if job.pricing.software.fetches_shards else "all_gather"
-        link = group_link(job.hardware, traffic, ranks, stride=self.layout.tp)
-        return float(link.seconds(shard_bytes(whole_bytes, ranks)))
+        traffic: Traffic = "all_to_all" if self.job.software.fetches_shards else "all_gather"
+        link = group_link(self.job.hardware, traffic, self.layout.replicas, stride=self.layout.tp)
+        return float(link.seconds(shard_bytes(whole_bytes, self.layout.replicas)))
 
     def _by_rank(self, of_stage: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.array([of_stage[mine].sum() for mine in self.layout.rank_stages])

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.order import global_batches
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.job import Job
@@ -35,6 +34,7 @@ from wlb.packing.options import Grouping, Pools
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.sharding import price_shards
 from wlb.simulate.costs import JobCosts
+from wlb.simulate.filling import global_batches
 from wlb.simulate.rate import rate
 from wlb.simulate.step import Steps
 

@@ -7,13 +7,12 @@ finds the fastest layout of every preset (``wlb.simulate.search``), simulates th
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
@@ -23,10 +22,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.filling import check_filling
-from wlb.documents.lengths import assumed_window, described_window, read_encoder_tokens
+from wlb.documents.lengths import assumed_window, described_window
+from wlb.documents.store.files import names_store
 from wlb.documents.store.reader import stored_vocab_size
-from wlb.documents.store.sources import StoreSource, names_store
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import to_toml
@@ -34,17 +32,10 @@ from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.os_limits import usable_cores
 from wlb.schedules.layout import Layout
+from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
-from wlb.simulate.search import (
-    BATCH_TOKENS,
-    PINNED,
-    SearchResult,
-    SearchSpace,
-    fastest_layout,
-    layout_of,
-    search_space,
-)
+from wlb.simulate.search import BATCH_TOKENS, SearchResult, SearchSpace, fastest_layout, layout_of, search_space
 from wlb.simulate.verdict import (
     BASELINE,
     BEST,
@@ -57,15 +48,11 @@ from wlb.simulate.verdict import (
     usual_steps,
     verdict_of,
 )
-from wlb.terminal import tell
 from wlb.workload import MODEL_SHAPES, model_shape
-from wlb.workload.phases import DocumentPhases, encoder_seconds
 from wlb.workload.profile import WorkloadProfile
 
 T = TypeVar("T")
-Encoders = Mapping[str, tuple[NDArray[np.int64], float]]
 
-ENCODER_PARAMETERS = "675M"  # of the vision encoder of Qwen2-VL (arXiv 2409.12191, section 2.1)
 _VOCABULARY_MULTIPLE = 128  # so that tensor-parallel ranks have equally many rows
 CONFIGURED = "as configured"
 CHECKED = (BASELINE, PER_DOCUMENT, BEST, ELASTIC)  # presets: what stacks do today, and ours
@@ -76,7 +63,6 @@ class Question:
     """A job: its ``space``, of which a layout may be fixed; what it is ``priced_by``, and what was ``assumed`` of it.
 
     ``model`` is its name in a configuration.
-    ``encoders`` have, by name, the tokens of every document and the parameters.
     """
 
     space: SearchSpace
@@ -84,24 +70,13 @@ class Question:
     priced_by: Mapping[str, str | int]
     assumed: Sequence[str] = ()
     profile: WorkloadProfile | None = None
-    encoders: Encoders = field(default_factory=dict)
 
     def fastest(self, preset: str, lengths: NDArray[np.int64]) -> SearchResult:
         """The layouts in which ``preset`` runs this job fastest."""
-        return fastest_layout(
-            self.space, lengths, preset, adapt=partial(completed, profile=self.profile, encoders=self.encoders)
-        )
+        return fastest_layout(self.space, lengths, preset, adapt=self._priced)
 
-
-def completed(job: Job, profile: WorkloadProfile | None, encoders: Encoders) -> Job:
-    """``job`` priced by a measured profile, if there is one, with the encoders that its documents go through."""
-    if profile is not None:
-        job = job.priced(profile=profile)
-    if not encoders:
-        return job
-    tp, hardware = job.layout.tp, job.hardware
-    seconds = {name: encoder_seconds(tokens, size, hardware, tp) for name, (tokens, size) in encoders.items()}
-    return replace(job, phases=DocumentPhases(seconds))
+    def _priced(self, job: Job) -> Job:
+        return job if self.profile is None else replace(job, profile=self.profile)
 
 
 def question_of(
@@ -115,14 +90,12 @@ def question_of(
     fixed: Mapping[str, int | str] | None = None,
     profile: WorkloadProfile | None = None,
     source: str | None = None,
-    encoders: Sequence[str] | None = None,
     assumed: Sequence[str] = (),
 ) -> Question:
     """The job on documents of ``lengths`` tokens; what is assumed of window and global batch, the question says.
 
-    ``source`` may be a token store, whose vocabulary the model holds, or have columns for encoders beside the lengths:
-    ``encoders`` are theirs as ``--encoder`` has them. Of a measured ``profile`` ``hardware`` says the links. Raises
-    ``UserError`` for what no job can have.
+    ``source`` may be a token store, whose vocabulary the model holds. Of a measured ``profile`` ``hardware`` says the
+    links. Raises ``UserError`` for what no job can have.
     """
     assumed, fixed = [*assumed], dict(fixed or {})
     if context_window is None:
@@ -136,10 +109,10 @@ def question_of(
     if stored is not None and stored > shape.vocab_size:
         shape = replace(shape, vocab_size=-(-stored // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE)
     space = search_space(shape, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, fixed=fixed)
-    if fixed.keys() >= PINNED:
-        _check_pinned(space)
+    if space.layout is not None:
+        _check_given(space, space.layout)
     priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
-    return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile, encoders_of(source, encoders))
+    return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile)
 
 
 def _assumed_batch(lengths: NDArray[np.int64], window: int, fixed: Mapping[str, Any]) -> tuple[int, str]:
@@ -151,9 +124,8 @@ def _assumed_batch(lengths: NDArray[np.int64], window: int, fixed: Mapping[str, 
     return windows * window, why
 
 
-def _check_pinned(space: SearchSpace) -> None:
+def _check_given(space: SearchSpace, layout: Layout) -> None:
     """Raise ``UserError`` where the layout that is given has other GPUs, or cannot run the global batch."""
-    layout = Layout(**dict(space.fixed))  # type: ignore[arg-type]
     windows, least = space.micro_batches, layout.dp * layout.pp
     if layout.world_size != space.gpus:
         raise UserError(f"--gpus {space.gpus} is not dp x pp x cp x tp = {layout.world_size}; leave one of them out")
@@ -217,20 +189,21 @@ def estimate(
     steps = steps or usual_steps(space.micro_batches)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
     found = _each(partial(_searched, question, lengths), presets)
-    searched = {name: one for name, one in found if not isinstance(one, UserError)}
-    failures = {name: one for name, one in found if isinstance(one, UserError)}
+    searched = {name: one for name, one in found.items() if not isinstance(one, UserError)}
+    failures = {name: one for name, one in found.items() if isinstance(one, UserError)}
     if BASELINE in failures or not searched:
         raise failures.get(BASELINE) or next(iter(failures.values()))
     base = BASELINE if BASELINE in searched else next(iter(searched))
-    prices, here = searched[base].job.work_prices, os.getpid()
+    simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=searched[base].job.work_prices)
+    here = os.getpid()
 
-    def simulated(name: str) -> list[SimulationResult]:
-        told = partial(on_progress, name) if os.getpid() == here else lambda done: None
-        return simulate_draws(searched[name].job, lengths, steps, prices, told)
+    def told(name: str, done: int) -> None:
+        if os.getpid() == here:
+            on_progress(name, done)
 
     verdict = _explained(
-        dict(_each(simulated, [*searched])),
-        lambda job: simulate_draws(job, lengths, steps, prices),
+        _each(lambda name: simulated(searched[name].job, on_progress=partial(told, name)), [*searched]),
+        simulated,
         lambda winner: replace(question, space=space.fixed_to(searched[base].job.layout)).fastest(winner, lengths).job,
     )
     winner, config = verdict.winner, ""
@@ -262,28 +235,25 @@ def judge_config(
 
     jobs = {CONFIGURED: job}
     for preset in presets:
-        if preset == BASELINE and baseline is not None:
-            kind = baseline.activation_checkpointing
-            jobs[preset] = replace(fastest(preset, baseline.layout), activation_checkpointing=kind)
-        else:
-            jobs[preset] = fastest(preset, job.layout)
+        own = baseline if preset == BASELINE else None
+        jobs[preset] = fastest(preset, own.layout if own else job.layout)
+        if own:
+            jobs[preset] = replace(jobs[preset], activation_checkpointing=own.activation_checkpointing)
     prices = jobs.get(BASELINE, job).work_prices
     steps = steps or usual_steps(job.global_batch)
-    of_draws = {
-        name: simulate_draws(one, lengths, steps, prices, partial(on_progress, name)) for name, one in jobs.items()
-    }
+    simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=prices)
+    of_draws = {name: simulated(one, on_progress=partial(on_progress, name)) for name, one in jobs.items()}
     if baseline is None:
         return verdict_of(of_draws)
     return _explained(
-        of_draws,
-        lambda moved: simulate_draws(moved, lengths, steps, prices),
-        lambda winner: fastest(config.preset if winner == CONFIGURED else winner, baseline.layout),
+        of_draws, simulated, lambda winner: fastest(config.preset if winner == CONFIGURED else winner, baseline.layout)
     )
 
 
 def _alike(job: Job, other: Job) -> Job:
     """``other`` with the documents, prices and memory of ``job``."""
-    same = ("data", "pricing", "phases", "limit", "tied_embeddings", "checkpoint_copy")
+    priced = ("hardware", "profile", "packed_by", "software", "phases")
+    same = (*priced, "data", "limit", "tied_embeddings", "checkpoint_copy")
     return replace(other, **{name: getattr(job, name) for name in same})
 
 
@@ -308,14 +278,14 @@ def _searched(question: Question, lengths: NDArray[np.int64], preset: str) -> Se
         return error
 
 
-def _each(function: Callable[[str], T], names: Sequence[str]) -> list[tuple[str, T]]:
+def _each(function: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
     """``function`` of each of ``names``, every other one in a forked process, as the dearest presets come last.
 
     All are done here where there is one core, off Linux, and in a daemon, which may have no processes of its own.
     """
     own, others = names[::2], names[1::2]
     if not others or sys.platform != "linux" or usable_cores() < 2 or current_process().daemon:
-        return [(name, function(name)) for name in names]
+        return {name: function(name) for name in names}
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_each, args=(sender, function, others), daemon=True)
@@ -330,7 +300,7 @@ def _each(function: Callable[[str], T], names: Sequence[str]) -> list[tuple[str,
     finally:
         process.kill()
         process.join()
-    return [(name, results[name]) for name in names]
+    return {name: results[name] for name in names}
 
 
 def _send_each(sender: Connection, function: Callable[[str], object], names: Sequence[str]) -> None:
@@ -354,7 +324,7 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
             packing["pool_micro_batches"] = job.micro_batches_per_rank
     if job.packing.reads("max_length_factor"):
         packing["max_length_factor"] = float(job.packing.max_length_factor)
-    profile = job.pricing.profile
+    profile = job.profile
     named = model if profile is None else _measured_name(profile)
     pretrained = named not in MODEL_SHAPES and Path(named).is_dir()
     sections: dict[str, dict[str, Any]] = {
@@ -371,9 +341,8 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
 
 
 def _written(job: Job) -> dict[str, Any]:
-    layout = job.layout
-    sizes: dict[str, Any] = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
-    return sizes | ({"virtual_pp": layout.virtual_pp, "schedule": layout.schedule} if layout.virtual_pp > 1 else {})
+    interleaved = ("virtual_pp", "schedule") if job.layout.virtual_pp > 1 else ()
+    return {name: getattr(job.layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved)}
 
 
 def _measured_name(profile: WorkloadProfile) -> str:
@@ -381,30 +350,3 @@ def _measured_name(profile: WorkloadProfile) -> str:
     measured = replace(profile.model, vocab_size=1)
     names = (name for name, shape in MODEL_SHAPES.items() if replace(shape, vocab_size=1) == measured)
     return next(names, "MODEL OF THE PROFILE")
-
-
-def encoders_of(lengths: StoreSource | None, encoders: Sequence[str] | None = None) -> Encoders:
-    """``Question.encoders``: the columns that ``lengths`` has for encoders; ``encoders`` as ``--encoder`` has them."""
-    columns = {} if lengths is None else read_encoder_tokens(lengths)
-    sizes = dict.fromkeys(columns, ENCODER_PARAMETERS)
-    for one in encoders or ():
-        name, _, size = one.partition("=")
-        if name not in columns:
-            known = ", ".join(f"{column}_tokens" for column in columns) or "none"
-            raise UserError(f"--encoder {one}: {lengths} has no column {name}_tokens (of such columns it has {known})")
-        sizes[name] = size
-    if columns:
-        priced = ", ".join(f"{name}_tokens as an encoder of {size} parameters" for name, size in sizes.items())
-        tell(f"wlb: note: {lengths}: {priced} (--encoder NAME=PARAMETERS)")
-    return {name: (columns[name], _parameters(size)) for name, size in sizes.items()}
-
-
-def _parameters(size: str) -> float:
-    scale = {"M": 1e6, "B": 1e9}.get(size[-1:], 1.0)
-    try:
-        number = scale * float(size.rstrip("MB"))
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise UserError(f"an encoder of {size!r} parameters is no number over 0; write it as 675M")
-    return number

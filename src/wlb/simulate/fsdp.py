@@ -30,13 +30,13 @@ def with_gathers(
     else:
         moved = np.broadcast_to(moving, forward.shape)
         first = _gathered_a_block_ahead(costs, forward[..., :1] - moved[..., :1])
-        if costs.job.pricing.software.weights == "gathered":
+        if costs.job.software.weights == "gathered":
             later = forward[..., 1:]
             forward = np.concatenate(
                 [forward[..., :1], later + _gathered_a_block_ahead(costs, later - moved[..., 1:])], -1
             )
         backward = backward + _gathered_a_block_ahead(costs, backward - moved)
-    if costs.job.pricing.software.reduces_always and costs.layout.pp == 1:
+    if costs.job.software.reduces_always and costs.layout.pp == 1:
         backward = backward.copy()
         backward[..., 0, :-1] += reduced_behind(costs, backward[..., 0, :-1], kept=weights_kept(costs, kept))
     return np.concatenate([forward[..., :1] + first, forward[..., 1:]], axis=-1), backward
@@ -46,7 +46,7 @@ def weights_kept(costs: JobCosts, kept: bool | None = None) -> bool:
     """Whether a rank's weights stay gathered to the end of the step: ``kept``, or what the job's software does."""
     if kept is not None:
         return kept
-    weights = costs.job.pricing.software.weights
+    weights = costs.job.software.weights
     return costs.layout.pp > 1 if weights is None else weights == "kept"
 
 
@@ -77,7 +77,7 @@ def _gathered_a_block_ahead(costs: JobCosts, seconds: Array) -> Array:
     """What gathers add to stages whose links are free for ``seconds``, shape (..., stages, micro-batches)."""
     blocks, gather = costs.stage_blocks[:, None], costs.block_gather
     shown = np.asarray(gather, np.float64)
-    if costs.job.pricing.software.prefetch:
+    if costs.job.software.prefetch:
         shown = beside_computing(costs, gather, np.maximum(seconds, 0.0) / blocks)
     all_blocks: Array = costs.root_gather[:, None] + gather + (blocks - 1) * shown + blocks * costs.block_copy
     return np.broadcast_to(all_blocks, seconds.shape)

@@ -1,7 +1,7 @@
 """A job as the simulator sees it: the trainer's own description, with profile and price overrides.
 
 It comes from a job's configuration (``Job.from_config``), from keywords (``simulated_job``), or by name
-(``named_job``).
+(``NAMED_JOBS``).
 
 The named jobs are those of the paper's evaluation, and the one of its motivation. Quoted: WLB-LLM (arXiv 2503.17924),
 Table 1, model, context window and (tp, cp, pp, dp); and section 1 for the job on 8,192 GPUs, a model of 405B
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from wlb.errors import UserError, choose_from
 from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig, with_preset
 from wlb.job.job import Job
-from wlb.job.prices import Pricing
 from wlb.schedules.layout import Layout
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 
@@ -38,22 +37,22 @@ def simulated_job(
     """A job of ``model`` under one of the systems in ``wlb.job.config.PRESETS``.
 
     ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
-    replace settings of the preset; ``layout`` are further fields of its ``Layout``, its ``Pricing`` and itself.
+    replace settings of the preset; ``layout`` are further fields of its ``Layout`` and of itself.
 
     Raises ``UserError`` for settings that no job could have.
     """
     per_rank = pp if micro_batches is None else micro_batches
-    sizes, prices = (
-        {field.name: layout.pop(field.name) for field in fields(part) if field.name in layout}
-        for part in (Layout, Pricing)
-    )
+    sizes = {field.name: layout.pop(field.name) for field in fields(Layout) if field.name in layout}
     shape = model_shape(model) if isinstance(model, str) else model
     packing_section, sharding_section = preset_sections(
         preset, {"micro_batches": per_rank * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
     )
+    tp = sizes.get("tp", 1)
+    if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
+        shape = replace(shape, kv_heads=tp)  # each head stands on several ranks
     return Job(
-        shape=replicate_kv_heads(shape, sizes.get("tp", 1)),
-        pricing=Pricing(hardware_preset(hardware) if isinstance(hardware, str) else hardware, **prices),
+        shape=shape,
+        hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
         packing=packing_section,
         sharding=sharding_section,
         data=DataConfig.of({"store": "documents", "context_window": context_window}, "data"),
@@ -78,13 +77,6 @@ def preset_sections(
     )
 
 
-def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
-    """``shape`` as ``tp`` ranks hold it: with fewer key/value heads than ranks, each head stands on several of them."""
-    if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
-        return replace(shape, kv_heads=tp)
-    return shape
-
-
 class NamedJob(NamedTuple):
     """A model, a context window in tokens, and a layout; ``micro_batches`` of a rank, by default as many as ``pp``."""
 
@@ -93,10 +85,10 @@ class NamedJob(NamedTuple):
     layout: Layout
     micro_batches: int | None = None
 
-    @property
-    def sizes(self) -> str:
-        """As Table 1 has them: tp, cp, pp, dp."""
-        return "{tp},{cp},{pp},{dp}".format_map(self.layout.sizes)
+    def under(self, preset: str, **settings: Any) -> Job:
+        """The job under one of the systems of ``PRESETS``; ``settings`` are further keywords of ``simulated_job``."""
+        sizes = vars(self.layout) | {"micro_batches": self.micro_batches}
+        return simulated_job(self.model, self.context_window, preset, **(sizes | settings))
 
 
 _64K, _128K = 65_536, 131_072
@@ -112,14 +104,3 @@ PAPER_JOBS: dict[str, NamedJob] = {
     "70b-128k": NamedJob("70b", _128K, Layout(16, 4, 4, 1)),
 }
 NAMED_JOBS = PAPER_JOBS | {"405b-128k": NamedJob("llama3-405b", _128K, Layout(8, 16, 16, 4))}
-
-
-def named_job(name: str, preset: str = "best", **settings: object) -> Job:
-    """The job called ``name`` under one of the systems of ``wlb.job.config.PRESETS``.
-
-    ``settings`` are further keywords of ``simulated_job``. Raises ``UserError`` that lists the names.
-    """
-    if name not in NAMED_JOBS:
-        raise UserError(f"unknown job {name!r}; {choose_from(name, NAMED_JOBS)}, or give a configuration file")
-    job = NAMED_JOBS[name]
-    return simulated_job(job.model, job.context_window, preset, **(vars(job.layout) | settings))

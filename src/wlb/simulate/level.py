@@ -8,6 +8,7 @@ Weights stay gathered from the start of the step to its end.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,24 +29,15 @@ from wlb.simulate.step import CAUSES, Array, Steps, StepSeconds, slowest_over_me
 
 Integers = NDArray[np.int64]
 
-
 # Ranks are level in all that they do, not in what they compute.
 _AFTER_RANKS = ("dp ranks", "gradient reduction", "optimizer")
-
-
-class _Turn(NamedTuple):
-    """A micro-batch: its step, its place in the plan, and the ranks that run it."""
-
-    step: int
-    place: int
-    ranks: Integers
 
 
 class _Kind(NamedTuple):
     """The micro-batches of groups of one size, on as many nodes: where they run, and as those of one step."""
 
     step: Integers
-    place: Integers
+    place: Integers  # in the plan
     ranks: Integers  # (micro-batches, ranks of each)
     priced: Steps
 
@@ -58,25 +50,24 @@ class LevelSteps(StepSeconds):
     and for the micro-batches by which a step has fewer.
     """
 
-    runs: tuple[_Turn, ...]
+    runs: tuple[tuple[int, int, Integers], ...]  # the step of every micro-batch, its place, and its ranks
     kinds: tuple[_Kind, ...]
     in_turn: ClassVar = (*(cause for cause in CAUSES if cause not in _AFTER_RANKS), *_AFTER_RANKS)
 
     @classmethod
     def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> LevelSteps:
-        everyone, runs = range(costs.layout.cp), []
-        of_kinds: dict[tuple[int, int], list[tuple[_Turn, list[int]]]] = {}
+        runs: list[tuple[int, int, Integers]] = []
+        of_kinds = defaultdict[tuple[int, int], list[tuple[int, list[int]]]](list)
         for step, plan in enumerate(plans):
             for place, micro_batch in enumerate(plan.micro_batches):
-                run = _Turn(step, place, np.array(micro_batch.ranks or everyone))
-                runs.append(run)
-                kind = len(run.ranks), nodes_of(run.ranks, costs.job.ranks_per_node)
-                of_kinds.setdefault(kind, []).append((run, micro_batch.lengths))
+                ranks = np.array(micro_batch.ranks or range(costs.layout.cp))
+                of_kinds[len(ranks), nodes_of(ranks, costs.job.ranks_per_node)].append((len(runs), micro_batch.lengths))
+                runs.append((step, place, ranks))
         kinds = []
         for (size, nodes), found in sorted(of_kinds.items()):
             of_kind = JobCosts(costs.job, nodes)
             shards = price_shards([lengths for _, lengths in found], size, LEVEL_SHARDING, of_kind.rank)
-            steps, places, ranks = (np.array(column) for column in zip(*(run for run, _ in found), strict=True))
+            steps, places, ranks = (np.array(column) for column in zip(*(runs[run] for run, _ in found), strict=True))
             kinds.append(_Kind(steps, places, ranks, Steps.of_shards(shards.reshaped(1, 1, len(found)), of_kind)))
         return cls(costs, tuple(runs), tuple(kinds))
 
@@ -103,11 +94,8 @@ class LevelSteps(StepSeconds):
         """Each forward of all, then each backward: every rank has its own among them."""
         forward, backward = (phase[:, 0, 0] for phase in self.stages)
         waits = waiting_for_weights(self.costs, forward[..., None])[..., 0] * ("weight gathers" in self.modelled)
-        starts, ends, free = (
-            np.zeros_like(forward),
-            np.zeros_like(forward),
-            np.zeros((len(forward), self.costs.layout.cp)),
-        )
+        starts, ends = np.zeros_like(forward), np.zeros_like(forward)
+        free = np.zeros((len(forward), self.costs.layout.cp))
         meet = "dp ranks" in self.modelled
         for step, place, ranks in self.runs:
             mine, at = free[step, ranks], (step, place)
@@ -151,7 +139,7 @@ class LevelSteps(StepSeconds):
         return {
             "gpus": slowest_over_mean(self.gpu_seconds, (1, 2, 3)),
             "cp": slowest.sum(axis=1) / mean.sum(axis=1),
-            "micro_batches": mean.max(axis=1) * np.bincount([run.step for run in self.runs]) / mean.sum(axis=1),
+            "micro_batches": mean.max(axis=1) * np.bincount([step for step, _, _ in self.runs]) / mean.sum(axis=1),
             "dp": slowest_over_mean(busy, (1,)),
             "pp": np.ones(len(mean)),
         }
@@ -164,14 +152,14 @@ class LevelSteps(StepSeconds):
     @cached_property
     def gpu_seconds(self) -> Array:
         """What each GPU computes in the steps; shape (steps, 1, 1, cp)."""
-        seconds = np.zeros((self.runs[-1].step + 1, self.costs.layout.cp))
+        seconds = np.zeros((self.runs[-1][0] + 1, self.costs.layout.cp))
         for kind in self.kinds:
             np.add.at(seconds, (kind.step[:, None], kind.ranks), kind.priced.micro_batch_seconds[0, 0])
         return seconds[:, None, None]
 
     def _table(self, of_kinds: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Values of micro-batches, or of their ranks, in the shape (steps, 1, micro-batches) or with a last axis cp."""
-        steps, most = self.runs[-1].step + 1, max(run.place for run in self.runs) + 1
+        steps, most = self.runs[-1][0] + 1, max(place for _, place, _ in self.runs) + 1
         table = np.zeros((steps, 1, most, self.costs.layout.cp)[: of_kinds[0].ndim], of_kinds[0].dtype)
         for (step, place, ranks, _), values in zip(self.kinds, of_kinds, strict=True):
             rows = (step, 0, place) if values.ndim == 3 else (step[:, None], 0, place[:, None], ranks)

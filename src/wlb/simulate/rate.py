@@ -6,10 +6,9 @@ simulated seconds. So do the studies, whose policies without a ``StepPlan`` sum 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
 
 import numpy as np
 
@@ -25,14 +24,13 @@ from wlb.workload.phases import segment_seconds
 
 _MICRO_BATCHES_AT_ONCE = 512
 
-T = TypeVar("T")
-
 
 @dataclass
 class Rate:
     """Work and time of the steps added so far; memory grows by three numbers a step.
 
-    ``work_seconds`` are the predicted W_a + W_l of all that was trained, by ``work_prices``.
+    ``work_seconds`` are the predicted W_a + W_l of all that was trained, by ``work_prices``: documents that are cut, or
+    still wait after the last step, count as far as they were computed.
     """
 
     work_prices: DocumentPrices
@@ -57,7 +55,7 @@ class Rate:
 
     @property
     def work_rate(self) -> float:
-        """Seconds of work done in a second."""
+        """Seconds of work done in a second. Unlike tokens/s, it does not rise while long documents wait."""
         return self.work_seconds / self.seconds
 
 
@@ -87,13 +85,6 @@ def first_steps(
 
     ``warm_up`` steps are planned before them, at once, and left out.
     """
-    costs, plans = JobCosts(job), StepPlanner(job, lengths).plans(warm_up)
-    groups = in_groups(islice(plans, steps), max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches))
-    return ((group, simulate_steps(group, costs)) for group in groups)
-
-
-def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """``items`` in lists of ``size``, the last one shorter."""
-    iterator = iter(items)
-    while group := list(islice(iterator, size)):
-        yield group
+    costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(warm_up), steps)
+    while group := [*islice(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches))]:
+        yield group, simulate_steps(group, costs)

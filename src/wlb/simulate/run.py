@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.filling import check_filling
-from wlb.documents.order import joined_lengths
+from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.simulate.decide import decide
+from wlb.simulate.filling import check_filling, joined_lengths
 from wlb.simulate.rate import Rate, first_steps
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 
 
-@dataclass(frozen=True)
-class SimulationResult:
+@dataclass(kw_only=True)
+class SimulationResult(Rate):
     """Means over steps. Seconds are simulated, of a whole step; ``where`` divides them among ``wlb.simulate.CAUSES``.
 
     ``gpu_seconds`` is what each GPU computes in a step, shape (pp, dp, cp); tensor-parallel ranks are alike.
@@ -31,18 +31,9 @@ class SimulationResult:
     ``tokens_cv`` the coefficient of variation of tokens a step. ``attention_kept`` is the share of the documents'
     query-key pairs that is computed. ``epochs`` counts the passes over the documents that the steps began; from 2 on
     documents are repeated.
-    ``work_seconds`` are the predicted W_a + W_l of all that was trained: documents that are cut, or still wait after
-    the last step, count as far as they were computed.
     """
 
     job: Job
-    steps: int
-    tokens: int
-    work_seconds: float
-    seconds: float
-    step_tokens: NDArray[np.int64]  # (steps,)
-    step_work_seconds: NDArray[np.float64]  # (steps,)
-    step_seconds: NDArray[np.float64]  # (steps,)
     where: dict[str, float]
     gpu_seconds: NDArray[np.float64]
     imbalance: dict[str, float]
@@ -52,17 +43,20 @@ class SimulationResult:
     epochs: int
 
     @property
+    def steps(self) -> int:
+        return len(self.step_seconds)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.step_tokens)
+
+    @property
     def mean_step_seconds(self) -> float:
         return self.seconds / self.steps
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
-
-    @property
-    def work_rate(self) -> float:
-        """Seconds of work done in a second. Unlike tokens/s, it does not rise while long documents wait."""
-        return self.work_seconds / self.seconds
 
     def speed_at_equal_work(self, base: SimulationResult) -> float:
         """How many times faster than ``base`` the same work is done."""
@@ -94,9 +88,8 @@ def simulate(
     """
     check_documents(job, lengths, steps)
     of_documents = joined_lengths(lengths)
-    work_prices = work_prices or job.work_prices
+    rated = Rate(work_prices or job.work_prices)
     job = decide(job, lengths)
-    rated = Rate(work_prices)
     where, imbalance = defaultdict[str, float](float), defaultdict[str, float](float)
     gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
     pairs = whole_pairs = 0.0
@@ -115,20 +108,14 @@ def simulate(
         pairs += float(attended_pairs(length).sum())
         whole_pairs += float((attended_pairs(arrived) * length / arrived).sum())
         on_progress(len(plans))
-    tokens = np.array(rated.step_tokens)
+    tokens = rated.step_tokens
     return SimulationResult(
+        **vars(rated),
         job=job,
-        steps=steps,
-        tokens=int(tokens.sum()),
-        work_seconds=rated.work_seconds,
-        seconds=rated.seconds,
-        step_tokens=tokens,
-        step_work_seconds=np.array(rated.step_work_seconds),
-        step_seconds=np.array(rated.step_seconds),
         where={cause: seconds / steps for cause, seconds in where.items()},
         gpu_seconds=gpu_seconds / steps,
         imbalance={name: total / steps for name, total in imbalance.items()},
-        token_delay=delay / int(tokens.sum()),
+        token_delay=delay / sum(tokens),
         tokens_cv=float(np.std(tokens) / np.mean(tokens)),
         attention_kept=pairs / whole_pairs,
         epochs=epochs,
@@ -137,5 +124,7 @@ def simulate(
 
 def check_documents(job: Job, lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]], steps: int = 1) -> None:
     """``check_filling`` for ``steps`` steps of ``job``: before anything is simulated, which may take long."""
+    if job.phases is not None:
+        raise UserError("what documents cost before the language model is planned by, not simulated; leave phases out")
     step_tokens, overlong = job.global_batch * job.context_window, job.data.overlong
     check_filling(joined_lengths(lengths), step_tokens, job.context_window, overlong=overlong, steps=steps)

@@ -75,6 +75,12 @@ class SearchSpace:
     fixed: tuple[tuple[str, int | str], ...] = ()
 
     @property
+    def layout(self) -> Layout | None:
+        """The only layout, where its sizes are fixed."""
+        fixed: dict[str, Any] = dict(self.fixed)
+        return Layout(**fixed) if fixed.keys() >= PINNED else None
+
+    @property
     def batch_tokens(self) -> int:
         return self.micro_batches * self.context_window
 
@@ -138,12 +144,7 @@ def search_space(
 
 
 def fastest_layout(
-    space: SearchSpace,
-    lengths: DocumentLengths,
-    preset: str,
-    *,
-    adapt: Adapt = lambda job: job,
-    draws: int = DRAWS,
+    space: SearchSpace, lengths: DocumentLengths, preset: str, *, adapt: Adapt = lambda job: job, draws: int = DRAWS
 ) -> SearchResult:
     """``preset`` in the layouts in which it is fastest on documents of ``lengths``; ``adapt`` completes each job.
 
@@ -173,7 +174,7 @@ def fastest_layout(
         found.append(_rated(job, lengths, first, prices))
         found.sort(key=lambda one: -one.work_rate)
     if not found:
-        if dict(space.fixed).keys() >= PINNED:
+        if space.layout is not None:
             least = untried[-1]  # with full checkpointing
             if least.pools is None:
                 least = least.with_length_factor(least.least_length_factor)
@@ -223,7 +224,7 @@ def layout_of(job: Job) -> str:
     return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}"
 
 
-def meshes(space: SearchSpace, largest_cp: int | None = None) -> Iterator[Layout]:
+def meshes(space: SearchSpace) -> Iterator[Layout]:
     """All tp that divide a node, and all cp and pp, that divide the GPUs; dp is the rest of them.
 
     A pipeline comes with one, two and four stages a rank. Whether a model, or a global batch, can be cut that way is
@@ -231,8 +232,7 @@ def meshes(space: SearchSpace, largest_cp: int | None = None) -> Iterator[Layout
     """
     sizes = [size for size in range(1, space.gpus + 1) if space.gpus % size == 0]
     tps = [tp for tp in sizes if tp <= _LARGEST_TP and space.hardware.node_size % tp == 0]
-    cps = [cp for cp in sizes if largest_cp is None or cp <= largest_cp]
-    for tp, cp, pp in product(tps, cps, [pp for pp in sizes if pp <= _LARGEST_PP]):
+    for tp, cp, pp in product(tps, sizes, [pp for pp in sizes if pp <= _LARGEST_PP]):
         dp, rest = divmod(space.gpus, tp * cp * pp)
         if rest or not dp:
             continue
@@ -245,11 +245,12 @@ def meshes(space: SearchSpace, largest_cp: int | None = None) -> Iterator[Layout
 def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     """Those to try. In pools cp is the least size of a pool, so without it all sizes are tried in one layout."""
     fixed = dict(space.fixed)
-    if fixed.keys() >= PINNED:
-        yield Layout(**fixed)  # type: ignore[arg-type]
+    if space.layout is not None:
+        yield space.layout
         return
-    largest_cp = 1 if pooled and not {"cp", "dp"} & fixed.keys() else None
-    for layout in meshes(space, largest_cp):
+    if pooled and not {"cp", "dp"} & fixed.keys():
+        fixed["cp"] = 1
+    for layout in meshes(space):
         held = space.shape.kv_heads % layout.tp == 0  # no head on several ranks, which not every trainer can
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
             yield layout
@@ -261,41 +262,27 @@ def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
     for layout in _layouts(space, pooled=pooled):
         micro_batches, rest = divmod(space.micro_batches, layout.dp)
         if pooled:
-            job = job_on(space, preset, layout, 1, {"global_batch": space.micro_batches})
-        elif rest or micro_batches < layout.pp:
-            continue
+            job = job_on(space, preset, layout, 1, global_batch=space.micro_batches)
         else:
-            job = job_on(space, preset, layout, micro_batches)
+            job = None if rest or micro_batches < layout.pp else job_on(space, preset, layout, micro_batches)
         if job is not None:
             yield from (replace(job, activation_checkpointing=kind) for kind in get_args(Checkpointing))
 
 
-def job_on(
-    space: SearchSpace, system: str, layout: Layout, micro_batches: int, packing: Mapping[str, Any] | None = None
-) -> Job | None:
+def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int, **packing: int) -> Job | None:
     """The job of ``system`` on one of ``meshes``, with so many micro-batches a rank; None where it cannot be so.
 
     Of a layout that was given the ``UserError`` says why.
     """
+    given: dict[str, Any] = {"hardware": space.hardware, "packing": packing, "micro_batches": micro_batches} | vars(
+        layout
+    )
     try:
-        return simulated_job(
-            space.shape,
-            space.context_window,
-            system,
-            hardware=space.hardware,
-            packing={"micro_batches": micro_batches * layout.dp, **(packing or {})},
-            **vars(layout),
-        )
+        return simulated_job(space.shape, space.context_window, system, **given)
     except UserError:
-        if dict(space.fixed).keys() >= PINNED:
+        if space.layout is not None:
             raise
         return None
-
-
-def packed_as(job: Job, system: str) -> Job:
-    """``job`` under another system of ``wlb.job.config.PRESETS``, with as many micro-batches."""
-    packing, sharding = preset_sections(system, {"micro_batches": job.packing.micro_batches})
-    return replace(job, packing=packing, sharding=sharding)
 
 
 def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | None:
@@ -309,8 +296,6 @@ def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | Non
     try:
         decided = decide(job, lengths, least_rate=least_rate)
     except UserError:  # no pool can run the global batch in this pipeline
-        if job.phases is not None:  # which pools do not know in any layout
-            raise
         return None
     return decided if fits(decided) else None
 

@@ -16,10 +16,10 @@ from wlb.documents.order import DocumentStream
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
 from wlb.job.config import JobConfig
-from wlb.job.job import Job
+from wlb.job.job import USABLE_SHARE, Job, MemoryLimit, limit_of_gpu
 from wlb.job.memory.fit import too_large
-from wlb.job.memory.step import USABLE_SHARE, MemoryLimit, limit_of_gpu
 from wlb.models.huggingface.weights import PretrainedWeights
+from wlb.models.transformer import TransformerConfig
 from wlb.os_limits import usable_memory
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
@@ -30,7 +30,6 @@ from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
 from wlb.training.runtime.failures import TrainingError
-from wlb.workload.model import TransformerConfig
 
 Check = Callable[[], object]
 
@@ -75,7 +74,7 @@ def least_limit(device_type: str, local_processes: int) -> MemoryLimit:
 
 def check_agreed(job: Job) -> None:
     """Raise ``TrainingError`` where ranks decided on different jobs; called on every rank."""
-    decided = f"{job.layout} {job.packing.in_use()} {job.pricing.profile}"
+    decided = f"{job.layout} {job.packing.in_use()} {job.profile}"
     if len(set(gathered(hashlib.sha256(decided.encode()).hexdigest()))) > 1:
         raise TrainingError(
             "ranks decided on different jobs; the token store, training.profile and the version of wlb-llm must be the "
@@ -109,7 +108,7 @@ def checked(
     ``tried`` makes each check: it returns what the check does, or None where it keeps its ``UserError`` for later.
     """
     model = trained_model(config, store)
-    job = Job.from_config(config, hardware, model=model, limit=limit)
+    job = Job.from_config(config, hardware, vocab_size=model.shape.vocab_size, limit=limit)
     for check in _settings_checks(config, store, model):
         tried(check)
     for name, directory in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,9 +36,10 @@ def main() -> None:
         _end_with_launcher(termination)
     try:
         arguments = _parse()
-        from wlb.job.config_file import dp_of, load_config
+        from wlb.job.config_file import load_config
 
-        config = load_config(arguments.config, arguments.set, auto_dp=dp_of(int(os.environ.get("WORLD_SIZE", "1"))))
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        config = load_config(arguments.config, arguments.set, auto_dp=partial(dp_of, started))
         from wlb.training.trainer import train
 
         gc.freeze()  # or every full collection while planning walks all that torch has imported
@@ -56,6 +58,16 @@ def main() -> None:
         leave(error)
     flush()
     os._exit(0)
+
+
+def dp_of(processes: int, of_one_rank: int) -> int:
+    """What ``parallel.dp = "auto"`` is where ``processes`` were started."""
+    if processes % of_one_rank:
+        raise UserError(
+            f"parallel.dp = 'auto': {processes} processes were started, no multiple of pp x cp x tp = {of_one_rank}; "
+            "start a multiple"
+        )
+    return processes // of_one_rank
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from wlb.workload.base import Phase, Seconds
@@ -27,7 +26,6 @@ __all__ = [
     "Phase",
     "Seconds",
     "attention_flops",
-    "default_workload",
     "linear_flops",
     "make_workload",
     "model_shape",
@@ -49,9 +47,3 @@ def make_workload(
     shape = model_shape(model) if isinstance(model, str) else model
     rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
     return Costs(shape, rates, tp, cp, profile=profile)
-
-
-@lru_cache(maxsize=1)
-def default_workload() -> Costs:
-    """The 7B model on one H100: prices where none are given, computed once."""
-    return make_workload()

@@ -7,7 +7,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Phase = Literal["forward", "backward", "both"]
+Direction = Literal["forward", "backward"]
+Phase = Direction | Literal["both"]
 Seconds = NDArray[np.float64]
 Checkpointing = Literal["none", "selective", "full"]  # of activations, by rising cost
 

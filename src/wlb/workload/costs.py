@@ -17,23 +17,22 @@ the terms up to the seconds of a context-parallel group. ``attention_seconds`` (
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from wlb.errors import UserError
-from wlb.workload.base import Checkpointing, Phase, Seconds
+from wlb.workload.base import Checkpointing, Direction, Phase, Seconds
 from wlb.workload.flops import (
     ATTENTION_BACKWARD_FACTOR,
     LINEAR_BACKWARD_FACTOR,
+    attended_pairs,
     elementwise_values_per_token,
     gemm_flops_per_token,
     pair_flops,
-    windowed_pairs,
 )
 from wlb.workload.hardware import Hardware
 from wlb.workload.links import group_link, shard_bytes
@@ -41,7 +40,7 @@ from wlb.workload.shapes import ModelShape
 from wlb.workload.weights import expert_weights, latent_expansion, mean_block_weights, routed_layers
 
 if TYPE_CHECKING:  # planning without a profile needs NumPy alone
-    from wlb.workload.profile import MeasuredSeconds, WorkloadProfile
+    from wlb.workload.profile import WorkloadProfile
 
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
 MASTER_BYTES = 4  # weights, gradients and moments are float32
@@ -59,12 +58,7 @@ _MERGED = {"forward": 17.0, "backward": 13.0}
 _SENT_ALONE = {"forward": 4.0, "backward": 5.0}
 _MERGED_ALONE = {"forward": 11.0, "backward": 3.0}
 _ENDS = 0.5  # embedding and output head together, in blocks' collectives
-# Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by studies' fit_prices.py.
-_SHOWN_OF_ASYNC_TP = 0.6
-# Values that element-wise kernels move where each operation is a kernel of its own, over those of fused ones: fitted to
-# what torch.compile gains in fms-fsdp, 1.11 to 1.28. (By counting, RMSNorm and rotary embedding in float32 and SwiGLU
-# move 3.5 times as many.) The next three are fitted by studies' fit_prices.py.
-_UNFUSED_PASSES = 7.0
+# The next three are fitted by studies' fit_prices.py.
 # A grouped product also sorts, pads and casts the tokens of its experts, in bf16 whatever the type: it costs as much as
 # experts with so many more columns, so wide experts run at the rate of a dense layer and narrow ones do not.
 _EXPERT_COLUMNS = 550.0
@@ -80,42 +74,6 @@ _LOSS_BYTES_PER_SCORE = {"forward": 3 * 4, "backward": 4 + 2 * (4 + 4) + 4}
 # Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the gradient in
 # float32, to which it adds that of a micro-batch. Derived by counting.
 _GRADIENT_PASSES = {"forward": 0, "backward": 2}
-_PHASES: dict[Phase, tuple[Literal["forward", "backward"], ...]] = {
-    "forward": ("forward",),
-    "backward": ("backward",),
-    "both": ("forward", "backward"),
-}
-
-
-@dataclass(frozen=True)
-class Software:
-    """A training stack; by default ours.
-
-    ``weights`` of a pipeline rank are gathered once a step and "kept", or "gathered" for every pass of a micro-batch;
-    None is as our trainer has it: kept in a pipeline, else gathered for every backward and kept for the next forward.
-    With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the last micro-batch, or with each
-    (``reduces_always``). ``async_tp`` divides tensor-parallel collectives and the matrix products beside them into
-    parts that overlap. ``expert_parallel`` ranks share the experts, and exchange tokens; with ``overlaps_experts``
-    computing hides that. A stack that is not ``fused`` runs every element-wise operation as a kernel of its own.
-    ``micro_batch_seconds`` are the host's for a forward and backward, however few tokens; the GPU waits.
-
-    With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
-    and reduces all their gradients after it, both beside nothing (the ``PerDocumentCPAttention`` of hao-ai-lab/DistCA,
-    whose collectives wait in the stream of the kernels). Otherwise ranks get those that they attend, in parts, beside
-    attention. With ``fetches_shards`` every rank fetches weights from each other's shards, and sends gradients there,
-    point to point by its own adapter (ODC, arXiv 2601.19362), in place of a ring that enters a node by all of them.
-    """
-
-    weights: Literal["gathered", "kept"] | None = None
-    prefetch: bool = True
-    reduces_always: bool = False
-    async_tp: bool = False
-    expert_parallel: int = 1
-    overlaps_experts: bool = False
-    fused: bool = True
-    micro_batch_seconds: float = 0.0
-    gathers_context: bool = False
-    fetches_shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +93,6 @@ class Costs:
     tp: int = 1
     cp: int = 1
     nodes: int | None = None
-    software: Software = Software()
     recomputed: Checkpointing = "none"
     profile: WorkloadProfile | None = field(default=None, hash=False)  # it has a dict
 
@@ -158,8 +115,8 @@ class Costs:
         not full costs as much as a full one. A document's first piece is priced as a document of its length.
         """
         start, stop = np.asarray(starts), np.asarray(stops)
-        if self._measured is not None:
-            return self._share * self._measured.piece_seconds(start, stop, phase)
+        if self.profile is not None:
+            return self._share * self.profile.piece_seconds(start, stop, phase)
         until_start, until_last, until_stop = self._whole(np.stack([start, stop - 1, stop]), phase)
         idle_queries = np.where(start > 0, -(stop - start) % QUERY_TILE, 0)
         seconds: Seconds = until_stop - until_start + idle_queries * (until_stop - until_last)
@@ -172,7 +129,7 @@ class Costs:
         documents contain it.
         """
         keys, rates = np.asarray(stops, dtype=np.float64), self._rates[phase]
-        if self._measured is not None:
+        if self.profile is not None:
             return np.zeros(keys.shape)
         seconds: Seconds = rates.drain * keys
         if self.shape.sliding_window is not None:
@@ -180,30 +137,22 @@ class Costs:
         return seconds
 
     def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """Blocks without attention and collectives; of the host's time a third is the forward's."""
-        host = self.software.micro_batch_seconds / (1 + LINEAR_BACKWARD_FACTOR)
-
-        def price(one: Literal["forward", "backward"]) -> Seconds:
-            fixed = host if one == "forward" else LINEAR_BACKWARD_FACTOR * host
-            if self._measured is not None:
-                seconds = self._share * self._measured.linear_seconds(tokens, one) * (1 - self._head_share(one))
-            else:
-                seconds = self._at_least_moving(self.own_weights, tokens, self._rates[one].block_token, one)
-                fixed += self._rates[one].experts / self.software.expert_parallel
-            return np.where(np.asarray(tokens) > 0, seconds + fixed, 0.0)
-
-        return _over(phase, price)
+        """Blocks without attention and collectives."""
+        if phase == "both":
+            return self.blocks_seconds(tokens, "forward") + self.blocks_seconds(tokens, "backward")
+        if self.profile is not None:
+            return self._share * self.profile.linear_seconds(tokens, phase) * (1 - self._head_share(phase))
+        seconds = self._at_least_moving(self.own_weights, tokens, self._rates[phase].block_token, phase)
+        return np.where(np.asarray(tokens) > 0, seconds + self._rates[phase].experts * self.experts_share, 0.0)
 
     def head_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """Output head and loss."""
-
-        def price(one: Literal["forward", "backward"]) -> Seconds:
-            if self._measured is not None:
-                return self._share * self._measured.linear_seconds(tokens, one) * self._head_share(one)
-            weights = self.shape.vocab_size * self.shape.hidden
-            return self._at_least_moving(weights, tokens, self._rates[one].head_token, one)
-
-        return _over(phase, price)
+        if phase == "both":
+            return self.head_seconds(tokens, "forward") + self.head_seconds(tokens, "backward")
+        if self.profile is not None:
+            return self._share * self.profile.linear_seconds(tokens, phase) * self._head_share(phase)
+        weights = self.shape.vocab_size * self.shape.hidden
+        return self._at_least_moving(weights, tokens, self._rates[phase].head_token, phase)
 
     def tp_seconds(self, tokens: ArrayLike) -> Seconds:
         """Gathering and reducing the residual stream over the tensor-parallel group, in a forward or a backward.
@@ -218,24 +167,11 @@ class Costs:
         layers = self.shape.layers + _ENDS
         values = 4.0 * self.shape.hidden * self.hardware.bytes_per_value
         token_seconds = shard_bytes(layers * values, self.tp) / link.bandwidth
-        shown = _SHOWN_OF_ASYNC_TP if self.software.async_tp else 1.0
-        return np.where(count > 0, shown * (layers * 4 * link.latency + token_seconds * count), 0.0)
+        return np.where(count > 0, layers * 4 * link.latency + token_seconds * count, 0.0)
 
     def expert_seconds(self, tokens: ArrayLike) -> Seconds:
-        """Sending tokens to the ranks that have their experts, and back: in a forward, or in a backward."""
-        experts, ranks, hardware = self.shape.experts, self.software.expert_parallel, self.hardware
-        if experts is None or ranks == 1 or self.software.overlaps_experts:
-            return np.zeros(np.shape(tokens))
-        nodes = -(-ranks // hardware.node_size)
-        link = group_link(hardware, "all_to_all", min(ranks, hardware.node_size), stride=1)
-        copy = np.asarray(tokens) * self.shape.hidden * hardware.bytes_per_value / self.tp
-        seconds = link.seconds(shard_bytes(experts.active, ranks) * copy)
-        if nodes > 1:
-            # A token goes once to each other node that has one of its experts.
-            reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.active)
-            between = group_link(hardware, "point_to_point", ranks, stride=1)
-            seconds = np.maximum(seconds, between.seconds(reached * copy))
-        return 2 * routed_layers(self.shape) * seconds
+        """Sending tokens to the ranks that have their experts, and back: nothing, as our ranks have all experts."""
+        return np.zeros(np.shape(tokens))
 
     def exchange_seconds(self, tokens: ArrayLike, ranks: int) -> Seconds:
         """Receiving K and V of ``tokens`` tokens from others of a context-parallel group of so many ``ranks``.
@@ -247,12 +183,7 @@ class Costs:
         return seconds
 
     def copy_seconds(
-        self,
-        sent: ArrayLike,
-        received: ArrayLike,
-        merged: ArrayLike,
-        phase: Phase = "both",
-        alone: ArrayLike = False,
+        self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Direction, alone: ArrayLike = False
     ) -> Seconds:
         """What a rank spends in memory on bringing together and taking apart what it exchanges.
 
@@ -261,21 +192,16 @@ class Costs:
         """
         hardware, layers = self.hardware, self.shape.layers
         query_bytes = self.shape.heads * self.shape.head_dim / self.tp * hardware.bytes_per_value
-        expansion = latent_expansion(self.shape)
-        gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * self.tp
-
-        def price(one: Literal["forward", "backward"]) -> Seconds:
-            of_sent = np.where(alone, _SENT_ALONE[one], _SENT[one])
-            of_merged = np.where(alone, _MERGED_ALONE[one], _MERGED[one])
-            moved = of_sent * np.asarray(sent) + _RECEIVED[one] * np.asarray(received)
-            touched = self._kv_bytes * moved + query_bytes * of_merged * np.asarray(merged)
-            seconds: Seconds = layers / hardware.memory_bandwidth * touched
-            if expansion:
-                factor = 1.0 if one == "forward" else LINEAR_BACKWARD_FACTOR
-                seconds = seconds + layers * factor * 2.0 * expansion / gemm_rate * np.asarray(received)
-            return seconds
-
-        return _over(phase, price)
+        of_sent = np.where(alone, _SENT_ALONE[phase], _SENT[phase])
+        of_merged = np.where(alone, _MERGED_ALONE[phase], _MERGED[phase])
+        moved = of_sent * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
+        touched = self._kv_bytes * moved + query_bytes * of_merged * np.asarray(merged)
+        seconds: Seconds = layers / hardware.memory_bandwidth * touched
+        if expansion := latent_expansion(self.shape):
+            factor = 1.0 if phase == "forward" else LINEAR_BACKWARD_FACTOR
+            gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * self.tp
+            seconds = seconds + layers * factor * 2.0 * expansion / gemm_rate * np.asarray(received)
+        return seconds
 
     def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_a of each whole document alone, shared evenly by the ``cp`` ranks."""
@@ -286,16 +212,14 @@ class Costs:
 
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_l of micro-batches of ``tokens`` tokens, shared evenly by the ``cp`` ranks; an empty one costs nothing."""
+        if phase == "both":
+            return self.linear_seconds(tokens, "forward") + self.linear_seconds(tokens, "backward")
         count = np.asarray(tokens, dtype=np.float64)
         own, others = count / self.cp, count * (self.cp - 1) / self.cp
-
-        def price(one: Literal["forward", "backward"]) -> Seconds:
-            again = one == "backward" and self.recomputed != "none"
-            seconds = self.blocks_seconds(own, "both" if again else one) + self.head_seconds(own, one)
-            seconds = seconds + (1 + again) * (self.tp_seconds(own) + self.expert_seconds(own))
-            return seconds + self.exchange_seconds(others, self.cp)
-
-        return _over(phase, price)
+        again = phase == "backward" and self.recomputed != "none"
+        seconds = self.blocks_seconds(own, "both" if again else phase) + self.head_seconds(own, phase)
+        seconds = seconds + (1 + again) * (self.tp_seconds(own) + self.expert_seconds(own))
+        return seconds + self.exchange_seconds(others, self.cp)
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
         """W_a plus the part of W_l that grows with tokens, forward and backward: the additive price of a document."""
@@ -303,20 +227,30 @@ class Costs:
         return self.attention_seconds(d) + self._token_seconds * d
 
     @property
+    def experts_share(self) -> float:
+        """Of the experts, those that a tensor-parallel group has."""
+        return 1.0
+
+    @property
+    def element_passes(self) -> float:
+        """Values that element-wise kernels move, over those of kernels that each read inputs and write outputs once."""
+        return 1.0
+
+    @property
+    def gathers_context(self) -> bool:
+        """Whether ranks gather all keys and values before attention, not in parts those that they attend, beside it."""
+        return False
+
+    @property
     def own_weights(self) -> float:
         """Weights of all blocks that a tensor-parallel group has: its experts, and everything else."""
         experts = expert_weights(self.shape)
-        shared = self.shape.layers * mean_block_weights(self.shape) - experts
-        return shared + experts / self.software.expert_parallel
+        return self.shape.layers * mean_block_weights(self.shape) - experts + experts * self.experts_share
 
     @cached_property
     def _token_seconds(self) -> float:
         once, twice = self.linear_seconds([_LARGE, 2 * _LARGE])
         return float(twice - once) / _LARGE
-
-    @cached_property
-    def _measured(self) -> MeasuredSeconds | None:
-        return None if self.profile is None else self.profile.seconds()
 
     @property
     def _share(self) -> float:
@@ -324,7 +258,13 @@ class Costs:
 
     @cached_property
     def _rates(self) -> dict[Phase, _Rates]:
-        return _rates(self.shape, self.hardware, self.tp, self.software.fused)
+        of_job = self.shape, self.hardware, self.tp, self.element_passes
+        forward, backward = _phase_rates(*of_job, "forward"), _phase_rates(*of_job, "backward")
+        return {
+            "forward": forward,
+            "backward": backward,
+            "both": _Rates(*map(sum, zip(forward, backward, strict=True))),
+        }
 
     @property
     def _kv_bytes(self) -> float:
@@ -336,16 +276,14 @@ class Costs:
     def _whole(self, lengths: ArrayLike, phase: Phase) -> Seconds:
         """Attention of whole documents on this GPU."""
         d, rates = np.asarray(lengths, dtype=np.float64), self._rates[phase]
-        if self._measured is not None:
-            return self._share * self._measured.attention_seconds(d, phase)
+        if self.profile is not None:
+            return self._share * self.profile.attention_seconds(d, phase)
         seconds: Seconds = d * (rates.pair / 2 * d + (rates.pair / 2 + rates.padding))
         if self.shape.sliding_window is not None:
-            seconds = seconds + rates.window_pair * windowed_pairs(d, self.shape.sliding_window)
+            seconds = seconds + rates.window_pair * attended_pairs(d, self.shape.sliding_window)
         return seconds
 
-    def _at_least_moving(
-        self, weights: float, tokens: ArrayLike, token_seconds: float, phase: Literal["forward", "backward"]
-    ) -> Seconds:
+    def _at_least_moving(self, weights: float, tokens: ArrayLike, token_seconds: float, phase: Direction) -> Seconds:
         """So many seconds a token, or what reading the ``weights`` takes that few are multiplied by; 0 for none.
 
         A backward adds its gradient to that of earlier micro-batches, which reads and writes it in float32.
@@ -374,14 +312,8 @@ class _Rates(NamedTuple):
     experts: float  # for all experts in a micro-batch, however many tokens it has
 
 
-@lru_cache(maxsize=256)
-def _rates(shape: ModelShape, hardware: Hardware, tp: int, fused: bool) -> dict[Phase, _Rates]:
-    forward, backward = (_phase_rates(shape, hardware, tp, fused, backward=backward) for backward in (False, True))
-    both = _Rates(*map(sum, zip(forward, backward, strict=True)))
-    return {"forward": forward, "backward": backward, "both": both}
-
-
-def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, fused: bool, *, backward: bool) -> _Rates:
+def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, element_passes: float, phase: Direction) -> _Rates:
+    backward = phase == "backward"
     of_pair, head_flops = pair_flops(shape), 2.0 * shape.vocab_size * shape.hidden
     block_flops = (gemm_flops_per_token(shape) - head_flops) / hardware.block_rate + _grouping_flops(shape)
     kernel = hardware.attention
@@ -393,10 +325,10 @@ def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, fused: bool, *,
     pair, window_pair = (shape.layers_of(kind) * of_pair / rate / tp for kind in ("full", "sliding"))
     drain = 0.0 if backward else kernel.drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
     gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * tp
-    element_values = elementwise_values_per_token(shape)[backward] * (1 if fused else _UNFUSED_PASSES)
+    element_values = elementwise_values_per_token(shape)[backward] * element_passes
     element_seconds = element_values * hardware.bytes_per_value / hardware.memory_bandwidth / tp
     converting = 0 if hardware.bytes_per_value == MASTER_BYTES else hardware.bytes_per_value + MASTER_BYTES
-    score_bytes = _LOSS_BYTES_PER_SCORE["backward" if backward else "forward"] + converting
+    score_bytes = _LOSS_BYTES_PER_SCORE[phase] + converting
     loss_seconds = shape.vocab_size * score_bytes / hardware.memory_bandwidth / tp
     return _Rates(
         pair=pair,
@@ -417,8 +349,3 @@ def _grouping_flops(shape: ModelShape) -> float:
         return 0.0
     columns = _EXPERT_COLUMNS + experts.biased * _EXPERT_BIASES * experts.ffn_hidden
     return 2.0 * routed_layers(shape) * 3 * shape.hidden * experts.active * columns
-
-
-def _over(phase: Phase, price: Callable[[Literal["forward", "backward"]], Seconds]) -> Seconds:
-    first, *rest = map(price, _PHASES[phase])
-    return first + rest[0] if rest else first

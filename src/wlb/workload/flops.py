@@ -19,20 +19,15 @@ LINEAR_BACKWARD_FACTOR = 2.0
 ATTENTION_BACKWARD_FACTOR = 2.5
 
 
-def attended_pairs(lengths: ArrayLike) -> NDArray[np.float64]:
-    """Query-key pairs under a causal mask, d (d + 1) / 2 for a document of d tokens; shape of ``lengths``."""
-    d = np.asarray(lengths, dtype=np.float64)
-    pairs: NDArray[np.float64] = d * (d + 1) / 2
-    return pairs
+def attended_pairs(lengths: ArrayLike, window: int | None = None) -> NDArray[np.float64]:
+    """Query-key pairs under a causal mask, d (d + 1) / 2 for a document of d tokens; shape of ``lengths``.
 
-
-def windowed_pairs(lengths: ArrayLike, window: int | None) -> NDArray[np.float64]:
-    """Query-key pairs where a token attends the last ``window`` tokens, itself among them; shape of ``lengths``."""
-    if window is None:
-        return attended_pairs(lengths)
+    With a ``window``, a token attends so many tokens at most, itself among them.
+    """
     d = np.asarray(lengths, dtype=np.float64)
-    pairs: NDArray[np.float64] = attended_pairs(np.minimum(d, window)) + window * np.maximum(d - window, 0.0)
-    return pairs
+    seen = d if window is None else np.minimum(d, window)
+    pairs: NDArray[np.float64] = seen * (seen + 1) / 2
+    return pairs if window is None else pairs + window * np.maximum(d - window, 0.0)
 
 
 def attention_flops(shape: ModelShape, lengths: ArrayLike, phase: Phase = "both") -> NDArray[np.float64]:
@@ -40,10 +35,9 @@ def attention_flops(shape: ModelShape, lengths: ArrayLike, phase: Phase = "both"
 
     ``pair_flops`` for each attended pair, times 2.5 for the backward (FlashAttention-2, arXiv 2307.08691, section 4.1).
     """
-    forward = shape.layers_of("full") * pair_flops(shape) * attended_pairs(lengths)
-    if sliding := shape.layers_of("sliding"):
-        forward = forward + sliding * pair_flops(shape) * windowed_pairs(lengths, shape.sliding_window)
-    return _in_phase(forward, ATTENTION_BACKWARD_FACTOR, phase)
+    full = shape.layers_of("full") * pair_flops(shape) * attended_pairs(lengths)
+    sliding = shape.layers_of("sliding") * pair_flops(shape) * attended_pairs(lengths, shape.sliding_window)
+    return _in_phase(full + sliding, ATTENTION_BACKWARD_FACTOR, phase)
 
 
 def pair_flops(shape: ModelShape) -> float:
@@ -69,31 +63,20 @@ def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
     kernel of its own that reads its inputs and writes its output once. Variants have others beside them, or in place
     of rotary embedding.
     """
-    more_forward, more_backward = _attention_values(shape)
+    latent, experts = shape.latent, shape.experts
+    if latent is None:
+        rotary, norms = 2 * shape.head_dim * (shape.heads + shape.kv_heads), 0
+    else:  # keys are put together of both their parts, and both latents have norms
+        rotary = 2 * latent.rope_dim * (shape.heads + 1) + 2 * shape.heads * shape.head_dim
+        norms = latent.q_rank + latent.kv_rank
     forward = backward = 0
     for kind, count in shape.blocks.items():
         width = feed_forward_width(shape, kind)
-        moved = _dispatched_values(shape) if kind.routed else 0
-        forward += count * (2 * (2 + 3) * shape.hidden + more_forward + moved + 3 * width)
-        backward += count * (2 * (3 + 3) * shape.hidden + more_backward + moved + 5 * width)
+        # A token is copied for each of its experts, and what they return is added up; backward the same, mirrored.
+        moved = (3 * experts.active + 1) * shape.hidden if experts is not None and kind.routed else 0
+        forward += count * (2 * (2 + 3) * shape.hidden + rotary + 2 * norms + moved + 3 * width)
+        backward += count * (2 * (3 + 3) * shape.hidden + rotary + 3 * norms + moved + 5 * width)
     return float(forward), float(backward)
-
-
-def _attention_values(shape: ModelShape) -> tuple[int, int]:
-    """Of element-wise kernels around attention, forward and backward."""
-    latent = shape.latent
-    if latent is not None:
-        # Rotary embedding, putting keys together of both their parts, and the norms of both latents.
-        kept = 2 * latent.rope_dim * (shape.heads + 1) + 2 * shape.heads * shape.head_dim
-        return kept + 2 * (latent.q_rank + latent.kv_rank), kept + 3 * (latent.q_rank + latent.kv_rank)
-    rotary = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
-    return rotary, rotary
-
-
-def _dispatched_values(shape: ModelShape) -> int:
-    """Copying a token for each of its experts, and adding up what they return; backward the same, mirrored."""
-    assert shape.experts is not None
-    return (3 * shape.experts.active + 1) * shape.hidden
 
 
 def _in_phase(forward: NDArray[np.float64], backward_factor: float, phase: Phase) -> NDArray[np.float64]:

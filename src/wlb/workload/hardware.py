@@ -59,7 +59,7 @@ class Hardware:
     narrow_rates: tuple[tuple[str, float], ...] = ()  # of narrower types, and matrix products' rate over this one's
     block_rate: float = 1.0  # of matrix products in blocks, over those of the output head
     exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
-    attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # that ``attending_with`` knows
+    attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # by name, in the preset's type
 
     def computing_in(self, dtype: str) -> Hardware:
         """The same device when it computes in ``dtype``: values take other bytes, and wider ones more time.
@@ -76,25 +76,9 @@ class Hardware:
         slower = self.computing_at(dict(self.wide_rates).get(dtype, 1.0))
         return replace(slower, bytes_per_value=_TYPE_BYTES[dtype], block_rate=1.0)
 
-    def at_power(self, share: float) -> Hardware:
-        """The same device held to ``share`` of its power: computing slows down with its root (assumed), memory not."""
-        return self.computing_at(math.sqrt(share))
-
     def computing_at(self, speed: float) -> Hardware:
         """The same device with arithmetic at a share of its speed; memory and links stay as fast."""
         return replace(self, peak_flops=self.peak_flops * speed, attention=self.attention.times(speed))
-
-    def attending_with(self, name: str) -> Hardware:
-        """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4", "cudnn" or "triton".
-
-        Their rates are of the preset's type: ``computing_in`` comes after. Raises ``UserError`` that lists those with a
-        price where the device has none of that name.
-        """
-        kernels = dict(self.attention_kernels)
-        if name not in kernels:
-            known = f"choose one of {', '.join(kernels)}" if kernels else "only its own have one"
-            raise UserError(f"attention kernels {name!r} have no price on this device; {known}")
-        return replace(self, attention=kernels[name])
 
 
 _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -270,9 +254,9 @@ HARDWARE |= {
 }
 # Presets attend with FlashAttention-2, which torch runs unless told otherwise; those named after kernels with these.
 HARDWARE |= {
-    f"{name}-{kernels}": HARDWARE[name].attending_with(kernels)
+    f"{name}-{kernels}": replace(HARDWARE[name], attention=kernel)
     for name in ("h100", "h200", "b200")
-    for kernels, _ in HARDWARE[name].attention_kernels
+    for kernels, kernel in HARDWARE[name].attention_kernels
     if kernels not in ("fa2", "triton")
 }
 

@@ -77,8 +77,8 @@ class ModelShape:
     ``full_attention_layers`` and every ``full_attention_every``-th, where these are given. ``experts`` take the place
     of the feed-forward layer, whose width ``ffn_hidden`` is then that of dense blocks.
 
-    Raises ``UserError`` for a size below 1, for more than 10,000 layers, for query heads that do not share the
-    key/value heads evenly, and for variants that do not go together.
+    Raises ``UserError`` for a size below 1, for more than 10,000 layers, for an odd ``head_dim``, for query heads that
+    do not share the key/value heads evenly, and for variants that do not go together.
     """
 
     hidden: int
@@ -98,6 +98,11 @@ class ModelShape:
         _check_sizes("", vars(self))
         if self.layers > _MOST_LAYERS:
             raise UserError(f"model shape has layers = {self.layers}; it must be at most {_MOST_LAYERS}")
+        if self.head_dim % 2:
+            raise UserError(
+                f"model shape has head_dim = {self.head_dim}, which is odd; rotary positions turn pairs of dimensions, "
+                "choose an even one"
+            )
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model shape has heads = {self.heads}, not a multiple of kv_heads = {self.kv_heads}; "
@@ -150,35 +155,3 @@ def _check_sizes(part: str, sizes: Mapping[str, object], may_be_zero: tuple[str,
 @lru_cache(maxsize=256)
 def _count_blocks(shape: ModelShape) -> Mapping[BlockKind, int]:
     return Counter(map(shape.block_kind, range(shape.layers)))
-
-
-def check_divisible(shape: ModelShape, tp: int) -> None:
-    """Raise ``UserError`` unless ``tp`` ranks can share the model's heads, feed-forward, experts and vocabulary."""
-    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size")}
-    if shape.experts is not None:
-        sizes |= {f"experts.{name}": getattr(shape.experts, name) for name in ("count", "shared_hidden")}
-    for name, size in sizes.items():
-        if size % tp:
-            more = f" or a vocab_size of {size + tp - size % tp}" if name == "vocab_size" else ""
-            raise UserError(
-                f"model {name} = {size} cannot be split over tp = {tp} ranks; choose a divisor of {size}{more}"
-            )
-
-
-def check_built(shape: ModelShape) -> None:
-    """Raise ``UserError`` for a variant that is priced and that nothing here builds.
-
-    Windows are built where the blocks with full attention come first. Models in which they alternate (Gemma, gpt-oss)
-    differ in more than that.
-    """
-    for name, variant in (
-        ("full_attention_every", "full attention in every few blocks"),
-        ("experts", "a mixture of experts"),
-        ("latent", "multi-head latent attention"),
-    ):
-        if getattr(shape, name) is not None:
-            raise UserError(
-                f"the model has {variant} ({name}), which can be priced and simulated but not trained or profiled; "
-                "choose a dense model with full or windowed attention, such as llama3-8b, or train experts and latents "
-                "in Hugging Face's Trainer (wlb.integrations.huggingface.balanced)"
-            )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +29,10 @@ from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.rate import Rate, in_groups
+from wlb.simulate.rate import Rate
 from wlb.simulate.step import Steps
 from wlb.token_count import parse_count
-from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
-from wlb.workload.phases import PhasedPrices
 
 _DOCUMENTS_AT_A_TIME = 4096
 _FIXED_LENGTH = ("sequential", "fixed_greedy", "fixed_solver")  # the packing of the paper's plain-4D and fixed-4D
@@ -61,7 +59,6 @@ class MethodResult:
     ``imbalance_degree`` is the heaviest over the mean micro-batch of whole steps, by the prices a method packs by.
     ``attention_kept`` is the share of the documents' query-key pairs that is computed: what cutting documents leaves
     out makes a method faster, not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
-    ``phase_imbalance`` is the heaviest over the mean micro-batch in each phase of documents that have several.
     """
 
     method: str
@@ -80,12 +77,9 @@ class MethodResult:
     tokens_in: int
     tokens_out: int
     optimality_gap: float | None = None
-    phase_imbalance: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("as_packed", "arranged")}
-        if not self.phase_imbalance:
-            del own["phase_imbalance"]
         arranged = {f"{name}_arranged": value for name, value in self.arranged._asdict().items()}
         return own | self.as_packed._asdict() | arranged
 
@@ -155,10 +149,18 @@ def packer_for(method: str, job: Job, *, solver_seconds: float | None = None, **
     except UserError as error:
         raise UserError(f"method {method!r}: {error}") from None
     sizes = {"method": name, "micro_batches": job.packing.micro_batches}
-    packer = replace(job, packing=PackingConfig.of(sizes | options, "packing")).packer()
+    job = replace(job, packing=PackingConfig.of(sizes | options, "packing"))
+    packer = job.packing.packer(job.context_window, job.packing_prices)
     if isinstance(packer, FixedSolverPacker):
         packer.time_limit = solver_seconds
     return packer
+
+
+def options_read_by(methods: Iterable[str]) -> set[str]:
+    """What any of ``methods`` reads of the overrides of ``packer_for``. Raises ``UserError`` for an unknown method."""
+    names = {checked_method(method.partition(":")[0]) for method in methods}
+    solver = {"solver_seconds"} if "fixed_solver" in names else set()
+    return solver.union(*(METHODS[name] for name in names))
 
 
 def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
@@ -190,13 +192,12 @@ def compare_packer(
     statistics = PackingStatistics()
     trained = _TokenLedger()
     planning_seconds = 0.0
-    whole: list[StepPlan] = []
-    for chunk in in_groups(documents, _DOCUMENTS_AT_A_TIME):
+    for first in range(0, len(documents), _DOCUMENTS_AT_A_TIME):
+        chunk = documents[first : first + _DOCUMENTS_AT_A_TIME]
         start = time.perf_counter()
         plans = packer.plan(chunk)
         planning_seconds += time.perf_counter() - start
         statistics.add(plans)
-        whole += plans if job.phases else ()
         trained.add(plans)
         simulated.add(plans)
         on_progress(len(chunk))
@@ -222,7 +223,6 @@ def compare_packer(
         tokens_in=sum(document.length for document in documents),
         tokens_out=statistics.tokens,
         optimality_gap=float(np.mean(gaps)) if gaps else None,
-        phase_imbalance=_phase_imbalance(whole, job.work_prices),
     )
 
 
@@ -294,9 +294,8 @@ class _Simulated:
         if not plans:
             return
         dealt, arranged = [self._dealt(plan) for plan in plans], [self._arranged(plan) for plan in plans]
-        steps = Steps.of_plans(dealt, self._costs)
-        self.as_packed.add(dealt, steps, tail)
-        self.arranged.add(arranged, steps.reordered(np.array(list(map(_places, dealt, arranged)))), tail)
+        self.as_packed.add(dealt, Steps.of_plans(dealt, self._costs), tail)
+        self.arranged.add(arranged, Steps.of_plans(arranged, self._costs), tail)
 
 
 @dataclass
@@ -324,12 +323,6 @@ class _Sums:
         )
 
 
-def _places(plan: StepPlan, arranged: StepPlan) -> list[int]:
-    """Where in ``plan`` each micro-batch of ``arranged`` is."""
-    places = {id(micro_batch): place for place, micro_batch in enumerate(plan.micro_batches)}
-    return [places[id(micro_batch)] for micro_batch in arranged.micro_batches]
-
-
 class _TokenLedger:
     """Tokens trained of every document, and query-key pairs computed over all."""
 
@@ -348,18 +341,6 @@ class _TokenLedger:
         for document, _, length in documents:
             self._tokens[document] = self._tokens.get(document, 0) - length
         return sum(tokens == 0 for tokens in self._tokens.values())
-
-
-def _phase_imbalance(plans: Sequence[StepPlan], prices: DocumentPrices) -> dict[str, float]:
-    """By phase, the dearest over the mean micro-batch, mean over steps; nothing where ``prices`` know no phases."""
-    if not isinstance(prices, PhasedPrices):
-        return {}
-    degrees = [] if plans else [np.ones(len(prices.names))]
-    for plan in plans:
-        costs = np.array([prices.costs(micro_batch.segments).sum(axis=0) for micro_batch in plan.micro_batches])
-        largest, mean = costs.max(axis=0), costs.mean(axis=0)
-        degrees.append(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
-    return dict(zip(prices.names, np.mean(degrees, axis=0).tolist(), strict=True))
 
 
 def is_baseline(method: str) -> bool:

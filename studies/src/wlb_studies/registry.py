@@ -11,7 +11,7 @@ from collections.abc import Callable
 from wlb_studies import gains
 from wlb_studies.experiment import Report, Settings
 from wlb_studies.paper import breakdown, context_windows, convergence, imbalance, kernel, sharding, speedups, table2
-from wlb_studies.policies import grid, ingredients
+from wlb_studies.policies import grid, level
 
 EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "imbalance": imbalance.run,  # Figures 1 and 4: latency per GPU of 8,192
@@ -23,7 +23,7 @@ EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "kernel": kernel.run,  # Figures 7 and 10: attention by length
     "gains": gains.run,  # who gains, by model, window and GPUs
     "grid": grid.run,  # published policies since, beside ours, in 22 jobs
-    "level": ingredients.run,  # level steps without one of their ingredients
+    "level": level.run,  # level steps over the ideal, beside pools
     "convergence": convergence.run,  # Figure 16: what a small model learns
 }
 # What ``wlb-studies paper`` runs without a name: minutes, and no training.

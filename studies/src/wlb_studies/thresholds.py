@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.documents.filling import documents_filling
 from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
 from wlb.packing.plan import StepPlan
@@ -21,6 +20,7 @@ from wlb.packing.variable_length import (
     threshold_sets,
 )
 from wlb.workload.base import DocumentPrices
+from wlb_studies.filling import documents_filling
 
 MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
 

@@ -44,6 +44,7 @@ def test_examples_can_be_parsed(name: str):
         ([*PACKING, "--batch-tokens", "8K"], "--micro-batches and --batch-tokens both say the global batch"),
         ([*PACKING, "--methods", "fixed_greedy:0"], "method 'fixed_greedy:0': '0' is not a whole number of at least 1"),
         ([*PACKING, "--max-length-factor", 1e300], "--max-length-factor"),
+        ([*PACKING, "--methods", "sequential", "--max-delay", 3], "--max-delay has no effect on sequential (got 3)"),
         ([*PACKING, "--methods", "any,"], "--methods 'any,' has an empty name; list names as a,b,c"),
         ([*PACKING, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
         ([*PACKING, "--plot", "picture.txt"], "picture picture.txt must end in one of .png, .pdf, .svg"),

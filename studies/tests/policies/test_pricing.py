@@ -13,7 +13,7 @@ import pytest
 from studies.tests.policies.ranks import lengths_of, ranks
 from tests.simulate.jobs import SHAPE, documents, job
 from wlb.errors import UserError
-from wlb.job.memory.step import predict_even_step
+from wlb.job.memory.step import predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.schedules.operations import rank_operations
 from wlb.schedules.timing import pipeline_times
@@ -317,10 +317,7 @@ def test_memory_counts_gradients_of_several_micro_batches_and_a_full_pipeline():
     whole_gradients = 4 * parameters(SHAPE)
     assert peak_memory(alone, 4096, 1) > whole_gradients
     interleaved = ranks(4, pp=2, virtual_pp=2, schedule="interleaved_1f1b")
-    filling, full = (
-        predict_even_step(replace(interleaved.job.memory_settings, micro_batches=count), 65_536).total
-        for count in (2, 8)
-    )
+    filling, full = (predict_memory(interleaved.job, [65_536] * count).total for count in (2, 8))
     assert filling < full <= peak_memory(interleaved, 65_536, 1)
 
 

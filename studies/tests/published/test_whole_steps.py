@@ -10,14 +10,16 @@ from hypothesis.strategies import integers, lists
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.job.configured_shape import check_divisible
+from wlb.job.job import Job
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import simulate_steps
 from wlb.workload import hardware_preset
-from wlb.workload.shapes import check_divisible
 from wlb.workload.weights import parameters
 from wlb_studies.published.metrics import seconds_of_step
 from wlb_studies.published.models import model_flops_per_token, published_shape
 from wlb_studies.published.reading import read_measurements
+from wlb_studies.published.stacks import StackSoftware
 from wlb_studies.published.whole_steps import published_step, ran_triton, whole_step_row
 
 ROW = {
@@ -141,9 +143,15 @@ def test_models_of_tables_have_as_many_weights_as_their_cards_say(name, billions
 STACK = {"attention": "fa3", "compiled": False, "weights": "kept", "prefetch": False, "overlaps_tp": True}
 
 
+def software_of(job: Job) -> StackSoftware:
+    software = job.software
+    assert isinstance(software, StackSoftware)
+    return software
+
+
 def test_a_row_says_how_its_software_trains():
     unknown = published_step({**ROW, "repo": "nobody/nothing", "stack": STACK})
-    software, hardware = unknown.job.pricing.software, unknown.job.hardware
+    software, hardware = software_of(unknown.job), unknown.job.hardware
     assert (software.weights, software.prefetch, software.async_tp) == ("kept", False, True)
     assert hardware.attention == hardware_preset("h100-fa3").attention
     assert not any(one.startswith(("attention", "eager", "weights", "tensor")) for one in unknown.assumed)
@@ -152,7 +160,7 @@ def test_a_row_says_how_its_software_trains():
 def test_what_a_row_says_of_its_stack_goes_before_what_is_known_of_its_repository():
     known = published_step({**ROW, "stack": {"attention": "cudnn", "compiled": False}}).job
     assert known.hardware == hardware_preset("h100-cudnn")
-    assert known.pricing.software == replace(published_step(ROW).job.pricing.software, fused=False)
+    assert software_of(known) == replace(software_of(published_step(ROW).job), fused=False)
     note = {**ROW, "note": "FSDP"}  # of a run without torch.compile
     assert published_step({**note, "stack": {"compiled": True}}).job == published_step(ROW).job
 
@@ -205,14 +213,14 @@ def test_kernels_that_are_not_fused_cost_what_they_measure(model, hardware):
 def test_a_release_decides_whether_the_exchange_of_experts_is_hidden(changes, hidden):
     row = {**ROW, "repo": "NVIDIA-NeMo/Megatron-Bridge", "model": "qwen3-30b-a3b", "ep": 8, "micro_batch": 1, **changes}
     step = published_step(row)
-    assert step.job.pricing.software.overlaps_experts is hidden
+    assert software_of(step.job).overlaps_experts is hidden
     assert ("the exchange of experts hidden" in step.assumed) is hidden
 
 
 def test_the_host_of_hugging_faces_trainer_takes_time_for_every_micro_batch():
     row = {**ROW, "repo": "huggingface/trl", "stack": STACK | {"overlaps_tp": False}, "recompute": "none"}
     one, two = (published_step({**row, "global_batch": size}) for size in (16, 32))
-    assert one.job.pricing.software.micro_batch_seconds > 0.1
+    assert software_of(one.job).micro_batch_seconds > 0.1
     assert two.seconds - one.seconds > 0.1
 
 
@@ -250,7 +258,7 @@ def test_weights_are_kept_in_a_pipeline_and_so_it_says():
     gathered, kept = (published_step({**ROW, "pp": pp, "micro_batch": 2 * pp}) for pp in (1, 2))
     assert "weights gathered by FSDP in every micro-batch" in gathered.assumed
     assert "weights kept whole" in kept.assumed
-    assert (gathered.job.pricing.software.weights, kept.job.pricing.software.weights) == ("gathered", "kept")
+    assert (gathered.job.software.weights, kept.job.software.weights) == ("gathered", "kept")
 
 
 def test_recomputation_that_is_not_stated_is_the_cheapest_that_fits():
@@ -266,12 +274,12 @@ def test_what_a_note_denies_was_not_used():
     said, denied = (
         published_step({**ROW, "note": note}).job for note in ("AsyncTP, compile", "no AsyncTP, exploration, no LoRA")
     )
-    assert (said.pricing.software.async_tp, denied.pricing.software.async_tp) == (True, False)
+    assert (software_of(said).async_tp, software_of(denied).async_tp) == (True, False)
     eager = published_step({**ROW, "note": "FSDP"}).job
     assert published_step({**ROW, "note": "FSDP without torch.compile"}).job == eager
-    assert not eager.pricing.software.fused
-    assert said.pricing.software.fused
-    assert denied.pricing.software.fused
+    assert not software_of(eager).fused
+    assert software_of(said).fused
+    assert software_of(denied).fused
 
 
 def test_what_a_row_does_not_state_is_assumed_by_name():

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import wlb.documents.prepare.sources as prepare_sources
 from tests.documents.prepare.test_shards import write_corpus
 from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
-from wlb.documents.prepare.on_ray import cluster, map_on_ray
+from wlb.documents.prepare.processes import cluster, map_on_ray
 from wlb.documents.prepare.tokenization import BytesTokenizer
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
@@ -31,8 +30,7 @@ def four_processes():
 
 
 @pytest.fixture
-def corpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_sources, "_TASK_BYTES", (2000, 2000))
+def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus")
 
 

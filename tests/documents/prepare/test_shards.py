@@ -10,7 +10,6 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-import wlb.documents.prepare.sources as prepare_sources
 from tests.documents.prepare.test_sources import compressed
 from wlb.documents.prepare import prepare_store
 from wlb.documents.prepare.sources import CorpusShard, FileCorpus
@@ -20,7 +19,7 @@ from wlb.errors import UserError
 
 
 def write_corpus(directory: Path) -> FileCorpus:
-    """Of every kind of file, in tasks of about 2,000 bytes, some of them without documents."""
+    """Of every kind of file."""
     directory.mkdir()
     lines = "".join(json.dumps({"text": f"{i} " * (i % 90)}) + "\n" for i in range(200)).encode()
     (directory / "a.jsonl").write_bytes(lines + b'{oops\n{"text": "' + b"x" * 5000 + b'"}\n')
@@ -34,15 +33,13 @@ def write_corpus(directory: Path) -> FileCorpus:
 
 
 @pytest.fixture
-def corpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_sources, "_TASK_BYTES", (2000, 2000))
+def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus")
 
 
 def test_shards_are_the_store_in_order(tmp_path, corpus):
     prepare_store(corpus, tmp_path / "alone", BytesTokenizer())
     alone = TokenStore.open(tmp_path / "alone")
-    assert 20 < len(list(corpus.tasks())) < 100
     for count in (1, 3, 11):
         shards = [CorpusShard(number, count) for number in range(1, count + 1)]
         reports = [
@@ -67,9 +64,21 @@ def test_a_shard_is_made_whole_or_not_at_all_and_once(tmp_path, corpus):
         prepare_store(corpus, prefix, BytesTokenizer(), shard=shard)
     with pytest.raises(UserError, match=r"s-2-of-3\.idx is one of another number of shards than 4; remove those, or"):
         prepare_store(corpus, prefix, BytesTokenizer(), shard=CorpusShard(1, 4))
-    tasks = len(list(corpus.tasks()))
-    with pytest.raises(UserError, match=rf"divides into {tasks} shards at most, and shard 1/1000 is asked for"):
-        prepare_store(corpus, tmp_path / "t", BytesTokenizer(), shard=CorpusShard(1, 1000))
+
+
+def test_shards_in_which_no_document_begins_are_empty(tmp_path):
+    (tmp_path / "d.txt").write_text("one")
+    (tmp_path / "bad.jsonl").write_text("{")
+    for number in (1, 2):
+        report = prepare_store(
+            FileCorpus([tmp_path / "d.txt"]), tmp_path / "s", BytesTokenizer(), shard=CorpusShard(number, 2)
+        )
+        assert report.documents_out == 2 - number
+    assert TokenStore.open(tmp_path / "s-*").lengths.tolist() == [4]
+    with pytest.raises(UserError, match=r"s-2-of-2\.idx holds no documents"):
+        TokenStore.open(tmp_path / "s-2-of-2")
+    with pytest.raises(UserError, match="no documents are left of 1: 1 bad json"):
+        prepare_store(FileCorpus([tmp_path / "bad.jsonl"]), tmp_path / "t", BytesTokenizer(), shard=CorpusShard(1, 1))
 
 
 def test_shards_are_named():

@@ -7,7 +7,6 @@ import gzip
 import json
 import os
 from pathlib import Path
-from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,9 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import wlb.documents.prepare.sources as prepare_sources
-from wlb.documents.prepare.batches import Reject
-from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus, stdlib_documents, stdlib_files, stdlib_root
+from wlb.documents.prepare.raw_files import Reject
+from wlb.documents.prepare.sources import (
+    CorpusShard,
+    FileCorpus,
+    StdlibCorpus,
+    stdlib_documents,
+    stdlib_files,
+    stdlib_root,
+)
 from wlb.errors import UserError
 
 PIECES = [
@@ -32,12 +37,14 @@ PIECES = [
     "\f\n",
     "s = 'é\u2028'\n",
 ]
-task_bytes = st.sampled_from([3, 60, 10**6])
+shares = st.sampled_from([1, 2, 7, 40])
 documents = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30), max_size=20)
 
 
-def read(*sources, **options):
-    return [text for batch in FileCorpus(sources, **options).batches() for text in batch]
+def read(*sources, shards=1, **options):
+    corpus = FileCorpus(sources, **options)
+    every = [CorpusShard(number, shards) for number in range(1, shards + 1)]
+    return [text for shard in every for batch in corpus.batches(shard) for text in batch]
 
 
 def compressed(path, content):
@@ -55,12 +62,11 @@ def compressed(path, content):
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "d.ndjson", "d.json", "d.json.gz"])
 def test_json_lines_give_their_texts(tmp_path, name):
-    @given(documents.filter(bool), st.sampled_from(["\n", "\r\n"]), st.booleans(), task_bytes)
-    def same(texts, newline, escape, most):
+    @given(documents.filter(bool), st.sampled_from(["\n", "\r\n"]), st.booleans(), shares)
+    def same(texts, newline, escape, count):
         body = newline.join(json.dumps({"id": 1, "text": t}, ensure_ascii=escape) for t in texts)
         path = compressed(tmp_path / name, (body + newline * escape).encode())
-        with mock.patch.object(prepare_sources, "_TASK_BYTES", (most, most)):
-            assert read(path) == texts
+        assert read(path, shards=count) == texts
 
     same()
 
@@ -68,12 +74,11 @@ def test_json_lines_give_their_texts(tmp_path, name):
 def test_parquet_gives_its_texts(tmp_path):
     kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
 
-    @given(documents, st.sampled_from(kinds), task_bytes)
-    def same(texts, kind, most):
+    @given(documents, st.sampled_from(kinds), shares)
+    def same(texts, kind, count):
         path = tmp_path / "d.parquet"
         pq.write_table(pa.table({"body": pa.array(texts).cast(kind)}), path, row_group_size=7)
-        with mock.patch.object(prepare_sources, "_TASK_BYTES", (most, most)):
-            assert read(path, text_field="body") == texts
+        assert read(path, text_field="body", shards=count) == texts
 
     same()
 
@@ -140,11 +145,10 @@ def test_a_text_file_is_one_document_or_one_per_line(tmp_path, name):
 def test_lines_are_documents_however_they_are_divided(tmp_path):
     lines = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"), min_size=1).filter(str.strip)
 
-    @given(st.lists(lines, max_size=20), task_bytes)
-    def same(texts, most):
+    @given(st.lists(lines, max_size=20), shares)
+    def same(texts, count):
         path = compressed(tmp_path / "d.txt", "".join(f"{text}\n" for text in texts).encode())
-        with mock.patch.object(prepare_sources, "_TASK_BYTES", (most, most)):
-            assert read(path, documents="lines") == texts
+        assert read(path, documents="lines", shards=count) == texts
 
     same()
 

@@ -18,9 +18,8 @@ from tests.web import Faults, files_of, running, served
 from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
 from wlb.documents.store import files
-from wlb.documents.store.files import exists
+from wlb.documents.store.files import exists, names_store
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, stored_vocab_size
-from wlb.documents.store.sources import names_store
 from wlb.errors import UserError
 
 VOCAB = 300
@@ -290,8 +289,8 @@ def test_urls_stay_what_they_are(url):
     config = DataConfig(mixture=({"store": [url], "weight": 1},))
     assert config.model_dump(mode="json")["mixture"] == [{"store": [url], "weight": 1}]
     assert DataConfig.model_validate(config.model_dump(mode="json")) == config
-    with pytest.raises(ValueError, match=r"data\.mixture names a store twice"):
-        DataConfig(mixture=({"store": [url], "weight": 1}, {"store": f"{url}.idx", "weight": 1}))
+    with pytest.raises(UserError, match=r"a token store is named twice"):
+        TokenStore.open([url], f"{url}.idx")
 
 
 def test_an_empty_name_is_refused():

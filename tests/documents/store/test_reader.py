@@ -18,8 +18,8 @@ from tests.limits import examples
 from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
 from wlb.documents.store import reader as reader_module
+from wlb.documents.store.files import names_store, store_prefixes
 from wlb.documents.store.reader import StoredLengths, TokenStore, TokenStoreWriter, stored_vocab_size
-from wlb.documents.store.sources import names_store, store_prefixes
 from wlb.errors import UserError
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
+from wlb.job.job import MemoryLimit
 from wlb.job.memory.fit import fits, largest_factor, predicted_memory
-from wlb.job.memory.step import MemoryLimit
 from wlb.packing.options import LARGEST_AUTO_FACTOR, Pools
 from wlb.simulate import simulated_job
 

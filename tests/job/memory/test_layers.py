@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.attention.live_bytes import LiveBytes
-from wlb.job.memory.layers import Checkpointing, LayerMemory, MemorySettings, Unit
+from wlb.job.memory.layers import LayerMemory, Unit
 from wlb.models.transformer import Transformer, TransformerConfig, rotary_angles
-from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
+from wlb.simulate import simulated_job
 from wlb.training.data.sharded_batch import ShardedAttention
 from wlb.training.parallel.parallelize import apply_activation_checkpointing
 from wlb.training.parallel.pipeline import LossTarget, token_loss
-from wlb.workload import ModelShape
+from wlb.workload import ModelShape, hardware_preset
+from wlb.workload.base import Checkpointing
 
 # Widths that are all different, so that none can be taken for another.
 SHAPE = ModelShape(hidden=64, layers=1, heads=6, kv_heads=2, head_dim=16, ffn_hidden=160, vocab_size=1000)
@@ -34,7 +35,9 @@ class Measured:
 
 
 def layers(dtype: torch.dtype, strategy: Checkpointing = "none") -> LayerMemory:
-    return LayerMemory(MemorySettings(SHAPE, (1,), Layout(), 1, dtype.itemsize, strategy), ROWS)
+    hardware = hardware_preset("cpu").computing_in(str(dtype).removeprefix("torch."))
+    job = simulated_job(SHAPE, ROWS, "plain-4d", hardware=hardware, activation_checkpointing=strategy)
+    return LayerMemory(job, ROWS)
 
 
 def model(dtype: torch.dtype, strategy: Checkpointing = "none") -> Transformer:

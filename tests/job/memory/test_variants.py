@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from wlb.job.memory.layers import LayerMemory, MemorySettings
+from wlb.job.job import Job
+from wlb.job.memory.layers import LayerMemory
 from wlb.job.memory.step import predict_memory
-from wlb.schedules.layout import Layout
-from wlb.workload import ModelShape
+from wlb.simulate import simulated_job
+from wlb.workload import ModelShape, hardware_preset
 from wlb.workload.shapes import BlockKind, Experts, LatentAttention
 from wlb.workload.weights import parameters
 
@@ -19,25 +20,25 @@ WINDOWED = replace(DENSE, full_attention_every=3, sliding_window=16)
 ROWS = 128
 
 
-def settings(shape: ModelShape, **layout: Any) -> MemorySettings:
-    parallel = Layout(**layout)
-    return MemorySettings(shape, (shape.layers // parallel.pp,) * parallel.pp, parallel, 1, compute_bytes=2)
+def job(shape: ModelShape, **layout: Any) -> Job:
+    hardware = hardware_preset("cpu").computing_in("bfloat16")
+    return simulated_job(shape, 4096, "plain-4d", hardware=hardware, sharding="per_document", **layout)
 
 
 def held(shape: ModelShape, kind: BlockKind, **layout: Any) -> int:
-    return LayerMemory(settings(shape, **layout), ROWS).block(kind).held
+    return LayerMemory(job(shape, **layout), ROWS).block(kind).held
 
 
 @pytest.mark.parametrize("shape", [DENSE, ROUTED, LATENT, WINDOWED])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_weight_is_held_whether_a_token_meets_it_or_not(shape, tp):
     norms = (2 * shape.layers + 1) * shape.hidden
-    parts = predict_memory(settings(shape, tp=tp), [1]).parts
+    parts = predict_memory(job(shape, tp=tp), [1]).parts
     assert parts["weights"] == 4 * (parameters(shape) // tp + norms)
 
 
 def test_the_first_stage_holds_the_blocks_without_experts():
-    layers = LayerMemory(settings(ROUTED, pp=2), ROWS)
+    layers = LayerMemory(job(ROUTED, pp=2), ROWS)
     dense, routed = (layers.block(BlockKind("full", is_routed)).weights for is_routed in (False, True))
     assert [unit.weights for unit in layers.blocks(range(3))] == [dense, dense, routed]
     assert [unit.weights for unit in layers.blocks(range(3, 6))] == [routed] * 3

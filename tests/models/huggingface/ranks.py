@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from wlb.models.huggingface.config_json import read_config
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.schedules.layout import Layout
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
-from wlb.workload.model_json import read_config
 
 
 def weights_in(directories: list[Path], layouts: list[Layout]) -> list[dict[str, Tensor]]:

@@ -19,10 +19,11 @@ from tests.models.huggingface.models import (
     their_scores,
     two_documents,
 )
+from wlb.models.huggingface.config_json import read_config
 from wlb.models.huggingface.export import export_model
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
-from wlb.workload.model_json import read_config, read_config_json
+from wlb.workload.model_json import read_config_json
 
 # Written with YaRN's defaults, with the length that follows from mscale, and as Llama, which computes the same.
 SAID_OTHERWISE = ("llama-yarn", "qwen2-window", "mistral-v0.3")

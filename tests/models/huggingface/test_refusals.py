@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.huggingface.models import save_random_model
 from wlb.errors import UserError
+from wlb.models.huggingface.config_json import read_config, to_config_json
 from wlb.models.huggingface.weights import EMBEDDING, HEAD, PretrainedWeights
-from wlb.workload.model_json import read_config, to_config_json
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -126,7 +126,7 @@ def _change(model: Path, **changes: Any) -> None:
         ({"num_hidden_layers": 10**6}, "layers = 1000000; it must be at most 10000"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0 is not a whole number of at least 1"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0 is not a whole number of at least 1"),
-        ({"head_dim": 3}, "head_dim = 3 is odd"),
+        ({"head_dim": 3}, "head_dim = 3, which is odd"),
         ({"head_dim": 0}, "head_dim = 0 is not a whole number of at least 1"),
         ({"head_dim": None, "hidden_size": 34}, "hidden_size = 34 is not a multiple of num_attention_heads = 4"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),

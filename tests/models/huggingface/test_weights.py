@@ -18,12 +18,12 @@ from tests.training.jobs import job, read_steps, train, write_store
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
+from wlb.models.huggingface.config_json import read_config
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
 from wlb.schedules.layout import Layout
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import trained_model
-from wlb.workload.model_json import read_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {"llama-3.2": {"pp": 2, "tp": 2}, "qwen3": {"dp": 2, "tp": 2}}
 

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
+from wlb.job.rope_scaling import RopeScalingConfig
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.checkpoint.resuming import check_model, check_tensors, model_record
 from wlb.training.optimizer import build_optimizer
 from wlb.workload import ModelShape
-from wlb.workload.model import RopeScalingConfig
 
 SHAPE = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn_hidden=12, vocab_size=5)
 SCALING = RopeScalingConfig()

@@ -20,8 +20,8 @@ from wlb.attention import segment_attention
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config import EvaluationConfig, JobConfig
-from wlb.job.configured_model import configured_model
 from wlb.job.job import Job
+from wlb.models.configured_model import configured_model
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.training.data.loader import RankShare
@@ -73,7 +73,7 @@ def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
     results = []
     for config in configs:
         model = configured_model(config.model, 68)
-        job = Job.from_config(config, "cpu", model=model)
+        job = Job.from_config(config, "cpu", vocab_size=68)
         mesh = build_mesh(job.layout, "cpu")
         execution = Execution(CPU, torch.float64)
         stages = build_stage_modules(model, job.layout, mesh, execution, seed=0)

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wlb.documents.lengths import ReadLengths
-from wlb.documents.prepare.batches import Batch, Reject, TokenizedBatch, encode_text, map_in_order, tokenize_batch
 from wlb.documents.prepare.chat import ChatFormat
-from wlb.documents.prepare.on_ray import cluster, map_on_ray
-from wlb.documents.prepare.sources import Corpus, CorpusShard
-from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
+from wlb.documents.prepare.processes import cluster, map_in_order, map_on_ray
+from wlb.documents.prepare.raw_files import Reject
+from wlb.documents.prepare.sources import Batch, Corpus, CorpusShard
+from wlb.documents.prepare.tokenization import Encoded, HuggingFaceTokenizer, Tokenizer, train_bpe
 from wlb.documents.store.index import store_path
 from wlb.documents.store.writer import TokenStoreWriter, store_files, token_type
 from wlb.errors import UserError
@@ -38,7 +39,7 @@ _MOST_COUNTED = 20_000  # documents that are tokenised to know their lengths, an
 
 @dataclass(frozen=True, slots=True)
 class PrepareReport:
-    """What became of a corpus. ``rejects`` maps a reason (see ``batches.Reject``) to a number of documents."""
+    """What became of a corpus. ``rejects`` maps a reason (see ``Reject``) to a number of documents."""
 
     documents_in: int
     documents_out: int
@@ -53,6 +54,20 @@ class PrepareReport:
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedBatch:
+    """Documents one after another in ``tokens``, each with its end token; ``lengths`` has one entry for each.
+
+    ``mask`` says of every token whether it is a label; None where all are.
+    """
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    rejects: Counter[str]
+    text_bytes: int
+    mask: NDArray[np.bool_] | None = None
 
 
 OnProgress = Callable[[int], Any]
@@ -89,7 +104,7 @@ def prepare_store(
     ``save_tokenizer`` keeps a trained tokenizer beside the store; ``on_progress`` is called with the number of
     documents just taken or rejected. With ``shard``, only its documents are written, to ``PREFIX-I-of-N``. The store
     appears at the end, whole, or not at all. Raises ``UserError`` when it exists (without ``overwrite``), cannot be
-    written, a source is damaged, no document is left, or shards of another number are there.
+    written, a source is damaged, no document is left, or shards of another number are there. A shard may be empty.
     """
     if workers < 1:
         raise UserError(f"--workers must be at least 1, got {workers}")
@@ -110,7 +125,7 @@ def prepare_store(
             rejects.update(batch.rejects)
             text_bytes += batch.text_bytes
             on_progress(batch.lengths.size + batch.rejects.total())
-        if not writer.documents:
+        if not writer.documents and (rejects or shard is None):  # no document may begin in a shard
             raise _nothing_left(corpus, rejects)
         report = PrepareReport(
             documents_in=writer.documents + rejects.total(),
@@ -149,7 +164,7 @@ def prepare_shards(
     ``prefix`` under the same paths. Raises ``UserError`` as ``prepare_store``, and where all exist.
     """
     with cluster(ray) as cores:
-        count = min(shards or cores, sum(1 for _ in corpus.tasks()))
+        count = shards or cores
         _check_number(prefix, count)
         every = [CorpusShard(number + 1, count) for number in range(count)]
         todo = [shard for shard in every if overwrite or not store_path(shard.prefix(prefix), ".idx").exists()]
@@ -219,8 +234,39 @@ def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:
 
 
 def _tokenize(tokenizer: Tokenizer, chat: ChatFormat | None) -> Callable[[Batch], TokenizedBatch]:
-    encode = partial(encode_text if chat is None else chat.encode, tokenizer=tokenizer)
-    return partial(tokenize_batch, encode=encode, end_token=tokenizer.end_token, dtype=token_type(tokenizer.vocab_size))
+    encode = partial(_encode_text if chat is None else chat.encode, tokenizer=tokenizer)
+    dtype = token_type(tokenizer.vocab_size)
+    return partial(_tokenize_batch, encode=encode, end_token=tokenizer.end_token, dtype=dtype)
+
+
+def _encode_text(text: str, tokenizer: Tokenizer) -> Encoded | Reject:
+    """Tokenise a text, in which no token is special."""
+    tokens = tokenizer.encode(text)
+    return Encoded(text, tokens) if tokens.size else Reject.NO_TOKENS
+
+
+def _tokenize_batch(
+    batch: Batch, encode: Callable[[Any], Encoded | Reject], end_token: int, dtype: np.dtype[Any]
+) -> TokenizedBatch:
+    """Tokenise the documents of a batch by ``encode``. An end token is no label of a document that has a mask."""
+    rejects: Counter[str] = Counter()
+    end, no_label = np.array([end_token], dtype), np.zeros(1, np.bool_)
+    tokens: list[NDArray[Any]] = [np.empty(0, dtype)]
+    masks: list[NDArray[np.bool_]] = []
+    lengths: list[int] = []
+    text_bytes = 0
+    for document in batch:
+        encoded = document if isinstance(document, Reject) else encode(document)
+        if isinstance(encoded, Reject):
+            rejects[encoded.value] += 1
+            continue
+        tokens += (encoded.tokens.astype(dtype), end)
+        lengths.append(encoded.tokens.size + 1)
+        text_bytes += len(encoded.text.encode())
+        if encoded.mask is not None:
+            masks += (encoded.mask, no_label)
+    mask = np.concatenate(masks) if masks else None
+    return TokenizedBatch(np.concatenate(tokens), np.array(lengths, np.int64), rejects, text_bytes, mask)
 
 
 def describe_rejects(rejects: dict[str, int]) -> str:

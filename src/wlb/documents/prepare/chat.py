@@ -16,13 +16,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wlb.documents.prepare.batches import Encoded, Reject
-from wlb.documents.prepare.raw_files import as_text
-from wlb.documents.prepare.tokenization import Tokenizer, named_tokens, tokenizer_config
+from wlb.documents.prepare.raw_files import Reject, as_text
+from wlb.documents.prepare.tokenization import Encoded, Tokenizer, named_tokens, tokenizer_config
 from wlb.errors import UserError, require
 
 ChatMessage = Mapping[str, Any]
@@ -84,36 +83,16 @@ class ChatFormat:
                     if not (text.startswith(said) and said.startswith(prompt)):
                         return Reject.REWRITTEN
                     spans.append((len(prompt), len(said)))
-        except self._template_errors:
+        except (require("jinja2", "data").TemplateError, TypeError):
             return Reject.TEMPLATE
         checked = as_text(text)
         return checked if isinstance(checked, Reject) else Encoded(text, *tokenizer.encode_spans(text, spans))
 
     def _text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
-        text: str = self._compiled.render(
+        text: str = _compiled(self.template).render(
             messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.special_tokens)
         )
         return text
-
-    @cached_property
-    def _compiled(self) -> Any:
-        sandbox = require("jinja2.sandbox", "data")
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _fixed_day}
-        try:
-            return environment.from_string(_GENERATION_MARKS.sub(r"{#\1 \2#}", self.template))
-        except self._template_errors as error:
-            raise UserError(f"the chat template of the tokenizer is not valid: {error}") from None
-
-    @cached_property
-    def _template_errors(self) -> tuple[type[Exception], ...]:
-        return require("jinja2", "data").TemplateError, TypeError
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return ChatFormat, (self.template, self.special_tokens, self.marks)
 
 
 def as_messages(messages: Any) -> list[ChatMessage] | Reject:
@@ -126,10 +105,20 @@ def as_messages(messages: Any) -> list[ChatMessage] | Reject:
     return messages
 
 
-def _refuse(message: str) -> NoReturn:
-    raise require("jinja2", "data").TemplateError(message)
+@lru_cache
+def _compiled(template: str) -> Any:
+    jinja, sandbox = require("jinja2", "data"), require("jinja2.sandbox", "data")
 
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja.TemplateError(message)
 
-def _fixed_day(pattern: str) -> str:
-    # The default of Llama 3.1's template; today's would change the store.
-    return datetime(2024, 7, 26).strftime(pattern)
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    # The day is the default of Llama 3.1's template; today's would change the store.
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": datetime(2024, 7, 26).strftime}
+    try:
+        return environment.from_string(_GENERATION_MARKS.sub(r"{#\1 \2#}", template))
+    except (jinja.TemplateError, TypeError) as error:
+        raise UserError(f"the chat template of the tokenizer is not valid: {error}") from None

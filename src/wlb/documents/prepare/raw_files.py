@@ -13,32 +13,33 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wlb.documents.prepare.batches import Reject
 from wlb.errors import UserError, require
 from wlb.terminal import beginning_of
 
 COMPRESSED = (".gz", ".zst")
-# Megatron's and C4's corpora keep JSON Lines under plain .json names.
-_JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET_ROWS = 64  # read at a time; rows may be whole books
 
 
-def format_suffix(path: Path) -> str:
-    """The suffix that tells the format, below a suffix that tells the compression."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+class Reject(StrEnum):
+    """Why a document of the input is not in the store."""
 
-
-def file_kind(path: Path) -> str:
-    """How a file is read, by its name: "jsonl", "parquet" or "text"."""
-    suffix = format_suffix(path)
-    return "jsonl" if suffix in _JSON_LINES else "parquet" if suffix == ".parquet" else "text"
+    EMPTY = "empty"
+    NO_TOKENS = "no_tokens"
+    UNDECODABLE = "undecodable"
+    BLANK_LINE = "blank_line"
+    BAD_JSON = "bad_json"
+    NO_FIELD = "missing_field"
+    NOT_TEXT = "not_text"
+    NOT_MESSAGES = "not_messages"
+    NO_ASSISTANT = "no_assistant_message"
+    SPECIAL_TOKEN = "special_token_in_message"
+    TEMPLATE = "refused_by_chat_template"
+    REWRITTEN = "rewritten_by_chat_template"
 
 
 def refuse_list(path: Path) -> None:
@@ -81,18 +82,15 @@ def as_text(value: Any) -> str | Reject:
     return value or Reject.EMPTY
 
 
-def read_lines(path: Path, start: int, end: int | None, document: Callable[[bytes], Any]) -> Iterator[Any]:
-    """The lines of a file that begin at byte ``start`` or later and before byte ``end``, each made a ``document``.
-
-    A compressed file is only read whole.
-    """
+def read_lines(path: Path, start: int, end: float, document: Callable[[bytes], Any]) -> Iterator[Any]:
+    """The lines of a file that begin at byte ``start`` or later and before byte ``end``, each made a ``document``."""
     with _open(path) as file:
         position = 0
         if start:  # the line that holds the byte before it began earlier
             file.seek(start - 1)
             position = start - 1 + len(file.readline())
         for line in file:
-            if end is not None and position >= end:
+            if position >= end:
                 return
             yield document(line) if line.strip() else Reject.BLANK_LINE
             position += len(line)
@@ -114,9 +112,9 @@ def json_line(line: bytes, document: Callable[[Any], Any]) -> Any:
 
 
 def read_parquet(
-    path: Path, column: str, share: int, shares: int, document: Callable[[Any], Any] | None
+    path: Path, column: str, start: int, end: float, document: Callable[[Any], Any] | None
 ) -> Iterator[Any]:
-    """The texts of a column, in one of ``shares`` runs of the file's row groups.
+    """The texts of a column, in the row groups from byte ``start`` to ``end`` if all were of one size.
 
     Or the ``document`` of objects that have the column's value, as entries of JSON have.
     """
@@ -129,7 +127,8 @@ def read_parquet(
             kind = kind.value_type if types.is_dictionary(kind) else kind
             if not (document or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)):
                 raise UserError(f"column {column!r} of {path} holds {kind}, not text; choose another with --text-field")
-            groups = range(*(file.num_row_groups * cut // shares for cut in (share, share + 1)))
+            size, count = path.stat().st_size, file.num_row_groups
+            groups = [group for group in range(count) if start <= size * group // count < end]
             for batch in file.iter_batches(_PARQUET_ROWS, groups, columns=[column]):
                 if document:
                     yield from map(document, batch.to_pylist())

@@ -1,52 +1,40 @@
 """Where raw documents come from: files and directories, or the standard library.
 
-Making a corpus is the survey: every path is checked, so that mistakes show before any work is done. ``tasks`` then
-divides it, always in the same order (arguments as given, directories sorted by name) and, for the same files, in the
-same way; each task is read as a stream, holding one batch at a time.
+Making a corpus is the survey: every path is checked, so that mistakes show before any work is done. Documents come
+always in the same order (arguments as given, directories sorted by name), as a stream that holds one batch at a time. A
+share of a corpus is a range of its bytes, and has the documents that begin there.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import math
 import platform
 import re
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, pairwise, zip_longest
-from operator import itemgetter
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from wlb.documents.prepare.batches import Batch, Reject
+from wlb.documents.prepare import raw_files
 from wlb.documents.prepare.chat import as_messages
-from wlb.documents.prepare.raw_files import (
-    COMPRESSED,
-    as_text,
-    choose_field,
-    file_kind,
-    format_suffix,
-    has_lines,
-    json_line,
-    line_text,
-    read_lines,
-    read_parquet,
-    read_text,
-    refuse_list,
-)
+from wlb.documents.prepare.raw_files import COMPRESSED, Reject, as_text
 from wlb.errors import UserError, require
 from wlb.terminal import beginning_of
 
 TextDocuments = Literal["files", "lines"]
+# Documents: each a ``str``, a list of messages in a corpus of conversations, or a ``Reject``.
+Batch: TypeAlias = "list[Any]"
 
 # Enough that sending a batch to another process costs little beside tokenising it; a few are in memory at a time.
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_ITEMS = 4096
-# Of a task: the least costs little beside tokenising it, the most is a minute or so of work to lose.
-_TASK_BYTES = (1 << 20, 256 << 20)
-_TASKS = 8192  # in a corpus between those limits
+# How files are read that are not text. Megatron's and C4's corpora keep JSON Lines under plain .json names.
+_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 # What directories are searched for. A file that is named itself is read as text whatever its name.
 _TEXT = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc"),
@@ -60,9 +48,6 @@ _BUILD_PREFIXES = ("config-", "_sysconfigdata_", "lib-dynload")  # they hold pat
 _TOPICS = Path("pydoc_data", "topics.py")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-# A part of a corpus that is read on its own, some whole files or a range of one: its documents.
-CorpusTask: TypeAlias = Callable[[], Iterator[Any]]
-
 
 class CorpusShard(NamedTuple):
     """The ``number``-th of ``of`` shares of a corpus, from 1; in their order they have its documents in order."""
@@ -75,7 +60,7 @@ class CorpusShard(NamedTuple):
 
     def prefix(self, prefix: Path) -> Path:
         """``PREFIX-I-of-N``, the store of this share."""
-        return prefix.with_name(f"{prefix.name}-{self.number}-of-{self.of}")
+        return Path(f"{prefix}-{self.number}-of-{self.of}")
 
     @classmethod
     def parse(cls, text: str) -> CorpusShard:
@@ -97,50 +82,59 @@ class Corpus:
         self, name: str, files: list[tuple[Path, str]], description: dict[str, Any], text_field: str, chat: bool = False
     ) -> None:
         self.name, self.files, self.description = name, files, description
-        self.total_bytes = sum(path.stat().st_size for path, _ in files)
+        self._sizes = [path.stat().st_size for path, _ in files]
+        self.total_bytes = sum(self._sizes)
         self.skipped_files = 0
         self._field, self._chat = text_field, chat
         self._other_fields: list[str] = []  # of the first entry without the field
 
     def batches(self, shard: CorpusShard | None = None) -> Iterator[Batch]:
-        """All documents in order, or those of ``shard``, in batches of about a megabyte.
-
-        Raises ``UserError`` where there are more shards than tasks.
-        """
-        if shard is None:
-            return chain.from_iterable(map(_batches, self.tasks()))
-        tasks = [*self.tasks()]
-        if shard.of > len(tasks):
-            raise UserError(f"{self.name} divides into {len(tasks)} shards at most, and shard {shard} is asked for")
-        first, stop = (len(tasks) * number // shard.of for number in (shard.number - 1, shard.number))
-        return chain.from_iterable(map(_batches, tasks[first:stop]))
-
-    def tasks(self) -> Iterator[CorpusTask]:
-        """Tasks that have all documents between them, in order."""
-        least, most = _TASK_BYTES
-        most = min(most, max(least, self.total_bytes // _TASKS))
-        for kind, of_kind in groupby(self.files, itemgetter(1)):
-            paths = [path for path, _ in of_kind]
-            if kind in _WHOLE_READERS:
-                yield from _of_whole_files(paths, most, _WHOLE_READERS[kind])
-            else:
-                yield from chain.from_iterable(self._of_one_file(path, kind, most) for path in paths)
+        """All documents in order, or those of ``shard``, in batches of about a megabyte."""
+        number, of = shard or (1, 1)
+        first, stop = (self.total_bytes * cut // of for cut in (number - 1, number))
+        batch: Batch = []
+        size = 0
+        for document in self._documents(first, stop if number < of else math.inf):
+            batch.append(document)
+            messages = document if isinstance(document, list) else [{"content": document}]
+            size += sum(len(message["content"]) for message in messages)
+            if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ITEMS:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
 
     def described_fields(self) -> str:
         """Which field was looked for in JSON, and which ones the first entry without it has that was read."""
         names = beginning_of(self._other_fields) or "none"
-        return f"the first entry without field {self._field!r} has {names}; {choose_field(self._other_fields)}"
+        return (
+            f"the first entry without field {self._field!r} has {names}; {raw_files.choose_field(self._other_fields)}"
+        )
 
-    def _of_one_file(self, path: Path, kind: str, most: int) -> Iterator[CorpusTask]:
-        size = path.stat().st_size
-        shares = 1 if path.suffix.lower() in COMPRESSED else -(-size // most) or 1
-        cuts = [size * share // shares for share in range(shares)]
-        document = line_text if kind == "lines" else partial(json_line, document=self._document)
-        for share, (start, end) in enumerate(zip_longest(cuts, cuts[1:])):  # the last has no end: a pipe has no size
-            if kind == "parquet":
-                yield partial(read_parquet, path, self._field, share, shares, self._document if self._chat else None)
-            else:
-                yield partial(read_lines, path, start, end, document)
+    def _documents(self, first: int, stop: float) -> Iterator[Any]:
+        """Those that begin in bytes ``first`` to ``stop`` of all files, one file after another."""
+        begins = 0
+        for (path, kind), size in zip(self.files, self._sizes, strict=True):
+            start, end = max(0, first - begins), stop - begins  # in this file
+            if end > 0 and (start < size or start == 0):
+                yield from self._read(path, kind, start, end if end < size else math.inf)  # a pipe has no size
+            begins += size
+
+    def _read(self, path: Path, kind: str, start: int, end: float) -> Iterator[Any]:
+        if kind == "parquet":
+            yield from raw_files.read_parquet(path, self._field, start, end, self._document if self._chat else None)
+            return
+        if kind not in ("lines", "jsonl") or path.suffix.lower() in COMPRESSED:  # only read whole
+            if start > 0:
+                return
+            end = math.inf
+        if kind == "stdlib":
+            yield from map(as_text, stdlib_documents(path))
+        elif kind == "text":
+            yield raw_files.read_text(path)
+        else:
+            document = raw_files.line_text if kind == "lines" else partial(raw_files.json_line, document=self._document)
+            yield from raw_files.read_lines(path, start, end, document)
 
     def _document(self, entry: Any) -> Any:
         """What a JSON object has in the field, or a JSON string itself, where it is a document."""
@@ -189,8 +183,8 @@ class FileCorpus(Corpus):
         if not files:
             raise UserError(f"no text, JSON Lines or Parquet files in {named}")
         for source in sources if documents is None else ():
-            is_known = source.is_dir() or format_suffix(source) in _TEXT[2:]
-            if not is_known and file_kind(source) == "text" and has_lines(source):
+            suffix = _format(source)
+            if not source.is_dir() and suffix not in (*_KINDS, *_TEXT[2:]) and raw_files.has_lines(source):
                 raise UserError(
                     f"{source} has several lines; give --documents lines if each is a document, or --documents files "
                     "if they are one together"
@@ -213,18 +207,29 @@ def _found(source: Path) -> Iterator[Path | None]:
             if path.is_dir() and not path.is_symlink() and not is_hidden:
                 yield from _found(path)
             else:
-                yield path if path.is_file() and not is_hidden and _is_searched_for(path) else None
+                # A plain .json among other files is more often a configuration than a corpus; name it to have it read.
+                is_read = path.suffix.lower() != ".json" and _format(path) in (*_KINDS, *_TEXT)
+                yield path if path.is_file() and not is_hidden and is_read else None
     except FileNotFoundError:
         raise UserError(f"source {source} does not exist") from None
     except OSError as error:
         raise UserError(f"source {source} cannot be read: {error.strerror}") from error
 
 
+def _format(path: Path) -> str:
+    """The suffix that tells the format, below a suffix that tells the compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
 def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
     """How a file is read. Raises ``UserError`` where it cannot be."""
-    kind, suffix = file_kind(path), format_suffix(path)
+    suffix = _format(path)
+    kind = _KINDS.get(suffix, "text")
     if suffix == ".json":
-        refuse_list(path)
+        raw_files.refuse_list(path)
     if suffix in (".csv", ".tsv"):
         raise UserError(f"{path} is a table; save it as Parquet or JSON Lines, with the text in a column")
     if chat and kind == "text":
@@ -232,11 +237,6 @@ def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
     if kind == "parquet":
         require("pyarrow", "data")
     return "lines" if kind == "text" and documents == "lines" else kind
-
-
-def _is_searched_for(path: Path) -> bool:
-    # A plain .json among other files is more often a configuration than a corpus; name it to have it read.
-    return path.suffix.lower() != ".json" and (file_kind(path) != "text" or format_suffix(path) in _TEXT)
 
 
 def stdlib_root() -> Path:
@@ -282,38 +282,3 @@ def _definitions(source: str, tree: ast.Module) -> list[str]:
             cuts.append(previous.end_lineno or 0)
     lines = re.findall(r".*\n|.+$", source)  # str.splitlines would also cut at form feeds, which end no line for ast
     return ["".join(lines[first:end]) for first, end in pairwise([*cuts, len(lines)])]
-
-
-# Of kinds of files that are one document, or cut by what they say.
-_WHOLE_READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
-    "text": lambda path: [read_text(path)],
-    "stdlib": lambda path: map(as_text, stdlib_documents(path)),
-}
-
-
-def _of_whole_files(paths: Sequence[Path], most: int, read: Callable[[Path], Iterable[Any]]) -> Iterator[CorpusTask]:
-    """Tasks of consecutive files, of ``most`` bytes or somewhat more each; ``read`` gives the documents of one."""
-    first = size = 0
-    for stop, path in enumerate(paths, 1):
-        size += path.stat().st_size
-        if size >= most or stop == len(paths):
-            yield partial(_read_files, paths[first:stop], read)
-            first, size = stop, 0
-
-
-def _read_files(paths: Iterable[Path], read: Callable[[Path], Iterable[Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(read, paths))
-
-
-def _batches(task: CorpusTask) -> Iterator[Batch]:
-    """Its documents in order, in batches of about a megabyte."""
-    batch: Batch = []
-    size = 0
-    for document in task():
-        batch.append(document)
-        size += sum(len(message["content"]) for message in document) if isinstance(document, list) else len(document)
-        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ITEMS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

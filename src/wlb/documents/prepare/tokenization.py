@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +22,17 @@ from numpy.typing import NDArray
 from wlb.errors import UserError, require
 
 # Names under which published tokenizers keep the token that ends a document, when no configuration says which.
-END_TOKEN_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "<｜end▁of▁sentence｜>", "[EOS]")
-TRAINED_END_TOKEN = "<|endoftext|>"
+_END_TOKEN_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "<｜end▁of▁sentence｜>", "[EOS]")
 # Byte-level BPE starts from all 256 bytes and the end token.
-SMALLEST_BPE, LARGEST_BPE = 257, 2**20  # several times the largest in use
+_SMALLEST_BPE, _LARGEST_BPE = 257, 2**20  # several times the largest in use
+
+
+class Encoded(NamedTuple):
+    """A document, its tokens without the one that ends it, and which of them are labels; None where all are."""
+
+    text: str
+    tokens: NDArray[np.int64]
+    mask: NDArray[np.bool_] | None = None
 
 
 class BytesTokenizer:
@@ -65,51 +73,43 @@ class HuggingFaceTokenizer:
     end_token_name: str
     name: str
 
-    def __reduce__(self) -> tuple[Any, tuple[str, str, str]]:
-        return HuggingFaceTokenizer, (self.definition, self.end_token_name, self.name)
-
-    @cached_property
-    def _backend(self) -> Any:
-        return _parse(self.definition, self.name, encode_special_tokens=True)
-
-    @cached_property
+    @property
     def vocab_size(self) -> int:
         # Ids may have gaps, so the number of tokens is not enough.
-        return 1 + max(int(token) for token in self._backend.get_vocab(with_added_tokens=True).values())
+        vocabulary = _parsed(self.definition, self.name).get_vocab(with_added_tokens=True)
+        return 1 + max(int(token) for token in vocabulary.values())
 
-    @cached_property
+    @property
     def end_token(self) -> int:
-        return int(self._backend.token_to_id(self.end_token_name))
+        return int(_parsed(self.definition, self.name).token_to_id(self.end_token_name))
 
     @property
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256(self.definition.encode()).hexdigest()
         return {"kind": "huggingface", "name": self.name, "sha256": digest, "end_token": self.end_token_name}
 
-    def encode(self, text: str) -> NDArray[np.int64]:
-        # A batch of one: the fast variant computes no character offsets and exists for batches only.
-        try:
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # tokenizers raises bare Exception, for a word without an id and no unknown token
-            raise UserError(f"tokenizer {self.name} cannot encode a document: {error}") from None
-        return np.array(encoding.ids, np.int64)
-
-    @cached_property
+    @property
     def special_tokens(self) -> tuple[str, ...]:
         added = json.loads(self.definition).get("added_tokens") or []
         return tuple(token["content"] for token in added if token.get("special"))
 
-    @cached_property
-    def _with_special_tokens(self) -> Any:
-        return _parse(self.definition, self.name)
+    def encode(self, text: str) -> NDArray[np.int64]:
+        return np.array(self._encoding(text, is_plain=True).ids, np.int64)
 
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        try:
-            encoding = self._with_special_tokens.encode(text, add_special_tokens=False)
-        except Exception as error:  # as above
-            raise UserError(f"tokenizer {self.name} cannot encode a document: {error}") from None
+        encoding = self._encoding(text, is_plain=False)
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         return np.array(encoding.ids, np.int64), _inside(starts, spans)
+
+    def _encoding(self, text: str, is_plain: bool) -> Any:
+        """Without character offsets and special tokens where ``is_plain``."""
+        backend = _parsed(self.definition, self.name, encode_special_tokens=is_plain)
+        try:
+            if is_plain:  # the fast variant computes no offsets and exists for batches only
+                return backend.encode_batch_fast([text], add_special_tokens=False)[0]
+            return backend.encode(text, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises bare Exception, for a word without an id and no unknown token
+            raise UserError(f"tokenizer {self.name} cannot encode a document: {error}") from None
 
 
 Tokenizer: TypeAlias = BytesTokenizer | HuggingFaceTokenizer
@@ -132,14 +132,12 @@ def load_tokenizer(source: str, end_token: str | None = None) -> Tokenizer:
         if end_token is not None:
             raise UserError(f"--end-token {end_token!r} has no effect for bytes, where token 256 ends documents")
         return BytesTokenizer()
-    path = Path(source)
+    path = Path(source) / "tokenizer.json" if os.path.isdir(source) else Path(source)
     try:
-        if path.is_dir():
-            path = path / "tokenizer.json"
-            if not path.is_file():
-                raise UserError(f"{path.parent} holds no tokenizer.json; save the tokenizer in the fast format first")
         definition = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if os.path.isdir(source):
+            raise UserError(f"{source} holds no tokenizer.json; save the tokenizer in the fast format first") from None
         raise UserError(f"tokenizer {source!r} is neither 'bytes' nor an existing file or directory") from None
     except OSError as error:
         raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from error
@@ -155,28 +153,27 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     The same texts in the same order give the same tokenizer. Memory grows with the number of distinct words.
     Raises ``UserError`` for a vocabulary below 257 or over a million.
     """
-    if not SMALLEST_BPE <= vocab_size <= LARGEST_BPE:
-        wrong = "small" if vocab_size < SMALLEST_BPE else "large"
-        raise UserError(f"--train-bpe {vocab_size} is too {wrong}; give {SMALLEST_BPE} to {LARGEST_BPE} tokens")
+    if not _SMALLEST_BPE <= vocab_size <= _LARGEST_BPE:
+        raise UserError(f"--train-bpe {vocab_size}: give {_SMALLEST_BPE} to {_LARGEST_BPE} tokens")
     tokenizers = require("tokenizers", "data")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[TRAINED_END_TOKEN],
+        special_tokens=[_END_TOKEN_NAMES[0]],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return HuggingFaceTokenizer(backend.to_str(), TRAINED_END_TOKEN, f"bpe-{backend.get_vocab_size()}")
+    return HuggingFaceTokenizer(backend.to_str(), _END_TOKEN_NAMES[0], f"bpe-{backend.get_vocab_size()}")
 
 
 def _find_end_token(definition: str, path: Path, wanted: str | None) -> str:
-    backend = _parse(definition, str(path))
-    candidates = [wanted] if wanted is not None else [*END_TOKEN_NAMES]
+    candidates = [*_END_TOKEN_NAMES] if wanted is None else [wanted]
     if wanted is None and path.name == "tokenizer.json":
         candidates.insert(0, named_tokens(tokenizer_config(path.parent)).get("eos_token", ""))
+    backend = _parsed(definition, str(path))
     for candidate in candidates:
         if backend.token_to_id(candidate) is not None:
             return candidate
@@ -208,7 +205,8 @@ def named_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: token for name, token in plain.items() if isinstance(token, str)}
 
 
-def _parse(definition: str, name: str, encode_special_tokens: bool = False) -> Any:
+@lru_cache
+def _parsed(definition: str, name: str, encode_special_tokens: bool = False) -> Any:
     tokenizers = require("tokenizers", "data")
     try:
         backend = tokenizers.Tokenizer.from_str(definition)

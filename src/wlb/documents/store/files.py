@@ -1,4 +1,6 @@
-"""The files of a token store, on a disk or at a URL of ``fsspec`` such as ``s3://bucket/corpus``.
+"""The files of a token store, on a disk or at a URL of ``fsspec`` such as ``s3://bucket/corpus``, and what names them.
+
+A store is named by its prefix, or by a directory, a glob or a list of stores that are one.
 
 Files on a disk are mapped into memory. Of a file at a URL, ``RemoteArray`` reads blocks and keeps the last ones. A
 store must not change while it is in use: ``check_unchanged`` compares size and time of a file on a disk, and every
@@ -7,25 +9,29 @@ request the size and version (ETag, checksum or date) of one at a URL, so that t
 
 from __future__ import annotations
 
+import glob
 import mmap
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
 
 from wlb.errors import UserError, require
+from wlb.settings import check_path
 
 T = TypeVar("T")
 
 # Of .idx, .bin and .mask: size and time of change, in words; None where there is no such file, or it is at a URL.
 Stamps: TypeAlias = "tuple[str | None, ...]"
 
+_BYTE = np.dtype(np.uint8)
 _STAMPED = (".idx", ".bin", ".mask")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
 _TRIES = 6
@@ -39,6 +45,104 @@ _VERSIONS = (
 )
 
 
+# A prefix or PREFIX.idx, also at a URL, a directory of stores, a glob of them, or a list of these.
+StoreSource: TypeAlias = "str | Path | Sequence[str | Path]"
+
+
+def _check_kind(source: object) -> object:
+    parts = source if isinstance(source, list | tuple) else [source]
+    if not parts or not all(isinstance(part, str | Path) for part in parts):
+        raise ValueError("must be the path of a token store, or a list of such paths")
+    texts = tuple(str(check_path(part)) for part in parts)
+    return texts if isinstance(source, list | tuple) else texts[0]
+
+
+_StorePath = Annotated[str, Field(json_schema_extra={"format": "path"})]
+# A setting that names a store.
+StoreSetting = Annotated[
+    _StorePath | Annotated[tuple[_StorePath, ...], Field(min_length=1)], BeforeValidator(_check_kind)
+]
+
+
+def store_prefixes(source: StoreSource) -> list[str]:
+    """The prefixes of all stores that ``source`` names, sorted by name, in which 10 comes after 9.
+
+    A prefix is returned whether or not there is a store, and nothing is asked of a server. Raises ``UserError`` for a
+    directory or a glob without stores, for one that is named twice, and for a URL that is a glob or one of a list.
+    """
+    prefixes = [prefix for part in _parts(source) for prefix in _expanded(part)]
+    if len(prefixes) > 1:
+        if remote := [prefix for prefix in prefixes if is_url(prefix)]:
+            raise UserError(
+                f"{remote[0]} is one of {len(prefixes)} shards, and shards cannot be at URLs; copy them to a disk, or "
+                "name each as a store of data.mixture"
+            )
+        refuse_twice(prefixes)
+    return sorted(prefixes, key=_natural)
+
+
+def names_store(source: StoreSource) -> bool:
+    """Whether ``source`` names a store that exists."""
+    try:
+        return all(exists(f"{prefix}.idx") for prefix in store_prefixes(source))
+    except UserError:
+        return False
+
+
+def source_name(source: StoreSource) -> str:
+    """``source`` in messages."""
+    first, *others = _parts(source)
+    return f"{first} and {len(others)} more" if others else first
+
+
+def refuse_twice(prefixes: Sequence[str]) -> None:
+    """Raise ``UserError`` where two of ``prefixes`` are the same store."""
+    seen: dict[object, str] = {}
+    for prefix in prefixes:
+        index = f"{prefix}.idx"
+        try:
+            found = os.stat(index)
+            key: object = (found.st_dev, found.st_ino)  # also of a link to it, of either kind
+        except OSError:
+            key = index
+        if key in seen:
+            raise UserError(f"a token store is named twice, as {seen[key]} and as {prefix}; name it once")
+        seen[key] = prefix
+
+
+def _parts(source: StoreSource) -> list[str]:
+    parts = [str(part) for part in ([source] if isinstance(source, str | Path) else source)]
+    if not parts or not all(part.strip() for part in parts):
+        raise UserError(f"the path of a token store is empty (got {source!r}); name one")
+    return parts
+
+
+def _expanded(path: str) -> list[str]:
+    if is_url(path):
+        if set("*?") & set(path):
+            raise UserError(f"{path} is a pattern, and stores at URLs cannot be listed; name one store")
+        return [path.removesuffix(".idx")]
+    path = path.rstrip("/") or "/"
+    if os.path.exists(f"{path}.idx"):
+        return [path]
+    if os.path.isdir(path):
+        pattern, missing = os.path.join(glob.escape(path), "*.idx"), f"{path} is a directory; name a token store in it"
+        missing += f", or '{Path(path, '**', '*.idx')}' for all that are further below"
+    elif glob.has_magic(path) and not os.path.exists(path):
+        pattern = path if path.endswith(".idx") else f"{path}.idx"
+        missing = f"no token store matches {path}; make one with wlb prepare"
+    else:
+        return [path.removesuffix(".idx")]
+    if found := glob.glob(pattern, recursive=True):
+        return [name.removesuffix(".idx") for name in found]
+    raise UserError(missing)
+
+
+def _natural(name: str) -> tuple[list[str | int], str]:
+    parts = re.split("([0-9]+)", name)
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)], name
+
+
 def is_url(name: str | Path) -> bool:
     return _URL.fullmatch(str(name)) is not None
 
@@ -46,7 +150,7 @@ def is_url(name: str | Path) -> bool:
 def exists(path: str) -> bool:
     """Whether there is a file. Raises ``UserError`` where a server does not say."""
     try:
-        return bool(RemoteFile(path)) if is_url(path) else os.path.exists(path)
+        return bool(RemoteArray(path)) if is_url(path) else os.path.exists(path)
     except FileNotFoundError:
         return False
 
@@ -66,7 +170,7 @@ def check_unchanged(prefix: str, opened: Stamps) -> None:
 def read_bytes(path: str) -> Any:
     """All of a file: mapped into memory, or read from a URL. Raises ``OSError`` or ``UserError``."""
     if is_url(path):
-        file = RemoteFile(path)
+        file = RemoteArray(path)
         return file.read(0, file.size)
     with open(path, "rb") as opened:
         if not os.path.getsize(path):  # an empty file, or a pipe, cannot be mapped
@@ -78,14 +182,14 @@ def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | Rem
     """A file of ``size`` numbers; None without it. Raises ``UserError`` where it has more or fewer."""
     expected = size * dtype.itemsize
     try:
-        remote = RemoteFile(path) if is_url(path) else None
+        remote = RemoteArray(path, dtype) if is_url(path) else None
         found = remote.size if remote else os.path.getsize(path)
         if found != expected:
             raise UserError(
                 f"{path} has {found} bytes where its index asks for {expected}: truncated or of another store"
             )
         if remote:
-            return RemoteArray(remote, dtype)
+            return remote
         return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
     except FileNotFoundError:
         return None
@@ -94,29 +198,22 @@ def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | Rem
 
 
 class RemoteArray:
-    """A remote file as a one-dimensional array of which slices are read; safe to share between threads."""
+    """The file at ``url`` in the version that it has now, ``size`` bytes, as a one-dimensional array to take slices of.
 
-    def __init__(self, file: RemoteFile, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._size = file.size // dtype.itemsize
-        self._cache = require("fsspec.caching", "remote").BlockCache(_BLOCK, file.read, file.size, _BLOCKS)
+    Safe to share between threads. Raises ``FileNotFoundError`` where there is no file, and ``UserError`` where the
+    server fails.
+    """
+
+    def __init__(self, url: str, dtype: np.dtype[Any] = _BYTE) -> None:
+        self.url, self._dtype = url, dtype
+        self.size, self._version = self._tried(self._found)
+        self._cache = require("fsspec.caching", "remote").BlockCache(_BLOCK, self.read, self.size, _BLOCKS)
 
     def __getitem__(self, places: slice) -> NDArray[Any]:
         """A read-only copy. Raises ``UserError`` where it cannot be read, or the file has changed."""
-        start, stop, _ = places.indices(self._size)
         size = self._dtype.itemsize
+        start, stop, _ = places.indices(self.size // size)
         return np.frombuffer(self._cache._fetch(start * size, stop * size), self._dtype)
-
-
-class RemoteFile:
-    """The file at ``url``, of ``size`` bytes, in the version that it has now.
-
-    Raises ``FileNotFoundError`` where there is none, and ``UserError`` where the server fails.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.size, self._version = self._tried(self._found)
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes from ``start`` to ``stop``, or to the end. Raises ``UserError`` if the file is not what it was."""

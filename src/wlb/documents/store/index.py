@@ -39,7 +39,6 @@ VERSION = 1
 TOKEN_TYPES = {
     code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))
 }
-MAX_DOCUMENT_TOKENS = 2**31 - 1
 MAX_VOCABULARY = 2**31
 _HEADER = struct.Struct("<9sQBQQ")
 _COUNTS = struct.Struct("<QQ")
@@ -145,21 +144,12 @@ def _spaced(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def store_path(prefix: str | Path, ending: str) -> Path:
-    """The file of a store on a disk with this ``ending``; the prefix may itself contain dots.
-
-    Raises ``UserError`` for the working directory and the root, to which no ending can be added.
-    """
-    prefix = Path(prefix)
-    if not prefix.name:
-        raise UserError(f"{prefix} is a directory; name a token store in it, such as {prefix / 'corpus'}")
-    return prefix.with_name(prefix.name + ending)
+    """The file of a store on a disk with this ``ending``; the prefix may itself contain dots."""
+    return Path(f"{prefix}{ending}")
 
 
-def read_index(path: str | Path, *, whole: bool = False) -> TokenIndex:
-    """Open an index file; with ``whole`` it is to be read from its beginning to its end.
-
-    Raises ``UserError`` when the file is missing, foreign, truncated or holds floats.
-    """
+def read_index(path: str | Path) -> TokenIndex:
+    """Open an index file. Raises ``UserError`` when it is missing, foreign, truncated or holds floats."""
     try:
         content = read_bytes(str(path))
     except FileNotFoundError:
@@ -181,7 +171,7 @@ def read_index(path: str | Path, *, whole: bool = False) -> TokenIndex:
             f"{path} has {size} bytes where its header asks for {expected}: truncated, corrupt or multimodal"
         )
     if hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
-        content.madvise(mmap.MADV_SEQUENTIAL if whole else mmap.MADV_RANDOM)
+        content.madvise(mmap.MADV_RANDOM)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
     firsts = np.frombuffer(content, "<i8", starts, _HEADER.size + 12 * sequences)

@@ -16,24 +16,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.store.files import (
-    RemoteArray,
-    Stamps,
-    check_unchanged,
-    exists,
-    is_url,
-    open_array,
-    read_bytes,
-    stamps_of,
-)
+from wlb.documents.store import files
+from wlb.documents.store.files import RemoteArray, StoreSource, source_name
 from wlb.documents.store.index import MAX_VOCABULARY, TokenIndex, read_index
-from wlb.documents.store.sources import StoreSource, name_of, names_store, refuse_twice, store_prefixes
 from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
 from wlb.errors import UserError
 
@@ -59,10 +50,10 @@ class Shard:
     def open(cls, prefix: str) -> Shard:
         index = read_index(f"{prefix}.idx")
         sidecar = _read_sidecar(prefix, index)
-        tokens = open_array(f"{prefix}.bin", index.dtype, index.tokens)
+        tokens = files.open_array(f"{prefix}.bin", index.dtype, index.tokens)
         if tokens is None:
             raise UserError(f"token file {prefix}.bin does not exist, only its index")
-        mask = open_array(f"{prefix}.mask", np.dtype(np.uint8), index.tokens)
+        mask = files.open_array(f"{prefix}.mask", np.dtype(np.uint8), index.tokens)
         if mask is None and "mask_sha256" in sidecar:
             raise UserError(f"{prefix}.mask does not exist, and the store was written with one; prepare it again")
         return cls(index, tokens, sidecar, mask)
@@ -100,8 +91,7 @@ class _Known(NamedTuple):
     prefix: str
     documents: int
     tokens: int
-    vocab_size: int | None
-    tokenizer: dict[str, Any] | None
+    sidecar: dict[str, Any]
     identity: str
 
 
@@ -111,19 +101,15 @@ class TokenStore:
     def __init__(self, stores: Sequence[Sequence[str]]) -> None:
         """Open ``stores``, each by the prefixes of its shards; see ``open``."""
         self._stores = stores
-        self._stamps: dict[str, Stamps] = {}
+        self._stamps: dict[str, files.Stamps] = {}
         self._opened = lru_cache(_OPEN_SHARDS)(self._open_shard)
-        self._shards: list[_Known] = []
-        self._ends_of_stores = [0]  # in shards
-        for prefixes in stores:
-            self._shards += (shard for shard in map(self._known, prefixes) if shard.documents)
-            if len(self._shards) == self._ends_of_stores[-1]:
-                raise UserError(f"{name_of([f'{prefix}.idx' for prefix in prefixes])} holds no documents")
-            self._ends_of_stores.append(len(self._shards))
-        for shards in self._by_store():
-            _check_alike(shards, "a vocabulary of", [shard.vocab_size for shard in shards])
-        tokenizers = [identity_of(shard.tokenizer) for shard in self._shards]
-        _check_alike(self._shards, "the tokenizer", tokenizers)
+        self._by_store = [[shard for shard in map(self._known, prefixes) if shard.documents] for prefixes in stores]
+        for prefixes, shards in zip(stores, self._by_store, strict=True):
+            if not shards:
+                raise UserError(f"{source_name([f'{prefix}.idx' for prefix in prefixes])} holds no documents")
+            _check_alike(shards, "a vocabulary of", [shard.sidecar.get("vocab_size") for shard in shards])
+        self._shards = [*chain.from_iterable(self._by_store)]
+        _check_alike(self._shards, "the tokenizer", [_tokenizer_identity(shard.sidecar) for shard in self._shards])
         self._ends = np.cumsum([0, *(shard.documents for shard in self._shards)], dtype=np.int64)
 
     @classmethod
@@ -134,10 +120,10 @@ class TokenStore:
         corrupt, does not belong to the others, or cannot be read; where a store has no documents, or is named twice;
         where its shards have different vocabularies, and where any two were prepared with different tokenizers.
         """
-        stores = [store_prefixes(source) for source in sources]
+        stores = [files.store_prefixes(source) for source in sources]
         if not stores:
             raise UserError("no token store is named; give at least one")
-        refuse_twice([prefix for prefixes in stores for prefix in prefixes])
+        files.refuse_twice([prefix for prefixes in stores for prefix in prefixes])
         return cls(stores)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -149,13 +135,13 @@ class TokenStore:
     @property
     def firsts(self) -> list[int]:
         """The first document of every store, and after the last one the number of all documents."""
-        firsts: list[int] = self._ends[self._ends_of_stores].tolist()
-        return firsts
+        documents = [sum(shard.documents for shard in shards) for shards in self._by_store]
+        return [0, *accumulate(documents)]
 
     @property
     def prefix(self) -> str:
         """What names the stores in messages."""
-        return " + ".join(map(name_of, self._stores))
+        return " + ".join(map(source_name, self._stores))
 
     @property
     def tokens(self) -> int:
@@ -165,49 +151,48 @@ class TokenStore:
     @property
     def is_remote(self) -> bool:
         """Whether tokens of some store come from a server, where one read at a time would be slow."""
-        return any(is_url(shard.prefix) for shard in self._shards)
+        return any(files.is_url(shard.prefix) for shard in self._shards)
 
     @property
     def vocab_size(self) -> int | None:
         """Token ids are below this; None where a store has no sidecar."""
-        sizes = [shard.vocab_size for shard in self._shards]
+        sizes = [shard.sidecar.get("vocab_size") for shard in self._shards]
         return None if None in sizes else max(size for size in sizes if size is not None)
 
     @property
     def sidecar(self) -> dict[str, Any]:
         """What the first ``PREFIX.json`` says; empty where there is none."""
-        return self._shard(0).sidecar
+        return self._shards[0].sidecar
 
     @property
     def tokenizer(self) -> dict[str, Any] | None:
         """What the first sidecar that says it says of the tokenizer: kind, name, sha256 of its definition."""
-        return next((shard.tokenizer for shard in self._shards if shard.tokenizer is not None), None)
+        return next((shard.sidecar["tokenizer"] for shard in self._shards if shard.sidecar.get("tokenizer")), None)
 
     @property
     def tokenizer_identity(self) -> dict[str, Any] | None:
         """Equal for stores of the same tokenizer."""
-        return identity_of(self.tokenizer)
+        return next(filter(None, (_tokenizer_identity(shard.sidecar) for shard in self._shards)), None)
 
     @cached_property
     def identity(self) -> str:
         """sha256 in hex over the identities of the shards of each store, in their order; see ``Shard.identity``."""
-        identities = [" ".join(shard.identity for shard in shards) for shards in self._by_store()]
+        identities = [" ".join(shard.identity for shard in shards) for shards in self._by_store]
         return hashlib.sha256("\n".join(identities).encode()).hexdigest()
 
     @property
     def stored_lengths(self) -> DocumentLengths:
         """What a stream of these documents needs: lengths of one store, or of each in a list."""
-        tokens = [sum(shard.tokens for shard in shards) for shards in self._by_store()]
         of_stores = [
-            StoredLengths(self, first, stop - first, total)
-            for (first, stop), total in zip(pairwise(self.firsts), tokens, strict=True)
+            StoredLengths(self, first, stop - first, sum(shard.tokens for shard in shards))
+            for (first, stop), shards in zip(pairwise(self.firsts), self._by_store, strict=True)
         ]
         return of_stores[0] if len(of_stores) == 1 else of_stores
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of every document, its end token included; shape (documents,), 8 bytes for each in memory."""
-        return np.concatenate([self._shard(number).index.lengths() for number in range(len(self._shards))])
+        return np.concatenate([self._opened(shard.prefix).index.lengths() for shard in self._shards])
 
     def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of some documents, in any order; int64 of their shape."""
@@ -230,22 +215,15 @@ class TokenStore:
         """
         for number, _ in self._by_shard(documents):
             prefix = self._shards[number].prefix
-            check_unchanged(prefix, self._stamps[prefix])
+            files.check_unchanged(prefix, self._stamps[prefix])
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """``length`` tokens of a document from token ``start`` on (default: the rest), as a read-only view.
 
         Raises ``UserError`` when the range is not inside the document or holds ids outside the vocabulary.
         """
-        if not 0 <= document < len(self):
-            raise UserError(f"document {document} is not in {self.prefix}, which holds {len(self)} documents")
-        shard, prefix, first, tokens = self._place(document)
-        length = tokens - start if length is None else length
-        if start < 0 or length < 0 or start + length > tokens:
-            raise UserError(
-                f"tokens {start} to {start + length} are not in document {document} of {prefix}, which has {tokens}"
-            )
-        view = shard.tokens[first + start : first + start + length]
+        shard, prefix, run = self._place(document, start, length)
+        view = shard.tokens[run]
         limit = shard.sidecar.get("vocab_size", MAX_VOCABULARY)
         for token in (view.min(initial=0), view.max(initial=0)):
             if not 0 <= token < limit:
@@ -259,10 +237,10 @@ class TokenStore:
 
         Raises ``UserError`` for a byte of the mask that is neither 0 nor 1.
         """
-        shard, prefix, first, _ = self._place(document)
+        shard, prefix, run = self._place(document, start, length)
         if shard.mask is None:
             return None
-        flags = shard.mask[first + start : first + start + length]
+        flags = shard.mask[run]
         if flags.size and flags.max() > 1:
             raise UserError(
                 f"{prefix}.mask has the byte {flags.max()} in document {document}; write 1 for labels and 0 for others"
@@ -272,11 +250,11 @@ class TokenStore:
 
     def check_labels(self) -> None:
         """Raise ``UserError`` unless every store has a token that follows another and is a label."""
-        for prefixes, (start, stop) in zip(self._stores, pairwise(self._ends_of_stores), strict=True):
-            if not any(self._shard(number).has_labels() for number in range(start, stop)):
+        for prefixes, shards in zip(self._stores, self._by_store, strict=True):
+            if not any(self._opened(shard.prefix).has_labels() for shard in shards):
                 raise UserError(
-                    f"token store {name_of(prefixes)} has no label (PREFIX.mask), or documents of one token only, so "
-                    "nothing would be learnt; prepare it again"
+                    f"token store {source_name(prefixes)} has no label (PREFIX.mask), or documents of one token only, "
+                    "so nothing would be learnt; prepare it again"
                 )
 
     def check_content(self) -> None:
@@ -284,9 +262,9 @@ class TokenStore:
 
         Raises ``UserError`` for whatever is damaged.
         """
-        for number, known in enumerate(self._shards):
-            shard = self._shard(number)
-            read_index(f"{known.prefix}.idx", whole=True).check()
+        for known in self._shards:
+            shard = self._opened(known.prefix)
+            shard.index.check()
             for ending, what, content in ((".bin", "content", shard.tokens), (".mask", "mask", shard.mask)):
                 expected = shard.sidecar.get(f"{what}_sha256")
                 if content is not None and expected and (found := _sha256(content, shard.index.tokens)) != expected:
@@ -295,15 +273,17 @@ class TokenStore:
                         f"{expected}; prepare the store again"
                     )
 
-    def _by_store(self) -> list[list[_Known]]:
-        return [self._shards[start:stop] for start, stop in pairwise(self._ends_of_stores)]
-
-    def _place(self, document: int) -> tuple[Shard, str, int, int]:
-        """The shard that has ``document``, its prefix, and the document's first token there and number of tokens."""
+    def _place(self, document: int, start: int, length: int | None) -> tuple[Shard, str, slice]:
+        """The shard that has ``document``, its prefix, and where in its files these tokens are."""
+        if not 0 <= document < len(self):
+            raise UserError(f"document {document} is not in {self.prefix}, which holds {len(self)} documents")
         number = int(np.searchsorted(self._ends, document, side="right")) - 1
-        shard = self._shard(number)
-        (first,), (tokens,) = shard.index.runs(np.array([document - self._ends[number]]))
-        return shard, self._shards[number].prefix, int(first), int(tokens)
+        shard, prefix = self._shard(number), self._shards[number].prefix
+        (first,), (tokens,) = (found.tolist() for found in shard.index.runs(np.array([document - self._ends[number]])))
+        stop = tokens if length is None else start + length
+        if not 0 <= start <= stop <= tokens:
+            raise UserError(f"tokens {start} to {stop} are not in document {document} of {prefix}, which has {tokens}")
+        return shard, prefix, slice(first + start, first + stop)
 
     def _by_shard(self, documents: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
         """The shards that have any of ``documents``, and which of them."""
@@ -315,15 +295,14 @@ class TokenStore:
 
     def _open_shard(self, prefix: str) -> Shard:
         """A shard that is still what it was when it was first opened."""
-        check_unchanged(prefix, self._stamps[prefix])
+        files.check_unchanged(prefix, self._stamps[prefix])
         return Shard.open(prefix)
 
     def _known(self, prefix: str) -> _Known:
-        self._stamps[prefix] = stamps_of(prefix)
+        self._stamps[prefix] = files.stamps_of(prefix)
         shard = self._opened(prefix)
         shard.index.check_sample()
-        says = shard.sidecar.get("vocab_size"), shard.sidecar.get("tokenizer"), shard.identity
-        return _Known(prefix, shard.index.documents, shard.index.tokens, *says)
+        return _Known(prefix, shard.index.documents, shard.index.tokens, shard.sidecar, shard.identity)
 
 
 class StoredLengths:
@@ -351,15 +330,16 @@ DocumentLengths: TypeAlias = Lengths | Sequence[Lengths]
 
 def stored_vocab_size(source: StoreSource) -> int | None:
     """The vocabulary of the store that ``source`` names; None where there is no store, or it does not say."""
-    for prefix in store_prefixes(source) if names_store(source) else ():
-        if exists(f"{prefix}.idx"):
-            return _read_sidecar(prefix, read_index(f"{prefix}.idx")).get("vocab_size")  # all shards have the same
-    return None
+    if not files.names_store(source):
+        return None
+    prefix = files.store_prefixes(source)[0]  # all shards have the same
+    return _read_sidecar(prefix, read_index(f"{prefix}.idx")).get("vocab_size")
 
 
-def identity_of(tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What tells a sidecar's ``tokenizer`` from others: all but its name, which is only that of a file."""
-    return {key: value for key, value in tokenizer.items() if key != "name"} if tokenizer else None
+def _tokenizer_identity(sidecar: dict[str, Any]) -> dict[str, Any] | None:
+    """What tells a sidecar's tokenizer from others: all but its name, which is only that of a file."""
+    tokenizer = sidecar.get("tokenizer") or {}
+    return {key: value for key, value in tokenizer.items() if key != "name"} or None
 
 
 def _check_alike(shards: Sequence[_Known], what: str, values: Sequence[Any]) -> None:
@@ -382,7 +362,7 @@ def _sha256(content: NDArray[Any] | RemoteArray, size: int) -> str:
 def _read_sidecar(prefix: str, index: TokenIndex) -> dict[str, Any]:
     path = f"{prefix}.json"
     try:
-        content = read_bytes(path)
+        content = files.read_bytes(path)
     except FileNotFoundError:
         return {}
     except OSError as error:

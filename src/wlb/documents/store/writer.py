@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, IndexWriter, read_index, store_path
+from wlb.documents.store.index import IndexWriter, read_index, store_path
 from wlb.errors import UserError
 from wlb.files import flush, move, open_locked, sync, write_synced
+from wlb.token_count import MOST_TOKENS
 
 SIDECAR_FORMAT = "wlb-token-store/1"
 # Where megatron.core.datasets.indexed_dataset.DType.optimal_dtype changes from uint16 to int32.
@@ -45,12 +46,9 @@ def check_target(prefix: Path, overwrite: bool) -> None:
     with _disk_errors(prefix):
         if prefix.is_dir():
             raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
-        upwards = [prefix.parent, *prefix.parent.parents]
-        existing = next((path for path in upwards if os.path.exists(path)), prefix.parent)
-        if not existing.is_dir():
-            raise UserError(f"{existing} is not a directory, so the token store {prefix} cannot be made")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise UserError(f"directory {existing} is not writable, so the token store {prefix} cannot be made")
+        existing = next(path for path in (prefix.parent, *prefix.parent.parents) if os.path.exists(path))
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            raise UserError(f"{existing} is no directory that can be written, so the store {prefix} cannot be made")
         for path in store_files(prefix):
             if path.exists() and not overwrite:
                 raise UserError(f"{path} exists; choose another --out or pass --overwrite")
@@ -88,8 +86,8 @@ class TokenStoreWriter:
         self._content = hashlib.sha256()
         self._mask_content = hashlib.sha256()
         self.labelled_tokens = 0
-        self._targets = store_files(self.prefix)
         check_target(self.prefix, overwrite)
+        self._targets = store_files(self.prefix)
 
     def __enter__(self) -> TokenStoreWriter:
         data, mask, sidecar, tokenizer, index = self._targets
@@ -98,8 +96,8 @@ class TokenStoreWriter:
             self._bin = opened.enter_context(_open_part(data))
             self._idx = opened.enter_context(_open_part(index))
             self._mask = opened.enter_context(_open_part(mask)) if self._masked else None
-            for stale in (sidecar, tokenizer):  # of a run that was killed, as the locks say that none is writing
-                _part(stale).unlink(missing_ok=True)
+            for stale in (sidecar, tokenizer, *([] if self._masked else [mask])):
+                _part(stale).unlink(missing_ok=True)  # of a run that was killed, as the locks say that none is writing
             self._index = IndexWriter(self._idx, self._dtype)
             opened.pop_all()
         return self
@@ -151,27 +149,22 @@ class TokenStoreWriter:
             raise ValueError(f"lengths sum to {lengths.sum()}, tokens are {tokens.size}")
         if mask is not None and (mask.shape != tokens.shape or not self._masked):
             raise ValueError(f"a mask of shape {mask.shape} for {tokens.size} tokens, masked = {self._masked}")
-        if lengths.size and lengths.max() > MAX_DOCUMENT_TOKENS:
+        if lengths.size and lengths.max() > MOST_TOKENS:
             raise UserError(
                 f"document {self.documents + int(lengths.argmax())} has {lengths.max()} tokens; "
-                f"the format holds at most {MAX_DOCUMENT_TOKENS}"
+                f"the format holds at most {MOST_TOKENS}"
             )
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             bad = tokens.min() if tokens.min() < 0 else tokens.max()
             raise UserError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
 
     def _commit(self) -> None:
-        data, mask, sidecar, tokenizer, index = self._targets
-        if not self.documents:
-            raise UserError(f"no documents to write to {self.prefix}")
+        *others, index = self._targets
+        _, _, sidecar, tokenizer = others
         self._index.finish()
-        complete = [data, sidecar]
-        for file in (self._bin, self._idx):
+        for file in filter(None, (self._bin, self._idx, self._mask)):
             flush(file)
-        read_index(_part(index), whole=True).check()
-        if self._mask is not None:
-            flush(self._mask)
-            complete.append(mask)
+        read_index(_part(index)).check()
         says = {
             "format": SIDECAR_FORMAT,
             "vocab_size": self.vocab_size,
@@ -185,13 +178,13 @@ class TokenStoreWriter:
         write_synced(_part(sidecar), json.dumps(says | self.details, indent=2, sort_keys=True) + "\n")
         if self._tokenizer_json is not None:
             write_synced(_part(tokenizer), self._tokenizer_json)
-            complete.append(tokenizer)
         index.unlink(missing_ok=True)
-        for optional in (tokenizer, mask):  # of the store that is replaced
-            optional.unlink(missing_ok=True)
         sync(index.parent)
-        for target in complete:
-            os.replace(_part(target), target)
+        for target in others:
+            if _part(target).exists():
+                os.replace(_part(target), target)
+            else:  # of the store that is replaced
+                target.unlink(missing_ok=True)
         sync(index.parent)
         move(_part(index), index)
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.arriving import ArrivingDocuments
-from wlb.documents.overlong import OverlongReport
+from wlb.documents.segments import OverlongReport
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import warn
 from wlb.job.job import Job

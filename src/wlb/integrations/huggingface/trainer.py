@@ -321,8 +321,8 @@ def _callback(trainer: Any) -> Any:
 def model_shape_of(config: Any) -> ModelShape:
     """The shape of a Hugging Face decoder from its ``config``, to price documents for it.
 
-    Experts, windows, latent and linear attention are priced in the families of ``wlb.workload.model_json``; another
-    model is priced as a dense decoder of its size. Raises ``UserError`` for a shape that cannot be priced.
+    Experts, windows and latent attention are priced in the families of ``wlb.workload.model_json``; another model is
+    priced as a dense decoder of its size. Raises ``UserError`` for a shape that cannot be priced.
     """
     renamed = {usual: getattr(config, usual, None) for usual in getattr(config, "attribute_map", ())}
     document = dict(language_model(config.to_dict() | renamed))

@@ -11,23 +11,32 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from wlb.job.job import Job
-from wlb.job.memory.step import EVEN_ROUNDS, MemoryEstimate, gib, predict_even_step, predict_memory
+from wlb.job.memory.step import BATCH_BYTES, MemoryEstimate, gib, largest_share, predict_memory
 from wlb.schedules.operations import round_size
 
+_EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
+_EVEN_MICRO_BATCHES = 2  # of a rank of level steps: more of the same hold no more
 _FACTORS = 64  # of L_max that are tried in a window
 
 
 def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
-    """The most that a process holds in the worst step; on the first pipeline rank over ``limit`` bytes, if any is."""
+    """The most that a process holds in the worst step; on the first pipeline rank over ``limit`` bytes, if any is.
+
+    A full pipeline of equal micro-batches holds the same round after round, but for their token ids, so that only the
+    first rounds are walked through.
+    """
     longest, rest = job.longest_micro_batch, job.most_step_tokens
-    walked = EVEN_ROUNDS * round_size(job.layout.pp, job.micro_batches_per_rank)
+    count = _EVEN_MICRO_BATCHES if job.levels_steps else job.micro_batches_per_rank
+    walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
     if rest is None or job.levels_steps or rest // longest >= walked:  # as full as a step of the longest alone gets
-        return predict_even_step(job.memory_settings, longest, limit)
+        more = (count - walked) * largest_share(job, longest) * BATCH_BYTES
+        estimate = predict_memory(job, [longest] * walked, limit - more)
+        return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})
     tokens = []
-    for _ in range(min(walked, job.micro_batches_per_rank)):  # all others are empty
+    for _ in range(walked):  # all others are empty
         tokens.append(min(longest, rest))
         rest -= tokens[-1]
-    return predict_memory(replace(job.memory_settings, micro_batches=len(tokens)), tokens, limit)
+    return predict_memory(job, tokens, limit)
 
 
 def fits(job: Job) -> bool:

@@ -12,41 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from wlb.schedules.layout import Layout
-from wlb.workload.base import Checkpointing
-from wlb.workload.shapes import DENSE, BlockKind, ModelShape
+from wlb.job.job import Job
+from wlb.workload.costs import MASTER_BYTES
+from wlb.workload.shapes import DENSE, BlockKind
 from wlb.workload.weights import block_weights, feed_forward_width
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """What memory depends on beside the lengths of micro-batches.
-
-    ``stage_blocks`` counts the blocks of every pipeline stage, ``micro_batches`` those of a data-parallel rank's step.
-    Weights and their gradients take ``compute_bytes`` or 4 bytes, whichever is more. ``fused_norms`` says that RMSNorm
-    keeps its input only, as PyTorch's CUDA kernel does; on CPU it is made of several operations.
-    ``uneven_shards`` is the most tokens that a context-parallel rank holds over their mean. With ``checkpoint_copy`` a
-    copy of weights and moments may be held while it is written. ``keeps_weights`` says that a job without a pipeline
-    gathers weights once a step, as one with a pipeline does. At most ``most_exchanged`` tokens of a micro-batch have
-    their keys and values exchanged; by default all.
-    """
-
-    shape: ModelShape
-    stage_blocks: tuple[int, ...]
-    parallel: Layout
-    micro_batches: int
-    compute_bytes: int
-    activation_checkpointing: Checkpointing = "none"
-    fused_norms: bool = False
-    tied_embeddings: bool = False
-    uneven_shards: float = 1.0
-    checkpoint_copy: bool = False
-    keeps_weights: bool = False
-    most_exchanged: int | None = None
-
-    @property
-    def master_bytes(self) -> int:
-        return max(self.compute_bytes, 4)
 
 
 @dataclass(frozen=True)
@@ -82,13 +51,12 @@ class LayerMemory:
     ``exchange`` it is the largest that a plan may ask for.
     """
 
-    def __init__(self, settings: MemorySettings, rows: int, exchange: Exchange | None = None) -> None:
-        shape, parallel = settings.shape, settings.parallel
-        self.settings = settings
+    def __init__(self, job: Job, rows: int, exchange: Exchange | None = None) -> None:
+        shape, tp = job.shape, job.layout.tp
+        self.job = job
         self.rows = rows
-        self.exchange = exchange or _largest_exchange(settings, rows)
-        self.compute, self.master = settings.compute_bytes, settings.master_bytes
-        tp = parallel.tp
+        self.exchange = exchange or _largest_exchange(job, rows)
+        self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
         self.query = shape.heads * shape.head_dim // tp
         self.key_value = shape.kv_heads * (shape.head_dim + shape.value_dim) // tp
         self.out = shape.heads * shape.value_dim // tp
@@ -101,26 +69,26 @@ class LayerMemory:
         self.partial_sums = self.gathered if tp > 1 else 0  # of the whole width, before they are reduced and scattered
 
     def _norm(self, rows: int) -> int:
-        """What RMSNorm keeps: its input; composed of several operations, also the input over its norm."""
-        hidden = self.settings.shape.hidden
-        if self.settings.fused_norms:
+        """What RMSNorm keeps: its input; on CPU, where it is several operations, also the input over its norm."""
+        hidden = self.job.shape.hidden
+        if self.job.hardware.device_type == "cuda":
             return rows * (hidden * self.compute + self.master)
         return rows * (2 * hidden * self.master + self.master)  # a half-precision input is kept as float32
 
     def blocks(self, layers: range) -> list[Unit]:
         """The blocks of these numbers, in order."""
-        kinds = [self.settings.shape.block_kind(layer) for layer in layers]
+        kinds = [self.job.shape.block_kind(layer) for layer in layers]
         of_kind = {kind: self.block(kind) for kind in set(kinds)}
         return [of_kind[kind] for kind in kinds]
 
     def block(self, kind: BlockKind = DENSE) -> Unit:
         """One block; one with a window counts as one without."""
-        shape, settings, rows = self.settings.shape, self.settings, self.rows
+        shape, tp, rows = self.job.shape, self.job.layout.tp, self.rows
         attention_out = rows * self.out * self.compute
         received = self.exchange.kept * self.exchanged * self.compute
         kept_attention = attention_out + self.log_sum_exp + received
         projected = self._projected()
-        wide = rows * (feed_forward_width(shape, kind) // settings.parallel.tp) * self.compute
+        wide = rows * (feed_forward_width(shape, kind) // tp) * self.compute
         routed = self._routed() if kind.routed else 0
         everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide + routed
         last_half = self.norm + self.gathered + 4 * wide + routed  # released before attention's backward begins
@@ -130,33 +98,29 @@ class LayerMemory:
         # Of SwiGLU: its last product, then the gate, then the first two products, when four results are two gradients.
         # The gradients of their matrices wait for the end of the block where they are to be added up in a wider type.
         narrower = self.compute < self.master
-        matrix = shape.hidden * (feed_forward_width(shape, kind) // settings.parallel.tp) * self.compute * narrower
+        matrix = shape.hidden * (feed_forward_width(shape, kind) // tp) * self.compute * narrower
         narrowing, gating = self.partial_sums + wide + matrix, 2 * wide + matrix
         widening = 2 * self.partial_sums - 2 * wide + 3 * matrix
         backward = max(
             self.stream + max(narrowing, gating, widening),
             2 * self.stream + 2 * attention_out + projected + work_backward - last_half + 3 * matrix,
         )
-        weights = -(-block_weights(shape, kind) // settings.parallel.tp) + 2 * shape.hidden
-        if settings.activation_checkpointing == "none":
+        weights = -(-block_weights(shape, kind) // tp) + 2 * shape.hidden
+        if self.job.activation_checkpointing == "none":
             forward = max(everything + 3 * self.stream + self.partial_sums, attending)
             return Unit(weights, weights, everything, forward, backward, received=received)
-        selective = settings.activation_checkpointing == "selective"
-        held = self.stream + (kept_attention if selective else 0)
+        held, again = self.stream, everything + backward
+        if self.job.activation_checkpointing == "selective":
+            held += kept_attention
+        else:
+            again, received = max(again, attending), 0
         feeding_forward = self.stream + self.partial_sums + self.gathered + 3 * wide
-        again = everything + backward if selective else max(everything + backward, attending)
-        return Unit(
-            weights,
-            weights,
-            held,
-            held + max(feeding_forward, attending - self.norm),
-            again - held,
-            received=received if selective else 0,
-        )
+        forward = held + max(feeding_forward, attending - self.norm)
+        return Unit(weights, weights, held, forward, again - held, received=received)
 
     def _projected(self) -> int:
         """What attention's projections leave for its backward."""
-        latent, width = self.settings.shape.latent, self.query + self.key_value
+        latent, width = self.job.shape.latent, self.query + self.key_value
         if latent is not None:
             width += 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim  # before and after their norms
         return self.rows * width * self.compute
@@ -166,9 +130,9 @@ class LayerMemory:
 
         Experts are divided over tensor-parallel ranks, and tokens over experts.
         """
-        shape, experts = self.settings.shape, self.settings.shape.experts
+        shape, experts = self.job.shape, self.job.shape.experts
         assert experts is not None
-        rows = -(-self.rows // self.settings.parallel.tp)
+        rows = -(-self.rows // self.job.layout.tp)
         return rows * (2 * experts.active * shape.hidden * self.compute + experts.count * self.master)
 
     def _attention_work(self) -> tuple[int, int]:
@@ -179,11 +143,11 @@ class LayerMemory:
         """
         own = self.rows * self.out * self.compute + self.log_sum_exp
         own_grads = self.rows * (self.query + self.key_value) * self.compute
-        if self.settings.parallel.cp == 1:
+        if self.job.layout.cp == 1:
             return own, own_grads
         moved = self.exchange.moved * self.compute
         exchanged = 3 * moved * self.exchanged
-        expanded = moved * self.key_value if self.settings.shape.latent is not None else 0
+        expanded = moved * self.key_value if self.job.shape.latent is not None else 0
         return own + 2 * own + exchanged + expanded, own_grads + 4 * own + 2 * (exchanged + expanded)
 
     def embedding(self) -> Unit:
@@ -192,9 +156,9 @@ class LayerMemory:
         Every tensor-parallel rank computes the gradient of the whole matrix, and adds it up over the step, before it
         takes its part (DTensor's ``embedding_dense_backward``, torch 2.13).
         """
-        shape = self.settings.shape
+        shape = self.job.shape
         matrix = shape.vocab_size * shape.hidden
-        weights = matrix // self.settings.parallel.tp
+        weights = matrix // self.job.layout.tp
         return Unit(weights, matrix, 0, self.gathered, matrix * self.compute, root=True)
 
     def head(self) -> Unit:
@@ -203,34 +167,33 @@ class LayerMemory:
         Where the vocabulary is split, the loss is composed of operators, whose results are one more of each (DTensor's
         ``loss_parallel``, torch 2.13).
         """
-        settings, shape = self.settings, self.settings.shape
-        scores = self.rows * shape.vocab_size // settings.parallel.tp
-        matrix = shape.vocab_size * shape.hidden // settings.parallel.tp
-        pipelined = scores * self.compute if settings.parallel.pp > 1 else 0  # the stage keeps its output
+        shape, layout = self.job.shape, self.job.layout
+        scores = self.rows * shape.vocab_size // layout.tp
+        matrix = shape.vocab_size * shape.hidden // layout.tp
+        pipelined = scores * self.compute if layout.pp > 1 else 0  # the stage keeps its output
         held = self.norm + self.gathered + scores * self.master + pipelined
-        tied = settings.tied_embeddings and len(settings.stage_blocks) == 1
-        between = scores * self.master if settings.parallel.tp > 1 else 0
+        tied = self.job.tied_embeddings and layout.stages == 1
+        between = scores * self.master if layout.tp > 1 else 0
         backward = max(2 * scores * self.master + between, scores * self.compute + matrix * self.compute)
-        weights = (0 if tied else matrix) + shape.hidden
-        return Unit(
-            weights,
-            weights,
-            held,
-            held + scores * self.master + between,
-            backward,
-            scores=scores * self.master + pipelined,
-            root=True,
-        )
+        weights, forward = (0 if tied else matrix) + shape.hidden, held + scores * self.master + between
+        return Unit(weights, weights, held, forward, backward, scores=scores * self.master + pipelined, root=True)
 
     def ends(self) -> int:
         """What a stage keeps beside its layers: rotary angles, and what it sent on; a block keeps what it received."""
-        shape, parallel = self.settings.shape, self.settings.parallel
-        angles = 2 * self.rows * shape.head_dim * self.compute
-        return angles + (self.stream if parallel.pp > 1 else 0)
+        angles = 2 * self.rows * self.job.shape.head_dim * self.compute
+        return angles + (self.stream if self.job.layout.pp > 1 else 0)
 
 
-def _largest_exchange(settings: MemorySettings, rows: int) -> Exchange:
-    """At most the tokens of an even share are kept, and at most all other ranks' tokens are moved."""
-    others = settings.parallel.cp - 1
-    moved = others * rows if settings.most_exchanged is None else min(others * rows, settings.most_exchanged)
-    return Exchange(math.ceil(rows / settings.uneven_shards) if others else 0, moved)
+def master_bytes(job: Job) -> int:
+    """Of a weight, a moment, or a gradient that is added up: float32 or wider."""
+    return max(job.hardware.bytes_per_value, MASTER_BYTES)
+
+
+def _largest_exchange(job: Job, rows: int) -> Exchange:
+    """At most the tokens of an even share are kept, and all other ranks' tokens moved: those of one document."""
+    if job.layout.cp == 1:
+        return Exchange(0, 0)
+    moved = (job.layout.cp - 1) * rows
+    if job.levels_steps:  # in which a micro-batch that is shared has one document
+        moved = min(moved, job.context_window)
+    return Exchange(math.ceil(rows / job.largest_shard), moved)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from wlb.errors import UserError, require
 from wlb.files import sync
+from wlb.models.huggingface.config_json import to_config_json
 from wlb.models.huggingface.weights import INDEX_FILE, WEIGHTS_FILE, hugging_face_name
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.workload.model_json import to_config_json
 
 _LARGEST_FILE = 5_000_000_000  # bytes; where transformers starts another file, unless asked otherwise
 

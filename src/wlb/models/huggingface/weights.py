@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from wlb.errors import UserError, require
+from wlb.models.huggingface.config_json import read_config
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.workload.model_json import read_config
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.markup import Markup, tag
+from wlb.report.html.escaping import Markup, tag
 from wlb.report.html.markup import (
     WIDTH,
     Caption,
@@ -20,8 +20,8 @@ from wlb.report.html.markup import (
     line,
     text,
 )
+from wlb.report.timeline import Timeline
 from wlb.sharding.plan import ShardPlan
-from wlb.simulate.timeline import Timeline
 from wlb.workload.flops import attended_pairs
 
 SHADES = 21  # odd: the middle one is the mean

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from wlb.documents.store.files import StoreSource, store_prefixes
 from wlb.documents.store.index import store_path
 from wlb.documents.store.reader import TokenStore
-from wlb.documents.store.sources import StoreSource, store_prefixes
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig
-from wlb.job.configured_model import configured_model
+from wlb.models.configured_model import configured_model
 from wlb.models.huggingface.export import export_model, refuse_existing
 from wlb.models.transformer import Transformer
 from wlb.training.checkpoint.files import (

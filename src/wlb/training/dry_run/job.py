@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -154,7 +154,7 @@ def _judged(found: FoundJob) -> Verdict | None:
     if found.synthetic:
         return None
     lengths = [read_lengths(store, keep_empty=True) for store in found.config.data.stores]
-    job = Job.from_config(found.config, found.hardware, model=found.model)
+    job = Job.from_config(found.config, found.hardware, vocab_size=found.model.shape.vocab_size)
     try:
         return judge_config(found.config, job, lengths[0] if len(lengths) == 1 else lengths)
     except UserError:  # the documents do not fill a step
@@ -224,8 +224,7 @@ def _report(run: RankRun, role: str, found: FoundJob, plan: StepPlan, shards: Sh
         Exchange(int(tokens) if keeps else 0, int(max(tokens, out)))
         for tokens, out, keeps in zip(received, sent, kept, strict=True)
     ]
-    settings = replace(job.memory_settings, micro_batches=len(run.rows))
-    estimate = predict_rank_memory(settings, run.rows, pp, exchanges).parts
+    estimate = predict_rank_memory(job, run.rows, pp, exchanges).parts
     memory = {
         kind: Compared(
             sum(run.memory.get(name, 0) for name in counted), sum(estimate.get(name, 0) for name in predicted)

@@ -18,8 +18,8 @@ from wlb.documents.store.reader import Shard, TokenStore
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
-from wlb.job.configured_model import configured_model
-from wlb.job.memory.step import limit_of_gpu
+from wlb.job.configured_shape import configured_shape
+from wlb.job.job import limit_of_gpu
 from wlb.training.preflight import CheckedJob, checked, memory_limit
 from wlb.workload import hardware_preset
 
@@ -57,7 +57,7 @@ def synthetic_store(config: JobConfig) -> SyntheticStore:
     """Documents for a few steps of ``config``, with the vocabulary of its model; it may name no store that exists."""
     window = config.data.context_window
     documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _STEPS, _MOST_DOCUMENTS)
-    return SyntheticStore(documents, window, configured_model(config.model).shape.vocab_size)
+    return SyntheticStore(documents, window, configured_shape(config.model).vocab_size)
 
 
 @dataclass(frozen=True)

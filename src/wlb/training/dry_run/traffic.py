@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.job.job import Job
+from wlb.models.transformer import TransformerConfig
 from wlb.schedules.layer_split import split_layers
-from wlb.workload.model import TransformerConfig
 
 WEIGHTS = "gathering weights"
 GRADIENTS = "reducing gradients"

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.order import check_trainable
-from wlb.documents.overlong import split_overlong
-from wlb.documents.segments import Segment
+from wlb.documents.segments import Segment, split_overlong
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, EvaluationConfig

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from wlb.documents.store.sources import source_name
+from wlb.documents.store.files import source_name
 from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
 from wlb.terminal import next_command, number_of

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import JobConfig, ModelConfig, TrainingConfig
-from wlb.job.configured_model import configured_model
 from wlb.job.job import compute_type
+from wlb.models.configured_model import configured_model
+from wlb.models.transformer import TransformerConfig, check_built
 from wlb.os_limits import usable_cores
 from wlb.token_count import parse_count
 from wlb.training.runtime.watchdog import backend_timeout
 from wlb.workload.hardware import HARDWARE
-from wlb.workload.model import TransformerConfig
-from wlb.workload.shapes import check_built
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 

@@ -22,7 +22,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.job import Job
-from wlb.simulate import SimulationResult, simulate, simulated_job
+from wlb.simulate import SimulationResult, simulate
 from wlb.simulate.job import NamedJob
 from wlb_studies.experiment import Settings
 
@@ -112,8 +112,6 @@ class Bench:
         return simulate(job, self.lengths, self.steps)
 
     def job(self, preset: str, **settings: Any) -> Job:
-        job = self._job
-        sizes = vars(job.layout) | {"micro_batches": job.micro_batches}
-        simulated = simulated_job(job.model, job.context_window, preset, **(sizes | SCHEDULE | settings))
+        simulated = self._job.under(preset, **(SCHEDULE | settings))
         order = {"shuffle": False} if self._cut else {"seed": self._seed}
         return replace(simulated, data=simulated.data.changed(**order))

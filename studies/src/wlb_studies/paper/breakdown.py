@@ -33,7 +33,7 @@ class Variant(NamedTuple):
         if self.prices == "own":
             return job
         prices = bench.job("best").packing_prices if self.prices == "best's" else job.workload
-        return job.priced(packed_by=prices)
+        return replace(job, packed_by=prices)
 
 
 def _ours(sharding: str = "adaptive", **packing: Any) -> Variant:

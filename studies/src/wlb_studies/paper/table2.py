@@ -8,7 +8,7 @@ import numpy as np
 
 from wlb.documents.segments import Segment
 from wlb.job.config import NO_BOUND
-from wlb.simulate.job import named_job
+from wlb.simulate.job import PAPER_JOBS
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, bars_of
 from wlb_studies.packing import MethodResult, compare_packer, packer_for
 from wlb_studies.paper import paper
@@ -17,7 +17,7 @@ from wlb_studies.paper.bench import corpus, cut_by_loader
 _STEPS = 400
 _SOLVER_STEPS = 24
 _SOLVER_SECONDS = 2.0
-_JOB = named_job("7b-128k")
+_JOB = PAPER_JOBS["7b-128k"].under("best")
 
 
 # By their name in ``wlb_studies.paper.paper.TABLE_2`` or, of ours, in ``wlb-studies packing``.

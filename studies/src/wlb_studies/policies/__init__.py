@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.filling import check_filling
 from wlb.errors import UserError, choose_from
+from wlb.simulate.filling import check_filling
 from wlb.simulate.search import SearchSpace
 from wlb.simulate.verdict import usual_steps
 from wlb_studies.policies import bytescale, distca, fcp, flexible_cp, flexsp, libra, magi, megatron, odc, verl, wlb_llm

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.job.job import Job
-from wlb.sharding.latency import RankSeconds, attending_seconds
+from wlb.sharding.latency import attending_seconds
 from wlb.sharding.pieces import Pieces, locality
 from wlb.workload.base import Phase
 from wlb.workload.links import Link, group_link
@@ -102,8 +102,8 @@ def _pool_link(plan: MovedPlan, job: Job) -> Link:
 
 
 def _beside(attention: Array, wire: Array) -> Array:
-    ranks = RankSeconds(np.zeros_like(attention), attention, np.zeros_like(attention))
-    return attending_seconds(ranks, wire, np.full(attention.shape[:-1], PARTS)) - attention
+    parts = np.full(attention.shape[:-1], PARTS)
+    return attending_seconds(np.zeros_like(attention), attention, wire, parts) - attention
 
 
 def _queries(plan: MovedPlan) -> tuple[Array, Array]:

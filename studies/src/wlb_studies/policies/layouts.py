@@ -16,8 +16,7 @@ from typing import get_args
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.job.job import Job
-from wlb.job.memory.step import limit_of_gpu
+from wlb.job.job import Job, limit_of_gpu
 from wlb.settings import MOST_RANKS
 from wlb.simulate.search import SearchSpace, job_on, meshes
 from wlb.workload.base import Checkpointing
@@ -113,7 +112,7 @@ def layout_text(ranks: Ranks) -> str:
 
 @lru_cache(maxsize=8)
 def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
-    layouts = (layout for layout in meshes(space, largest_cp=1) if layout.pp == 1 or not keeps_weights)
+    layouts = (one for one in meshes(space) if one.cp == 1 and (one.pp == 1 or not keeps_weights))
     jobs = (job_on(space, "fixed-4d", layout, layout.pp) for layout in layouts)
     return tuple(
         ranks for job in jobs if job is not None for ranks in _capacities(job, space, keeps_weights=keeps_weights)

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from wlb.documents.order import global_batches
 from wlb.errors import UserError
 from wlb.job.config import DataConfig
-from wlb.job.memory.step import limit_of_gpu
+from wlb.job.job import limit_of_gpu
+from wlb.simulate.filling import global_batches
 from wlb.simulate.search import DRAWS, SearchSpace
 from wlb.simulate.verdict import usual_steps
 from wlb.workload import Costs

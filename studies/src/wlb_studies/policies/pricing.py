@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.job.config import ShardingConfig
 from wlb.job.job import Job
-from wlb.job.memory.step import predict_even_step
+from wlb.job.memory.step import predict_memory
 from wlb.job.prices import nodes_of
 from wlb.schedules.timing import pipeline_times
 from wlb.sharding import price_shards
@@ -183,7 +183,7 @@ def step_seconds(
 
 def fetching(job: Job) -> Job:
     """``job`` where every rank fetches weights and sends gradients on its own."""
-    return replace(job, pricing=replace(job.pricing, software=replace(job.pricing.software, fetches_shards=True)))
+    return replace(job, software=replace(job.software, fetches_shards=True))
 
 
 def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
@@ -208,14 +208,15 @@ def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
 @lru_cache(maxsize=4096)
 def _peak(job: Job, tokens: int, members: int, keeps_weights: bool) -> int:
     count = max(1, job.layout.dp // members)
+    if keeps_weights:
+        job = replace(job, software=replace(job.software, weights="kept"))
     grouped = replace(
         job,
         layout=replace(job.layout, cp=members, dp=count),
         packing=job.packing.changed(micro_batches=count * _MANY * job.layout.pp),
         sharding=ShardingConfig(strategy="per_document"),
     )
-    settings = replace(grouped.memory_settings, keeps_weights=keeps_weights)
-    return predict_even_step(settings, tokens * members).total
+    return predict_memory(grouped, [tokens * members] * grouped.micro_batches_per_rank).total
 
 
 _DIRECTIONS: tuple[Phase, Phase] = ("forward", "backward")

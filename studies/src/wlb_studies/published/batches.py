@@ -34,7 +34,6 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import simulated_job
 from wlb.simulate.rate import simulate_steps
 from wlb.workload import ModelShape, hardware_preset
-from wlb.workload.costs import Software
 from wlb_studies.policies import distca
 from wlb_studies.policies.plan import Ranks
 from wlb_studies.policies.pricing import price
@@ -42,6 +41,7 @@ from wlb_studies.policies.wlb_llm import breakpoint_tokens, evened
 from wlb_studies.published.metrics import positive, size, stated, whole
 from wlb_studies.published.models import published_shape
 from wlb_studies.published.prediction import ODD, Prediction, why
+from wlb_studies.published.stacks import StackSoftware
 
 Lists = list[list[int]]  # a batch: lengths of documents, in lists of as many tokens each
 Seconds = NDArray[np.float64]
@@ -60,7 +60,7 @@ _SLOW = f"over {WARM_UP} times the median of its run, as when a system still war
 # Commit 53a9c5a of hao-ai-lab/DistCA (16 August 2025) fuses rotary embedding, SwiGLU and dropout of all systems.
 _FUSED_SINCE = "20250816"
 _H200 = hardware_preset("h200")
-_STACK = Software(weights="kept", gathers_context=True)
+_STACK = StackSoftware(weights="kept", gathers_context=True)
 # Until commit 9426950 (25 August 2025) DistCA's planner levelled attention until ranks differed by less than the square
 # of 8,192 tokens; since then it does within a tolerance, by default this project's.
 _LEVEL = 0.01

@@ -13,6 +13,7 @@ run that it did not tune, is of a kind of its own.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -30,10 +31,10 @@ from wlb.simulate.job import simulated_job
 from wlb.simulate.step import Steps
 from wlb.workload import Hardware, ModelShape, hardware_preset
 from wlb.workload.base import Checkpointing
-from wlb.workload.costs import Software
 from wlb_studies.published.metrics import Row, micro_batches, seconds_of_step, size, stated, step_tokens
 from wlb_studies.published.models import published_shape
 from wlb_studies.published.prediction import FUNCTIONAL, ODD, Prediction, source_of, why
+from wlb_studies.published.stacks import StackSoftware, attending_with
 
 Recomputation = Literal["none", "selective", "full"]
 _KERNELS = {f"fa{version}": f"FlashAttention-{version}" for version in (2, 3, 4)}
@@ -158,17 +159,20 @@ def published_step(row: Row) -> PublishedStep:
     if shape.experts is not None:
         size(row, "ep")
     layout, count, lengths, assumed = _layout(row)
+    software = _software(row, stack)
+    if (gpus := layout.world_size // layout.pp) % software.expert_parallel:
+        raise UserError(f"ep = {software.expert_parallel} does not divide the {gpus} GPUs of a pipeline stage")
     job = simulated_job(
         shape,
         max(map(sum, lengths)),  # L_max, by which memory is predicted
         "plain-4d",
         hardware=_hardware(row, stack),
         sharding="per_document",
-        software=_software(row, stack),
+        software=software,
         micro_batches=count,
         **vars(layout),
     )
-    assumed += _remarks(row, shape, stack, job.pricing.software)
+    assumed += _remarks(row, shape, stack, software)
     recomputation = _stated_recomputation(row)
     if recomputation is None and stack.weights == "kept":
         assumed.append("no recomputation, or of element-wise operations only, whether or not that fits")
@@ -252,16 +256,16 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
 
 def _held(job: Job) -> Job:
     """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
-    if job.layout.pp > 1 or not job.pricing.software.reduces_always:
+    if job.layout.pp > 1 or not job.software.reduces_always:
         return job
     return replace(job, packing=job.packing.changed(micro_batches=job.layout.dp))
 
 
-def _software(row: Row, stack: Stack) -> Software:
+def _software(row: Row, stack: Stack) -> StackSoftware:
     weights = "gathered" if row["repo"] == _BRIDGE and row.get("fsdp") else stack.weights
     if row.get("sharding") == "SHARD_GRAD_OP" or size(row, "pp") > 1:  # so do torchtitan and Automodel in a pipeline
         weights = "kept"
-    return Software(
+    return StackSoftware(
         weights=weights,
         prefetch=stack.prefetch,
         reduces_always=weights == "gathered",
@@ -285,9 +289,9 @@ def _hardware(row: Row, stack: Stack) -> Hardware:
     if "a100_40gb" in row["hardware"]:  # quoted: 1,555 GB/s, beside 2,039 of the preset (NVIDIA A100 data sheet)
         bandwidth = hardware.memory_bandwidth * 1555 / 2039
         hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
-    hardware = hardware.attending_with(stack.attention)
+    hardware = attending_with(hardware, stack.attention)
     if "500 W" in row["hardware"]:
-        hardware = hardware.at_power(500 / 700)
+        hardware = hardware.computing_at(math.sqrt(500 / 700))  # assumed: with the root of its power, memory not
     precision = _precision(row)
     return hardware if precision == "bf16" else hardware.computing_in(precision)
 
@@ -331,7 +335,7 @@ def _stated_recomputation(row: Row) -> Recomputation | None:
     return "selective" if "selective" in text else None
 
 
-def _remarks(row: Row, shape: ModelShape, stack: Stack, software: Software) -> list[str]:
+def _remarks(row: Row, shape: ModelShape, stack: Stack, software: StackSoftware) -> list[str]:
     """What is assumed about a row beside its layout; of its stack, what its repository does everywhere."""
     own = row.get("stack") or {}
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]

@@ -26,7 +26,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.sharding.latency import RankSeconds, forward_seconds
+from wlb.sharding.latency import attending_seconds
 from wlb.sharding.plan import exchange_parts
 from wlb.workload import Costs, Seconds
 from wlb_studies.serving.batching import Chunk
@@ -61,9 +61,9 @@ class SequencePrices:
         parts = exchange_parts(received, tokens, degree)
         copies = self.workload.copy_seconds(received, received, parts * held, "forward")
         exchange = self.workload.exchange_seconds(received, degree)
-        ranks = RankSeconds(own=share / degree, received=share - share / degree, rest=linear + copies)
-        alike = RankSeconds(*(seconds[..., None] for seconds in ranks))
-        return forward_seconds(alike, exchange[..., None], parts)
+        own, others, arriving = (seconds[..., None] for seconds in (share / degree, share - share / degree, exchange))
+        alike: Seconds = attending_seconds(own, others, arriving, parts)[..., 0] + (linear + copies)
+        return alike
 
 
 def divide(lengths: Integers, prices: SequencePrices, instances: int) -> list[tuple[int, int]]:

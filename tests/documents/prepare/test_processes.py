@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from wlb.documents.prepare.batches import _IN_FLIGHT, map_in_order
+from wlb.documents.prepare.processes import _IN_FLIGHT, map_in_order
 from wlb.errors import UserError
 
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.documents.overlong import POLICIES, OverlongReport, split_overlong
-from wlb.documents.segments import Segment
+from wlb.documents.segments import POLICIES, OverlongReport, Segment, split_overlong
 from wlb.errors import UserError
 
 segments_of = st.lists(st.builds(Segment, st.integers(0, 1000), st.integers(0, 50), st.integers(0, 300)), max_size=30)

@@ -1,8 +1,8 @@
-"""Level steps with one ingredient left out each, as a share of what even ranks without any exchange would take.
+"""Level steps, as a share of what even ranks without any exchange would take.
 
 A job runs in the layout in which level steps are fastest, of those that policies without fixed groups choose from and
-that have no pipeline. Its documents are planned again with one of the ``Ingredients`` of ``wlb.packing.level`` left
-out, or on ranks of any node; and the trainer's own lock-step pools run in the same layout.
+that have no pipeline. Its documents are planned again as if all ranks lay on one node; and the trainer's own lock-step
+pools run in the same layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.prices import LevelPrices
-from wlb.packing.level import Ingredients, StagePrices, level_step
+from wlb.packing.level import StagePrices, level_step
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import preset_sections
@@ -36,16 +36,7 @@ JOBS = (
 )
 _PICTURED = ("8b-128k-64", "8b-256k-64", "8b-128k-1024", "70b-1m-1024")
 _STEPS = 2
-_EVERYTHING = "nothing"
-_LEFT_OUT = {
-    _EVERYTHING: Ingredients(),
-    "fillers": Ingredients(fills_gaps=False),
-    "group sizes by price": Ingredients(more_ranks=False),
-    "groups that fill nodes": Ingredients(fills_nodes=False),
-    "levelling": Ingredients(levels=False),
-}
-_ANY_NODE = "locality"
-_POOLS = {"own lists (even pools)": "even", "own lists (alike pools)": "alike"}
+_POOLS = {"even pools": "even", "alike pools": "alike"}
 
 
 def run(settings: Settings) -> Report:
@@ -56,18 +47,18 @@ def run(settings: Settings) -> Report:
             shares.setdefault(name, []).append(share)
     names = [job.name.removeprefix("llama3-") for job in JOBS]
     return Report(
-        title="Level steps with one ingredient left out",
+        title="Level steps",
         documents=settings.lengths or f"synthetic, {DOCUMENTS:,} documents that grow with the window",
         tables=[
             Table(
                 "seconds of steps in which ranks are equally busy and exchange nothing, over those of level steps",
-                (Column("left out"), *(Column(name, "simulated") for name in names)),
+                (Column("steps"), *(Column(name, "simulated") for name in names)),
                 [(name, *of_jobs) for name, of_jobs in shares.items()],
             )
         ],
         draw=partial(
             grouped_bars,
-            title="level steps with one ingredient left out, simulated",
+            title="level steps, simulated",
             groups=[name.replace(" ", "\n") for name in shares],
             series={name: [of_jobs[names.index(name)] for of_jobs in shares.values()] for name in _PICTURED},
             label="share of the ideal speed",
@@ -76,16 +67,14 @@ def run(settings: Settings) -> Report:
         notes=[
             f"{settings.steps or _STEPS} steps of {BATCH_TOKENS:,} tokens, H100 preset, all rows of a job in one "
             "layout without a pipeline; the ideal is that of the layout in which it is fastest",
-            "fillers: short documents in front of shared ones; group sizes by price: more ranks than hold a document, "
-            "for one that would be done too late; levelling: the other short documents go to the rank that is free "
-            "first, not to all in turn; locality: groups on as few nodes as hold them",
-            "own lists: pools in lock step instead, of the size and number of micro-batches that the trainer decides",
+            "on any node: groups are planned as if all ranks lay on one node",
+            "pools: in lock step, of the size and number of micro-batches that the trainer decides",
         ],
     )
 
 
 def _shares(job: RivalJob, settings: Settings) -> dict[str, float | None]:
-    """Of the ideal speed, with each ingredient left out."""
+    """Of the ideal speed, for each kind of steps."""
     steps = settings.steps or _STEPS
     space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS)
     lengths = documents_of(job, settings)
@@ -93,12 +82,10 @@ def _shares(job: RivalJob, settings: Settings) -> dict[str, float | None]:
     ideal = _ideal(space, batches)
     ranks, level = _fastest(space, lengths, batches[0])
     prices = _prices(level)
-    seconds = {name: _seconds(level, prices, batches, using) for name, using in _LEFT_OUT.items()}
-    seconds[_ANY_NODE] = _seconds(level, replace(prices, per_node=prices.ranks), batches)  # as if all lay on one node
-    shares: dict[str, float | None] = {name: ideal / taken for name, taken in seconds.items()}
-    return shares | {
-        name: _pooled(ranks, space, lengths, batches, grouping, ideal) for name, grouping in _POOLS.items()
-    }
+    return {
+        "level": ideal / _seconds(level, prices, batches),
+        "level, on any node": ideal / _seconds(level, replace(prices, per_node=prices.ranks), batches),
+    } | {name: _pooled(ranks, space, lengths, batches, grouping, ideal) for name, grouping in _POOLS.items()}
 
 
 def _ideal(space: SearchSpace, batches: list[Integers]) -> float:
@@ -133,13 +120,13 @@ def _decided(layout: Job, space: SearchSpace, lengths: Integers, grouping: str) 
     return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 
 
-def _seconds(job: Job, prices: StagePrices, batches: list[Integers], using: Ingredients = Ingredients()) -> float:
+def _seconds(job: Job, prices: StagePrices, batches: list[Integers]) -> float:
     """Of the level steps of ``job`` that train ``batches``, planned by ``prices``."""
-    return sum(float(simulate_step(_plan(job, prices, batch, using), job).seconds[0]) for batch in batches)
+    return sum(float(simulate_step(_plan(job, prices, batch), job).seconds[0]) for batch in batches)
 
 
-def _plan(job: Job, prices: StagePrices, batch: Integers, using: Ingredients) -> StepPlan:
-    groups = level_step(batch.tolist(), -(-job.longest_micro_batch // prices.ranks), prices, using)
+def _plan(job: Job, prices: StagePrices, batch: Integers) -> StepPlan:
+    groups = level_step(batch.tolist(), -(-job.longest_micro_batch // prices.ranks), prices)
     micro_batches = (
         MicroBatch(
             tuple(Segment(document, 0, int(batch[document])) for document in group.documents),

@@ -1,4 +1,4 @@
-"""Calls on a Ray cluster: each on a free core of any node, again on another one when its process or node dies.
+"""Calls in other processes: of this machine, with results in order, or on any node of a Ray cluster.
 
 https://docs.ray.io/en/latest/ray-core/fault_tolerance/tasks.html says what Ray does about failures.
 """
@@ -6,18 +6,74 @@ https://docs.ray.io/en/latest/ray-core/fault_tolerance/tasks.html says what Ray 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import signal
 import socket
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from wlb.errors import UserError, require
 
 T = TypeVar("T")
 R = TypeVar("R")
+_IN_FLIGHT = 2  # for each worker: one item in work, one waiting so that it does not pause
 _RETRIES = 3  # of a task whose process or node dies
 _CONNECT_SECONDS = 30.0
+
+
+def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
+    """``map(function, items)`` on ``workers`` processes; on this one when ``workers`` is 1.
+
+    ``function`` is pickled once for each process. Items are taken as results are consumed, so memory does not grow
+    with their number. Exceptions of ``function`` are raised here.
+    """
+    if workers == 1:
+        yield from map(function, items)
+        return
+    # Spawned, not forked: this process may have threads (tokenizers has), which fork does not survive.
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(workers, context, _start_worker, (function,))
+    pending: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            pending.append(executor.submit(_call_started, item))
+            if len(pending) >= _IN_FLIGHT * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise UserError("a worker process was killed, probably for lack of memory; try fewer --workers") from None
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+_function: Callable[[Any], Any]
+
+
+def _start_worker(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function = function
+    # Ctrl-C reaches the whole process group; the main process ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _call_started(item: Any) -> Any:
+    return _function(item)
+
+
+def _leave_with_parent() -> None:
+    # A worker waiting for work would not notice that the main process was killed.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextmanager
@@ -32,9 +88,9 @@ def cluster(address: str) -> Iterator[int]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     host, _, port = address.rpartition(":")
     try:
-        if not was_connected and host and port.isdecimal() and "://" not in address:  # Ray itself would try for minutes
-            socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
         if not was_connected:
+            if host and port.isdecimal() and "://" not in address:  # Ray itself would try for minutes
+                socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
             ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.markup import Markup, join, tag
+from wlb.report.html.escaping import Markup, join, tag
 from wlb.report.html.markup import table
 
 

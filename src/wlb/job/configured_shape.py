@@ -1,0 +1,95 @@
+"""The shape of the model that ``[model]`` describes, by a preset or by the directory of a pretrained one.
+
+Nothing is read but ``config.json``. ``wlb.models.configured_model`` has the rest of what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from wlb.errors import UserError
+from wlb.job.config import ModelConfig
+from wlb.workload import ModelShape, model_shape
+from wlb.workload.model_json import flag, read_config_json, read_shape
+
+_DIMENSIONS = (
+    *("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size"),
+    *("sliding_window", "full_attention_layers"),
+)
+
+
+def configured_shape(model: ModelConfig, vocab_size: int | None = None) -> ModelShape:
+    """The shape that ``[model]`` describes.
+
+    ``vocab_size`` is that of the token store, where it is known; the model's may be larger. Dimensions that are not
+    given are those of the preset or of the pretrained model; the width of a head is hidden / heads where one of these
+    is given. Raises ``UserError`` for dimensions that do not fit together or are not those of the pretrained model.
+    """
+    directory = model.pretrained
+    if directory is None:
+        return _preset_shape(model, vocab_size)
+    shape = read_shape(directory)
+    refuse_changes(model, {name: getattr(shape, name) for name in _DIMENSIONS})
+    if vocab_size is not None and shape.vocab_size < vocab_size:
+        raise UserError(
+            f"{directory} has a vocabulary of {shape.vocab_size}, below the {vocab_size} of the token store; "
+            f"prepare the store with its tokenizer: wlb prepare --tokenizer {directory}"
+        )
+    return shape
+
+
+def has_tied_embeddings(model: ModelConfig) -> bool:
+    """Whether the output head is the embedding's matrix; ``[model]`` may untie that of a pretrained model.
+
+    Raises ``UserError`` where it ties a head that is not tied there.
+    """
+    if model.pretrained is None:
+        return model.tied_embeddings
+    tied = flag(read_config_json(model.pretrained), "tie_word_embeddings")
+    if model.tied_embeddings and not tied:
+        raise UserError(
+            f"model.tied_embeddings = true, but {model.pretrained} has a head of its own; leave model.tied_embeddings "
+            "out"
+        )
+    return model.tied_embeddings if "tied_embeddings" in model.model_fields_set else tied
+
+
+def refuse_changes(model: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` where ``[model]`` gives another value than was ``found`` in the pretrained model."""
+    for name, value in found.items():
+        if name in model.model_fields_set and getattr(model, name) not in (None, value):
+            raise UserError(
+                f"model.{name} = {getattr(model, name)}, but {model.pretrained} has {value}; leave model.{name} out"
+            )
+
+
+def _preset_shape(model: ModelConfig, vocab_size: int | None) -> ModelShape:
+    given = {name: value for name in _DIMENSIONS if (value := getattr(model, name)) is not None}
+    if vocab_size is not None:
+        asked = given.setdefault("vocab_size", vocab_size)
+        if asked < vocab_size:
+            raise UserError(f"model.vocab_size = {asked} is below the {vocab_size} of the token store; raise it")
+    shape = replace(model_shape(model.name), **given)
+    if "head_dim" not in given and ("hidden" in given or "heads" in given):
+        if shape.hidden % (2 * shape.heads):
+            raise UserError(
+                f"model.hidden = {shape.hidden} must be a multiple of 2 x model.heads = {2 * shape.heads}: rotary "
+                "positions pair the dimensions of a head"
+            )
+        shape = replace(shape, head_dim=shape.hidden // shape.heads)
+    return shape
+
+
+def check_divisible(shape: ModelShape, tp: int) -> None:
+    """Raise ``UserError`` unless ``tp`` ranks can share the model's heads, feed-forward, experts and vocabulary."""
+    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size")}
+    if shape.experts is not None:
+        sizes |= {f"experts.{name}": getattr(shape.experts, name) for name in ("count", "shared_hidden")}
+    for name, size in sizes.items():
+        if size % tp:
+            more = f" or a vocab_size of {size + tp - size % tp}" if name == "vocab_size" else ""
+            raise UserError(
+                f"model {name} = {size} cannot be split over tp = {tp} ranks; choose a divisor of {size}{more}"
+            )

@@ -1,0 +1,40 @@
+"""The greedy rule of packing and sharding: each document into the lightest bin that has room for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+
+
+def into_lightest(
+    tokens: Sequence[int], prices: Sequence[float], loads: list[float], rooms: list[int], limit: float = math.inf
+) -> tuple[list[int], float]:
+    """The bin of each document, in the order given: the lightest that has room for its ``tokens``.
+
+    -1 is the bin of a document for which none has room, or whose price would lift it over ``limit``. Bins hold
+    ``loads`` and have ``rooms`` tokens left; both lists are brought up to date. Also returns the lowest limit that
+    gives another result.
+    """
+    shortest = min(tokens, default=0)
+    lightest = [(load, index) for index, load in enumerate(loads) if rooms[index] >= shortest]
+    heapify(lightest)
+    full: list[tuple[int, float, int]] = []  # minus room, load, bin: without room for the documents of late
+    owners: list[int] = []
+    next_limit = math.inf
+    for length, price in zip(tokens, prices, strict=True):
+        while full and -full[0][0] >= length:
+            heappush(lightest, heappop(full)[1:])
+        while lightest and rooms[lightest[0][1]] < length:
+            load, index = heappop(lightest)
+            if rooms[index] >= shortest:
+                heappush(full, (-rooms[index], load, index))
+        load, index = lightest[0] if lightest else (math.inf, -1)
+        load += price
+        if lightest and load <= limit:
+            loads[index], rooms[index] = load, rooms[index] - length
+            heapreplace(lightest, (load, index))
+        else:
+            index, next_limit = -1, min(next_limit, load)
+        owners.append(index)
+    return owners, next_limit

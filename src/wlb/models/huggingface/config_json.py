@@ -1,0 +1,149 @@
+"""``config.json`` of a Hugging Face directory: all that training needs is read from it, and it is written.
+
+Families that can be trained are those whose mathematics ``wlb.models.transformer`` has. Keys are read as
+``wlb.workload.model_json`` reads those of the shape: whatever would make the model compute something else is refused by
+name.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from wlb.errors import UserError
+from wlb.job.rope_scaling import ROPE_REQUIRED, RopeScalingConfig
+from wlb.models.transformer import TransformerConfig, yarn_length
+from wlb.workload.model_json import Keys, flag, naming, read_config_json, shape_of, size
+
+_TRAINED = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_BIASED = ("llama", "qwen3")  # read attention_bias
+_COMPUTED = {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "quantization_config": None}
+
+
+def read_config(path: Path) -> TransformerConfig:
+    """The model that ``config.json`` describes, in the directory ``path`` or at it.
+
+    Raises ``UserError`` for one that we do not compute.
+    """
+    document = read_config_json(path)
+    with naming(path):
+        return _trained(document)
+
+
+def to_config_json(config: TransformerConfig, *, longest: int, dtype: str) -> dict[str, Any]:
+    """``config.json`` of the first family that computes the same as ``config``, for any version of ``transformers``.
+
+    ``longest`` is the context in tokens and ``dtype`` the type of the weights, by its name in torch. Raises
+    ``UserError`` for biases, q/k norms and windows that no family has together.
+    """
+    shape, scaling = config.shape, config.rope_scaling
+    for family, model_class in _TRAINED.items():
+        window = {} if shape.sliding_window is None else {"sliding_window": shape.sliding_window}
+        if window and family != "mistral":
+            window |= {"use_sliding_window": True, "max_window_layers": shape.full_attention_layers or 0}
+        document = {
+            **window,
+            **({"attention_bias": config.o_bias} if family in _BIASED else {}),
+            "architectures": [model_class],
+            "model_type": family,
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "intermediate_size": shape.ffn_hidden,
+            "vocab_size": shape.vocab_size,
+            "hidden_act": "silu",
+            "max_position_embeddings": longest,
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": None if scaling is None else scaling.in_effect,
+            "tie_word_embeddings": config.tied_embeddings,
+            "torch_dtype": dtype,
+        }
+        if _trained(document) == config:
+            return document
+    parts = [name for name in ("qkv_bias", "o_bias", "qk_norm") if getattr(config, name)]
+    parts += [name for name in ("sliding_window", "full_attention_layers") if getattr(shape, name)]
+    has = ", ".join(f"model.{name}" for name in parts)
+    raise UserError(f"no Hugging Face family has together {has}; train with less of it")
+
+
+def _trained(document: Keys) -> TransformerConfig:
+    if (family := document.get("model_type")) not in list(_TRAINED):  # other families have other keys
+        raise UserError(f"model_type {family!r} is not supported; choose a model of {', '.join(_TRAINED)}")
+    for name, computed in _COMPUTED.items():
+        if document.get(name) not in (None, computed):
+            raise UserError(
+                f"{name} = {document[name]!r} is not supported, only {computed!r}; change it or choose another model"
+            )
+    shape = shape_of(document)
+    if shape.full_attention_every is not None or (family == "mistral" and shape.full_attention_layers is not None):
+        raise UserError(
+            "layer_types is supported where full_attention comes first and sliding_attention follows, and of mistral "
+            "where all layers have one type; choose another model"
+        )
+    size(document, "max_position_embeddings", 2048)  # ``wlb export`` reads it
+    theta, scaling = _rotary(document)
+    biased = flag(document, "attention_bias") and family in _BIASED
+    return TransformerConfig(
+        shape,
+        rope_theta=theta,
+        norm_eps=_number(document, "rms_norm_eps", 1e-6),
+        rope_scaling=scaling,
+        qkv_bias=family == "qwen2" or biased,
+        o_bias=biased,
+        qk_norm=family == "qwen3",
+        tied_embeddings=flag(document, "tie_word_embeddings"),
+    )
+
+
+def _rotary(document: Keys) -> tuple[float, RopeScalingConfig | None]:
+    """Base and scaling, whether all of it stands in one object (transformers 5) or some of it beside the others."""
+    rope: dict[str, Any] = {}
+    beside = {name: document.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    for name, part in [("", beside), *((name, document.get(name)) for name in ("rope_scaling", "rope_parameters"))]:
+        if not isinstance(part, dict | None):
+            raise UserError(f"{name} = {part!r} is not an object; correct it")
+        for given, value in (part or {}).items():
+            key = "rope_type" if given == "type" else given  # as it was named first
+            if value is not None and key in rope and rope[key] != value:
+                raise UserError(f"{key} is given twice, as {rope[key]!r} and as {value!r}; keep one of them")
+            if value is not None:
+                rope[key] = value
+    theta = _number(rope, "rope_theta", 10_000.0)
+    if rope.pop("partial_rotary_factor", 1) != 1:
+        raise UserError("partial_rotary_factor other than 1 is not supported; choose another model")
+    rope.pop("rope_theta", None)
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        if other := [name for name in rope if name != "rope_type"]:
+            raise UserError(f"{other[0]} is not supported for rotary positions; choose another model")
+        return theta, None
+    if kind not in list(ROPE_REQUIRED):
+        kinds = ", ".join(["default", *ROPE_REQUIRED])
+        raise UserError(f"rope_type {kind!r} is not supported; choose a model with {kinds}")
+    if missing := [name for name in ROPE_REQUIRED[kind] if name not in rope]:
+        raise UserError(f"rope_type {kind!r} has no {missing[0]}; complete it")
+    size(rope, "original_max_position_embeddings", 1)  # a file of settings may say "8K"
+    # DeepSeek's way to say yarn's attention_factor.
+    scales = [_number(rope, name, 0) for name in ("mscale", "mscale_all_dim")] if kind == "yarn" else []
+    settings = {name: value for name, value in rope.items() if not scales or not name.startswith("mscale")}
+    scaling = RopeScalingConfig.of(settings, "rope_scaling", strict=True)
+    if scales and all(scales) and scaling.attention_factor is None:
+        above, below = (yarn_length(scaling.factor, scale) for scale in scales)
+        scaling = scaling.changed(attention_factor=above / below)
+    return theta, scaling
+
+
+def _number(keys: Keys, name: str, default: float) -> float:
+    value = default if keys.get(name) is None else keys[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
+        raise UserError(f"{name} = {value!r} is not a finite number of at least 0; correct it")
+    return float(value)

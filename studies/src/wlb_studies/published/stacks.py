@@ -1,0 +1,118 @@
+"""Prices of software that trains otherwise than ours: experts on several ranks, and collectives that overlap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from wlb.errors import UserError
+from wlb.job.prices import Software
+from wlb.workload import Costs, Hardware, ModelShape, Seconds
+from wlb.workload.base import Phase
+from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
+from wlb.workload.links import group_link, shard_bytes
+from wlb.workload.weights import routed_layers
+
+# Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by fit_prices.py.
+_SHOWN_OF_ASYNC_TP = 0.6
+# Values that element-wise kernels move where each operation is a kernel of its own, over those of fused ones: fitted to
+# what torch.compile gains in fms-fsdp, 1.11 to 1.28. (By counting, RMSNorm and rotary embedding in float32 and SwiGLU
+# move 3.5 times as many.)
+_UNFUSED_PASSES = 7.0
+
+
+def attending_with(hardware: Hardware, name: str) -> Hardware:
+    """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4", "cudnn" or "triton".
+
+    Their rates are of the preset's type: ``computing_in`` comes after. Raises ``UserError`` that lists those with a
+    price where the device has none of that name.
+    """
+    kernels = dict(hardware.attention_kernels)
+    if name not in kernels:
+        known = f"choose one of {', '.join(kernels)}" if kernels else "only its own have one"
+        raise UserError(f"attention kernels {name!r} have no price on this device; {known}")
+    return replace(hardware, attention=kernels[name])
+
+
+@dataclass(frozen=True)
+class StackSoftware(Software):
+    """A training stack whose prices are ``StackCosts``.
+
+    ``async_tp`` divides tensor-parallel collectives and the matrix products beside them into parts that overlap.
+    ``expert_parallel`` ranks share the experts, and exchange tokens; with ``overlaps_experts`` computing hides that. A
+    stack that is not ``fused`` runs every element-wise operation as a kernel of its own. ``micro_batch_seconds`` are
+    the host's for a forward and backward, however few tokens; the GPU waits.
+
+    With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
+    and reduces all their gradients after it, both beside nothing (the ``PerDocumentCPAttention`` of hao-ai-lab/DistCA,
+    whose collectives wait in the stream of the kernels).
+    """
+
+    async_tp: bool = False
+    expert_parallel: int = 1
+    overlaps_experts: bool = False
+    fused: bool = True
+    micro_batch_seconds: float = 0.0
+    gathers_context: bool = False
+
+    def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> StackCosts:
+        return StackCosts(shape, hardware, tp, software=self, **settings)
+
+
+@dataclass(frozen=True)
+class StackCosts(Costs):
+    """``Costs`` of a ``StackSoftware``; raises ``UserError`` for experts that its ranks cannot share evenly."""
+
+    software: StackSoftware = StackSoftware()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranks, experts = self.software.expert_parallel, self.shape.experts
+        if ranks < 1 or (ranks > 1 and (experts is None or experts.count % ranks)):
+            raise UserError(
+                f"expert_parallel = {ranks} must divide the model's {experts.count if experts else 0} experts; choose "
+                "a divisor, or 1"
+            )
+
+    @property
+    def experts_share(self) -> float:
+        return 1 / self.software.expert_parallel
+
+    @property
+    def element_passes(self) -> float:
+        return 1.0 if self.software.fused else _UNFUSED_PASSES
+
+    @property
+    def gathers_context(self) -> bool:
+        return self.software.gathers_context
+
+    def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """With the host's time, of which a third is the forward's."""
+        seconds = super().blocks_seconds(tokens, phase)
+        if phase == "both":  # the sum of what this says of either
+            return seconds
+        host = self.software.micro_batch_seconds / (1 + LINEAR_BACKWARD_FACTOR)
+        own = host if phase == "forward" else LINEAR_BACKWARD_FACTOR * host
+        return seconds + np.where(np.asarray(tokens) > 0, own, 0.0)
+
+    def tp_seconds(self, tokens: ArrayLike) -> Seconds:
+        return (_SHOWN_OF_ASYNC_TP if self.software.async_tp else 1.0) * super().tp_seconds(tokens)
+
+    def expert_seconds(self, tokens: ArrayLike) -> Seconds:
+        """Sending tokens to the ranks that have their experts, and back: in a forward, or in a backward."""
+        experts, ranks, hardware = self.shape.experts, self.software.expert_parallel, self.hardware
+        if experts is None or ranks == 1 or self.software.overlaps_experts:
+            return super().expert_seconds(tokens)
+        nodes = -(-ranks // hardware.node_size)
+        link = group_link(hardware, "all_to_all", min(ranks, hardware.node_size), stride=1)
+        copy = np.asarray(tokens) * self.shape.hidden * hardware.bytes_per_value / self.tp
+        seconds = link.seconds(shard_bytes(experts.active, ranks) * copy)
+        if nodes > 1:
+            # A token goes once to each other node that has one of its experts.
+            reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.active)
+            between = group_link(hardware, "point_to_point", ranks, stride=1)
+            seconds = np.maximum(seconds, between.seconds(reached * copy))
+        return 2 * routed_layers(self.shape) * seconds

@@ -1,0 +1,116 @@
+"""What experts on several ranks and overlapping collectives cost, against counts made by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.simulate.jobs import SHAPE, WINDOW, documents
+from wlb.errors import UserError
+from wlb.job.planner import StepPlanner
+from wlb.simulate import simulate_step, simulated_job
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.step import Steps
+from wlb.workload import HARDWARE, Costs, hardware_preset
+from wlb.workload.links import group_link
+from wlb.workload.shapes import Experts
+from wlb_studies.published.stacks import StackCosts, StackSoftware, attending_with
+
+LAYOUT: dict[str, Any] = {"dp": 2, "cp": 2, "pp": 2, "tp": 2}
+ROUTED = replace(SHAPE, experts=Experts(16, 2, 512, shared_hidden=512, dense_layers=1))
+
+
+def costs_of(software: StackSoftware, **layout: int) -> JobCosts:
+    sizes = LAYOUT | layout
+    job = simulated_job(ROUTED, WINDOW, "plain-4d", micro_batches=2, software=software, **sizes)
+    return JobCosts(job)
+
+
+def test_experts_on_other_ranks_exchange_tokens_and_share_weights():
+    alone, spread = (costs_of(StackSoftware(expert_parallel=ranks)) for ranks in (1, 4))
+    link = group_link(spread.job.hardware, "all_to_all", 4, stride=1)
+    received = 1000 * 2 * ROUTED.hidden * 2 / 2 * 3 / 4  # tokens x experts x values x bytes / tp, but a rank's own
+    assert alone.rank.expert_seconds(1000) == 0
+    assert spread.rank.expert_seconds(1000) == pytest.approx(2 * 7 * float(link.seconds(received)))
+    wide = costs_of(StackSoftware(expert_parallel=16), dp=4)
+    between = group_link(spread.job.hardware, "point_to_point", 16, stride=1)
+    reached = 1 - (1 / 2) ** 2  # the other node, by one of two experts or both
+    assert wide.rank.expert_seconds(1000) == pytest.approx(
+        2 * 7 * float(between.seconds(1000 * reached * ROUTED.hidden))
+    )
+    assert spread.block_gather < alone.block_gather
+    step = next(StepPlanner(spread.job, documents()).plans())
+    assert simulate_step(step, spread.job).where["expert exchange"] > 0
+    assert spread.optimizer.tolist() == pytest.approx(alone.optimizer.tolist())
+
+
+@pytest.mark.parametrize("ranks", [0, 3, 32])
+def test_ranks_that_cannot_share_the_experts_are_refused(ranks: int):
+    with pytest.raises(UserError, match=f"expert_parallel = {ranks} must divide the model's 16 experts"):
+        costs_of(StackSoftware(expert_parallel=ranks))
+
+
+def test_an_overlapped_exchange_of_experts_costs_no_time():
+    shown, hidden = (
+        StackCosts(ROUTED, HARDWARE["h100"], software=StackSoftware(expert_parallel=4, overlaps_experts=overlaps))
+        for overlaps in (False, True)
+    )
+    assert shown.expert_seconds(4096) > 0 == hidden.expert_seconds(4096)
+    assert shown.blocks_seconds(4096) == hidden.blocks_seconds(4096)
+    assert shown.blocks_seconds(4096) < Costs(ROUTED, HARDWARE["h100"]).blocks_seconds(4096)
+
+
+def test_kernels_without_a_price_are_refused():
+    assert attending_with(hardware_preset("h200"), "fa3") == hardware_preset("h200-fa3")
+    with pytest.raises(UserError, match=re.escape("'fa4' have no price on this device; choose one of fa2, fa3, cudnn")):
+        attending_with(hardware_preset("h100"), "fa4")
+    with pytest.raises(UserError, match="only its own"):
+        attending_with(hardware_preset("cpu"), "fa2")
+
+
+def test_async_tp_hides_a_part_of_the_collectives():
+    waiting, hiding = (costs_of(StackSoftware(async_tp=hidden), tp=8, dp=1) for hidden in (False, True))
+    assert hiding.rank.tp_seconds(4096) == pytest.approx(0.6 * waiting.rank.tp_seconds(4096))
+
+
+def test_kernels_that_are_not_fused_take_longer_outside_attention_and_head():
+    fused, eager = (costs_of(StackSoftware(fused=one)).rank for one in (True, False))
+    assert eager.blocks_seconds(4096, "forward") > fused.blocks_seconds(4096, "forward")
+    assert eager.piece_seconds(0, 4096, "forward") == fused.piece_seconds(0, 4096, "forward")
+    assert eager.head_seconds(4096, "forward") == pytest.approx(fused.head_seconds(4096, "forward"))
+
+
+@given(st.lists(st.integers(0, 100_000), min_size=1, max_size=5), st.floats(0.0, 1.0))
+def test_the_host_takes_as_long_for_every_micro_batch_that_has_tokens(tokens: list[int], seconds: float):
+    without, waits = (costs_of(StackSoftware(micro_batch_seconds=one)).rank for one in (0.0, seconds))
+    expected = np.where(np.array(tokens) > 0, seconds, 0.0)
+    for price in ("blocks_seconds", "linear_seconds"):
+        longer = getattr(waits, price)(tokens) - getattr(without, price)(tokens)
+        np.testing.assert_allclose(longer, expected, atol=1e-9)
+    assert waits.document_seconds(4096) == pytest.approx(without.document_seconds(4096))
+
+
+def test_gathering_the_context_shows_whole_in_both_directions():
+    simulated = simulated_job(
+        SHAPE, WINDOW, "fixed-4d", cp=4, micro_batches=4, software=StackSoftware(gathers_context=True)
+    )
+    plans = [*islice(StepPlanner(simulated, documents()).plans(), 2)]
+    costs = JobCosts(simulated)
+    with_all = Steps.of_plans(plans, costs)
+    without = replace(with_all, modelled=with_all.modelled - {"cp exchange"})
+    tokens = with_all.shards.tokens
+    others = tokens.sum(axis=-1, keepdims=True) - tokens
+    nothing = np.zeros_like(others)
+    for direction in ("forward", "backward"):
+        shown = costs.rank.exchange_seconds(others, 4) + costs.rank.copy_seconds(nothing, others, nothing, direction)
+        assert (shown > 0).all()
+        np.testing.assert_allclose(
+            getattr(with_all.groups, direction) - getattr(without.groups, direction), shown.max(axis=-1), rtol=1e-3
+        )
