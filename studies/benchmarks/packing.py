@@ -39,7 +39,6 @@ from wlb.documents.segments import Segment
 from wlb.job.job import Job
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import simulated_job
-from wlb.simulate.rate import in_groups
 from wlb_studies.packing import PackingStatistics, packer_for
 
 Row = dict[str, Any]
@@ -113,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def packed_by_ours(documents: Sequence[Segment], job: Job, method: str, options: Row) -> Packed:
     packer, timer = packer_for(method, job, max_length_factor=FACTOR, **options), CpuTimer()
-    steps = [step for some in in_groups(documents, AT_ONCE) for step in timer(packer.plan, some)]
+    starts = range(0, len(documents), AT_ONCE)
+    steps = [step for start in starts for step in timer(packer.plan, documents[start : start + AT_ONCE])]
     return Packed(steps, packer.drain(), timer.seconds)
 
 
