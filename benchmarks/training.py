@@ -86,8 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results |= {"median_absolute_error": median(errors), "most_apart": max(abs(row["apart"]) for row in rows)}
     show(f"measured, one thread a process; {options.repetitions} repetitions of {options.steps} steps", rows, COLUMNS)
     console.print(results)
-    console.print(f"a step's seconds are predicted to {median(errors):.1%} in the median, ", end="")
-    console.print(f"and speeds are at most {results['most_apart']:.1%} from those measured")
     write(results | {"results": rows}, options.out)
 
 

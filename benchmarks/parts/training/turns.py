@@ -31,7 +31,6 @@ from wlb.workload import make_workload
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 CONFIG = Path("configs/tiny.toml")
-VOCABULARY = 512  # that of the preset tiny, which is what is profiled
 CORES = 2
 
 
@@ -88,7 +87,7 @@ def prepare(directory: Path) -> Path:
     """The prefix of a store of the standard library, made once."""
     store = directory / "stdlib"
     if not store.with_suffix(".idx").exists():
-        words = ["prepare", "--stdlib", "--train-bpe", str(VOCABULARY), "--out", str(store)]
+        words = ["prepare", "--stdlib", "--train-bpe", "512", "--out", str(store)]  # as tiny has, which is profiled
         subprocess.run([sys.executable, "-m", "wlb", *words], check=True)
     return store
 
