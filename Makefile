@@ -92,13 +92,13 @@ lint: setup
 	$(BIN)/mypy
 
 demo: $(VENV)/.demo
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/python -m benchmarks.demo
 
-# A second environment with the packers that benchmarks/packing.py compares ours with.
+# A second environment with the packers that studies.benchmarks.packing compares ours with.
 peers:
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[data,solver,train]' --editable ./studies
-	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/parts/requirements-peers.txt
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement studies/benchmarks/requirements-peers.txt
 
 clean:
 	rm -rf $(VENV) .venv-peers .venv-torch-* .venv-docs dist dist-venv site runs results demo

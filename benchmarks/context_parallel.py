@@ -1,9 +1,9 @@
 """Benchmark of attention under context parallelism: two real processes, one thread each, on the CPU.
 
-    .venv/bin/python benchmarks/context_parallel.py [--context-window N] [--micro-batches N] [--turns N] [--out FILE]
+    .venv/bin/python -m benchmarks.context_parallel [--context-window N] [--micro-batches N] [--turns N] [--out FILE]
 
-Forward and backward of attention alone over the same micro-batches: every sharding strategy, torch's all-gather and
-ring with its own head-tail order, and one process by itself. A perfect split would take half of what one process takes
+Forward and backward of attention alone over the same micro-batches: every sharding strategy, torch's all-gather with
+its own head-tail order, and one process by itself. A perfect split would take half of what one process takes
 (both processes compute that at once, so that each has as little of the machine as under context parallelism); that is
 the limit, and "over the limit" is a method's slowest rank over it. Methods take turns on every micro-batch; the medians
 over turns are added up. Documents are rounded up to multiples of 2 x CP tokens for all, because torch asks for it.
@@ -40,8 +40,8 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
     set_rotate_method,
 )
 
-from parts.measurement import command, console, facts, in_turns, make_parser, show, write
-from parts.ranks import on_ranks
+from benchmarks.parts.measurement import command, console, facts, in_turns, make_parser, show, write
+from benchmarks.parts.ranks import on_ranks
 from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
@@ -53,7 +53,7 @@ HEADS, HEAD_DIM = 4, 64
 SHAPE = ModelShape(
     hidden=HEADS * HEAD_DIM, layers=1, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, ffn_hidden=1, vocab_size=1
 )
-ROTATE_METHODS = {"torch, all-gather": "allgather", "torch, ring": "alltoall"}
+TORCH = "torch, all-gather"
 _NO_DROPOUT, _SEQUENCE_DIM = 0.0, 2
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -73,12 +73,12 @@ Pass = Callable[[], tuple[Tensor, ...]]  # forward and backward: output and grad
 Timing = tuple[float, float]  # wall and CPU seconds
 
 
-def torch_attention(query: Tensor, key: Tensor, value: Tensor, local_lengths: list[int], method: str) -> Tensor:
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, local_lengths: list[int]) -> Tensor:
     """Causal attention over this rank's head and tail chunk of each document, (tokens, heads, head_dim), in its order.
 
     ``local_lengths`` are this rank's tokens of each document; the rank's tokens are document after document.
     """
-    set_rotate_method(ROTATE_METHODS[method])
+    set_rotate_method("allgather")
     documents = (tensor.transpose(0, 1)[None].split(local_lengths, dim=_SEQUENCE_DIM) for tensor in (query, key, value))
     outs = [_Ring.apply(*document) for document in zip(*documents, strict=True)]
     return torch.cat(outs, dim=_SEQUENCE_DIM)[0].transpose(0, 1)
@@ -170,15 +170,12 @@ def methods(lengths: NDArray[np.int64], rank: int, seed: int) -> dict[str, Metho
     def ours(plan: ShardPlan) -> Method:
         return method(plan, rank, lambda q, k, v: context_parallel_attention(q, k, v, plan, None))
 
-    def torchs(name: str) -> Method:
-        # Of documents that are multiples of 2 x CP, our per_document shards are torch's head and tail chunks.
-        local_lengths = (lengths // CP_SIZE).tolist()
-        return method(plans["per_document"], rank, lambda q, k, v: torch_attention(q, k, v, local_lengths, name))
-
+    # Of documents that are multiples of 2 x CP, our per_document shards are torch's head and tail chunks.
+    local_lengths = (lengths // CP_SIZE).tolist()
     return {
         ALONE: method(alone, 0, lambda q, k, v: segment_attention(q, k, v, lengths.tolist())),
         **{name: ours(plan) for name, plan in plans.items()},
-        **{name: torchs(name) for name in ROTATE_METHODS},
+        TORCH: method(plans["per_document"], rank, lambda q, k, v: torch_attention(q, k, v, local_lengths)),
     }
 
 

@@ -1,12 +1,12 @@
 """Everything here that only a GPU can tell, measured by one command on one H100 or H200 in under 8 minutes.
 
-    python benchmarks/gpu_suite.py [--sections NAME,..] [--out FILE]
-    python benchmarks/gpu_suite.py --device cpu --quick                  # tries the code, at toy sizes
+    python -m benchmarks.gpu_suite [--sections NAME,..] [--out FILE]
+    python -m benchmarks.gpu_suite --device cpu --quick                  # tries the code, at toy sizes
 
 Sections: ``exactness`` of the attention back end, ``kernel`` times over queries and keys, the workload ``profile`` of a
-block, ``sharding`` (attention of every context-parallel rank), ``packing`` (micro-batches of every packer). Seconds are
-compared with what the workload model predicts: the preset of this hardware, and the profile where it was measured. The
-project must be installed, or its sources be on PYTHONPATH.
+block, ``sharding`` (attention of every context-parallel rank). Seconds are compared with what the workload model
+predicts: the preset of this hardware, and the profile where it was measured. Both packages of the project must be
+installed, or their sources be on PYTHONPATH.
 
 One JSON file has all of it, written after every section, so that a run that is cut short leaves what it had. A section
 that fails is named, the others run, and the exit status is 1. ``wlb check --profile FILE`` reads the profile in it.
@@ -26,12 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from parts.gpu.attention import exactness, kernel
-from parts.gpu.packing import packing
-from parts.gpu.profile import PROFILE, profile
-from parts.gpu.setting import H100, TOY, Comparison, Result, Row, Setting, Workloads
-from parts.gpu.sharding import sharding
-from parts.measurement import chosen, command, console, facts, make_parser, show, write
+from benchmarks.parts.gpu.attention import exactness, kernel
+from benchmarks.parts.gpu.profile import PROFILE, profile
+from benchmarks.parts.gpu.setting import H100, TOY, Comparison, Result, Row, Setting, Workloads
+from benchmarks.parts.gpu.sharding import sharding
+from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, write
 from wlb.errors import UserError
 from wlb.training.runtime.environment import hardware_name
 from wlb.workload import Costs, make_workload
@@ -42,7 +41,6 @@ SECTIONS: dict[str, Callable[[Setting, Workloads], Result]] = {
     "kernel": kernel,
     "profile": profile,
     "sharding": sharding,
-    "packing": packing,
 }
 
 
@@ -58,13 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("the CPU runs toy sizes only; add --quick")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("PyTorch finds no CUDA device; --device cpu --quick tries the code without one")
-    return run([name for name in SECTIONS if name in names], setting_for(options.device, options.quick), options.out)
-
-
-def setting_for(device: str, quick: bool) -> Setting:
-    if not quick:
-        return H100
-    return replace(TOY, device=device, dtype=H100.dtype if device == "cuda" else TOY.dtype)
+    toy = replace(TOY, device=options.device, dtype=H100.dtype if options.device == "cuda" else TOY.dtype)
+    return run([name for name in SECTIONS if name in names], toy if options.quick else H100, options.out)
 
 
 def run(names: Sequence[str], setting: Setting, out: Path) -> int:
@@ -92,7 +85,9 @@ def run(names: Sequence[str], setting: Setting, out: Path) -> int:
         write(_rounded(content), out, indent=None)
         console.print(f"{name}, {seconds:.0f} s" + (f": {result.problem}" if result.problem else ""))
         show(name, result.rows)
-        _free_memory(setting)
+        gc.collect()
+        if setting.device == "cuda":
+            torch.cuda.empty_cache()
     show("errors of predictions, as shares of what was measured", content["errors"])
     console.print(f"results: {out}")
     return int(any(section["problem"] for section in content["sections"].values()))
@@ -105,12 +100,6 @@ def _try(name: str, setting: Setting, workloads: Workloads) -> Result:
     except Exception as error:
         traceback.print_exc()
         return Result([], problem=f"{type(error).__name__}: {error}")
-
-
-def _free_memory(setting: Setting) -> None:
-    gc.collect()
-    if setting.device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _device(setting: Setting) -> dict[str, str]:

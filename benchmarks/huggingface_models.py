@@ -1,6 +1,6 @@
 """Which Hugging Face models train packed documents exactly under our attention, and which are refused: measured.
 
-    .venv/bin/python benchmarks/huggingface_models.py [--models Llama,Mistral,..] [--out FILE]
+    .venv/bin/python -m benchmarks.huggingface_models [--models Llama,Mistral,..] [--out FILE]
 
 Every model is a tiny one of two layers with random weights in float64. Five documents of 5 to 40 tokens, longer than
 its windows and chunks of 16, are trained packed, by transformers' own attention and by ours, and over two gloo
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parts.measurement import chosen, command, facts, make_parser, show, write
-from parts.ranks import on_ranks
+from benchmarks.parts.measurement import chosen, command, facts, make_parser, show, write
+from benchmarks.parts.ranks import on_ranks
 from wlb.errors import UserError, require
 from wlb.integrations.huggingface import context_parallel_share, register_attention
 from wlb.integrations.packed import FlatteningCollator

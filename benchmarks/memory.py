@@ -1,6 +1,6 @@
 """Benchmark of the memory model: predicted against measured peaks of real training processes, on the CPU.
 
-    .venv/bin/python benchmarks/memory.py [--layers N] [--tokens N] [--only NAME]... [--out FILE]
+    .venv/bin/python -m benchmarks.memory [--layers N] [--tokens N] [--only NAME]... [--out FILE]
 
 Every configuration trains a model for three steps in as many processes as its layout has, one thread each, on
 micro-batches of different lengths. Measured is what the operating system counts against a process, and would end it
@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from parts.measurement import command, facts, make_parser, show, write
-from parts.ranks import on_ranks
+from benchmarks.parts.measurement import command, facts, make_parser, show, write
+from benchmarks.parts.ranks import on_ranks
 from wlb.errors import UserError
 from wlb.job.config import ParallelConfig, TrainingConfig
 from wlb.job.memory.step import predict_memory

@@ -1,6 +1,6 @@
 """How fast a Ray cluster prepares documents, beside worker processes of one command and beside shards.
 
-    .venv/bin/python benchmarks/prepare.py [--workers 4] [--copies 2] [--turns 5] [--out FILE.json]
+    .venv/bin/python -m benchmarks.prepare [--workers 4] [--copies 2] [--turns 5] [--out FILE.json]
 
 Measured on this machine: seconds until the store of the standard library's documents is there (``--copies`` times, as
 JSON Lines, with a BPE of 1,024 tokens trained on them). The Ray cluster has as many cores as the others have processes
@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parts.measurement import command, facts, in_turns, make_parser, show, write
+from benchmarks.parts.measurement import command, facts, in_turns, make_parser, show, write
 from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
 from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer

@@ -1,66 +1,37 @@
-"""Context parallelism for an unmodified Hugging Face Llama: two processes share every micro-batch.
+"""Context parallelism for an unmodified Hugging Face Llama: all processes share every micro-batch.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_context_parallel.py
 
-The original shares micro-batches of random documents per sequence, each rank a head and a tail chunk, as ring attention
-usually does; the balanced one plans them and keeps short documents whole on a rank (hybrid sharding).
+Short documents stay whole on a rank, long ones are divided (hybrid sharding).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.nn.parallel import DistributedDataParallel
 
-from comparison import SHAPE, Run, llama, prices, run_example, usual_batch
-from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.huggingface import context_parallel_share
-from wlb.training.observe.monitor import PredictedLoad
-
-
-def original_batches(documents: Any, arguments: Any) -> list[list[int]]:
-    """Random documents, equally many in every micro-batch."""
-    order = np.random.default_rng(0).permutation(len(documents)).tolist()
-    count = usual_batch(documents, arguments)
-    return [order[first : first + count] for first in range(0, len(order), count)]
+from stand_ins import MODEL, WINDOW, documents, llama
+from wlb.integrations.huggingface import context_parallel_group, register_attention
+from wlb.integrations.packed import packed_batches
 
 
-def balanced_batches(documents: Any, arguments: Any) -> PlannedBatchSampler:
-    lengths = [document["length"] for document in documents]
-    return PlannedBatchSampler(
-        lengths,
-        context_window=arguments.context_window,
-        micro_batches=arguments.micro_batches,
-        cp=dist.get_world_size(),
-        rank=dist.get_rank(),
-        model=SHAPE,
-        hardware="cpu",
-    )
-
-
-def train(way: str, run: Run, documents: Any, arguments: Any) -> None:
-    model = llama(run, documents)
-    batches = balanced_batches(documents, arguments) if way == "balanced" else original_batches(documents, arguments)
-    sharding = "hybrid" if way == "balanced" else "per_sequence"
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    load = PredictedLoad(SHAPE, "cpu", [range(SHAPE.layers)])
-    loader = list(DataLoader(documents, batch_sampler=batches, collate_fn=run))
-    for first in range(0, len(loader), arguments.micro_batches):
-        step = loader[first : first + arguments.micro_batches]
-        loss_tokens = sum(int((batch["labels"] >= 0).sum()) for batch in step)
-        for batch in step:
-            share = context_parallel_share(batch, dist.get_world_size(), dist.get_rank(), sharding, prices())
-            run.predicted.append(float(load.seconds([share["shard_plan"]])[0, dist.get_rank()]))
-            with run.computing():
-                model(**share, num_items_in_batch=loss_tokens).loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)  # the ranks' losses add up to that of the step
+def train() -> None:
+    cp = dist.get_world_size()  # or any divisor of it
+    model = llama()
+    register_attention(model, group=context_parallel_group(cp))
+    parallel = DistributedDataParallel(model)  # over all ranks: each has a part of the gradient
+    optimizer = torch.optim.AdamW(parallel.parameters(), 1e-3)
+    steps = packed_batches(documents(), context_window=WINDOW, micro_batches=2, cp=cp, model=MODEL, hardware="cpu")
+    for step in steps:
+        for batch in step.batches:
+            logits = parallel(**batch.hf_kwargs()).logits[0]
+            batch.loss(logits).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 if __name__ == "__main__":
-    run_example(__doc__, train, shared=True)
+    dist.init_process_group("gloo")
+    train()
+    dist.destroy_process_group()

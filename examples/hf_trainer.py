@@ -1,28 +1,32 @@
-"""Hugging Face's Trainer: random micro-batches, its own ``batch_rebalance`` (transformers 5.23), and balanced.
+"""Hugging Face's Trainer, balanced, on one process or several.
 
 torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
 """
 
 from __future__ import annotations
 
-from typing import Any
+from transformers import Trainer, TrainingArguments
 
-from transformers import Trainer, TrainingArguments, trainer_pt_utils
+from stand_ins import WINDOW, documents, llama
+from wlb.integrations.huggingface import balanced, register_attention
 
-from comparison import WAYS, Run, llama, run_example, trainer_class, trainer_settings
 
-
-def train(way: str, run: Run, documents: Any, arguments: Any) -> None:
-    strategy: dict[str, Any] = {"train_sampling_strategy": way} if way == "batch_rebalance" else {}
-    trainer = trainer_class(Trainer, way, run, arguments)(
-        model=llama(run, documents),
-        args=TrainingArguments(**trainer_settings(documents, arguments), **strategy),
-        train_dataset=documents,
-        data_collator=run,
+def train() -> None:
+    model = llama()
+    register_attention(model)  # or flash_attention_2
+    settings = TrainingArguments(
+        output_dir="runs/hf_trainer",
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        learning_rate=1e-3,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        ddp_backend="gloo",
     )
+    trainer = balanced(Trainer, context_window=WINDOW)(model=model, args=settings, train_dataset=documents())
     trainer.train()
 
 
 if __name__ == "__main__":
-    rebalances = hasattr(trainer_pt_utils, "BatchRebalanceSampler")
-    run_example(__doc__, train, ways=("original", "batch_rebalance", "balanced") if rebalances else WAYS)
+    train()

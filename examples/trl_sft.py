@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on instruction data with masked prompts, as it was and balanced.
+"""TRL's SFTTrainer on instruction data with masked prompts, balanced, on one process or several.
 
     torchrun --standalone --nproc-per-node 2 examples/trl_sft.py
 
@@ -7,41 +7,50 @@ The first quarter of every document is its prompt, which is read and not learnt.
 
 from __future__ import annotations
 
-from typing import Any
-
 from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from comparison import Run, llama, run_example, trainer_class, trainer_settings
+from stand_ins import WINDOW, documents, llama
+from wlb.integrations.huggingface import balanced, register_attention
 
 
-def train(way: str, run: Run, documents: Any, arguments: Any) -> None:
+def train() -> None:
+    model = llama()
+    register_attention(model)
     settings = SFTConfig(
+        output_dir="runs/trl_sft",
         packing=False,
         padding_free=True,
         max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        bf16=False,
+        dataset_kwargs={"skip_prepare_dataset": True},  # it has tokens already
+        gradient_accumulation_steps=2,
         gradient_checkpointing=False,
-        **trainer_settings(documents, arguments),
+        num_train_epochs=1,
+        learning_rate=1e-3,
+        bf16=False,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        ddp_backend="gloo",
     )
-    trainer = trainer_class(SFTTrainer, way, run, arguments)(
-        model=llama(run, documents),
-        args=settings,
-        train_dataset=Dataset.from_list(documents),
-        processing_class=byte_tokenizer(),
+    dataset = Dataset.from_list([each | {"labels": masked(each["input_ids"])} for each in documents()])
+    trainer = balanced(SFTTrainer, context_window=WINDOW)(
+        model=model, args=settings, train_dataset=dataset, processing_class=byte_tokenizer()
     )
-    trainer.data_collator = run  # SFTTrainer makes its own; this one takes the same documents and writes them down
     trainer.train()
 
 
-def byte_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
+def masked(ids: list[int]) -> list[int]:
+    prompt = len(ids) // 4
+    return [-100] * prompt + ids[prompt:]
 
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({chr(byte): byte for byte in range(256)}, unk_token=chr(0)))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=chr(0), eos_token=chr(1))
 
 
 if __name__ == "__main__":
-    run_example(__doc__, train, masked=True)
+    train()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,50 +22,36 @@ from verl.utils import seqlen_balancing
 from wlb.documents.store.reader import TokenStore
 from wlb.integrations.verl import reroute_balancing
 
+DP = 8
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("store", type=Path)
     parser.add_argument("--max-tokens", type=int, default=8192, help="of a micro-batch, and of a document")
-    parser.add_argument("--dp", type=int, default=8)
-    parser.add_argument("--rollouts", type=int, default=2048, help="of a step; a multiple of dp")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rollouts", type=int, default=2048, help="of a step; a multiple of 8, the ranks")
     arguments = parser.parse_args()
     lengths = TokenStore.open(arguments.store).lengths
     lengths = lengths[lengths <= arguments.max_tokens]
-    order = np.random.default_rng(0).permutation(len(lengths))[: arguments.rollouts * arguments.steps]
-    batches = torch.from_numpy(lengths[order]).reshape(-1, arguments.rollouts)
-    results = {"verl": of(batches, arguments)}
+    order = np.random.default_rng(0).permutation(len(lengths))[: arguments.rollouts]
+    rollouts = torch.from_numpy(lengths[order])
+    results = {"verl": of(rollouts, arguments.max_tokens)}
     reroute_balancing()  # what a user adds
-    results["rerouted"] = of(batches, arguments)
+    results["rerouted"] = of(rollouts, arguments.max_tokens)
     print(json.dumps(results, indent=2))
 
 
-def of(batches: torch.Tensor, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What verl makes of all batches, with whatever balances now."""
-    rank_imbalance, micro_batch_prices, micro_batch_tokens = [], [], []
-    once, seconds = True, 0.0
-    for lengths in batches:
-        prices = seqlen_balancing.calculate_workload(lengths)
-        started = time.process_time()
-        ranks = seqlen_balancing.get_seqlen_balanced_partitions(prices.tolist(), arguments.dp, equal_size=True)
-        seconds += time.process_time() - started
-        loads = torch.stack([prices[rank].sum() for rank in ranks]).double()
-        rank_imbalance.append(float(loads.max() / loads.mean()))
-        trained = []
-        for rank in ranks:
-            for part in micro_batches_of(lengths[rank], arguments.max_tokens):
-                micro_batch_prices.append(float(prices[rank][part].sum()))
-                micro_batch_tokens.append(int(lengths[rank][part].sum()))
-                trained += [rank[index] for index in part]
-        once &= sorted(trained) == list(range(len(lengths)))
+def of(lengths: torch.Tensor, max_tokens: int) -> dict[str, Any]:
+    """What verl makes of a step, with whatever balances now."""
+    prices = seqlen_balancing.calculate_workload(lengths)
+    ranks = seqlen_balancing.get_seqlen_balanced_partitions(prices.tolist(), DP, equal_size=True)
+    loads = torch.stack([prices[rank].sum() for rank in ranks]).double()
+    parts = [[rank[i] for i in part] for rank in ranks for part in micro_batches_of(lengths[rank], max_tokens)]
     return {
-        "rollouts_once": once,
-        "imbalance_of_ranks": round(float(np.mean(rank_imbalance)), 6),
-        "micro_batches": len(micro_batch_prices),
-        "most_tokens_of_a_micro_batch": max(micro_batch_tokens),
-        "dearest_micro_batch_over_mean": round(max(micro_batch_prices) / float(np.mean(micro_batch_prices)), 3),
-        "balancing_ms_per_step": round(1000 * seconds / len(batches), 2),
+        "rollouts_once": sorted(i for part in parts for i in part) == list(range(len(lengths))),
+        "imbalance_of_ranks": float(loads.max() / loads.mean()),
+        "micro_batches": len(parts),
+        "most_tokens_of_a_micro_batch": max(int(lengths[part].sum()) for part in parts),
     }
 
 

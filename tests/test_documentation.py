@@ -175,8 +175,8 @@ def _check_script(where: str, words: Sequence[str]) -> None:
         return
     if "-m" in words:
         place = words.index("-m") + 1
-        source = ROOT / words[place].replace(".", "/")
-        source = source if words[place].startswith("tests") else ROOT / "src" / words[place].replace(".", "/")
+        home = ROOT / "src" if words[place].startswith("wlb") else ROOT
+        source = home / words[place].replace(".", "/")
         source = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
     else:
         place = next(index for index, word in enumerate(words) if word.endswith(".py"))
@@ -184,7 +184,8 @@ def _check_script(where: str, words: Sequence[str]) -> None:
     assert source.is_file(), f"{where}: {source} does not exist"
     after = words[place + 1 :]
     text = "".join(file.read_text(encoding="utf-8") for file in source.parent.glob(f"{source.stem}*.py"))
-    parts = [source.parent / f"{name.replace('.', '/')}.py" for name in re.findall(r"^from (parts[\w.]+)", text, re.M)]
+    imported = re.findall(r"^from ((?:studies\.)?benchmarks\.[\w.]+)", text, re.M)
+    parts = [ROOT / f"{name.replace('.', '/')}.py" for name in imported]
     text += "".join(part.read_text(encoding="utf-8") for part in parts if part.is_file())
     assert all(f'"{option}"' in text for option in OPTION.findall(" ".join(after))), f"{where}: {after}"
     assert all((ROOT / word).is_file() for word in after if word.endswith(".toml")), f"{where}: {after}"

@@ -2,23 +2,22 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import gpu_suite
 from tests.programs import finished
-from wlb.packing.registry import PACKERS
 from wlb.sharding import STRATEGIES
 from wlb.workload.profile import read_profile
 
 torch = pytest.importorskip("torch")
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_suite.py"
+BENCHMARK = ("-m", "benchmarks.gpu_suite")
 LARGEST_FILE = 200_000  # bytes; that of full sizes has about five times the numbers of this one
 
 
-suite = partial(finished, BENCHMARK)
+suite = partial(finished, *BENCHMARK)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def results(smoke):
 
 
 def test_every_section_has_results(smoke, results):
-    assert list(results["sections"]) == ["exactness", "kernel", "profile", "sharding", "packing"]
+    assert list(results["sections"]) == ["exactness", "kernel", "profile", "sharding"]
     for section in results["sections"].values():
         assert section["problem"] is None
         assert section["rows"]
@@ -76,18 +75,9 @@ def test_imbalance_is_that_of_the_ranks(results):
         assert set(over) == {"measured", "cpu preset", "profile"}
 
 
-def test_every_packer_is_measured(results):
-    rows = {row["method"]: row for row in results["sections"]["packing"]["rows"]}
-    assert {method.partition(":")[0] for method in rows} == set(PACKERS)
-    assert rows["sequential"]["tokens"] == 4 * 256
-    for row in rows.values():
-        seconds = np.array(row["measured_seconds"])
-        assert row["imbalance"]["measured"] == pytest.approx((seconds.max(1) / seconds.mean(1)).mean(), rel=1e-3)
-
-
 def test_errors_are_those_of_the_comparisons(results):
     rows = {(row["what"], row["workload"]): row for row in results["errors"]}
-    assert len(results["comparisons"]) == 6
+    assert len(results["comparisons"]) == 5
     for comparison in results["comparisons"]:
         measured = np.array(comparison["measured"])
         assert (measured > 0).all()
@@ -106,23 +96,23 @@ def test_errors_are_those_of_the_comparisons(results):
         (["--sections", "kernel,speed"], "unknown section 'speed'; choose from exactness"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line(benchmark, monkeypatch, capsys, arguments, message):
+def test_what_cannot_be_run_is_refused_in_one_line(monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert benchmark.main(arguments) == 2
+    assert gpu_suite.main(arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
 
 
-def test_a_section_that_fails_does_not_stop_the_others(benchmark, monkeypatch, capsys, tmp_path):
+def test_a_section_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path):
     def fail(setting, workloads):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setitem(benchmark.SECTIONS, "exactness", fail)
+    monkeypatch.setitem(gpu_suite.SECTIONS, "exactness", fail)
     out = tmp_path / "results.json"
     arguments = ["--device", "cpu", "--quick", "--sections", "kernel,exactness", "--out", str(out)]
-    assert benchmark.main(arguments) == 1
+    assert gpu_suite.main(arguments) == 1
     sections = json.loads(out.read_text())["sections"]
     assert sections["exactness"]["problem"] == "RuntimeError: out of luck"
     assert sections["kernel"]["rows"]

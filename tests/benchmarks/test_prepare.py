@@ -1,7 +1,6 @@
 """The benchmark of preparing compares methods that make equal stores."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,14 +8,14 @@ from tests.programs import finished
 
 pytest.importorskip("ray", reason="Ray is not installed (the extra ray)")
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "prepare.py"
+BENCHMARK = ("-m", "benchmarks.prepare")
 
 
 # tests/documents/prepare proves shards and Ray equal to one process; this adds the table.
 @pytest.mark.exhaustive
 def test_small_run_compares_equal_stores(tmp_path):
     out = tmp_path / "prepare.json"
-    done = finished(BENCHMARK, "--workers", "2", "--copies", "1", "--turns", "1", "--out", str(out))
+    done = finished(*BENCHMARK, "--workers", "2", "--copies", "1", "--turns", "1", "--out", str(out))
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())
     assert [row["method"] for row in results["methods"]] == ["--workers 2", "2 workers on Ray", "2 shards"]

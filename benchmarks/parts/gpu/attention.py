@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parts.gpu.setting import Result, Row, Setting, Workloads, measure
+from benchmarks.parts.gpu.setting import Result, Row, Setting, Workloads, measure
 from wlb.attention.backends import AttentionBackend, reference
 from wlb.attention.runs import Runs
 from wlb.profiling.timing import Case, Timing

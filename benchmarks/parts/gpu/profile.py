@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parts.gpu.setting import Comparison, Result, Setting, Workloads
+from benchmarks.parts.gpu.setting import Comparison, Result, Setting, Workloads
 from wlb.profiling import ProfileSettings, crossover_tokens, measure_profile
 from wlb.profiling.accuracy import HeldOutSeconds, micro_batch_seconds
 from wlb.workload import Costs, make_workload

@@ -38,8 +38,6 @@ class Setting:
     sharded_window: int
     sharded_micro_batches: int
     cp_sizes: tuple[int, ...]
-    packed_window: int
-    packed_steps: int
     seconds: Mapping[str, float]
     rounds: int
     quick: bool
@@ -69,9 +67,7 @@ H100 = Setting(
     sharded_window=131_072,
     sharded_micro_batches=4,
     cp_sizes=(2, 4, 8, 16),
-    packed_window=65_536,  # L_max is 98,304: what a block and its gradients need fits beside the rest
-    packed_steps=3,
-    seconds={"kernel": 25.0, "sharding": 80.0, "packing": 70.0},
+    seconds={"kernel": 25.0, "sharding": 80.0},
     rounds=3,
     quick=False,
 )
@@ -87,9 +83,7 @@ TOY = Setting(
     sharded_window=512,
     sharded_micro_batches=2,
     cp_sizes=(2, 4),
-    packed_window=256,
-    packed_steps=1,
-    seconds={"kernel": 0.1, "sharding": 0.1, "packing": 0.1},
+    seconds={"kernel": 0.1, "sharding": 0.1},
     rounds=1,
     quick=True,
 )

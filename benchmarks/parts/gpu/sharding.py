@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from parts.gpu.setting import Comparison, Result, Row, Setting, Workloads, measure
+from benchmarks.parts.gpu.setting import Comparison, Result, Row, Setting, Workloads, measure
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import shard_layout
 from wlb.documents.synthetic import sample_lengths

@@ -58,7 +58,7 @@ _MERGED = {"forward": 17.0, "backward": 13.0}
 _SENT_ALONE = {"forward": 4.0, "backward": 5.0}
 _MERGED_ALONE = {"forward": 11.0, "backward": 3.0}
 _ENDS = 0.5  # embedding and output head together, in blocks' collectives
-# The next three are fitted by benchmarks/fit_prices.py.
+# The next three are fitted by studies' fit_prices.py.
 # A grouped product also sorts, pads and casts the tokens of its experts, in bf16 whatever the type: it costs as much as
 # experts with so many more columns, so wide experts run at the rate of a dense layer and narrow ones do not.
 _EXPERT_COLUMNS = 550.0

@@ -84,7 +84,7 @@ class Hardware:
 _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
-# Fitted by benchmarks/fit_prices.py to whole steps: a block's matrix products, as a share of the peak. (Of the best
+# Fitted by studies' fit_prices.py to whole steps: a block's matrix products, as a share of the peak. (Of the best
 # shape they are 79% on H100 and 93% on A100, by the table of maximum achievable matmul FLOPS in S. Bekman, "ML
 # Engineering", quoted: 794 and 268 TFLOP/s; 1,745 on B200 and 668 on MI300X.)
 _A100_GEMM_EFFICIENCY = 0.8
@@ -102,7 +102,7 @@ _MI300X_GEMM_EFFICIENCY = 0.79 * 668 / 1307  # assumed: H100's share of the best
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
 
-# FlashAttention-2's forward: rate and drain fitted by benchmarks/fit_kernels.py to launches of real mixes of documents
+# FlashAttention-2's forward: rate and drain fitted by studies' fit_kernels.py to launches of real mixes of documents
 # on H100 (hao-ai-lab/DistCA; 64 query and 4 key/value heads x 128 over tp 1 to 8, queries cut 1 to 8 ways); its half
 # length derived: a query pays for the other half of the tile of 128 x 128 on the diagonal, and for its share of a last
 # tile that is half empty, 64 pairs each. Its backward: that with which both together run at the 337 to 346 TFLOP/s that

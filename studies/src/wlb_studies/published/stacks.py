@@ -16,7 +16,7 @@ from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
 from wlb.workload.links import group_link, shard_bytes
 from wlb.workload.weights import routed_layers
 
-# Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
+# Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by fit_prices.py.
 _SHOWN_OF_ASYNC_TP = 0.6
 # Values that element-wise kernels move where each operation is a kernel of its own, over those of fused ones: fitted to
 # what torch.compile gains in fms-fsdp, 1.11 to 1.28. (By counting, RMSNorm and rotary embedding in float32 and SwiGLU

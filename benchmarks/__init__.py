@@ -1,0 +1,1 @@
+"""Commands that measure what the project promises: ``python -m benchmarks.NAME``, from the root."""

@@ -1,0 +1,331 @@
+"""What balancing gains: measured with two processes on this machine, and simulated for a cluster.
+
+1. Turn the standard library of this Python into a token store (``wlb prepare``), and cut its documents where context
+   windows end, as the paper's data loader does: from here on both presets train the same segments in every step.
+2. Train them on two data-parallel processes under ``plain-4d`` and ``elastic``, a step of each in turn. The figure is
+   CPU seconds of the critical path: what a step takes where each rank has a core of its own. For it ranks compute one
+   at a time, as they would slow each other (``parts/training/side_by_side.py``); for the clock, a second time, both at
+   once.
+3. Ask ``wlb check`` what a job on a cluster loses.
+4. Print both and draw one step of each preset, ``demo/demo.png``.
+
+Everything is written below ``demo/``; a second run reuses the token stores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.parts.training.side_by_side import BEGIN, END, Note, files_of, launch, played, read_notes, step_seconds
+from wlb.documents.permutation import Permutation
+from wlb.documents.segments import Segment
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.job.config_file import load_config
+from wlb.job.planner import StepPlanner
+from wlb.packing.plan import StepPlan
+from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
+from wlb.training.preflight import check_job
+from wlb_studies.filling import cut_at_windows
+
+CONFIG = Path("configs/tiny_elastic.toml")
+PRESETS = ("plain-4d", "elastic")
+RANKS = 2
+VOCABULARY = 512
+MODEL = ("hidden=64", "layers=2", "heads=4", "kv_heads=4", "head_dim=16", "ffn_hidden=176")
+ATTENTION = 10.0  # seconds of a window-long document's attention over those of everything else, about; 8B at 128K: 5
+ORDERS = 16  # of the documents, of which one is trained
+CHECK = ("check", "synthetic:20000:128K:0")
+WAITING = "#c0392b"
+TOO_BUSY = 1.2  # times the CPU seconds that the clock may take and still say something
+
+console = Console(width=80, highlight=False)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A preset's counted steps: their plans, the notes of all ranks in each, and what the clock said of the same."""
+
+    preset: str
+    plans: list[StepPlan]
+    notes: list[list[list[Note]]]
+    clock_seconds: list[float]
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """CPU seconds of each step's critical path, shape (steps,)."""
+        return np.array([step_seconds(of_step) for of_step in self.notes])
+
+    @property
+    def even_seconds(self) -> float:
+        """CPU seconds that the steps would take if their ranks shared the work evenly."""
+        return float(np.mean([[notes[-1].cpu_seconds for notes in of_step] for of_step in self.notes], axis=1).sum())
+
+    @property
+    def imbalance(self) -> float:
+        """The critical path over the mean rank's work."""
+        return float(self.seconds.sum()) / self.even_seconds
+
+    def speed(self, base: Measured) -> float:
+        return float(base.seconds.sum() / self.seconds.sum())
+
+    def clock_speed(self, base: Measured) -> float:
+        return sum(base.clock_seconds) / sum(self.clock_seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each preset; the first warms up")
+    parser.add_argument("--window", type=int, default=16_384, help="context window; a step has one for each rank")
+    arguments = parser.parse_args()
+    out: Path = arguments.out
+    began = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    stage(1, "token store of the standard library of this Python")
+    store = prepare(out, arguments.window, arguments.steps)
+    stage(2, f"{' and '.join(PRESETS)} on {RANKS} processes, {arguments.steps} steps each, in turn")
+    train_in_turns(out, store, arguments)
+    base, ours = measure(out, store, arguments)
+    stage(3, f"a cluster, simulated: wlb {' '.join(CHECK)}")
+    checked = check()
+    stage(4, "results")
+    show_measured(base, ours, arguments.window)
+    draw(base, ours, out / "demo.png")
+    show_simulated(checked)
+    console.print(f"picture: {out / 'demo.png'} ({time.perf_counter() - began:.0f} s in all)", soft_wrap=True)
+    console.print("\nnext: wlb check LENGTHS   (your documents: a file of lengths, or a token store)")
+
+
+def stage(number: int, what: str) -> None:
+    console.print(f"\n[bold]\\[{number}/4] {what}[/bold]")
+
+
+def prepare(out: Path, window: int, steps: int) -> Path:
+    """The prefix of a store of segments, none of which crosses the end of a window of the stream."""
+    corpus, segments = out / f"corpus-{VOCABULARY}", out / f"segments-{window}-{steps}"
+    if not corpus.with_suffix(".idx").exists():
+        words = ["prepare", "--stdlib", "--train-bpe", str(VOCABULARY), "--out", str(corpus)]
+        subprocess.run([sys.executable, "-m", "wlb", *words], check=True)
+    if not segments.with_suffix(".idx").exists():
+        documents = TokenStore.open(corpus)
+        with TokenStoreWriter(segments, vocab_size=VOCABULARY) as writer:
+            for piece in usual_order(np.asarray(documents.lengths), window, steps):
+                writer.add(documents.read(*piece))
+    return segments
+
+
+def usual_order(lengths: NDArray[np.int64], window: int, steps: int) -> list[Segment]:
+    """The documents cut at windows, in the order whose first steps are nearest to the usual imbalance of plain-4d.
+
+    Usual is the mean over all steps of all orders. So few steps of any one order may be far more or less even.
+    """
+    orders, of_all, of_first = [], [], []
+    for seed in range(ORDERS):
+        order = Permutation(len(lengths), seed).between(0, len(lengths))
+        whole = zip(order.tolist(), lengths[order].tolist(), strict=True)
+        orders.append(cut_at_windows((Segment(document, 0, length) for document, length in whole), window))
+        pieces = np.array([piece.length for piece in orders[-1]])
+        seconds = 1 + ATTENTION * np.bincount((pieces.cumsum() - pieces) // window, (pieces / window) ** 2)
+        by_step = seconds[: len(seconds) // RANKS * RANKS].reshape(-1, RANKS)
+        slowest, even = by_step.max(axis=1), by_step.mean(axis=1)
+        of_all.append(slowest.sum() / even.sum())
+        of_first.append(slowest[1:steps].sum() / even[1:steps].sum())
+    return orders[int(np.abs(np.array(of_first) - np.mean(of_all)).argmin())]
+
+
+def job_settings(preset: str, directory: Path, store: Path, arguments: argparse.Namespace) -> list[str]:
+    """What a preset's job changes in the configuration."""
+    return [
+        f"preset={preset}",
+        *(f"model.{size}" for size in MODEL),
+        f"data.store={store}",
+        "data.shuffle=false",
+        f"data.context_window={arguments.window}",
+        f"packing.micro_batches={RANKS}",
+        f"training.steps={arguments.steps}",
+        *files_of(directory),
+    ]
+
+
+def train_in_turns(out: Path, store: Path, arguments: argparse.Namespace) -> None:
+    """Train every preset afresh."""
+    words: list[str] = []
+    for option, kind in (("--one-at-a-time", "cpu"), ("--job", "clock")):
+        for preset in PRESETS:
+            shutil.rmtree(out / kind / preset, ignore_errors=True)
+            words += [option, str(CONFIG), *job_settings(preset, out / kind / preset, store, arguments)]
+    launch(RANKS, out / "notes", words)
+
+
+def measure(out: Path, store: Path, arguments: argparse.Namespace) -> list[Measured]:
+    """Read what was noted of every preset, without the first step, and plan its steps once more."""
+    notes = read_notes(out / "notes", RANKS)
+    results = []
+    for number, preset in enumerate(PRESETS):
+        lines = (out / "clock" / preset / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines][1:]
+        job = check_job(load_config(CONFIG, job_settings(preset, out / "cpu" / preset, store, arguments)), RANKS).job
+        plans = list(islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, 1 + len(rows)))
+        assert [plan.tokens for plan in plans] == [row["tokens"] for row in rows], (
+            "the plans are those that were trained"
+        )
+        of_preset = [notes[number, row["step"]] for row in rows]
+        results.append(Measured(preset, plans, of_preset, [row["step_seconds"] for row in rows]))
+    first, second = ([sorted(plan.segments) for plan in result.plans] for result in results)
+    assert first == second, "both trained the same segments in every step"
+    return results
+
+
+def check() -> dict[str, Any]:
+    """What ``wlb check`` says of a cluster."""
+    said = subprocess.run([sys.executable, "-m", "wlb", *CHECK, "--json"], check=True, stdout=subprocess.PIPE)
+    checked: dict[str, Any] = json.loads(said.stdout)
+    return checked
+
+
+def show_measured(base: Measured, ours: Measured, window: int) -> None:
+    table = Table(
+        title=f"measured: {len(base.plans)} steps of {RANKS} x {window:,} tokens on {RANKS} data-parallel processes",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("\npreset")
+    for heading in (
+        "\nspeed",
+        "CPU seconds\na step",
+        "slowest rank\nover mean",
+        "clock, seconds\na step",
+        "speed by\nclock",
+    ):
+        table.add_column(heading, justify="right")
+    for result in (base, ours):
+        table.add_row(
+            result.preset,
+            f"{result.speed(base):.2f}x",
+            f"{result.seconds.mean():.3f}",
+            f"{result.imbalance:.2f}",
+            f"{np.mean(result.clock_seconds):.3f}",
+            f"{result.clock_speed(base):.2f}x",
+        )
+    console.print(table)
+    console.print(
+        f"Perfectly even ranks would give {base.imbalance:.2f}x; {ours.preset} reaches "
+        f"{ours.speed(base) / base.imbalance:.0%} of that. Every step trains the same documents under both. "
+        "CPU seconds are of the slowest rank's own work."
+    )
+    stretched = max(sum(result.clock_seconds) / float(result.seconds.sum()) for result in (base, ours))
+    if stretched > TOO_BUSY:
+        console.print(
+            f"[bold]The clock means little here:[/bold] it ran {stretched:.1f} times the CPU seconds, because other "
+            "programs had the cores or the two processes slow each other."
+        )
+
+
+def show_simulated(checked: dict[str, Any]) -> None:
+    gpus = checked["systems"][0]["gpus"]
+    console.print(f"\nsimulated: {gpus} GPUs, each system in its own fastest layout", markup=False)
+    console.print(f"{checked['verdict']}\n", markup=False)
+
+
+class Bar(NamedTuple):
+    """Computing without interruption, in a micro-batch or, if None, outside of any."""
+
+    starts: float
+    ends: float
+    micro_batch: int | None
+
+
+def bars(notes: Sequence[Note], times: Sequence[float]) -> list[Bar]:
+    """What a rank computes when, of ``notes`` that it comes to at ``times``; between bars it waits."""
+    made: list[Bar] = []
+    micro_batch: int | None = None
+    for (before, starts), (note, _) in pairwise([(Note("", (), 0.0), 0.0), *zip(notes, times, strict=True)]):
+        mark, _, number = before.message.rpartition(" ")
+        micro_batch = int(number) if mark == BEGIN else None if mark == END else micro_batch
+        ends = starts + note.cpu_seconds - before.cpu_seconds
+        if made and made[-1].micro_batch == micro_batch and math.isclose(made[-1].ends, starts):
+            made[-1] = made[-1]._replace(ends=ends)
+        elif ends > starts:
+            made.append(Bar(starts, ends, micro_batch))
+    return made
+
+
+def draw(base: Measured, ours: Measured, path: Path) -> None:
+    """The step of both presets whose speed is nearest to that of all steps, as a timeline of its ranks."""
+    step = int(np.abs(base.seconds / ours.seconds - ours.speed(base)).argmin())
+    figure, axes = pyplot_without_display().subplots(2, 1, figsize=(8.4, 3.1), sharex=True, constrained_layout=True)
+    ends = float(base.seconds[step])
+    for axis, result, colour in zip(axes, (base, ours), (BASELINE, BALANCED), strict=True):
+        _draw_ranks(axis, result, step, colour)
+        seconds = float(result.seconds[step])
+        axis.axvline(seconds, color="black", linewidth=1.2)
+        axis.set(xlim=(0, 1.005 * ends), ylim=(RANKS - 0.5, -0.5), yticks=range(RANKS))
+        axis.set_yticklabels([f"rank {rank}" for rank in range(RANKS)])
+        axis.set_title(f"{result.preset}: the step takes {seconds:.2f} s", fontsize=10, loc="left")
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    axes[0].set_title(f"measured, one of {len(base.plans)} steps", fontsize=8, loc="right", color="dimgrey")
+    axes[1].set_title(
+        f"{ends / float(ours.seconds[step]):.2f} times as fast, the same documents",
+        fontsize=10,
+        loc="right",
+        color=BALANCED,
+    )
+    axes[1].set_xlabel("CPU seconds; a bar is a micro-batch, with its longest document", fontsize=9)
+    save(figure, path)
+
+
+def _draw_ranks(axis: Any, result: Measured, step: int, colour: str) -> None:
+    notes, ends = result.notes[step], float(result.seconds[step])
+    for rank, (of_rank, times) in enumerate(zip(notes, played(notes), strict=True)):
+        made = bars(of_rank, times)
+        axis.barh(rank, ends, height=0.8, color="none", edgecolor=WAITING, hatch="////", linewidth=0, alpha=0.45)
+        for bar in made:
+            axis.barh(rank, bar.ends - bar.starts, left=bar.starts, height=0.8, color=colour, linewidth=0)
+        for number, label in enumerate(longest_documents(result.plans[step], rank)):
+            mine = [bar for bar in made if bar.micro_batch == number]
+            left, right = mine[0].starts, mine[-1].ends
+            axis.vlines(right, rank - 0.4, rank + 0.4, color="white")
+            if sum(bar.ends - bar.starts for bar in mine) < 0.95 * (right - left):  # it waits inside
+                _, left, right = max((bar.ends - bar.starts, bar.starts, bar.ends) for bar in mine)
+            _write(axis, rank, left, right, ends, label, "black" if colour == BASELINE else "white")
+        for bar, following in pairwise([*made, Bar(ends, ends, None)]):
+            _write(axis, rank, bar.ends, following.starts, ends, "waits", WAITING)
+
+
+def _write(axis: Any, rank: int, left: float, right: float, ends: float, label: str, colour: str) -> None:
+    if right - left > 0.1 * ends:
+        axis.text((left + right) / 2, rank, label, ha="center", va="center", fontsize=9, color=colour)
+
+
+def longest_documents(plan: StepPlan, rank: int) -> list[str]:
+    """Of each micro-batch of ``rank`` in a step: its longest document, or half of the one that both ranks share."""
+    own = plan.ranks[rank] if len(plan.ranks) > 1 else [each for each in plan.ranks[0] if rank in each.ranks]
+    shared = [len(micro_batch.ranks) > 1 for micro_batch in own]
+    return [
+        f"half of {max(each.lengths):,}" if both else f"{max(each.lengths):,} tokens"
+        for each, both in zip(own, shared, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    main()

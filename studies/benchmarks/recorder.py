@@ -1,0 +1,82 @@
+"""What a training loop does, whichever stack it is of: which tokens every step trains, and how long they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from wlb.training.observe.compute_clock import thread_seconds
+
+Tokens = NDArray[np.int64]
+
+
+@dataclass
+class MicroBatch:
+    """Tokens that this rank trained, numbers made of id and position in the document, and CPU seconds of its thread."""
+
+    tokens: Tokens
+    seconds: float
+
+
+@dataclass
+class Recorder:
+    """The last ``per_step`` micro-batches before every step of the optimizer; what a check ran is left out."""
+
+    per_step: int
+    steps: list[list[MicroBatch]] = field(default_factory=list)
+    _pending: list[MicroBatch] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> Tokens:
+        return np.concatenate([one.tokens for step in self.steps for one in step])
+
+
+def numbered(ids: Tokens, positions: Tokens) -> Tokens:
+    """One number for each token, so that two runs trained the same where these are the same, whatever their order."""
+    return ids.flatten() * 2**32 + positions.flatten()
+
+
+def positions_of(numbers: Tokens) -> Tokens:
+    return numbers % 2**32
+
+
+@contextmanager
+def recording(model_class: type[torch.nn.Module], per_step: int) -> Iterator[Recorder]:
+    """Record the training of every model of this class: its calls, their backwards, and the optimizer's steps.
+
+    A thread that waits, for another rank or for a core, is not timed.
+    """
+    recorder, now = Recorder(per_step), thread_seconds()
+    call, backward = model_class.__call__, torch.autograd.backward
+
+    def recorded_call(model: Any, *positional: Any, **keywords: Any) -> Any:
+        began = now()[0]
+        result = call(model, *positional, **keywords)
+        trained = numbered(keywords["input_ids"].numpy(), keywords["position_ids"].numpy())
+        recorder._pending.append(MicroBatch(trained, now()[0] - began))
+        return result
+
+    def recorded_backward(*positional: Any, **keywords: Any) -> None:
+        began = now()[0]
+        backward(*positional, **keywords)
+        recorder._pending[-1].seconds += now()[0] - began
+
+    def stepped(*_: Any) -> None:
+        recorder.steps.append(recorder._pending[-per_step:])
+        recorder._pending.clear()
+
+    hook = register_optimizer_step_post_hook(stepped)
+    with (
+        mock.patch.object(model_class, "__call__", recorded_call),
+        mock.patch.object(torch.autograd, "backward", recorded_backward),
+    ):
+        yield recorder
+    hook.remove()

@@ -1,0 +1,140 @@
+"""torchtitan's own Trainer on CPUs and gloo, to try things where no GPU is. On GPUs nothing here is needed.
+
+It asks for a GPU in a few places; those are replaced on import, so import this file before ``torchtitan.trainer``. Its
+debug model runs in float32, with our attention in place of the CUDA kernel for packed sequences.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchtitan.tools.utils as titan_utils
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu  # others copy them when they are imported
+
+import torchtitan.components.metrics as titan_metrics  # noqa: E402
+import torchtitan.distributed.utils as titan_distributed  # noqa: E402
+from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+from wlb.attention import segment_attention  # noqa: E402
+from wlb.documents.store.reader import TokenStore  # noqa: E402
+from wlb.integrations.torchtitan import BaseDataLoader  # noqa: E402
+
+IN_ROWS = BaseDataLoader.__module__ == "torchtitan.components.dataloader"  # 0.3.0, not main
+
+
+class _NoMemoryMonitor:
+    device_name = "cpu"
+
+    def get_peak_stats(self) -> Any:
+        return titan_metrics.DeviceMemStats(*[0] * len(titan_metrics.DeviceMemStats._fields))
+
+    def reset_peak_stats(self) -> None:
+        pass
+
+
+titan_metrics.build_device_memory_monitor = _NoMemoryMonitor
+titan_distributed.set_pg_timeouts = lambda **_: None  # gloo's cannot be changed
+
+
+class SegmentAttention(VarlenAttention):
+    """Our attention inside documents; torchtitan's tensors are (1, tokens, heads, head_dim), in main without the 1."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        torch.nn.Module.__init__(self)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, attention_masks: VarlenMetadata, **_: Any
+    ) -> Tensor:
+        lengths = [length for length in attention_masks.cu_seq_q.diff().tolist() if length]
+        out = segment_attention(query.flatten(0, -3), key.flatten(0, -3), value.flatten(0, -3), lengths)
+        return out.view_as(query)
+
+
+class StoredTokens(BaseTokenizer):
+    """ "Encodes" the index of a document as its tokens in the store."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        store: str
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+        self._store = TokenStore.open(config.store)
+
+    def encode(self, document: int, **_: Any) -> list[int]:
+        tokens: list[int] = self._store.read(document).tolist()
+        return tokens
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return 2048
+
+
+def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int) -> Trainer.Config:
+    """torchtitan's debug Llama with our batches of ``store`` on the processes of this job, with FSDP2."""
+    config = llama3_debugmodel_varlen_attn()
+    for _, attention, parent, name in list(config.model_spec.model.traverse(VarlenAttention.Config)):
+        setattr(parent, name, SegmentAttention.Config(window_size=attention.window_size))
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=config.loss.loss_fn.global_vocab_size)
+    config.tokenizer = StoredTokens.Config(store=store)
+    settings = {"store": store, "micro_batches": micro_batches, "model": "tiny", "hardware": "cpu", "multiple_of": 1}
+    config.override.imports = [("wlb.integrations.torchtitan.balance", settings)]
+    config.training.steps = steps
+    rows = micro_batches * int(os.environ.get("WORLD_SIZE", "1"))
+    if IN_ROWS:
+        config.training.seq_len = seq_len
+        config.training.local_batch_size, config.training.global_batch_size = 1, rows
+    else:
+        config.training.max_context_length = config.training.num_tokens_per_microbatch_per_dp_rank = seq_len
+        config.training.num_tokens_per_train_step = rows * seq_len
+    config.training.mixed_precision_param = "float32"
+    config.training.disable_cuda_graphs = True
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.validator.enable = config.checkpoint.enable = False
+    config.hf_assets_path = None
+    return config
+
+
+class RecordingTrainer:
+    """A Trainer whose steps are made one by one; remembers what it trained."""
+
+    def __init__(self, config: Trainer.Config) -> None:
+        torch.manual_seed(0)
+        self.trainer = config.build()
+        for module in self.trainer.model_parts[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
+        self.trained: list[tuple[Tensor, Tensor]] = []  # tokens and positions of each micro-batch
+        self.losses: list[float] = []
+        self.forward_backward = self.trainer.forward_backward_step
+        self.trainer.forward_backward_step = self._recorded
+        self.trainer.metrics_processor.log = self._logged
+        self._batches = self.trainer.batch_generator(self.trainer.dataloader)
+
+    def step(self) -> None:
+        self.trainer.step += 1
+        self.trainer.train_step(self._batches)
+
+    def _recorded(self, *, input_dict: dict[str, Tensor], labels: Tensor, **more: Any) -> Tensor:
+        self.trained.append((input_dict["input"].flatten(), input_dict["positions"].flatten()))
+        loss: Tensor = self.forward_backward(input_dict=input_dict, labels=labels, **more)
+        return loss
+
+    def _logged(self, _: int, loss: float, *__: Any, **___: Any) -> None:
+        self.losses.append(float(loss))
