@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -26,11 +25,6 @@ def listed(settings: Mapping[str, object]) -> str:
 def beginning_of(names: Iterable[str]) -> str:
     """``names`` of what was found, in one line that is cut after 80 characters."""
     return " ".join(", ".join(names).split())[:_LONGEST_LIST]
-
-
-def next_command(*words: object) -> str:
-    """The line that names the ``wlb`` command to go on with; it can be run as it is printed."""
-    return f"next: {shlex.join(['wlb', *map(str, words)])}"
 
 
 def columns() -> int | None:

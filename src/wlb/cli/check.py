@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wlb.documents.lengths import ReadLengths
     from wlb.simulate.estimate import Estimate, Question
 
 _TEXT = names_of(options.TextOptions)
@@ -38,16 +37,17 @@ class CheckOptions(options.TextOptions, options.JobOptions):
         typer.Option(metavar="TOKENIZER", help="LENGTHS is text, as wlb prepare reads it: bytes, a file or a model."),
     ] = None
 
-    def lengths(self, context: typer.Context, source: str) -> ReadLengths:
-        """Tokens of every document of ``source``."""
-        from wlb.documents.lengths import ReadLengths, read_lengths
+    def lengths(self, context: typer.Context, source: str) -> tuple[str, NDArray[np.int64]]:
+        """What is read of ``source``, in words, and the tokens of every document."""
+        if self.tokenizer is None:
+            from wlb.documents.lengths import read_lengths
+
+            refuse_unused(context, _TEXT, "has no effect without --tokenizer")
+            return source, read_lengths(source, keep_empty=True)
         from wlb.documents.prepare import text_lengths
         from wlb.documents.prepare.chat import ChatFormat
         from wlb.documents.prepare.tokenization import load_tokenizer
 
-        if self.tokenizer is None:
-            refuse_unused(context, _TEXT, "has no effect without --tokenizer")
-            return ReadLengths(source, read_lengths(source, keep_empty=True))
         tokenizer = load_tokenizer(self.tokenizer)
         chat = ChatFormat.of_tokenizer(self.tokenizer, tokenizer.special_tokens) if self.chat else None
         return text_lengths(self.corpus([Path(source)]), tokenizer, chat)
@@ -68,13 +68,13 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     from wlb.simulate.estimate import CHECKED
 
     presets = options.names_in("--systems", asked.systems, CHECKED)
-    read = asked.lengths(context, lengths)
-    question = asked.question(context, None if asked.tokenizer else lengths, read.lengths)
-    found = estimated(question, read.lengths, presets, asked.steps, lengths)
+    read, tokens = asked.lengths(context, lengths)
+    question = asked.question(context, None if asked.tokenizer else lengths, tokens)
+    found = estimated(question, tokens, presets, asked.steps, lengths)
     if json:
         emit_json(found.to_json())
         return
-    said = what_was_read(read.source, read.lengths, question.space.context_window)
+    said = what_was_read(read, tokens, question.space.context_window)
     stdout.print(f"{said}\n", markup=False, highlight=False)
     show_estimate(found)
     if found.config:

@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,13 +35,6 @@ _LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # that are assumed
 Integers = NDArray[np.integer[Any]]
 _NAMES = ("length", "lengths", "tokens", "num_tokens")  # of a column of lengths
 _LONGEST_CELL = 2**31 - 1  # characters; a column of text beside has more than the 131,072 of csv's own limit
-
-
-class ReadLengths(NamedTuple):
-    """Tokens of every document, shape (documents,), and what they were read from, in words."""
-
-    source: str
-    lengths: NDArray[np.int64]
 
 
 def what_was_read(source: str, lengths: NDArray[np.int64], context_window: int | None = None) -> str:

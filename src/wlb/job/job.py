@@ -29,7 +29,7 @@ from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
-from wlb.workload.phases import DocumentPhases, with_phases
+from wlb.workload.phases import DocumentPhases, PhasedPrices
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 _MOST_OF_A_WINDOW = 64  # micro-batches of pools that a context window may make, on average: of some tokens each
@@ -208,7 +208,7 @@ class Job:
 
         Measured where possible.
         """
-        return with_phases(make_workload(self.shape, self.hardware, profile=self.profile), self.phases)
+        return self._phased(make_workload(self.shape, self.hardware, profile=self.profile))
 
     @property
     def packing_prices(self) -> DocumentPrices:
@@ -220,7 +220,10 @@ class Job:
             prices = LevelPrices(self.costs, layout.cp, on_a_node, -(-self.longest_micro_batch // layout.cp))
         elif prices is None and PACKERS[self.packing.method].prices_sharding:
             prices = sharded_prices(self.costs, layout.cp, self.sharding.strategy, self.context_window)
-        return with_phases(prices or self.workload, self.phases)
+        return self._phased(prices or self.workload)
+
+    def _phased(self, prices: DocumentPrices) -> DocumentPrices:
+        return prices if self.phases is None else PhasedPrices(prices, self.phases)
 
     def priced_as_run(self, plan: StepPlan) -> StepPlan:
         """``plan`` with the seconds that its micro-batches take, by which they are dealt to ranks and ordered.

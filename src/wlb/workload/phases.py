@@ -100,11 +100,6 @@ class PhasedPrices:
         return self.language_model.document_seconds(lengths)
 
 
-def with_phases(prices: DocumentPrices, phases: DocumentPhases | None) -> DocumentPrices:
-    """``prices`` of documents that have ``phases``, if they have any."""
-    return prices if phases is None else PhasedPrices(prices, phases)
-
-
 def segment_seconds(prices: DocumentPrices, table: Table) -> Seconds:
     """Seconds of each segment over all phases; shape (segments,)."""
     seconds = prices.document_seconds(_rows(table)[:, 2])

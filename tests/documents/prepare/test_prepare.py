@@ -134,26 +134,26 @@ def test_lengths_are_counted_as_they_would_be_stored(tmp_path, capsys):
         ("d.parquet", "row"),
         ("files", "file"),
     ):
-        counted = text_lengths(FileCorpus([tmp_path / name]), BytesTokenizer())
-        assert counted.source == f"{tmp_path / name} (one document per {unit})"
+        said, counted = text_lengths(FileCorpus([tmp_path / name]), BytesTokenizer())
+        assert said == f"{tmp_path / name} (one document per {unit})"
         prepare_store(FileCorpus([tmp_path / name]), tmp_path / "s", BytesTokenizer(), overwrite=True)
-        assert counted.lengths.tolist() == TokenStore.open(tmp_path / "s").lengths.tolist()
-        assert counted.lengths.tolist() == [len(text.encode()) + 1 for text in texts]
+        assert counted.tolist() == TokenStore.open(tmp_path / "s").lengths.tolist()
+        assert counted.tolist() == [len(text.encode()) + 1 for text in texts]
     assert capsys.readouterr().err == ""
 
 
 def test_what_is_left_out_of_lengths_is_told(tmp_path, capsys):
     (tmp_path / "c.png").touch()
     corpus = write_lines(tmp_path / "d.jsonl", ["kept", ""])
-    assert text_lengths(corpus, BytesTokenizer()).lengths.tolist() == [5]
+    assert text_lengths(corpus, BytesTokenizer())[1].tolist() == [5]
     assert capsys.readouterr().err == f"wlb: note: {corpus.name}: left out 1 empty\n"
     corpus = FileCorpus([tmp_path])
-    assert text_lengths(corpus, BytesTokenizer()).lengths.tolist() == [5]
+    assert text_lengths(corpus, BytesTokenizer())[1].tolist() == [5]
     assert capsys.readouterr().err == f"wlb: note: {corpus.name}: left out 1 empty, 1 file of other kinds\n"
-    many = text_lengths(write_lines(tmp_path / "d.jsonl", ["a"] * 50_000), BytesTokenizer())
-    assert 20_000 <= len(many.lengths) < 30_000
-    assert many.source == f"the beginning of {tmp_path / 'd.jsonl'} (one document per line)"
-    assert f"those of the first {len(many.lengths):,} documents of {tmp_path / 'd.jsonl'}" in capsys.readouterr().err
+    source, many = text_lengths(write_lines(tmp_path / "d.jsonl", ["a"] * 50_000), BytesTokenizer())
+    assert 20_000 <= len(many) < 30_000
+    assert source == f"the beginning of {tmp_path / 'd.jsonl'} (one document per line)"
+    assert f"those of the first {len(many):,} documents of {tmp_path / 'd.jsonl'}" in capsys.readouterr().err
     with pytest.raises(UserError, match="the sources contain no documents"):
         text_lengths(write_lines(tmp_path / "d.jsonl", []), BytesTokenizer())
 
@@ -163,7 +163,7 @@ def test_conversations_are_counted_as_they_would_be_stored(tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     corpus, chat = FileCorpus([tmp_path / "d.jsonl"], "messages", chat=True), ChatFormat()
     prepare_store(corpus, tmp_path / "s", BytesTokenizer(), chat=chat)
-    counted = text_lengths(corpus, BytesTokenizer(), chat).lengths
+    _, counted = text_lengths(corpus, BytesTokenizer(), chat)
     assert counted.tolist() == TokenStore.open(tmp_path / "s").lengths.tolist()
 
 

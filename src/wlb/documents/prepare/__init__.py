@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.lengths import ReadLengths
 from wlb.documents.prepare.chat import ChatFormat
 from wlb.documents.prepare.processes import cluster, map_in_order, map_on_ray
 from wlb.documents.prepare.raw_files import Reject
@@ -199,7 +198,7 @@ def _check_number(prefix: Path, count: int) -> None:
             )
 
 
-def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> ReadLengths:
+def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> tuple[str, NDArray[np.int64]]:
     """Tokens of the documents of ``corpus``, as they would be in a store; of a large one, of the first documents.
 
     Notes on stderr say what was left out. Raises ``UserError`` where there are no documents.
@@ -221,7 +220,7 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
     if next(batches, None) is not None:
         name = f"the beginning of {name}"
         tell(f"wlb: note: lengths are those of the first {number_of(len(lengths), 'document')} of {corpus.name}")
-    return ReadLengths(name, np.array(lengths, np.int64))
+    return name, np.array(lengths, np.int64)
 
 
 def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:
