@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from tests.programs import forked
-from tests.training.jobs import read_steps, write_config, write_store
+from tests.training.jobs import endless, read_steps
 from tests.training.processes import is_running, ranks_of, steps_written, wait_until
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
 from wlb.training.runtime import termination as termination_module
 from wlb.training.runtime.failures import Terminated
 from wlb.training.runtime.termination import Termination, signals_to_end
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_store(tmp_path / "store")
-    return tmp_path
-
-
-def endless(folder: Path, **training: float) -> Path:
-    return write_config(
-        folder,
-        parallel={"dp": 2},
-        training={"steps": 100_000, **training},
-        checkpoint={"dir": str(folder / "checkpoints"), "every": 10_000},
-    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +27,7 @@ def endless(folder: Path, **training: float) -> Path:
     ],
 )
 def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to, asked):
-    config = endless(folder)
+    config = endless(folder, every=10_000)
     command = {"wlb": ("-m", "wlb", "train"), "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2")}
     module = ("-m", "wlb.training") if launcher == "torchrun" else ()
     with forked(*command[launcher], *module, config) as job:
@@ -73,11 +57,7 @@ def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to, asked):
 
 
 def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
-    config = write_config(
-        folder,
-        training={"steps": 100_000, "grace_seconds": 1.0},
-        checkpoint={"dir": str(folder / "checkpoints"), "every": 10_000},
-    )
+    config = endless(folder, dp=1, every=10_000, grace_seconds=1.0)
     with forked("-m", "tests.training.faulty_rank", "sleep", "0", "3", "1", config) as job:
         wait_until(lambda: steps_written(folder) >= 3)
         job.send_signal(signal.SIGTERM)
