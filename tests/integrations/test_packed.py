@@ -407,23 +407,6 @@ def test_documents_that_change_after_they_are_planned_are_refused():
         next(steps)
 
 
-def test_context_parallel_shares_are_the_micro_batch():
-    shares = [next(packed_batches(DOCUMENTS, **SIZES, cp=2, rank=rank)) for rank in range(2)]
-    assert shares[0].loss_tokens == shares[1].loss_tokens
-    every_document = [ids.tolist() for ids in DOCUMENTS]
-    for mine in zip(*(share.batches for share in shares), strict=True):
-        plan = mine[0].shard_plan
-        assert plan is not None
-        tokens, labels = torch.zeros(2, plan.tokens, dtype=torch.int64)
-        for rank, batch in enumerate(mine):
-            positions = torch.from_numpy(plan.positions(rank))
-            tokens[positions], labels[positions] = batch.tokens[: len(positions)], batch.labels[: len(positions)]
-        for start, stop in pairwise(mine[0].cu_seqlens.tolist()):
-            ids = tokens[start:stop].tolist()
-            assert ids in every_document
-            assert labels[start:stop].tolist() == [*ids[1:], -100]
-
-
 def test_the_collator_restarts_positions_and_keeps_masked_labels():
     batch = FlatteningCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9]]

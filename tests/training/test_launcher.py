@@ -122,19 +122,11 @@ def test_ctrl_c_ends_the_job_at_once(folder):
     assert not any(is_running(rank) for rank in ranks)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "steps"),
-    [
-        # Once steps run there is more that can notice.
-        pytest.param("wlb", 1, marks=pytest.mark.exhaustive),
-        ("wlb", 0),
-        ("torchrun", 0),
-    ],
-)
-def test_ranks_do_not_outlive_their_launcher(folder, launcher, steps):
+@pytest.mark.parametrize("launcher", COMMANDS)
+def test_ranks_do_not_outlive_their_launcher(folder, launcher):
     config = endless(folder)
     with forked(*COMMANDS[launcher], config) as job:
-        wait_until(lambda: len(ranks_of(job.pid)) == 2 and steps_written(folder) >= steps)
+        wait_until(lambda: len(ranks_of(job.pid)) == 2)
         ranks = ranks_of(job.pid)
         job.kill()
         wait_until(lambda: not any(is_running(rank) for rank in ranks))

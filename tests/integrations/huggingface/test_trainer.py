@@ -472,16 +472,6 @@ def test_the_check_sees_labels_as_the_collator_makes_them(tmp_path: Path):
         trainer.train()
 
 
-def test_the_check_sees_dropout_that_our_attention_has_not(tmp_path: Path):
-    dropping = model(attention_dropout=0.1)
-    register_attention(dropping)
-    trainer = balanced_trainer(tmp_path, dropping)
-    with pytest.raises(UserError, match=r"attention_dropout = 0.1 is not supported"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    assert dropping.config.attention_dropout == 0.1
-
-
 class AveragedLoss(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
         return model(**inputs).loss

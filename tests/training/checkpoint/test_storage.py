@@ -132,14 +132,6 @@ def test_paths_stay_inside(checkpoint):
             metadata_of(checkpoint)
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_links_are_not_followed(checkpoint, tmp_path, name):
-    (checkpoint / name).rename(tmp_path / "outside")
-    (checkpoint / name).symlink_to(tmp_path / "outside")
-    with pytest.raises((UserError, CheckpointException), match="symbolic links"):
-        load(checkpoint)
-
-
 def test_garbage_is_refused_in_one_line(checkpoint):
     written = (checkpoint / ".metadata").read_bytes()
     truncated = [written[:-cut] for cut in (1, 10, 100, 500)]

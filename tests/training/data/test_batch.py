@@ -185,13 +185,3 @@ def test_the_first_tokens_of_a_store_without_a_vocabulary_are_inside_that_of_the
         else:
             with pytest.raises(UserError, match=rf"has token \d, outside .* model.vocab_size = {vocabulary}; raise it"):
                 check_first_tokens(store, vocabulary)
-
-
-def test_a_token_outside_the_vocabulary_is_not_trained(tmp_path):
-    store = write_store(tmp_path / "store", documents=20)
-    largest = max(range(20), key=lambda document: store.read(document).max(initial=0))
-    whole = MicroBatch((Segment(largest, 0, int(store.lengths[largest])),), 0.0)
-    token = int(store.read(largest).max())
-    read_batch(whole, store, token + 1)
-    with pytest.raises(UserError, match=f"token {token} is outside the vocabulary of model.vocab_size = {token}"):
-        read_batch(whole, store, token)

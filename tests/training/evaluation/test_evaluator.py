@@ -156,26 +156,6 @@ def test_training_is_the_same_to_the_last_bit(
     assert len({row["loss"] for row in with_rows}) == 2
 
 
-def test_a_continued_job_has_every_step_once(folder: Path, tmp_path: Path) -> None:
-    def configure(steps: int, every: int) -> JobConfig:
-        return _job(
-            folder,
-            training={"steps": steps, "decay_steps": 6},
-            evaluation={"every": every},
-            metrics={"dir": str(tmp_path / "metrics"), "tensorboard": True},
-            checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 4},
-        )
-
-    run_ranks(1, train, configure(4, 2))
-    first = _rows(tmp_path)
-    with (tmp_path / "metrics" / "evaluation.jsonl").open("a") as file:
-        file.write(json.dumps(first[0] | {"step": 5}) + "\n")  # of a job that was killed after its last checkpoint
-    run_ranks(1, train, configure(6, 1))
-    rows = _rows(tmp_path)
-    assert [row["step"] for row in rows] == [2, 4, 5, 6]
-    assert rows[:2] == first
-
-
 def _end_while_evaluating(config: JobConfig, step: int) -> None:
     """Train until the evaluation after ``step``, then be asked to end on the last rank."""
     trainer = trainer_of(config)
