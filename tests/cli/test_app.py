@@ -148,7 +148,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
             "no layout of 1,009 GPUs divides a global batch of 8 windows of",
         ),
         ([*SEARCH, "--gpus", 2, "--batch-tokens", "1024M"], "holds 262144 windows of 4096, over 65536; lower it"),
-        (["prepare", "--stdlib", "--out", "s", "--train-bpe", 2**31], "--train-bpe 2147483648 is too large"),
+        (["prepare", "--stdlib", "--out", "s", "--train-bpe", 2**31], "--train-bpe 2147483648: give 257 to"),
         (["prepare", "--stdlib", "--out", "s", "--workers", 10**6], "--workers"),
     ],
 )

@@ -10,7 +10,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from tests.cases import in_turn
-from tests.cli.conftest import printed, refusal
+from tests.cli.conftest import printed, refusal, run
 
 SMALL = ("--tokenizer", "bytes", "--model", "tiny", "--hardware", "cpu", "--gpus", 1, "--context-window", "4K")
 TEXTS = ["a" * 3000, "b\nc", "d" * 9000]
@@ -51,11 +51,13 @@ def test_a_system_that_cannot_run_the_job_is_left_out_and_says_why(tmp_path):
     (tmp_path / "images.json").write_text(json.dumps([{"length": 2000, "image_tokens": 40}] * 60))
     asked = ("check", tmp_path / "images.json", *LITTLE, "--gpus", 1, "--systems")
     out = printed(*asked, "plain-4d,elastic")
-    assert "elastic is left out: packing method 'elastic' does not know phases (language model, image)" in out
+    assert "elastic is left out: packing method 'elastic' does not know phases (image)" in out
     found = json.loads(printed(*asked, "plain-4d,elastic", "--json"))
     assert [row["system"] for row in found["systems"]] == ["plain-4d"]
     assert [*found["left_out"]] == ["elastic"]
-    assert "'elastic' does not know phases" in refusal(*asked, "elastic")
+    alone = run(*asked, "elastic")
+    assert (alone.returncode, alone.stdout) == (2, "")
+    assert "'elastic' does not know phases" in alone.stderr
 
 
 def test_the_layout_that_is_given_is_said_with_whether_it_fits(even):

@@ -65,7 +65,7 @@ ELASTIC = ("elastic", "h100", "none", layout(dp=2, cp=2))
         (("plain-4d", "h100", "selective", layout(dp=2)), GRADIENTS),
         (("plain-4d", "h100", "selective", layout(cp=2)), KEYS_AND_VALUES),
         (("plain-4d", "h100", "selective", layout(tp=2)), TENSOR_PARALLEL),
-        (ELASTIC, KEYS_AND_VALUES),
+        (ELASTIC, GRADIENTS),
     ],
     ids=["pp", "dp", "cp", "tp", "elastic"],
 )
