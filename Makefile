@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml studies/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,test]' --editable ./studies
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,test]' --editable './studies[page]'
 	@touch $@
 
 setup: $(VENV)/.installed

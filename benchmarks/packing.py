@@ -22,8 +22,8 @@ from parts.measurement import command, console, facts, freeze_imports, make_pars
 from parts.packing import Row, Task, against_optimum, balance, memory, our_methods, ours, scaling, theirs
 from parts.peers import installed_peers, karmarkar_karp
 from wlb.packing.registry import make_packer
-from wlb.simulate.filling import documents_filling
 from wlb.workload import make_workload
+from wlb_studies.filling import documents_filling
 from wlb_studies.thresholds import search
 
 SECTIONS = ("balance", "scaling", "oracle", "memory")

@@ -42,8 +42,8 @@ from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
-from wlb.simulate.filling import cut_at_windows
 from wlb.training.preflight import check_job
+from wlb_studies.filling import cut_at_windows
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny_elastic.toml"

@@ -15,13 +15,12 @@ import wlb
 from tests.cases import in_turn
 
 PACKAGE = Path(wlb.__file__).parent
-GROUND = {"errors", "files", "lightest", "markup", "os_limits", "settings", "terminal", "token_count"}
+GROUND = {"errors", "files", "lightest", "os_limits", "settings", "terminal", "token_count"}
 # A room may import these rooms and the ground floor, and nothing else, not even in a function.
 MAY_IMPORT = {
     "errors": set(),
     "files": set(),
     "lightest": set(),
-    "markup": set(),
     "os_limits": set(),
     "terminal": set(),
     "token_count": {"errors"},

@@ -19,7 +19,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.documents.prepare.sources import StdlibCorpus
 from wlb.documents.segments import Segment, split_overlong
 from wlb.documents.synthetic import sample_lengths
-from wlb.simulate.filling import documents_filling
+from wlb_studies.filling import documents_filling
 
 Lengths = NDArray[np.int64]
 

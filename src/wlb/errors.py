@@ -19,9 +19,10 @@ def choose_from(name: object, known: Iterable[str]) -> str:
     return (f"did you mean {close[0]}? " if close else "") + f"choose from {', '.join(names)}"
 
 
-def require(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or say which extra of ``wlb-llm`` brings it."""
+def require(module: str, extra: str, package: str = "wlb-llm") -> ModuleType:
+    """Import an optional dependency, or say which extra of ``package`` brings it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{module.partition('.')[0]} is not installed; run: pip install 'wlb-llm[{extra}]'") from error
+        missing = module.partition(".")[0]
+        raise UserError(f"{missing} is not installed; run: pip install '{package}[{extra}]'") from error

@@ -18,7 +18,7 @@ from wlb.packing.carrying import FixedGreedyPacker
 from wlb.packing.options import PackingOptions
 from wlb.packing.plan import StepPlan
 from wlb.simulate import SimulationResult, simulate, simulated_job
-from wlb.simulate.filling import documents_for
+from wlb_studies.filling import documents_for
 from wlb_studies.packing import (
     MethodResult,
     PackingStatistics,

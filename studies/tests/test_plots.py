@@ -12,7 +12,7 @@ import wlb_studies.packing as plots
 from wlb.packing.registry import PACKERS
 from wlb.report.plots import BALANCED, BASELINE
 from wlb.simulate import simulated_job
-from wlb.simulate.filling import documents_for
+from wlb_studies.filling import documents_for
 from wlb_studies.packing import colour_of, compare_packer, is_baseline, packer_for
 
 METHODS = ["sequential", "fixed_greedy:4", "variable_length:paper", "makespan"]

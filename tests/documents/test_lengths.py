@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from wlb.documents.lengths import (
     assumed_window,
     described_window,
-    read_encoder_tokens,
     read_lengths,
     what_was_read,
 )
@@ -73,29 +72,6 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("3\nx\n"))
     with pytest.raises(UserError, match="standard input: line 2 is 'x'"):
         read_lengths("-")
-
-
-def test_columns_of_encoders_are_read_beside_the_lengths(tmp_path):
-    rows = [
-        {"length": 5, "encoder_tokens": 0, "audio_tokens": 7},
-        {"length": 6, "encoder_tokens": 8, "audio_tokens": 0},
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "l.parquet")
-    (tmp_path / "l.json").write_text(json.dumps(rows))
-    for name in ("l.parquet", "l.json"):
-        assert read_lengths(tmp_path / name).tolist() == [5, 6]
-        found = read_encoder_tokens(tmp_path / name)
-        assert {phase: tokens.tolist() for phase, tokens in found.items()} == {"encoder": [0, 8], "audio": [7, 0]}
-    assert read_encoder_tokens(save(tmp_path, "plain.json", [1, 2])) == {}
-    assert read_encoder_tokens("synthetic:10:64:0") == {}
-    for wrong, message in (
-        ([{"length": 5, "encoder_tokens": -1}], "encoder_tokens of document 0 is -1; give at least 0"),
-        ([{"length": 5, "encoder_tokens": 1}, {"length": 5}], "encoder_tokens of entry 1 is 'None'"),
-        ([{"encoder_tokens": 1}], None),
-    ):
-        (tmp_path / "wrong.json").write_text(json.dumps(wrong))
-        with pytest.raises(UserError, match=message):
-            (read_encoder_tokens if message else read_lengths)(tmp_path / "wrong.json")
 
 
 def test_store_prefix_and_index(tmp_path):

@@ -44,10 +44,14 @@ def show(page: Path, *, dark: bool = False) -> tuple[np.ndarray[Any, Any], list[
     console = [line for line in result.stderr.splitlines() if ":CONSOLE" in line]
     events = json.loads(log.read_text(encoding="utf-8"))["events"]
     addresses = {str(event.get("params", {}).get("url", "")) for event in events}
-    return _pixels(picture), console, sorted(a for a in addresses if a.startswith(("http", "ws")) and "127.0.0.1" in a)
+    return (
+        pixels_of(picture),
+        console,
+        sorted(a for a in addresses if a.startswith(("http", "ws")) and "127.0.0.1" in a),
+    )
 
 
-def _pixels(picture: Path) -> np.ndarray[Any, Any]:
+def pixels_of(picture: Path) -> np.ndarray[Any, Any]:
     from matplotlib.image import imread
 
     return np.asarray(np.rint(imread(picture)[:, :, :3] * 255), int)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.html_reader import read
 from tests.report.conftest import HOSTILE, write_run
+from tests.report.html.reader import read
 from wlb.errors import UserError
 from wlb.report.measured import gain_at_equal_work, measured_report
 from wlb.report.run_directory import TrainingRun, read_diagnosis, read_run

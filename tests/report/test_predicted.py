@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.html_reader import read
 from tests.report.conftest import HOSTILE, WINDOW
+from tests.report.html.reader import read
 from wlb.documents.synthetic import sample_lengths
 from wlb.report.answer import about
 from wlb.report.evidence import Evidence

@@ -23,7 +23,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
 from wlb.job.job import Job
-from wlb.simulate.estimate import CONFIGURED, _each, completed, config_of, estimate, judge_config, question_of
+from wlb.simulate.estimate import CONFIGURED, _each, config_of, estimate, judge_config, question_of
 from wlb.simulate.job import simulated_job
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC
 from wlb.workload import MODEL_SHAPES
@@ -183,11 +183,3 @@ def test_what_a_forked_process_cannot_do_is_done_here(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         _each(is_interrupted, "ab")
     assert not active_children()
-
-
-def test_an_encoder_takes_six_flops_a_parameter_and_token():
-    job = simulated_job("550m", 4096, tp=2)
-    phases = completed(job, None, {"image": (np.array([0, 100]), 675e6)}).phases
-    rate = job.hardware.peak_flops * job.hardware.gemm_efficiency
-    assert phases is not None
-    assert phases.seconds["image"] == pytest.approx([0, 6 * 675e6 * 100 / rate / 2])

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.registry import make_packer
-from wlb.simulate.filling import check_filling, cut_at_windows, documents_for
+from wlb.simulate.filling import check_filling
 from wlb.workload import make_workload
+from wlb_studies.filling import cut_at_windows, documents_for
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 

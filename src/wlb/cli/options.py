@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wlb.cli.groups import given_again, names_of, refuse_unused, was_given
+from wlb.cli.groups import refuse_unused, was_given
 from wlb.errors import UserError, choose_from, require
 from wlb.schedules.operations import SCHEDULES
 from wlb.token_count import parse_count, parse_tokens
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from wlb.documents.prepare.sources import FileCorpus, TextDocuments
-    from wlb.job.job import Job
     from wlb.schedules.layout import Layout
     from wlb.simulate.estimate import Question
     from wlb.workload import Costs, ModelShape
@@ -65,8 +64,7 @@ Lengths = Annotated[
     typer.Argument(
         metavar="LENGTHS",
         help="Document lengths: .json list, .jsonl, .csv, .tsv or .parquet (column length), .txt, .npy, - (standard "
-        "input), .idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED. "
-        "Of .json objects and .parquet also columns NAME_tokens: patches or frames of an encoder.",
+        "input), .idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED. ",
     ),
 ]
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
@@ -88,23 +86,12 @@ Hardware = Annotated[
         help="Hardware preset: a100, h100, h200, b200, mi300x, cpu; with newer attention kernels h100-fa3 and others.",
     ),
 ]
-Methods = Annotated[str | None, list_of_names("Packing methods; see above.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."),
 ]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the result: .png, .pdf or .svg.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
-
-
-Encoders = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--encoder",
-        metavar="NAME=PARAMETERS",
-        help="Size of the encoder that the column NAME_tokens goes through; default: 675M.",
-    ),
-]
 
 
 def machine_of(hardware: str) -> list[str]:
@@ -238,7 +225,6 @@ class JobOptions(GpuOptions):
     parallel: Annotated[str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")] = (
         None
     )
-    encoder: Encoders = None
     steps: Annotated[
         int | None, number_of_steps("Steps of each draw, after some that warm up; default: of 256 windows, 4 to 16.")
     ] = None
@@ -281,7 +267,6 @@ class JobOptions(GpuOptions):
             fixed=fixed,
             profile=gpu.measured,
             source=source,
-            encoders=self.encoder,
             assumed=[f"{value} (--{name})" for name, value in stated.items() if not was_given(context, name)],
         )
 
@@ -317,51 +302,6 @@ class JobOptions(GpuOptions):
             layout = replace(layout, pp=min(4, max(1, windows // layout.dp)))
         gpu = replace(self, tp=sizes.get("tp")).priced(context, window, sizes.get("cp"), layout.pp, reads=["hardware"])
         return replace(layout, tp=gpu.tp, cp=gpu.cp), gpu
-
-
-class AskedJob(NamedTuple):
-    """A job under preset ``best``, and what it is priced by."""
-
-    job: Job
-    priced_by: Mapping[str, str | int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedOptions(JobOptions):
-    """A job whose documents are packed by several methods."""
-
-    micro_batches: Annotated[
-        int | None,
-        number(
-            "Micro-batches of a step, over all data-parallel ranks: --batch-tokens in windows. With it and no --gpus, "
-            "sizes that are not given are dp 1, pp up to 4, and cp one rank for every 65,536 tokens."
-        ),
-    ] = None
-    methods: Methods = None
-    max_delay: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="STEPS", help="Most steps that a document is delayed before it goes first."),
-    ] = None
-
-    def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
-        """The job under preset ``best``, in the layout that is given or in which plain-4d is fastest."""
-        from wlb.simulate.filling import check_filling
-        from wlb.simulate.job import preset_sections
-        from wlb.simulate.verdict import BASELINE, BEST
-
-        if self.micro_batches is not None and self.batch_tokens is not None:
-            raise UserError("--micro-batches and --batch-tokens both say the global batch; leave one of them out")
-        question = self.question(context, source, lengths, self.micro_batches)
-        space = question.space
-        check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
-        job = question.fastest(BASELINE, lengths).job
-        packing, sharding = preset_sections(BEST, {"micro_batches": job.packing.micro_batches})
-        return AskedJob(replace(job, packing=packing, sharding=sharding), question.priced_by)
-
-    def given_again(self, context: typer.Context, job: Job) -> list[str]:
-        """The options of ``job`` that stood on the command line, for a command without --micro-batches."""
-        batch = ["--batch-tokens", f"{self.micro_batches * job.context_window}"] if self.micro_batches else []
-        return given_again(context, names_of(JobOptions)) + batch
 
 
 class DocumentsOption(StrEnum):

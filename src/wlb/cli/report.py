@@ -79,7 +79,7 @@ def report(
             if names_store(source):
                 show_next("train", job, "--dry-run", *options.machine_of(asked.hardware))
             else:
-                same = given_again(context, ["hardware", "profile", "encoder", "steps"])
+                same = given_again(context, ["hardware", "profile", "steps"])
                 show_next("simulate", job, "--lengths", source, *same)
 
 

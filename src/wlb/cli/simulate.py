@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,7 +57,6 @@ class SimulateOptions:
         ),
     ] = None
     settings: options.Settings = None
-    encoder: options.Encoders = None
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the last step of every system as a Perfetto trace.")
     ] = None
@@ -92,8 +91,7 @@ class SimulateOptions:
         if self.job in NAMED_JOBS:
             gpu = {"model": NAMED_JOBS[self.job].model, "tp": job.layout.tp, "cp": job.layout.cp}
             priced = gpu if self.profile is None else {"profile": self.profile}
-            encoders = [word for one in self.encoder or () for word in ("--encoder", one)]
-            return ["report", *sources, *_as_options(job, priced | {"hardware": self.hardware}), *encoders]
+            return ["report", *sources, *_as_options(job, priced | {"hardware": self.hardware})]
         if not all(map(names_store, job.data.stores)):
             return []
         settings = [word for one in self.settings or () for word in ("--set", one)]
@@ -122,7 +120,6 @@ class SimulateOptions:
             fixed=vars(layout),
             profile=profile,
             source=lengths,
-            encoders=self.encoder,
         )
         found = estimated(question, documents, presets, steps, source)
         for name, why in found.left_out.items():
@@ -135,7 +132,7 @@ class SimulateOptions:
         from wlb.documents.store.reader import stored_vocab_size
         from wlb.job.config_file import load_config
         from wlb.job.job import Job
-        from wlb.simulate.estimate import CONFIGURED, completed, encoders_of, judge_config
+        from wlb.simulate.estimate import CONFIGURED, judge_config
         from wlb.simulate.search import DRAWS
         from wlb.simulate.verdict import usual_steps
 
@@ -143,7 +140,7 @@ class SimulateOptions:
         sources: list[StoreSource] = [*config.data.stores] if lengths is None else [lengths]
         vocab_size = max(stored_vocab_size(prefix) or 0 for prefix in config.data.stores) or None
         job = Job.from_config(config, self.hardware, vocab_size=vocab_size)
-        job = completed(job, profile, encoders_of(lengths, self.encoder))
+        job = job if profile is None else replace(job, profile=profile)
         presets = options.names_in("--systems", self.systems, ["plain-4d"])
         documents = _lengths(sources)
         all_steps = DRAWS * (steps or usual_steps(job.global_batch))
@@ -341,11 +338,9 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     """The verdict, and where the time of each system's steps goes, in seconds."""
     from wlb.simulate import CAUSES
     from wlb.simulate.estimate import CONFIGURED
-    from wlb.simulate.step import IMBALANCES
 
     stdout.print(f"{verdict}\n", markup=False, highlight=False)
     results = verdict.systems
-    phases = [name for name in next(iter(results.values())).imbalance if name not in IMBALANCES]
     systems, first = list(results.values()), results[verdict.base]
     causes = [cause for cause in CAUSES if any(abs(r.where[cause]) > 5e-4 for r in systems)]  # not shown as 0.000
     rows = {
@@ -357,7 +352,6 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "imbalance: micro-batches": [f"{r.imbalance['micro_batches']:.3f}" for r in systems],
         "imbalance: cp ranks": [f"{r.imbalance['cp']:.3f}" for r in systems],
         "imbalance: dp ranks": [f"{r.imbalance['dp']:.3f}" for r in systems],
-        **{f"imbalance: {name}": [f"{r.imbalance[name]:.3f}" for r in systems] for name in phases},
         "token delay, steps": [f"{verdict.token_delay(name):.3f}" for name in results],
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],

@@ -5,9 +5,6 @@
 ``.tsv`` or ``.parquet`` file with a column ``length``, what names a token store, or
 ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by ``wlb.documents.synthetic``. What
 it returns is checked: whole, positive, in order. Text is refused in a line that says how to count its tokens.
-
-``read_encoder_tokens`` reads what else JSON and Parquet may say: what documents put through encoders of images or
-audio.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ _LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # that are assumed
 Integers = NDArray[np.integer[Any]]
 _NAMES = ("length", "lengths", "tokens", "num_tokens")  # of a column of lengths
 _LONGEST_CELL = 2**31 - 1  # characters; a column of text beside has more than the 131,072 of csv's own limit
-_ENCODED = "_tokens"  # how columns of encoders' tokens end
 
 
 class ReadLengths(NamedTuple):
@@ -114,26 +110,6 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
             f"{MOST_TOKENS} tokens"
         )
     return lengths.astype(np.int64)
-
-
-def read_encoder_tokens(source: StoreSource) -> dict[str, NDArray[np.int64]]:
-    """Tokens (patches, frames) of every document in each encoder: the columns ``NAME_tokens``, by NAME.
-
-    Shape (documents,) each; none where ``source`` is no JSON or Parquet file that has any. Raises ``UserError`` for
-    what is no whole number of at least 0.
-    """
-    path, found = Path(source_name(source)), {}
-    if path.suffix == ".parquet" and path.is_file():
-        schema = require("pyarrow.parquet", "data").read_schema(path)
-        found = {name: _from_parquet(path, name) for name in schema.names if name.endswith(_ENCODED)}
-    elif path.suffix in (".json", ".jsonl") and path.is_file():
-        rows = _json_rows(path)
-        names = sorted({name for row in rows if isinstance(row, dict) for name in row if name.endswith(_ENCODED)})
-        found = {name: _integers(path, f"{name} of entry", enumerate(row.get(name) for row in rows)) for name in names}
-    for name, tokens in found.items():
-        if tokens.size and tokens.min() < 0:
-            raise UserError(f"{path}: {name} of document {tokens.argmin()} is {tokens.min()}; give at least 0")
-    return {name.removesuffix(_ENCODED): tokens.astype(np.int64) for name, tokens in found.items()}
 
 
 def _if_text(path: Path) -> str:

@@ -103,7 +103,7 @@ def balance(
     if phases is not None:
         phases.check(len(tokens))
         documents = np.column_stack([np.arange(len(tokens)), np.zeros_like(tokens), tokens])
-        tokens, prices = phases.held_tokens(documents), prices + phases.of(documents).sum(axis=1)
+        tokens, prices = phases.held_tokens(documents), prices + phases.of(documents)
     sizes = {"max_tokens": max_tokens, "multiple_of": multiple_of, "ranks": ranks, "parts": parts}
     given = {name: positive_integer(name, size) for name, size in sizes.items() if size is not None}
     task = Task(tokens, prices, given.get("max_tokens"), equal_size, even)

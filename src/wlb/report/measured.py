@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from wlb.markup import Markup, join, tag
 from wlb.report.gain import Gain, gain
 from wlb.report.html.charts import bars, intervals, series
 from wlb.report.html.diagrams import heat_map
+from wlb.report.html.escaping import Markup, join, tag
 from wlb.report.html.markup import Caption, table
 from wlb.report.html.page import facts, page, paragraph, section, verdict
 from wlb.report.run_directory import TrainingRun

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from wlb.documents.lengths import what_was_read
-from wlb.markup import Markup, join, tag
 from wlb.report.answer import about, columns_of
 from wlb.report.evidence import Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram
 from wlb.report.html.diagrams import heat_map, pipeline_chart, shard_chart
+from wlb.report.html.escaping import Markup, join, tag
 from wlb.report.html.markup import Caption, table
 from wlb.report.html.page import code, facts, page, paragraph, section, verdict
 from wlb.report.timeline import Timeline

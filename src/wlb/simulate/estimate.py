@@ -7,13 +7,12 @@ finds the fastest layout of every preset (``wlb.simulate.search``), simulates th
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
@@ -23,8 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.lengths import assumed_window, described_window, read_encoder_tokens
-from wlb.documents.store.files import StoreSource, names_store
+from wlb.documents.lengths import assumed_window, described_window
+from wlb.documents.store.files import names_store
 from wlb.documents.store.reader import stored_vocab_size
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
@@ -49,15 +48,11 @@ from wlb.simulate.verdict import (
     usual_steps,
     verdict_of,
 )
-from wlb.terminal import tell
 from wlb.workload import MODEL_SHAPES, model_shape
-from wlb.workload.phases import DocumentPhases
 from wlb.workload.profile import WorkloadProfile
 
 T = TypeVar("T")
-Encoders = Mapping[str, tuple[NDArray[np.int64], float]]
 
-ENCODER_PARAMETERS = "675M"  # of the vision encoder of Qwen2-VL (arXiv 2409.12191, section 2.1)
 _VOCABULARY_MULTIPLE = 128  # so that tensor-parallel ranks have equally many rows
 CONFIGURED = "as configured"
 CHECKED = (BASELINE, PER_DOCUMENT, BEST, ELASTIC)  # presets: what stacks do today, and ours
@@ -68,7 +63,6 @@ class Question:
     """A job: its ``space``, of which a layout may be fixed; what it is ``priced_by``, and what was ``assumed`` of it.
 
     ``model`` is its name in a configuration.
-    ``encoders`` have, by name, the tokens of every document and the parameters.
     """
 
     space: SearchSpace
@@ -76,26 +70,13 @@ class Question:
     priced_by: Mapping[str, str | int]
     assumed: Sequence[str] = ()
     profile: WorkloadProfile | None = None
-    encoders: Encoders = field(default_factory=dict)
 
     def fastest(self, preset: str, lengths: NDArray[np.int64]) -> SearchResult:
         """The layouts in which ``preset`` runs this job fastest."""
-        return fastest_layout(
-            self.space, lengths, preset, adapt=partial(completed, profile=self.profile, encoders=self.encoders)
-        )
+        return fastest_layout(self.space, lengths, preset, adapt=self._priced)
 
-
-def completed(job: Job, profile: WorkloadProfile | None, encoders: Encoders) -> Job:
-    """``job`` priced by a measured profile, if there is one, with the encoders that its documents go through."""
-    if profile is not None:
-        job = replace(job, profile=profile)
-    if not encoders:
-        return job
-    # Six FLOPs a parameter and token, forward and backward; attention inside an image is left out.
-    rate = job.hardware.peak_flops * job.hardware.gemm_efficiency * job.layout.tp
-    return replace(
-        job, phases=DocumentPhases({name: tokens * (6 * size / rate) for name, (tokens, size) in encoders.items()})
-    )
+    def _priced(self, job: Job) -> Job:
+        return job if self.profile is None else replace(job, profile=self.profile)
 
 
 def question_of(
@@ -109,14 +90,12 @@ def question_of(
     fixed: Mapping[str, int | str] | None = None,
     profile: WorkloadProfile | None = None,
     source: str | None = None,
-    encoders: Sequence[str] | None = None,
     assumed: Sequence[str] = (),
 ) -> Question:
     """The job on documents of ``lengths`` tokens; what is assumed of window and global batch, the question says.
 
-    ``source`` may be a token store, whose vocabulary the model holds, or have columns for encoders beside the lengths:
-    ``encoders`` are theirs as ``--encoder`` has them. Of a measured ``profile`` ``hardware`` says the links. Raises
-    ``UserError`` for what no job can have.
+    ``source`` may be a token store, whose vocabulary the model holds. Of a measured ``profile`` ``hardware`` says the
+    links. Raises ``UserError`` for what no job can have.
     """
     assumed, fixed = [*assumed], dict(fixed or {})
     if context_window is None:
@@ -133,7 +112,7 @@ def question_of(
     if space.layout is not None:
         _check_given(space, space.layout)
     priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
-    return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile, encoders_of(source, encoders))
+    return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile)
 
 
 def _assumed_batch(lengths: NDArray[np.int64], window: int, fixed: Mapping[str, Any]) -> tuple[int, str]:
@@ -371,30 +350,3 @@ def _measured_name(profile: WorkloadProfile) -> str:
     measured = replace(profile.model, vocab_size=1)
     names = (name for name, shape in MODEL_SHAPES.items() if replace(shape, vocab_size=1) == measured)
     return next(names, "MODEL OF THE PROFILE")
-
-
-def encoders_of(lengths: StoreSource | None, encoders: Sequence[str] | None = None) -> Encoders:
-    """``Question.encoders``: the columns that ``lengths`` has for encoders; ``encoders`` as ``--encoder`` has them."""
-    columns = {} if lengths is None else read_encoder_tokens(lengths)
-    sizes = dict.fromkeys(columns, ENCODER_PARAMETERS)
-    for one in encoders or ():
-        name, _, size = one.partition("=")
-        if name not in columns:
-            known = ", ".join(f"{column}_tokens" for column in columns) or "none"
-            raise UserError(f"--encoder {one}: {lengths} has no column {name}_tokens (of such columns it has {known})")
-        sizes[name] = size
-    if columns:
-        priced = ", ".join(f"{name}_tokens as an encoder of {size} parameters" for name, size in sizes.items())
-        tell(f"wlb: note: {lengths}: {priced} (--encoder NAME=PARAMETERS)")
-    return {name: (columns[name], _parameters(size)) for name, size in sizes.items()}
-
-
-def _parameters(size: str) -> float:
-    scale = {"M": 1e6, "B": 1e9}.get(size[-1:], 1.0)
-    try:
-        number = scale * float(size.rstrip("MB"))
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise UserError(f"an encoder of {size!r} parameters is no number over 0; write it as 675M")
-    return number

@@ -47,8 +47,11 @@ def simulated_job(
     packing_section, sharding_section = preset_sections(
         preset, {"micro_batches": per_rank * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
     )
+    tp = sizes.get("tp", 1)
+    if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
+        shape = replace(shape, kv_heads=tp)  # each head stands on several ranks
     return Job(
-        shape=replicate_kv_heads(shape, sizes.get("tp", 1)),
+        shape=shape,
         hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
         packing=packing_section,
         sharding=sharding_section,
@@ -74,13 +77,6 @@ def preset_sections(
     )
 
 
-def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
-    """``shape`` as ``tp`` ranks hold it: with fewer key/value heads than ranks, each head stands on several of them."""
-    if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
-        return replace(shape, kv_heads=tp)
-    return shape
-
-
 class NamedJob(NamedTuple):
     """A model, a context window in tokens, and a layout; ``micro_batches`` of a rank, by default as many as ``pp``."""
 
@@ -88,11 +84,6 @@ class NamedJob(NamedTuple):
     context_window: int
     layout: Layout
     micro_batches: int | None = None
-
-    @property
-    def sizes(self) -> str:
-        """As Table 1 has them: tp, cp, pp, dp."""
-        return "{tp},{cp},{pp},{dp}".format_map(self.layout.sizes)
 
     def under(self, preset: str, **settings: Any) -> Job:
         """The job under one of the systems of ``PRESETS``; ``settings`` are further keywords of ``simulated_job``."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.simulate.decide import decide
 from wlb.simulate.filling import check_filling, joined_lengths
@@ -123,5 +124,7 @@ def simulate(
 
 def check_documents(job: Job, lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]], steps: int = 1) -> None:
     """``check_filling`` for ``steps`` steps of ``job``: before anything is simulated, which may take long."""
+    if job.phases is not None:
+        raise UserError("what documents cost before the language model is planned by, not simulated; leave phases out")
     step_tokens, overlong = job.global_batch * job.context_window, job.data.overlong
     check_filling(joined_lengths(lengths), step_tokens, job.context_window, overlong=overlong, steps=steps)

@@ -296,8 +296,6 @@ def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | Non
     try:
         decided = decide(job, lengths, least_rate=least_rate)
     except UserError:  # no pool can run the global batch in this pipeline
-        if job.phases is not None:  # which pools do not know in any layout
-            raise
         return None
     return decided if fits(decided) else None
 

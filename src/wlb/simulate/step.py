@@ -24,8 +24,6 @@ from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases, Shards, group_phases
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, weights_kept, with_gathers
-from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
-from wlb.workload.phases import LANGUAGE_MODEL
 
 Array = NDArray[np.float64]
 
@@ -99,14 +97,12 @@ class Steps(StepSeconds):
 
     Nothing is priced before it is asked for: ``seconds`` alone costs a fraction of ``where``. ``blocks`` and ``head``
     are what each rank computes outside attention in each micro-batch, in all blocks and in the output head; shape
-    (steps, dp, micro-batches, cp). ``encoders`` are the seconds of the job's further phases, shape (steps, dp,
-    micro-batches, phases): every rank of a group takes them, on the first stage.
+    (steps, dp, micro-batches, cp).
     """
 
     shards: Shards
     blocks: Phases
     head: Phases
-    encoders: Array | None = None
 
     @classmethod
     def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
@@ -116,24 +112,20 @@ class Steps(StepSeconds):
         shards = price_shards(
             [one.lengths for one in micro_batches], costs.layout.cp, costs.job.sharding.strategy, costs.rank
         ).reshaped(*shape)
-        phases = costs.job.phases
-        if phases is None:
-            return cls.of_shards(shards, costs)
-        encoders = np.array([phases.of(one.segments).sum(axis=0) for one in micro_batches])
-        return cls.of_shards(shards, costs, encoders.reshape(*shape, len(phases.seconds)))
+        return cls.of_shards(shards, costs)
 
     @classmethod
-    def of_shards(cls, shards: Shards, costs: JobCosts, encoders: Array | None = None) -> Steps:
+    def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
         """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
         blocks, head = (Phases.of(p, shards.tokens) for p in (costs.rank.blocks_seconds, costs.rank.head_seconds))
-        return cls(costs, shards, blocks, head, encoders=encoders)
+        return cls(costs, shards, blocks, head)
 
     @property
     def computing(self) -> Phases:
         """What each rank computes, without waiting; shape (steps, dp, stages, micro-batches, cp)."""
         shards, (forward, backward) = self.shards, self.blocks
         blocks = Phases(shards.attention_forward + forward, shards.attention_backward + backward)
-        return self._with_encoders(self._over_stages(blocks, self.head))
+        return self._over_stages(blocks, self.head)
 
     @property
     def groups(self) -> Phases:
@@ -146,7 +138,7 @@ class Steps(StepSeconds):
         groups, head = self.groups, Phases(*map(self._together, self.head))
         if "micro-batches" not in self.modelled:
             groups, head = (Phases(*map(_mean_of_step, seconds)) for seconds in (groups, head))
-        return self._with_encoders(self._over_stages(groups, head))
+        return self._over_stages(groups, head)
 
     @property
     def moving(self) -> Array:
@@ -165,7 +157,7 @@ class Steps(StepSeconds):
             forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
         if not weights_kept(self.costs) and "dp ranks" in self.modelled:
             # FSDP gathers weights in every micro-batch, so data-parallel ranks wait for each other.
-            shape, slowest = forward.shape, map(self._slowest, (forward, backward), self._encoding or (None, None))
+            shape, slowest = forward.shape, (seconds.max(axis=1, keepdims=True) for seconds in (forward, backward))
             forward, backward = (np.broadcast_to(seconds, shape) for seconds in slowest)
         sent = layout.pp > 1 and "stage transfers" in self.modelled
         transfer = self.costs.transfer(self.shards.tokens.max(axis=3)) if sent else 0.0
@@ -189,19 +181,9 @@ class Steps(StepSeconds):
 
     @property
     def imbalance(self) -> dict[str, Array]:
-        """The slowest over the mean of what is computed, shape (steps,), for each of ``IMBALANCES``.
-
-        Where documents have phases, also that of micro-batches in each of them.
-        """
+        """The slowest over the mean of what is computed, shape (steps,), for each of ``IMBALANCES``."""
         groups, taken = self.micro_batch_seconds, self.stages.both.sum(axis=2)
-        phases, encoders = self.costs.job.phases, self.encoders
-        of_phases: dict[str, Array] = {}
-        if phases is not None and encoders is not None:
-            model = taken - encoders.sum(axis=3)
-            columns = [model, *np.moveaxis(encoders, 3, 0)]
-            names = [LANGUAGE_MODEL, *phases.seconds]
-            of_phases = {n: slowest_over_mean(c, (1, 2)) for n, c in zip(names, columns, strict=True)}
-        return of_phases | {
+        return {
             "gpus": slowest_over_mean(self.gpu_seconds, (1, 2, 3)),
             "cp": groups.max(axis=3).sum(axis=(1, 2)) / groups.mean(axis=3).sum(axis=(1, 2)),
             "micro_batches": slowest_over_mean(taken, (1, 2)),
@@ -233,33 +215,6 @@ class Steps(StepSeconds):
         forward, backward = self.computing
         return forward + backward
 
-    @property
-    def _encoding(self) -> tuple[Array, Array] | None:
-        """Forward and backward of further phases; shape (steps, dp, stages, micro-batches, phases)."""
-        if self.encoders is None:
-            return None
-        seconds, stages = self.encoders, self.costs.layout.stages
-        if "micro-batches" not in self.modelled:
-            seconds = _mean_of_step(seconds)
-        share = np.eye(stages)[0] if "stages" in self.modelled else np.full(stages, 1 / stages)
-        forward = share[:, None, None] * seconds[:, :, None] / (1 + LINEAR_BACKWARD_FACTOR)
-        return forward, LINEAR_BACKWARD_FACTOR * forward
-
-    def _with_encoders(self, stages: Phases) -> Phases:
-        """``stages``, on one rank of a group or all, with further phases."""
-        if self._encoding is None:
-            return stages
-        forward, backward = (seconds.sum(axis=-1) for seconds in self._encoding)
-        ranks = (..., *[None] * (stages.forward.ndim - forward.ndim))
-        return Phases(stages.forward + forward[ranks], stages.backward + backward[ranks])
-
-    def _slowest(self, seconds: Array, encoding: Array | None) -> Array:
-        """Of data-parallel ranks, which wait for each other in every phase of every micro-batch."""
-        if encoding is None:
-            return np.asarray(seconds.max(axis=1, keepdims=True))
-        model = (seconds - encoding.sum(axis=-1)).max(axis=1, keepdims=True)
-        return np.asarray(model + encoding.max(axis=1, keepdims=True).sum(axis=-1))
-
     def _together(self, ranks: Array) -> Array:
         """Seconds of groups from those of their ranks, the last axis."""
         return np.asarray(ranks.max(axis=-1) if "cp ranks" in self.modelled else ranks.mean(axis=-1))
@@ -275,9 +230,8 @@ class Steps(StepSeconds):
 
 
 def slowest_over_mean(seconds: Array, axes: tuple[int, ...]) -> Array:
-    """The most over the mean along ``axes``; 1 where there is nothing."""
-    largest, mean = seconds.max(axis=axes), seconds.mean(axis=axes)
-    return np.asarray(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
+    """The most over the mean along ``axes``."""
+    return np.asarray(seconds.max(axis=axes) / seconds.mean(axis=axes))
 
 
 def _mean_of_step(seconds: Array) -> Array:

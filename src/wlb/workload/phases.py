@@ -1,9 +1,7 @@
 """Several costs per document: what encoders of images or audio take before the language model does.
 
 A document's images and its text are two sizes that say little about each other. So a document may have, beside its
-tokens for the language model, seconds of further phases. Packers balance the sum over a document's phases. Where ranks
-wait for each other between the phases of a micro-batch (FSDP gathers the weights of every block; an encoder is a
-pipeline's first stage), a simulated step takes the sum over phases of the slowest micro-batch.
+tokens for the language model, seconds of further phases. Packers balance the sum over a document's phases.
 
 Nothing is moved between ranks: the encoder runs where the document's tokens are. OrchMLLM (arXiv 2503.23830) moves the
 inputs of encoders instead.
@@ -21,8 +19,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
 from wlb.workload.base import DocumentPrices, Seconds
-
-LANGUAGE_MODEL = "language model"
 
 Table = NDArray[np.int64] | Sequence[Sequence[int]]  # of segments: document, start, length
 
@@ -45,13 +41,11 @@ class DocumentPhases:
     memory_tokens: ArrayLike | None = None
 
     def __post_init__(self) -> None:
-        if LANGUAGE_MODEL in self.seconds:
-            raise UserError(f"a phase is called {LANGUAGE_MODEL!r}, whose seconds come from lengths; leave it out")
         _ = self._columns
 
     @cached_property
     def _columns(self) -> tuple[Seconds, NDArray[np.int64]]:
-        """Seconds of each document in every phase, (documents, phases), and tokens that it holds, (documents,)."""
+        """Seconds of each document in all phases, and tokens that it holds; shape (documents,) each."""
         columns = [_column(f"seconds of {name!r}", values) for name, values in self.seconds.items()]
         if self.memory_tokens is not None:
             columns.append(_column("memory_tokens", self.memory_tokens))
@@ -60,7 +54,7 @@ class DocumentPhases:
             raise UserError(f"phases are of {' and '.join(map(str, sorted(sizes)))} documents; give all of the same")
         none = np.zeros(max(sizes, default=1))
         *seconds, memory = columns if self.memory_tokens is not None else [*columns, none]
-        return np.reshape(seconds, (len(seconds), len(none))).T, np.ceil(memory).astype(np.int64)
+        return sum(seconds, start=none), np.ceil(memory).astype(np.int64)
 
     def check(self, documents: int) -> None:
         """Raise ``UserError`` unless the phases are those of so many documents."""
@@ -69,10 +63,10 @@ class DocumentPhases:
             raise UserError(f"phases are of {known} documents, and there are {documents}; give one cost for each")
 
     def of(self, table: Table) -> Seconds:
-        """Seconds of each segment, shape (segments, phases). Ids count over epochs."""
+        """Seconds of each segment in all phases, shape (segments,). Ids count over epochs."""
         document, start, _ = _rows(table).T
         seconds, _ = self._columns
-        return np.where(start[:, None] > 0, 0.0, seconds[document % len(seconds)])
+        return np.where(start > 0, 0.0, seconds[document % len(seconds)])
 
     def held_tokens(self, table: Table) -> NDArray[np.int64]:
         """Tokens that each segment counts against L_max, with those it holds for these phases; shape (segments,)."""
@@ -84,7 +78,7 @@ class DocumentPhases:
     def taken(self, table: Table) -> DocumentPhases:
         """Those of segments, as if each were a document."""
         memory = self.held_tokens(table) - _rows(table)[:, 2]
-        return DocumentPhases(dict(zip(self.seconds, self.of(table).T, strict=True)), memory)
+        return DocumentPhases({"all": self.of(table)}, memory)
 
     @property
     def digest(self) -> str:
@@ -105,10 +99,6 @@ class PhasedPrices:
         """Those of the language model alone; shape of ``lengths`` (tokens)."""
         return self.language_model.document_seconds(lengths)
 
-    def costs(self, table: Table) -> Seconds:
-        """Seconds of each segment in the language model and in every further phase; shape (segments, 1 + phases)."""
-        return np.column_stack([self.document_seconds(_rows(table)[:, 2]), self.phases.of(table)])
-
 
 def with_phases(prices: DocumentPrices, phases: DocumentPhases | None) -> DocumentPrices:
     """``prices`` of documents that have ``phases``, if they have any."""
@@ -117,9 +107,8 @@ def with_phases(prices: DocumentPrices, phases: DocumentPhases | None) -> Docume
 
 def segment_seconds(prices: DocumentPrices, table: Table) -> Seconds:
     """Seconds of each segment over all phases; shape (segments,)."""
-    if isinstance(prices, PhasedPrices):
-        return np.asarray(prices.costs(table).sum(axis=1))
-    return prices.document_seconds(_rows(table)[:, 2])
+    seconds = prices.document_seconds(_rows(table)[:, 2])
+    return seconds + prices.phases.of(table) if isinstance(prices, PhasedPrices) else seconds
 
 
 def _rows(table: Table) -> NDArray[np.int64]:

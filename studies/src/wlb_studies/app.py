@@ -10,6 +10,7 @@ from wlb.cli.app import application, run
 COMMANDS = {
     "The paper and measurements": ("paper", "validate"),
     "Comparisons": ("rivals", "packing", "sharding", "thresholds", "prefill"),
+    "In a browser": ("page",),
 }
 app = application(
     "wlb-studies",

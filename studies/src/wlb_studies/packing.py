@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +32,7 @@ from wlb.simulate.costs import JobCosts
 from wlb.simulate.rate import Rate
 from wlb.simulate.step import Steps
 from wlb.token_count import parse_count
-from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
-from wlb.workload.phases import LANGUAGE_MODEL, PhasedPrices
 
 _DOCUMENTS_AT_A_TIME = 4096
 _FIXED_LENGTH = ("sequential", "fixed_greedy", "fixed_solver")  # the packing of the paper's plain-4D and fixed-4D
@@ -61,7 +59,6 @@ class MethodResult:
     ``imbalance_degree`` is the heaviest over the mean micro-batch of whole steps, by the prices a method packs by.
     ``attention_kept`` is the share of the documents' query-key pairs that is computed: what cutting documents leaves
     out makes a method faster, not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
-    ``phase_imbalance`` is the heaviest over the mean micro-batch in each phase of documents that have several.
     """
 
     method: str
@@ -80,12 +77,9 @@ class MethodResult:
     tokens_in: int
     tokens_out: int
     optimality_gap: float | None = None
-    phase_imbalance: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("as_packed", "arranged")}
-        if not self.phase_imbalance:
-            del own["phase_imbalance"]
         arranged = {f"{name}_arranged": value for name, value in self.arranged._asdict().items()}
         return own | self.as_packed._asdict() | arranged
 
@@ -198,14 +192,12 @@ def compare_packer(
     statistics = PackingStatistics()
     trained = _TokenLedger()
     planning_seconds = 0.0
-    whole: list[StepPlan] = []
     for first in range(0, len(documents), _DOCUMENTS_AT_A_TIME):
         chunk = documents[first : first + _DOCUMENTS_AT_A_TIME]
         start = time.perf_counter()
         plans = packer.plan(chunk)
         planning_seconds += time.perf_counter() - start
         statistics.add(plans)
-        whole += plans if job.phases else ()
         trained.add(plans)
         simulated.add(plans)
         on_progress(len(chunk))
@@ -231,7 +223,6 @@ def compare_packer(
         tokens_in=sum(document.length for document in documents),
         tokens_out=statistics.tokens,
         optimality_gap=float(np.mean(gaps)) if gaps else None,
-        phase_imbalance=_phase_imbalance(whole, job.work_prices),
     )
 
 
@@ -350,19 +341,6 @@ class _TokenLedger:
         for document, _, length in documents:
             self._tokens[document] = self._tokens.get(document, 0) - length
         return sum(tokens == 0 for tokens in self._tokens.values())
-
-
-def _phase_imbalance(plans: Sequence[StepPlan], prices: DocumentPrices) -> dict[str, float]:
-    """By phase, the dearest over the mean micro-batch, mean over steps; nothing where ``prices`` know no phases."""
-    if not isinstance(prices, PhasedPrices):
-        return {}
-    names = [LANGUAGE_MODEL, *prices.phases.seconds]
-    degrees = [] if plans else [np.ones(len(names))]
-    for plan in plans:
-        costs = np.array([prices.costs(micro_batch.segments).sum(axis=0) for micro_batch in plan.micro_batches])
-        largest, mean = costs.max(axis=0), costs.mean(axis=0)
-        degrees.append(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
-    return dict(zip(names, np.mean(degrees, axis=0).tolist(), strict=True))
 
 
 def is_baseline(method: str) -> bool:

@@ -19,8 +19,8 @@ from wlb.packing.variable_length import (
     preference,
     threshold_sets,
 )
-from wlb.simulate.filling import documents_filling
 from wlb.workload.base import DocumentPrices
+from wlb_studies.filling import documents_filling
 
 MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
 

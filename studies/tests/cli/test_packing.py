@@ -2,16 +2,13 @@
 
 import json
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from studies.tests.cli.conftest import studies
-from tests.cli.conftest import run as wlb
 
 SYNTHETIC = "synthetic:4500:4096:0"
 SIZE = ["--context-window", "4096", "--micro-batches", "4"]
@@ -35,33 +32,6 @@ def test_compare_accounts_for_every_document_and_ranks_the_methods():
         equal_work = row["work_rate_arranged"] / rows["sequential"]["work_rate"]
         assert row["speed_at_equal_work"] == pytest.approx(equal_work)
         assert 0 < row["busy_share_arranged"] <= 1
-
-
-def test_documents_with_encoder_tokens_are_compared_simulated_and_reported_by_phase(tmp_path: Path):
-    drawn = np.random.default_rng(0)
-    rows = [{"length": int(n), "encoder_tokens": int(4 * n * drawn.random())} for n in drawn.integers(20, 4096, 300)]
-    path, page = tmp_path / "lengths.json", tmp_path / "report.html"
-    path.write_text(json.dumps(rows))
-    ways: list[tuple[str, ...]] = [
-        ("packing", str(path), *SIZE, "--methods", "fixed_greedy,makespan", "--encoder", "encoder=2B", "--json"),
-        ("packing", str(path), *SIZE, "--methods", "makespan"),
-        ("simulate", "550m-64k", "--lengths", str(path), "--steps", "2", "--systems", "plain-4d,best", "--json"),
-        ("report", str(path), *SIZE[:2], "--batch-tokens", "16K", "--pp", "1", "--steps", "2", "--out", str(page)),
-    ]
-    compared, table = (studies(*arguments) for arguments in ways[:2])
-    simulated, report = (wlb(*arguments) for arguments in ways[2:])
-    assert compared.returncode == 0, compared.stderr
-    for row in json.loads(compared.stdout)["methods"]:
-        assert set(row["phase_imbalance"]) == {"language model", "encoder"}
-        assert row["phase_imbalance"]["encoder"] >= 1
-    assert "encoder" in table.stdout, table.stderr
-    plain, best = json.loads(simulated.stdout)["systems"]
-    assert 1 <= best["imbalance"]["encoder"] < plain["imbalance"]["encoder"]
-    assert report.returncode == 0, report.stderr
-    missing = studies("packing", str(path), *SIZE, "--encoder", "audio=1B")
-    assert "has no column audio_tokens" in missing.stderr
-    left_out = "elastic is left out: packing method 'elastic' does not know phases (language model, encoder)"
-    assert left_out in unescape(page.read_text())
 
 
 def test_dimensions_methods_and_steps_are_respected(tmp_path: Path):
@@ -110,7 +80,7 @@ def test_table_fits_the_terminal(narrow: bool, width: int, monkeypatch, capsys):
 
     simulated = dict.fromkeys(("as_packed", "arranged"), SimulatedSteps(0.5, 0.5, 0.5, 0.5))
     values: dict[str, Any] = dict.fromkeys(MethodResult.__dataclass_fields__, 0.5)
-    values |= simulated | {"method": "fixed_solver", "longest_delay": 23, "phase_imbalance": {}}
+    values |= simulated | {"method": "fixed_solver", "longest_delay": 23}
     monkeypatch.setattr(console, "stdout", Console(width=width))
     show_comparison([MethodResult(**values)], "title")
     lines = capsys.readouterr().out.splitlines()

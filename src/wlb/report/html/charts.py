@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.markup import Markup, tag
 from wlb.report.gain import Gain
+from wlb.report.html.escaping import Markup, tag
 from wlb.report.html.markup import (
     WIDTH,
     Caption,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.markup import Markup, tag
+from wlb.report.html.escaping import Markup, tag
 from wlb.report.html.markup import (
     WIDTH,
     Caption,

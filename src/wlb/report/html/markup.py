@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from wlb.markup import Markup, join, tag
+from wlb.report.html.escaping import Markup, join, tag
 
 WIDTH = 720.0  # of every chart, in the units of its coordinates: about one pixel on a screen
 _LETTER = 6.4  # mean width of one in a chart

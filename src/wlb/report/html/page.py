@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wlb.errors import UserError
-from wlb.markup import Markup, join, tag
 from wlb.report.html.diagrams import SHADES
+from wlb.report.html.escaping import Markup, join, tag
 from wlb.report.plots import BALANCED, BASELINE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -12,6 +12,7 @@ from wlb.cli import options
 from wlb.cli.console import emit_json, note, show_columns, show_next, stdout, with_progress
 from wlb.cli.groups import refuse_unused
 from wlb.terminal import listed, number_of
+from wlb_studies.cli.packed_options import AskedJob, PackedOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +32,7 @@ _DEFAULT_METHODS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(options.PackedOptions):
+class CompareOptions(PackedOptions):
     """What methods are compared on, and their own settings."""
 
     max_length_factor: Annotated[
@@ -77,7 +78,7 @@ def packing(
 
 
 def _compared_methods(
-    context: typer.Context, tokens: NDArray[np.int64], asked: CompareOptions, found: options.AskedJob
+    context: typer.Context, tokens: NDArray[np.int64], asked: CompareOptions, found: AskedJob
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """The comparison of packing methods as JSON, and what prints it."""
     from wlb_studies.packing import comparison_json, options_read_by, packer_for
@@ -118,7 +119,7 @@ def documents_of(
     tokens: NDArray[np.int64], steps: int | None, job: Job, overlong: str = "split"
 ) -> tuple[Sequence[Segment], OverlongReport]:
     """The documents of as many steps as were asked for; all take minutes to plan where there are many."""
-    from wlb.simulate.filling import documents_for
+    from wlb_studies.filling import documents_for
 
     filled = int(tokens.sum()) // (job.global_batch * job.context_window)
     if steps is None and filled > _MANY_STEPS:
@@ -169,7 +170,6 @@ def show_comparison(results: Sequence[MethodResult], title: str) -> None:
         "method": [row.name + gap for row, gap in zip(rows, gaps, strict=True)],
         "speed at\nequal work": [f"{row.speed_at_equal_work:.2f}x" for row in rows],
         "imbalance\ndegree": [f"{r.imbalance_degree:.3f}" for r in shown],
-        **{f"of it\n{name}": [f"{r.phase_imbalance[name]:.3f}" for r in shown] for name in shown[0].phase_imbalance},
         "token\ndelay": [f"{r.mean_token_delay:.2f} ({r.longest_delay})" for r in shown],
         "step\nspread": [f"{r.tokens_per_step_cv:.1%}" for r in shown],
         "planning\nms/step": [f"{r.planning_ms_per_step:.2f}" for r in shown],

@@ -85,8 +85,6 @@ def rivals(
     _show(outcomes, f"{title}\nsimulated; planning measured here", f"{DRAWS} draws of {number_of(steps, 'step')}")
     if question.assumed:
         note(f"assumed: {', '.join(question.assumed)}")
-    if question.encoders:
-        note("the encoders of these documents are left out, as the policies do not know them")
     if passes > 1:
         note(too_few(passes))
     for name, why in without.items():

@@ -11,6 +11,7 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
+from wlb_studies.cli.packed_options import PackedOptions
 from wlb_studies.cli.packing import compare_packers, documents_of, show_comparison, title_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _AS_FAST = 0.99  # of the tuned setting's speed: thresholds tuned on these docum
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(options.PackedOptions):
+class TuneOptions(PackedOptions):
     """What settings are tried on, and within which bounds."""
 
     max_length_factor: Annotated[

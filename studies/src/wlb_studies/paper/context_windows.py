@@ -105,7 +105,7 @@ def _row(window: int, same: Documents, settings: Settings) -> _OfWindow:
 
     grown = speedups(grown_corpus(settings, window)) if settings.lengths is None else (None, None)
     quoted = paper.CONTEXT_WINDOWS.get(window)
-    return _OfWindow(f"{window // _1K}K", layout.world_size, job.sizes, quoted, *speedups(same), *grown)
+    return _OfWindow(f"{window // _1K}K", layout.world_size, paper.sizes(layout), quoted, *speedups(same), *grown)
 
 
 def _lines(rows: list[_OfWindow]) -> dict[str, tuple[list[int], list[float]]]:

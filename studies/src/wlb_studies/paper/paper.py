@@ -7,6 +7,8 @@ printed nowhere, neither in the text nor in a table, are left out rather than re
 
 from __future__ import annotations
 
+from wlb.schedules.layout import Layout
+
 # Section 1 and Figure 1 (a): the slowest of 8K GPUs that train a 405B model at 128K, over "the others".
 IMBALANCE_SLOWEST_GPU = 1.44
 
@@ -51,3 +53,8 @@ KERNEL_RISE = (128, 256)
 # batches is than over one, on average, and the mean delay of a token in steps under WLB-LLM.
 CONVERGENCE_LOSS_INCREASE = 0.016
 CONVERGENCE_TOKEN_DELAY = 0.5
+
+
+def sizes(layout: Layout) -> str:
+    """A layout as Table 1 has it: tp, cp, pp, dp."""
+    return f"{layout.tp},{layout.cp},{layout.pp},{layout.dp}"

@@ -84,7 +84,7 @@ def _table(title: str, rows: dict[str, Speedups], *, quoted: bool) -> Table:
     )
     told = {"7b-128k": paper.BREAKDOWN["WLB-LLM"], "mean": paper.WLB_LLM_SPEEDUP}
     lines: list[tuple[Value, ...]] = [
-        (name, PAPER_JOBS[name].layout.world_size, PAPER_JOBS[name].sizes, told.get(name), *row)
+        (name, PAPER_JOBS[name].layout.world_size, paper.sizes(PAPER_JOBS[name].layout), told.get(name), *row)
         for name, row in rows.items()
     ]
     lines.append(("mean", None, None, told["mean"], *_mean(rows.values())))

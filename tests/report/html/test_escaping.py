@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.html_reader import read
-from wlb.markup import Markup, join, tag
+from tests.report.html.reader import read
+from wlb.report.html.escaping import Markup, join, tag
 from wlb.report.html.markup import table
 
 

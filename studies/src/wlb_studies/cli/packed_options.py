@@ -1,0 +1,65 @@
+"""Options of the commands that compare packers on one job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from wlb.cli.groups import given_again, names_of
+from wlb.cli.options import JobOptions, list_of_names, number
+from wlb.errors import UserError
+
+if TYPE_CHECKING:
+    from wlb.job.job import Job
+
+Methods = Annotated[str | None, list_of_names("Packing methods; see above.")]
+
+
+class AskedJob(NamedTuple):
+    """A job under preset ``best``, and what it is priced by."""
+
+    job: Job
+    priced_by: Mapping[str, str | int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedOptions(JobOptions):
+    """A job whose documents are packed by several methods."""
+
+    micro_batches: Annotated[
+        int | None,
+        number(
+            "Micro-batches of a step, over all data-parallel ranks: --batch-tokens in windows. With it and no --gpus, "
+            "sizes that are not given are dp 1, pp up to 4, and cp one rank for every 65,536 tokens."
+        ),
+    ] = None
+    methods: Methods = None
+    max_delay: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="STEPS", help="Most steps that a document is delayed before it goes first."),
+    ] = None
+
+    def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
+        """The job under preset ``best``, in the layout that is given or in which plain-4d is fastest."""
+        from wlb.simulate.filling import check_filling
+        from wlb.simulate.job import preset_sections
+        from wlb.simulate.verdict import BASELINE, BEST
+
+        if self.micro_batches is not None and self.batch_tokens is not None:
+            raise UserError("--micro-batches and --batch-tokens both say the global batch; leave one of them out")
+        question = self.question(context, source, lengths, self.micro_batches)
+        space = question.space
+        check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
+        job = question.fastest(BASELINE, lengths).job
+        packing, sharding = preset_sections(BEST, {"micro_batches": job.packing.micro_batches})
+        return AskedJob(replace(job, packing=packing, sharding=sharding), question.priced_by)
+
+    def given_again(self, context: typer.Context, job: Job) -> list[str]:
+        """The options of ``job`` that stood on the command line, for a command without --micro-batches."""
+        batch = ["--batch-tokens", f"{self.micro_batches * job.context_window}"] if self.micro_batches else []
+        return given_again(context, names_of(JobOptions)) + batch

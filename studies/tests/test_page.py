@@ -1,0 +1,254 @@
+"""The page of ``wlb-studies page``: it says what ``wlb check`` says, to this machine only, on a desk and on a phone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+import wlb_studies.page
+from studies.tests.browser import BROWSER, tab
+from studies.tests.cli.conftest import studies
+from tests.cli.conftest import run
+from tests.limits import HUNG_SECONDS
+from tests.report.test_browser import area, pixels_of
+from wlb.errors import UserError
+from wlb.report.answer import about, columns_of
+from wlb_studies.page.answer import Answer, Asked, answer
+
+testing = pytest.importorskip("streamlit.testing.v1", reason="no streamlit (wlb-studies[page]): the page not shown")
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on the PATH: the page not shown")
+
+LENGTHS = json.dumps([4096, 600, 1500, 900, 3000, 700, *range(20, 100, 10)] * 6)
+JOB = {"model": "tiny", "hardware": "cpu", "gpus": "2", "window": "4K"}
+OPTIONS = {"--model": "tiny", "--hardware": "cpu", "--gpus": "2", "--context-window": "4K"}
+WORDS = [word for option in OPTIONS.items() for word in option]
+GREEN, RED = (0x1B, 0x9E, 0x6B), (0xD6, 0x45, 0x45)
+
+
+def shown(**chosen: Any) -> Any:
+    """The page after it has answered, with what is ``chosen`` in its address."""
+    page = testing.AppTest.from_file(Path(wlb_studies.page.__file__).with_name("app.py"), default_timeout=HUNG_SECONDS)
+    page.query_params.update(JOB | {name: str(value) for name, value in chosen.items()})
+    return page.run()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "lengths.json"
+    path.write_text(LENGTHS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def answered(file: Path) -> Answer:
+    return answer(Asked(str(file), OPTIONS))
+
+
+def test_the_answer_is_that_of_check(answered: Answer, file: Path):
+    checked = run("check", file, *WORDS, "--json")
+    assert json.loads(json.dumps(answered.found.to_json())) == json.loads(checked.stdout)
+    said = run("check", file, *WORDS).stdout
+    assert said.startswith(f"{answered.read[0]}\n\n{answered.found.verdict}\n")
+
+
+def test_the_page_shows_the_answer(answered: Answer, file: Path):
+    page = shown(lengths=file)
+    verdict = answered.found.verdict
+    assert not page.exception
+    assert not page.error
+    assert [info.value for info in page.info] == [str(verdict)]
+    assert page.table[0].value.to_dict("list") == columns_of(verdict)
+    assert [metric.value for metric in page.metric] == [
+        f"{verdict.speed(verdict.fastest):.2f}x",
+        f"{verdict.token_delay(verdict.fastest):.2f}",
+        f"{answered.found.gpu_hours_a_day:,.0f}",
+    ]
+    command, config = (code.value for code in page.code)
+    assert command == f"wlb check {file} {' '.join(WORDS)}"
+    assert config == answered.found.config.rstrip()
+    assert page.text[-1].value == "\n\n".join([*answered.read, *about(answered.found)])
+    assert "simulated" in page.markdown[0].value
+
+
+def test_steps_are_drawn_on_one_clock_and_of_equal_work(answered: Answer):
+    """So their lengths differ as the speeds do."""
+    app = importlib.import_module("wlb_studies.page.app")
+    verdict = answered.found.verdict
+    chart = app.steps_chart(answered.steps, verdict).to_dict()
+    whole = {row["system"]: row["end"] for row in chart["data"]["values"] if row["what"] == app.WAITING}
+    before, after = whole.values()
+    assert before == answered.steps[verdict.base].seconds == chart["encoding"]["x"]["scale"]["domain"][1]
+    assert before / after == pytest.approx(verdict.speed(verdict.fastest))
+    for row in chart["data"]["values"]:
+        assert 0 <= row["start"] <= row["end"] <= whole[row["system"]]
+    computing = sum(row["end"] - row["start"] for row in chart["data"]["values"] if row["what"] == app.COMPUTING)
+    assert (
+        0.5 < computing / sum(whole[row["system"]] for row in chart["data"]["values"] if row["what"] == app.WAITING) < 1
+    )
+
+
+def test_a_dropped_file_keeps_its_name():
+    page = shown(lengths="nowhere.json", batch="8K")
+    page.file_uploader[0].set_value(("my lengths.json", LENGTHS.encode(), "application/json"))
+    page.run()
+    assert not page.error
+    assert page.code[0].value == f"wlb check 'my lengths.json' {' '.join(WORDS)}"
+    assert page.code[1].value.startswith("# For documents as in my lengths.json")
+    page.file_uploader[0].set_value(("my lengths.json", b"[5, 0]", "application/json"))
+    assert [error.value for error in page.run().error] == [
+        r"my lengths\.json\: entry 1 is 0\; a document has 1 to 2147483647 tokens"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "lengths - is standard input, which the page does not read; name a file"),
+        ({"--model": "gpt-0"}, "unknown model 'gpt-0'"),
+        ({"--batch-tokens": "2K"}, "a global batch of 2048 tokens holds no window of 4096; raise it"),
+        ({"--hardware": "h10"}, "h10"),
+    ],
+)
+def test_what_is_wrong_is_refused(wrong: dict[str, str], said: str):
+    asked = Asked("synthetic:200:4K:0", OPTIONS | wrong) if wrong else Asked("-", OPTIONS)
+    with pytest.raises(UserError, match=re.escape(said)):
+        answer(asked)
+
+
+def test_what_is_wrong_is_one_line_of_plain_text():
+    page = shown(lengths="<b>*:red[x]*</b>.json")
+    assert not page.exception
+    assert not page.info
+    (error,) = page.error
+    assert re.sub(r"\\(.)", r"\1", error.value) == "lengths <b>*:red[x]*</b>.json does not exist"
+    assert not re.search(r"(?<!\\)[<>*:\[\]]", error.value)
+
+
+def test_the_command_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the page was started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = studies("page", "--port", port)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    said = f"port {port} cannot be used: Address already in use; give another with --port"
+    assert refused.stderr == f"wlb-studies: error: {said}\n"
+    monkeypatch.setitem(sys.modules, "streamlit", None)
+    missing = studies("page")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert missing.stderr.endswith("streamlit is not installed; run: pip install 'wlb-studies[page]'\n")
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a server, which Ctrl-C ends."""
+    command = [sys.executable, "-m", "wlb_studies", "page", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = re.match(r"wlb-studies page: (http://127\.0\.0\.1:\d+/[\w-]{22})  ", process.stdout.readline())
+        assert found
+        awaited(lambda: status(f"{found[1]}/_stcore/health") == 200)
+        yield found[1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(HUNG_SECONDS) == 0
+
+
+def awaited(condition: Callable[[], Any]) -> Any:
+    limit = time.monotonic() + HUNG_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < limit, "hung"
+        time.sleep(0.1)
+    return found
+
+
+def status(url: str) -> int:
+    """Of the answer to a request; 0 where nobody listens."""
+    try:
+        with urllib.request.urlopen(url) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def test_others_are_refused(address: str):
+    """Other users of this machine do not know the key, and other sites are not the page's."""
+    from websockets.exceptions import InvalidStatus
+    from websockets.sync.client import connect
+    from websockets.typing import Origin
+
+    root = address.rpartition("/")[0]
+    stream = f"{address}/_stcore/stream".replace("http:", "ws:")
+    assert [status(f"{where}/") for where in (address, root, f"{root}/another-key")] == [200, 404, 404]
+    assert status(f"{root}/_stcore/health") == 404
+    with connect(stream, origin=Origin(root)):
+        pass
+    for url, origin in (
+        (stream, "http://evil.example"),
+        (stream.replace(address.rpartition("/")[2], "another-key"), root),
+    ):
+        with pytest.raises(InvalidStatus):
+            connect(url, origin=Origin(origin))
+
+
+@in_browser
+@pytest.mark.parametrize(("width", "height"), [(1280, 2400), (390, 3600)])
+def test_it_fits_a_desk_and_a_phone(address: str, tmp_path: Path, width: int, height: int):
+    with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': 'synthetic:200:4K:0'})}", width, height) as opened:
+        opened.until("document.body?.innerText.includes('What was simulated')")
+        opened.until("document.querySelectorAll('.stVegaLiteChart svg, .stVegaLiteChart canvas').length == 2")
+        command = f"wlb check synthetic:200:4K:0 {' '.join(WORDS)}"
+        assert opened.until("document.querySelector('[data-testid=stCode] code')?.textContent").strip() == command
+        assert "plain-4d loses" in opened.value("document.body.innerText")
+        assert opened.value("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+        scrolled = "[...document.querySelectorAll('[data-testid=stMain]')].map(e => e.scrollWidth - e.clientWidth)"
+        assert opened.value(scrolled) == [0]
+        opened.screenshot(tmp_path / "page.png")
+        pixels = pixels_of(tmp_path / "page.png")
+        assert area(pixels, GREEN) > 5000
+        assert area(pixels, RED) > 100
+        assert opened.failures == []
+        own = (address, address.replace("http:", "ws:"), "data:", "blob:")
+        assert [url for url in opened.requests if not url.startswith(own)] == []
+
+
+@in_browser
+def test_another_choice_ends_the_simulation(address: str, tmp_path: Path):
+    """Reading a pipe to which nothing is written takes for ever."""
+    os.mkfifo(pipe := tmp_path / "lengths.txt")
+
+    def opened_for_reading() -> int | None:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+
+    with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': pipe})}", 1280, 800) as opened:
+        writer = awaited(opened_for_reading)
+        opened.value("document.querySelector('input[aria-label=GPUs]').focus()")
+        for kind in ("keyDown", "keyUp"):
+            opened.call(
+                "Input.dispatchKeyEvent", type=kind, key="ArrowRight", code="ArrowRight", windowsVirtualKeyCode=39
+            )
+        poll = select.poll()
+        poll.register(writer, 0)
+        awaited(lambda: poll.poll(0))  # nobody reads it any more
+        os.close(writer)
+        awaited(opened_for_reading)  # the simulation of the other choice
+        opened.until("location.search.includes('gpus=4')")
