@@ -59,7 +59,7 @@ equivalence: setup
 
 # Jobs of 32 and 64 processes, which lose a node and go on without it; 8 GiB, and half an hour on two cores.
 rehearsal: setup
-	$(BIN)/python -m tests.training.rehearsal
+	$(BIN)/pytest tests/training/test_rehearsal.py -m ""
 
 docs: setup
 	$(BIN)/python scripts/configuration_reference.py

@@ -24,9 +24,9 @@ LONGEST = (
     "tests/training/test_steps_equivalence.py",
     "tests/training/test_equivalence.py",
     "tests/test_examples.py",
-    "tests/integrations/test_huggingface.py",
+    "tests/integrations/huggingface",
     "tests/contract/test_one_job.py",
-    "tests/studies",
+    "studies/tests",
     "tests/benchmarks",
 )
 

@@ -22,6 +22,8 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 2, 16
 QUERY_ROW = HEADS * HEAD_DIM * 8  # bytes of a token's query, or output, in float64
 KEY_VALUE_ROW = 2 * KV_HEADS * HEAD_DIM * 8
 LOG_SUM_EXP_ROW = HEADS * 8
+HEADS_AND_TAILS = ([[s, 0, 250] for s in range(3)], [[s, 250, 300] for s in range(3)])
+APART = ShardPlan("apart", (300, 300, 300), tuple(map(np.array, HEADS_AND_TAILS)))
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,7 @@ def _measure_all(plans: list[dict[str, object]], folder: Path) -> list[Memory]:
 def test_memory_is_bounded_by_what_the_plan_needs(tmp_path: Path) -> None:
     lengths = [700, 40, 33, 500, 1, 260]
     whole = ShardPlan("whole", (400, 400), (np.array([[0, 0, 400]]), np.array([[1, 0, 400]])))
-    heads, tails = ([[s, 0, 250] for s in range(3)], [[s, 250, 300] for s in range(3)])
-    apart = ShardPlan("apart", (300, 300, 300), (np.array(heads), np.array(tails)))
-    plans = [make_shard_plan(lengths, 2, strategy) for strategy in ("per_sequence", "per_document")] + [whole, apart]
+    plans = [make_shard_plan(lengths, 2, strategy) for strategy in ("per_sequence", "per_document")] + [whole, APART]
     assert [plan.keeps_received for plan in plans] == [True, True, True, False]
     for memories in run_ranks(2, _measure_all, [plan.to_json() for plan in plans], tmp_path):
         for plan, memory in zip(plans, memories, strict=True):
@@ -104,8 +104,5 @@ def _held_after_layers(plan: dict[str, object], folder: Path) -> tuple[int, int]
 
 
 def test_what_is_sent_again_is_not_held_once_it_was_used(tmp_path: Path) -> None:
-    lengths = (300, 300, 300)
-    heads, tails = ([[s, 0, 250] for s in range(3)], [[s, 250, 300] for s in range(3)])
-    apart = ShardPlan("apart", lengths, (np.array(heads), np.array(tails)))
-    for of_four, of_one in run_ranks(2, _held_after_layers, apart.to_json(), tmp_path):
+    for of_four, of_one in run_ranks(2, _held_after_layers, APART.to_json(), tmp_path):
         assert of_four == of_one

@@ -1,4 +1,4 @@
-"""Layouts of all ranks together, played through without processes."""
+"""What a layout brings to a rank; that every query meets its keys, test_packed_attention.py proves by their results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from tests.attention.plans import random_plan
-from wlb.attention.exchange import take_rows
-from wlb.attention.shard_layout import ShardLayout, _layouts, shard_layout
+from wlb.attention.shard_layout import _layouts, shard_layout
 from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb.sharding.plan import ShardPlan
 
@@ -28,45 +26,6 @@ def plans(draw: st.DrawFn) -> ShardPlan:
     if strategy != "random":
         return make_shard_plan(lengths, cp_size, strategy)
     return random_plan(lengths, cp_size, draw(st.integers(1, cp_size)), draw(st.integers(0, 1000)))
-
-
-def _received_positions(plan: ShardPlan, layouts: list[ShardLayout], rank: int, part: int) -> NDArray[np.int64]:
-    """What an all-to-all brings to ``rank``, as positions in the micro-batch."""
-    arrived = []
-    for source, layout in enumerate(layouts):
-        sending = layout.parts[part]
-        sent = sending.send_rows.split(sending.send_counts)[rank].numpy()
-        assert len(sent) == layouts[rank].parts[part].receive_counts[source]
-        arrived.append(plan.positions(source)[sent])
-    return np.concatenate(arrived)
-
-
-@settings(deadline=None)
-@given(plans())
-def test_every_query_meets_the_keys_before_it_in_its_segment_once(plan: ShardPlan) -> None:
-    layouts = [shard_layout(plan, rank, CPU) for rank in range(plan.cp_size)]
-    for rank, layout in enumerate(layouts):
-        own = plan.positions(rank)
-        seen: dict[int, list[int]] = {position: [] for position in own}
-        if layout.own_runs is not None:
-            for run in np.split(own, np.cumsum(layout.own_runs.query_lengths)[:-1]):
-                for index, position in enumerate(run):
-                    seen[position] += run[: index + 1].tolist()
-        for index, part in enumerate(layout.parts):
-            received = _received_positions(plan, layouts, rank, index)
-            assert not set(received) & set(own)
-            assert len(set(received)) == len(received)
-            if part.runs is None:
-                continue
-            queries = take_rows(torch.arange(len(own)), part.query_rows).split(part.runs.query_lengths)
-            keys = part.key_rows.split(part.runs.key_lengths)
-            assert not part.runs.causal
-            for query_rows, key_rows in zip(queries, keys, strict=True):
-                for position in own[query_rows.numpy()]:
-                    seen[position] += received[key_rows.numpy()].tolist()
-        for position, keys_seen in seen.items():
-            segment = np.searchsorted(plan.segment_starts, position, side="right") - 1
-            assert sorted(keys_seen) == list(range(plan.segment_starts[segment], position + 1))
 
 
 @settings(deadline=None)

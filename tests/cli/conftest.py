@@ -31,6 +31,22 @@ def run(*arguments: object, application: typer.Typer = app) -> CompletedProcess[
     return CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
+def printed(*arguments: object) -> str:
+    """What ``wlb ARGUMENTS`` writes to stdout; it succeeds."""
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refusal(*arguments: object) -> str:
+    """The one line that ``wlb ARGUMENTS`` ends with."""
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, ""), arguments
+    assert done.stderr.startswith("wlb: error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr.removeprefix("wlb: error: ").removesuffix("\n")
+
+
 @pytest.fixture
 def wlb():
     """The same; returns exit status, stdout and stderr."""

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as arrow
-import pyarrow.parquet as parquet
 import pytest
 
+from tests.cases import in_turn
+from tests.cli.conftest import printed, refusal
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 
 
@@ -42,78 +42,54 @@ def test_json_result_and_store(wlb, tmp_path, corpus):
     assert [store.read(i).tolist() for i in range(2)] == [[*b"hello", 256], [*b"one", 256]]
 
 
-def test_table_names_rejects_and_skipped_files(wlb, tmp_path, corpus):
-    status, out, _ = wlb("prepare", corpus, "--out", tmp_path / "s", "--text-field", "body")
-    assert status == 0
+def test_table_names_rejects_and_skipped_files(tmp_path, corpus):
+    out = printed("prepare", corpus, "--out", tmp_path / "s", "--text-field", "body")
     assert out.startswith(
         f"read {corpus} (one document per file or line): 2 documents, 10 tokens; median 4, longest 6; "
         "documents up to 6 hold 95% of all tokens\n"
     )
     assert f"Token store {tmp_path / 's'}" in " ".join(out.split())  # the path is not broken
     assert "the first entry without field 'body' has text; choose one with --text-field" in out
-    for words in (
-        "rejected: bad json",
-        "rejected: missing field",
-        "skipped 1 file of",
-        "vocabulary 257, end token 256",
-    ):
+    for words in ("rejected: bad json", "rejected: missing field", "skipped 1 file", "vocabulary 257, end token 256"):
         assert words in out
 
 
-def test_parquet_has_a_document_in_each_row(wlb, tmp_path):
-    parquet.write_table(arrow.table({"text": ["one", "two\nlines"], "body": ["x", "y"]}), tmp_path / "d.parquet")
-    for options, expected in (((), [b"one", b"two\nlines"]), (("--text-field", "body"), [b"x", b"y"])):
-        status, out, _ = wlb("prepare", tmp_path / "d.parquet", "--out", tmp_path / "s", "--overwrite", *options)
-        assert status == 0
-        assert out.startswith(f"read {tmp_path / 'd.parquet'} (one document per row): 2 documents, ")
-        store = TokenStore.open(tmp_path / "s")
-        assert [bytes(store.read(i)[:-1].tolist()) for i in range(len(store))] == expected
-
-
-def test_a_text_file_is_one_document_or_one_per_line(wlb, tmp_path):
+def test_a_text_file_is_one_document_or_one_per_line(tmp_path):
     (tmp_path / "d.txt").write_text("one\ntwo\n")
-    status, _, err = wlb("prepare", tmp_path / "d.txt", "--out", tmp_path / "s")
-    assert (status, "d.txt has several lines; give --documents lines" in err) == (2, True)
     for given, count in ((["--documents", "lines"], 2), (["--documents", "files"], 1)):
-        status, out, _ = wlb("prepare", tmp_path / "d.txt", "--out", tmp_path / "s", "--overwrite", "--json", *given)
-        assert (status, json.loads(out)["documents_out"]) == (0, count)
+        out = printed("prepare", tmp_path / "d.txt", "--out", tmp_path / "s", "--overwrite", "--json", *given)
+        assert json.loads(out)["documents_out"] == count
 
 
-def test_a_trained_tokenizer_can_be_used_again(wlb, tmp_path, corpus):
-    status, out, _ = wlb("prepare", corpus, "--out", tmp_path / "s", "--train-bpe", 260, "--json")
-    assert status == 0
+def test_a_trained_tokenizer_can_be_used_again(tmp_path, corpus):
+    out = printed("prepare", corpus, "--out", tmp_path / "s", "--train-bpe", 260, "--json")
     saved = tmp_path / "s.tokenizer.json"
     assert str(saved) in json.loads(out)["files"]
-    assert wlb("prepare", corpus, "--out", tmp_path / "t", "--tokenizer", saved)[0] == 0
+    printed("prepare", corpus, "--out", tmp_path / "t", "--tokenizer", saved)
     assert (tmp_path / "s.bin").read_bytes() == (tmp_path / "t.bin").read_bytes()
 
 
-def test_stdlib(wlb, tmp_path):
-    status, out, _ = wlb("prepare", "--stdlib", "--out", tmp_path / "s", "--json")
-    result = json.loads(out)
-    assert status == 0
+def test_stdlib(tmp_path):
+    result = json.loads(printed("prepare", "--stdlib", "--out", tmp_path / "s", "--json"))
     # One byte is one token, and every document has its end token.
     assert result["tokens"] == result["text_bytes"] + result["documents_out"]
     assert TokenStore.open(tmp_path / "s").tokens == result["tokens"] > 5_000_000
 
 
-def test_shards_are_stores_that_a_glob_checks(wlb, tmp_path, corpus):
+def test_shards_are_stores_that_a_glob_checks(tmp_path, corpus):
     with (corpus / "b.jsonl").open("a") as file:
         file.write('{"text": "three"}\n')
     command = ("prepare", corpus, "--out", tmp_path / "s", "--shard")
-    status, out, _ = wlb(*command, "2/2")
-    assert status == 0
-    assert f"Token store {tmp_path / 's-2-of-2'}" in out
-    status, out, err = wlb(*command, "1/2", "--json")
-    assert (status, err) == (0, "")
-    assert [Path(file).name for file in json.loads(out)["files"]] == ["s-1-of-2.bin", "s-1-of-2.json", "s-1-of-2.idx"]
-    assert "s-1-of-2.bin exists; choose another --out" in wlb(*command, "1/2")[2]
-    alone = json.loads(wlb("prepare", corpus, "--out", tmp_path / "alone", "--json")[1])
-    whole = json.loads(wlb("prepare", "--check", tmp_path / "s-*-of-2", "--json")[1])
+    assert f"Token store {tmp_path / 's-2-of-2'}" in printed(*command, "2/2")
+    files = json.loads(printed(*command, "1/2", "--json"))["files"]
+    assert [Path(file).name for file in files] == ["s-1-of-2.bin", "s-1-of-2.json", "s-1-of-2.idx"]
+    assert "s-1-of-2.bin exists; choose another --out" in refusal(*command, "1/2")
+    alone = json.loads(printed("prepare", corpus, "--out", tmp_path / "alone", "--json"))
+    whole = json.loads(printed("prepare", "--check", tmp_path / "s-*-of-2", "--json"))
     assert (whole["documents"], whole["tokens"]) == (alone["documents_out"], alone["tokens"])
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("arguments", "message"),
     [
         (["--out", "{tmp}/s"], "name files or directories to prepare, or else --stdlib"),
@@ -125,8 +101,6 @@ def test_shards_are_stores_that_a_glob_checks(wlb, tmp_path, corpus):
         (["{tmp}/corpus", "--out", "/proc/s"], "/proc"),
         (["{tmp}/corpus", "--out", "{tmp}/old"], "old.bin exists; choose another --out or pass --overwrite"),
         (["{tmp}/old.json", "--out", "{tmp}/old", "--overwrite"], "would be overwritten by the store"),
-        (["{tmp}/corpus", "--out", "{tmp}/s", "--workers", "0"], "--workers"),
-        (["--stdlib", "--out", "{tmp}/s", "--documents", "lines"], "--documents has no effect with --stdlib"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--tokenizer", "gpt5"], "'gpt5' is neither"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "100"], "--train-bpe 100: give 257 to"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--tokenizer", "bytes"], "leave out --tokenizer"),
@@ -137,24 +111,11 @@ def test_shards_are_stores_that_a_glob_checks(wlb, tmp_path, corpus):
         (["{tmp}/corpus/c.png", "--out", "{tmp}/s"], "no documents are left of 1: 1 undecodable"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(wlb, tmp_path, corpus, arguments, message):
-    assert wlb("prepare", corpus, "--out", tmp_path / "old")[0] == 0
-    status, out, err = wlb("prepare", *(argument.format(tmp=tmp_path) for argument in arguments))
-    assert (status, out) == (2, "")
-    assert message in err
-    assert not (tmp_path / "new").exists()
-    assert err.startswith("wlb: error: ")
-    assert err.count("\n") == 1
+def test_mistakes_are_one_line_and_status_2(tmp_path, corpus, arguments, message):
+    printed("prepare", corpus, "--out", tmp_path / "old", "--overwrite")
+    assert message in refusal("prepare", *(argument.format(tmp=tmp_path) for argument in arguments))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "old.bin", "old.idx", "old.json"]
     assert TokenStore.open(tmp_path / "old").tokens == 10
-
-
-def test_sources_without_any_document_are_called_empty(wlb, tmp_path):
-    (tmp_path / "none.jsonl").touch()
-    parquet.write_table(arrow.table({"text": arrow.array([], arrow.string())}), tmp_path / "none.parquet")
-    for name in ("none.jsonl", "none.parquet"):
-        status, _, err = wlb("prepare", tmp_path / name, "--out", tmp_path / "s")
-        assert (status, err) == (2, "wlb: error: the sources contain no documents\n")
 
 
 def test_a_disk_that_takes_no_more_is_one_line_and_status_2(tmp_path):
@@ -172,25 +133,13 @@ def test_a_disk_that_takes_no_more_is_one_line_and_status_2(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["d.txt"]
 
 
-def test_a_store_is_checked_in_full(tmp_path, wlb):
+def test_a_store_is_checked_in_full(tmp_path):
     with TokenStoreWriter(tmp_path / "s", vocab_size=50) as writer:
         for tokens in ([1, 2, 3], [4]):
             writer.add(tokens)
-    status, out, _ = wlb("prepare", "--check", tmp_path / "s")
     said = f"{tmp_path / 's'} is whole: 2 documents, 4 tokens\nnext: wlb check {tmp_path / 's'}\n"
-    assert (status, out) == (0, said)
-    for arguments, message in (
-        (
-            ["--check", tmp_path / "s", "--out", tmp_path / "t"],
-            f"--out has no effect with --check (got {tmp_path / 't'})",
-        ),
-        (["--check", tmp_path / "t"], "t.idx does not exist"),
-    ):
-        status, _, err = wlb("prepare", *arguments)
-        assert status == 2
-        assert message in err
+    assert printed("prepare", "--check", tmp_path / "s") == said
+    assert "t.idx does not exist" in refusal("prepare", "--check", tmp_path / "t")
+    assert "--out has no effect with --check" in refusal("prepare", "--check", tmp_path / "s", "--out", tmp_path / "t")
     (tmp_path / "s.bin").write_bytes(b"\1\0\2\0\3\0\5\0")
-    status, _, err = wlb("prepare", "--check", tmp_path / "s")
-    assert status == 2
-    assert "s.bin is not what was written: its sha256 is" in err
-    assert err.count("\n") == 1
+    assert "s.bin is not what was written: its sha256 is" in refusal("prepare", "--check", tmp_path / "s")

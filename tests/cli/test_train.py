@@ -1,18 +1,21 @@
-"""Mistakes that ``wlb train`` tells in one line, before any process starts."""
+"""``wlb train``: mistakes it tells in one line before any process starts, and its dry run."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cases import in_turn
+from tests.cli.conftest import printed, refusal
 from tests.training.jobs import VOCABULARY, write_config, write_store
-from wlb.cli import app
 from wlb.job.config_file import load_config
 from wlb.models.configured_model import configured_model
 from wlb.training.checkpoint.files import Manifest, Progress, write_manifest
 from wlb.training.checkpoint.resuming import model_record
+from wlb.training.dry_run.traffic import STAGES
 
 
 @pytest.fixture
@@ -26,20 +29,11 @@ def _nothing_may_start(*_: object, **__: object) -> None:
     raise AssertionError("processes were started")
 
 
-def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    monkeypatch.setattr("sys.argv", ["wlb", "train", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        app.main()
-    out, err = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert out == ""
-    (line,) = err.splitlines()
-    prefix = "wlb: error: "
-    assert line.startswith(prefix)
-    return line.removeprefix(prefix)
+def error_of(*arguments: object) -> str:
+    return refusal("train", *arguments)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("changes", "message"),
     [
         ({"parallel": {"tp": 2}}, "tp = 2 does not divide 2 query heads and 1 key/value heads"),
@@ -55,43 +49,88 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         ({"training": {"device": "cuda"}}, "need a GPU each"),
     ],
 )
-def test_a_bad_configuration(folder: Path, changes: dict[str, dict[str, Any]], message: str, capsys, monkeypatch):
+def test_a_bad_configuration(folder: Path, changes: dict[str, dict[str, Any]], message: str, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert message in error_of(capsys, monkeypatch, str(write_config(folder, **changes)))
+    assert message in error_of(write_config(folder, **changes))
 
 
-def test_a_bad_override(folder, capsys, monkeypatch):
-    config = str(write_config(folder))
-    assert "stepz" in error_of(capsys, monkeypatch, config, "--set", "training.stepz=3")
-    assert "not of the form" in error_of(capsys, monkeypatch, config, "--set", "steps=3")
+def test_a_bad_override_and_a_missing_configuration(folder):
+    config = write_config(folder)
+    assert "stepz" in error_of(config, "--set", "training.stepz=3")
+    assert "not of the form" in error_of(config, "--set", "steps=3")
+    assert "missing.toml does not exist" in error_of(folder / "missing.toml")
 
 
-def test_a_missing_configuration(folder, capsys, monkeypatch):
-    assert "missing.toml does not exist" in error_of(capsys, monkeypatch, str(folder / "missing.toml"))
-
-
-def test_a_store_without_a_vocabulary(folder, capsys, monkeypatch):
+def test_a_store_without_a_vocabulary(folder):
     (folder / "store.json").unlink()
-    assert "does not say how large its vocabulary is; set model.vocab_size" in error_of(
-        capsys, monkeypatch, str(write_config(folder))
-    )
+    assert "does not say how large its vocabulary is; set model.vocab_size" in error_of(write_config(folder))
 
 
 @pytest.mark.parametrize("section", ["checkpoint", "metrics"])
-def test_a_directory_that_cannot_be_written(folder, section, capsys, monkeypatch):
+def test_a_directory_that_cannot_be_written(folder, section):
     (folder / "file").touch()
-    config = write_config(folder, **{section: {"dir": str(folder / "file" / "inside")}})
-    assert f"{section}.dir" in error_of(capsys, monkeypatch, str(config))
+    assert f"{section}.dir" in error_of(write_config(folder, **{section: {"dir": str(folder / "file" / "inside")}}))
 
 
-def test_checkpoints_of_another_job(folder, capsys, monkeypatch):
+def test_checkpoints_of_another_job(folder):
     other = folder / "checkpoints" / "step-00000010"
     other.mkdir(parents=True)
-    config = str(write_config(folder, checkpoint={"dir": str(folder / "checkpoints")}))
-    model = model_record(configured_model(load_config(Path(config)).model, VOCABULARY))
+    config = write_config(folder, checkpoint={"dir": str(folder / "checkpoints")})
+    model = model_record(configured_model(load_config(config).model, VOCABULARY))
     write_manifest(other, Manifest(Progress(10, {"identity": {}}), model, {}))
-    assert "written with token store = None, this job has" in error_of(capsys, monkeypatch, config)
-    checkpoint = {"dir": str(folder / "checkpoints"), "resume": False}
-    assert "already holds step-00000010" in error_of(
-        capsys, monkeypatch, str(write_config(folder, checkpoint=checkpoint))
-    )
+    assert "written with token store = None, this job has" in error_of(config)
+
+
+def test_a_trace_is_a_setting(wlb, monkeypatch):
+    asked: list[list[str]] = []
+
+    def launch(_: object, settings: list[str], **__: object) -> int:
+        asked.append(settings)
+        return 0
+
+    monkeypatch.setattr("wlb.training.launcher.launch", launch)
+    wlb("train", "job.toml", "--set", "training.steps=4", "--trace")
+    assert asked == [["training.steps=4", "metrics.profile=true"]]
+
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny.toml"
+TRIED = ("train", CONFIG, "--dry-run", "--device", "cuda")
+
+
+def test_a_job_without_its_store_is_tried_on_synthetic_documents(wlb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = wlb(*TRIED, "--set", "model.layers=2", "--rank", "1", "--json")
+    shown = json.loads(out)
+    assert status == 1
+    assert shown["problems"] == [
+        "token store index runs/data/stdlib.idx does not exist; make the store with wlb prepare"
+    ]
+    assert (shown["data"], shown["speed_at_equal_work"]) == ("synthetic", None)
+    (rank,) = shown["ranks"]
+    assert rank["place"] == {"pp": 1, "dp": 0, "cp": 0, "tp": 0}
+    assert rank["traffic"][STAGES]["run"] == rank["traffic"][STAGES]["predicted"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_that_would_start_is_shown_rank_by_rank(tmp_path):
+    write_store(tmp_path / "store")
+    config = write_config(tmp_path, parallel={"pp": 2})
+    out = printed("train", config, "--dry-run", "--rank", "all")
+    assert "planned on its token store" in out
+    simulated = printed("simulate", config, "--set", "parallel.pp=2", "--hardware", "cpu", "--json")
+    (row,) = (row for row in json.loads(simulated)["systems"] if row["system"] == "as configured")
+    assert f"over plain-4d: {row['speed_at_equal_work']:.2f}x; wlb simulate says why" in out
+    assert "rank 0 (pp 0, dp 0, cp 0, tp 0): first stage" in out
+    assert "rank 1 (pp 1, dp 0, cp 0, tp 0): last stage" in out
+    assert not (tmp_path / "metrics").exists()
+
+
+def test_wrong_options_are_refused_in_a_line():
+    for wrong, remedy in (
+        (("--rank", "first"), "give a number, or all"),
+        (("--device", "tpu"), "choose cpu or cuda"),
+        (("--hardware", "foo"), "unknown hardware 'foo'; choose from"),
+        (("--hardware", "h100", "--device", "cpu"), "--hardware h100 has no effect on a job of --device cpu"),
+        (("--hardware", "cpu"), "--hardware cpu has no effect on a job of --device cuda"),
+    ):
+        assert remedy in refusal(*TRIED, *wrong)

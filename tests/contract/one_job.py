@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from wlb.documents.order import check_trainable
@@ -22,19 +21,16 @@ from wlb.integrations.batches import PlannedBatchSampler
 from wlb.job.config import JobConfig
 from wlb.job.job import USABLE_SHARE, Job
 from wlb.job.memory.fit import fits, predicted_memory
-from wlb.job.memory.step import MemoryEstimate, predict_memory
 from wlb.job.planner import StepPlanner
-from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import StepPlan
-from wlb.sharding import ShardPlan, price_shards
+from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import simulate
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.dry_run.problems import find_problems
 from wlb.training.preflight import check_job
-from wlb.training.runtime.environment import trained_model as model_of
-from wlb.workload import ModelShape
+from wlb.training.runtime.environment import trained_model
 
 STEPS = 50
 T = TypeVar("T")
@@ -104,54 +100,17 @@ def outcome(ask: Callable[[Case], T], case: Case) -> T | Refusal:
         return Refusal(str(error))
 
 
-class Memory(NamedTuple):
-    """Tokens of the longest micro-batch, and what a step of such micro-batches takes."""
-
-    tokens: int
-    estimate: MemoryEstimate
-
-
-class Shards(NamedTuple):
-    """A micro-batch in a context-parallel group: what each rank holds and attends, and what the busiest exchanges."""
-
-    lengths: list[int]
-    tokens: list[int]
-    attention_seconds: list[float]
-    received_tokens: list[int]
-    keeps_received: bool
-
-    def approximately(self) -> Shards:
-        """Equal to those whose seconds differ by rounding."""
-        seconds = cast(list[float], pytest.approx(self.attention_seconds))
-        return self._replace(attention_seconds=seconds)
-
-
 # The trainer
 
 
-def trained_model(case: Case) -> TransformerConfig:
-    return model_of(case.config, case.store)
-
-
-def trained_shape(case: Case) -> ModelShape:
-    return trained_job(case).shape
-
-
 def trained_job(case: Case) -> Job:
-    return Job.from_config(case.config, case.hardware, vocab_size=trained_model(case).shape.vocab_size)
+    vocabulary = trained_model(case.config, case.store).shape.vocab_size
+    return Job.from_config(case.config, case.hardware, vocab_size=vocabulary)
 
 
 def _decided(case: Case) -> Job:
     """The job without "auto", as a machine with such GPUs decides; what does not fit is not refused."""
     return decide(trained_job(case), case.documents.lengths)
-
-
-def trained_memory(case: Case) -> Memory:
-    job = _decided(case)
-    longest = job.longest_micro_batch
-    if job.most_step_tokens is not None:  # which do not fill every micro-batch
-        return Memory(longest, predicted_memory(job))
-    return Memory(longest, predict_memory(job, [longest] * job.micro_batches_per_rank))
 
 
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
@@ -161,11 +120,7 @@ def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
         return [*islice(loader, STEPS)]
 
 
-def trained_plans(case: Case) -> list[StepPlan]:
-    return [step.plan for step in _loaded(case, 0)]
-
-
-def trained_shards(case: Case) -> list[Shards]:
+def trained_shards(case: Case) -> list[ShardPlan]:
     """Of the last data-parallel rank's micro-batches that hold documents, step after step.
 
     None of level steps, in which every rank has micro-batches of its own (``tests/training/test_equivalence.py``).
@@ -173,60 +128,34 @@ def trained_shards(case: Case) -> list[Shards]:
     if _decided(case).levels_steps:
         return []
     rank = _decided(case).layout.dp - 1
-    steps, costs = _loaded(case, rank), JobCosts(simulated_job(case))
+    steps = _loaded(case, rank)
     batches = [pair for step in steps for pair in zip(step.batches, step.plan.ranks[rank], strict=True)]
-    return [_described(batch.shard_plan, costs) for batch, micro_batch in batches if micro_batch.segments]
-
-
-def _described(plan: ShardPlan, costs: JobCosts) -> Shards:
-    traffic = plan.kv_traffic
-    return Shards(
-        [*plan.segment_lengths],
-        plan.tokens_per_rank.tolist(),
-        [_attention(start, stop, costs) for _, start, stop in map(np.transpose, plan.pieces)],
-        traffic.sum(axis=0).tolist(),
-        plan.keeps_received,
-    )
-
-
-def _attention(starts: NDArray[np.int64], stops: NDArray[np.int64], costs: JobCosts) -> float:
-    drain = costs.rank.drain_seconds(stops.max(initial=0), "forward")
-    return float(costs.rank.piece_seconds(starts, stops, "forward").sum() + drain)
+    return [batch.shard_plan for batch, micro_batch in batches if micro_batch.segments]
 
 
 # The simulator
 
 
-def _undecided(case: Case) -> Job:
+def undecided(case: Case) -> Job:
     return Job.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
 
 
 def simulated_job(case: Case) -> Job:
-    return decide(_undecided(case), case.documents.lengths)
-
-
-def simulated_shape(case: Case) -> ModelShape:
-    return _undecided(case).shape
-
-
-def simulated_memory(case: Case) -> Memory:
-    job = simulated_job(case)
-    return Memory(job.longest_micro_batch, predicted_memory(job))
+    return decide(undecided(case), case.documents.lengths)
 
 
 def simulated_plans(case: Case) -> list[StepPlan]:
     return [*islice(StepPlanner(simulated_job(case), case.documents.lengths).plans(), STEPS)]
 
 
-def simulated_shards(case: Case) -> list[Shards]:
-    """As ``trained_shards``."""
-    if simulated_job(case).levels_steps:
+def simulated_shards(case: Case) -> list[ShardPlan]:
+    """As ``trained_shards``; tests/sharding/test_shards.py prices these."""
+    job = simulated_job(case)
+    if job.levels_steps:
         return []
-    plans, costs = simulated_plans(case), JobCosts(simulated_job(case))
-    lengths = [m.lengths for plan in plans for m in plan.ranks[-1] if m.segments]
-    shards = price_shards(lengths, costs.layout.cp, costs.job.sharding.strategy, costs.rank)
-    columns = (shards.tokens, shards.attention_forward, shards.received, shards.kept)
-    return [Shards(*row) for row in zip(lengths, *(column.tolist() for column in columns), strict=True)]
+    layout, strategy, costs = job.layout, job.sharding.strategy, JobCosts(job).rank
+    lengths = [part.lengths for plan in simulated_plans(case) for part in plan.ranks[-1] if part.segments]
+    return [make_shard_plan(of_one, layout.cp, strategy, workload=costs) for of_one in lengths]
 
 
 # What is decided before a job starts
@@ -270,13 +199,13 @@ def decided_by_dry_run(case: Case) -> Decided:
 
 
 def decided_by_simulator(case: Case) -> Decided:
-    job = simulate(_undecided(case), case.documents.lengths, 1).job
+    job = simulate(undecided(case), case.documents.lengths, 1).job
     return decided(_fitting(job))
 
 
 def decided_in_lock_step(case: Case) -> Decided:
     """What loops run in which ranks cannot have micro-batches of their own."""
-    return decided(_fitting(decide(_undecided(case), case.documents.lengths, lock_step=True)))
+    return decided(_fitting(decide(undecided(case), case.documents.lengths, lock_step=True)))
 
 
 def decided_by_batches(case: Case) -> Decided:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from hypothesis import Phase, assume, example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from tests.cases import in_turn
 from tests.contract.one_job import (
     STEPS,
     Case,
@@ -23,20 +24,15 @@ from tests.contract.one_job import (
     decided_by_trainer,
     decided_in_lock_step,
     outcome,
-    simulated_memory,
-    simulated_plans,
-    simulated_shape,
     simulated_shards,
     stored,
-    trained_memory,
-    trained_plans,
-    trained_shape,
+    trained_job,
     trained_shards,
+    undecided,
 )
 from tests.limits import examples
 from wlb.documents.synthetic import sample_lengths
-from wlb.job.config import PRESETS, JobConfig
-from wlb.packing.options import METHODS
+from wlb.job.config import JobConfig
 from wlb.report.evidence import Evidence
 from wlb.simulate.estimate import estimate, question_of
 from wlb.simulate.search import fastest_layout, search_space
@@ -44,7 +40,6 @@ from wlb.simulate.search import fastest_layout, search_space
 WINDOW = 256
 VOCABULARY = 512
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking would pack tens of thousands of steps
-T = TypeVar("T")
 
 
 def case_of(
@@ -57,147 +52,23 @@ def case_of(
     return Case(config, Documents(np.asarray(lengths, np.int64), vocabulary), hardware)
 
 
-@st.composite
-def _packing(draw: st.DrawFn, preset: str, dp: int, pp: int) -> dict[str, Any]:
-    """What leaves [packing] to the preset, and what overrides it.
-
-    Without ``fixed_solver``, which takes half a minute for 50 steps of hundreds of documents: it has examples.
-    """
-    per_rank = pp * draw(st.integers(1, 2))
-    chosen: dict[str, Any] = draw(
-        st.fixed_dictionaries(
-            {},
-            optional={
-                "method": st.sampled_from(["sequential", "fixed_greedy", "variable_length", "makespan"]),
-                "max_length_factor": st.sampled_from([1.0, 1.5, 2.25, "auto"]),
-                "outlier_thresholds": st.sampled_from(["auto", [], [64], [32, 64]]),
-                "max_delay": st.sampled_from([1, 5]),
-                "delay_price": st.sampled_from([0.0, 0.5]),
-                "lookahead": st.sampled_from([0.0, 1.0]),
-                "token_spread": st.sampled_from([0.0, 1.0]),
-                "early_release": st.booleans(),
-                "window": st.integers(1, 2),
-                "assignment": st.sampled_from(["arrival", "balanced"]),
-                "order": st.sampled_from(["arrival", "pipeline", "makespan"]),
-            },
-        )
-    )
-    method = chosen.get("method", PRESETS[preset].get("packing", {}).get("method", "makespan"))
-    others = {option for reads in METHODS.values() for option in reads} - METHODS[method].keys()
-    return {name: value for name, value in chosen.items() if name not in others} | {"micro_batches": dp * per_rank}
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Mostly jobs that can run."""
-    heads = draw(st.sampled_from([2, 4]))
-    model: dict[str, Any] = draw(
-        st.fixed_dictionaries(
-            {"heads": st.just(heads), "kv_heads": st.sampled_from([heads, 2])},
-            optional={
-                "name": st.sampled_from(["tiny", "550m", "llama3-8b"]),
-                "hidden": st.sampled_from([64, 96, 96, 130]),
-                "layers": st.integers(4, 9),
-                "head_dim": st.sampled_from([16, 32]),
-                "ffn_hidden": st.sampled_from([96, 96, 99]),
-                "vocab_size": st.sampled_from([VOCABULARY, 1000, 513]),
-                "tied_embeddings": st.booleans(),
-                "qkv_bias": st.booleans(),
-                "qk_norm": st.booleans(),
-            },
-        )
-    )
-    dp, pp, cp, tp = draw(st.tuples(*map(st.sampled_from, ([1, 2], [1, 2, 4], [1, 2, 3], [1, 2]))))
-    schedule = draw(st.sampled_from(["1f1b", "interleaved_1f1b"]))
-    virtual_pp = draw(st.integers(1, 2)) if pp > 1 and schedule == "interleaved_1f1b" else 1
-    training = draw(
-        st.fixed_dictionaries(
-            {"activation_checkpointing": st.sampled_from(["none", "selective", "full"])},
-            optional={"dtype": st.sampled_from(["float32", "bfloat16"])},
-        )
-    )
-    preset = draw(st.sampled_from(sorted(PRESETS)))
-    sections: dict[str, Any] = {
-        "preset": preset,
-        "model": model,
-        "parallel": {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_pp": virtual_pp, "schedule": schedule},
-        "packing": draw(_packing(preset, dp, pp)),
-        "data": {
-            "context_window": draw(st.sampled_from([64, WINDOW])),
-            "overlong": draw(st.sampled_from(["split", "split", "truncate", "drop", "drop", "error"])),
-            "seed": draw(st.integers(0, 9)),
-            "shuffle": draw(st.booleans()),
-        },
-        "training": training,
-        "checkpoint": draw(st.sampled_from([{}, {"dir": "checkpoints"}])),
-    }
-    strategy = draw(st.sampled_from([None, "per_sequence", "per_document", "adaptive", "hybrid"]))
-    if strategy is not None:
-        sections["sharding"] = {"strategy": strategy}
-    lengths = draw(st.lists(st.integers(12, 300) | st.integers(12, 40) | st.just(0), min_size=2, max_size=60))
-    # A store that does not name its vocabulary cannot be trained without model.vocab_size, but its lengths can be used.
-    vocabulary = draw(st.sampled_from([VOCABULARY, None] if "vocab_size" in model else [VOCABULARY]))
-    return case_of(lengths, vocabulary, draw(st.sampled_from(["cpu", "a100", "h100"])), **sections)
-
-
-def assert_equal(trained: list[T] | Refusal, simulated: list[T] | Refusal) -> None:
-    """Equal element by element, or both refused; fails with the first element that differs."""
-    if isinstance(trained, Refusal) or isinstance(simulated, Refusal):
-        assert trained == simulated
-        return
-    for index, (of_one, of_other) in enumerate(zip(trained, simulated, strict=True)):
-        assert of_one == of_other, f"number {index}, as trained and as simulated"
-
-
-@settings(deadline=None, max_examples=examples(30))
-@given(cases())
-@example(case_of(vocabulary=1000))
-@example(case_of(model={"vocab_size": 500}))  # fewer than the store has
-@example(case_of(model={"hidden": 130, "heads": 4}))
-@example(case_of(model={"head_dim": 33}))
-@example(case_of(model={"ffn_hidden": 99}, parallel={"tp": 2}))
-@example(case_of(model={"vocab_size": 513}, parallel={"tp": 2}))
-def test_the_shape_is_the_same(case: Case):
-    simulated = outcome(simulated_shape, case)
-    assume(
-        not (isinstance(simulated, Refusal) and "a process needs" in simulated.message)
-    )  # the next test is of memory
-    assert outcome(trained_shape, case) == simulated
-
-
-@settings(deadline=None, max_examples=examples(30))
-@given(cases())
-@example(case_of(model={"tied_embeddings": True}))
-@example(case_of(training={"dtype": "float32"}))
-@example(case_of(hardware="cpu"))
-@example(case_of(hardware="cpu", checkpoint={"dir": "checkpoints"}))
-@example(case_of(parallel={"cp": 2}, packing={"max_length_factor": "auto"}))
-@example(case_of(model={"name": "70b"}))  # too large
-@example(case_of(hardware="cpu", preset="elastic", model={"name": "550m"}, parallel={"dp": 1}))  # and with "auto"
-def test_the_memory_estimate_is_the_same(case: Case):
-    assert outcome(trained_memory, case) == outcome(simulated_memory, case)
-
-
-@settings(deadline=None, max_examples=examples(7), phases=UNSHRUNK)
-@given(cases())
-@example(case_of(preset="plain-4d", parallel={"dp": 2, "pp": 2}))
-@example(case_of(parallel={"dp": 2, "pp": 2, "cp": 2, "tp": 2}))
-@example(case_of(packing={"method": "fixed_solver", "window": 2, "solver_nodes": 5}))
-@example(case_of(data={"overlong": "error"}))
-@example(case_of(lengths=(0, 0)))
-def test_plans_are_the_same(case: Case):
-    assert_equal(outcome(trained_plans, case), outcome(simulated_plans, case))
-
-
-@settings(deadline=None, max_examples=examples(5), phases=UNSHRUNK)
-@given(cases())
-@example(case_of(parallel={"dp": 2, "pp": 2, "cp": 3, "tp": 2}))
-def test_shards_are_the_same(case: Case):
-    """Seconds of attention stand for where its pieces begin and end, and are sums in another order."""
-    trained, simulated = outcome(trained_shards, case), outcome(simulated_shards, case)
-    if not isinstance(trained, Refusal):
-        trained = [row.approximately() for row in trained]
-    assert_equal(trained, simulated)
+@in_turn(
+    "case",
+    [
+        case_of(vocabulary=1000),
+        case_of(vocabulary=None, model={"vocab_size": 1000}),
+        case_of(model={"vocab_size": 500}),  # fewer than the store has
+        case_of(model={"hidden": 130, "heads": 4}),
+        case_of(model={"head_dim": 33}),
+        case_of(model={"ffn_hidden": 99}, parallel={"tp": 2}),
+        case_of(model={"vocab_size": 513}, parallel={"tp": 2}),
+        case_of(model={"tied_embeddings": True}, training={"dtype": "float32"}),
+        case_of(hardware="cpu", checkpoint={"dir": "checkpoints"}),
+    ],
+)
+def test_the_job_is_the_same(case: Case):
+    """Its shape, prices and settings, from which ``decide``, the planner and the memory model go on."""
+    assert outcome(trained_job, case) == outcome(undecided, case)
 
 
 @st.composite
@@ -233,6 +104,22 @@ def small_cases(draw: st.DrawFn) -> Case:
         data={"seed": draw(st.integers(0, 9)), "shuffle": draw(st.booleans())},
         training={"memory_gib": draw(st.sampled_from([1.0, 0.012, 0.006, 0.003])), "device": "cpu"},
     )
+
+
+@settings(deadline=None, max_examples=examples(5), phases=UNSHRUNK)
+@given(small_cases())
+@example(case_of(preset="plain-4d", parallel={"dp": 2, "pp": 2}))
+@example(case_of(parallel={"dp": 2, "pp": 2, "cp": 3, "tp": 2}))
+@example(case_of(packing={"method": "fixed_solver", "window": 2, "solver_nodes": 5}))
+@example(case_of(data={"overlong": "error"}))
+@example(case_of(lengths=(0, 0)))
+def test_plans_and_shards_are_the_same(case: Case):
+    trained, simulated = outcome(trained_shards, case), outcome(simulated_shards, case)
+    if isinstance(trained, Refusal) or isinstance(simulated, Refusal):
+        assert trained == simulated
+        return
+    for index, (of_one, of_other) in enumerate(zip(trained, simulated, strict=True)):
+        assert of_one == of_other, f"number {index}, as trained and as simulated"
 
 
 @settings(deadline=None, max_examples=examples(15), phases=UNSHRUNK)

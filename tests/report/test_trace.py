@@ -37,22 +37,20 @@ def test_every_event_has_the_fields_of_the_format(tmp_path, layout):
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     metadata = [event for event in trace["traceEvents"] if event["ph"] == "M"]
     assert len(spans) + len(metadata) == len(trace["traceEvents"])
+    fields = {"name": str, "cat": str, "pid": int, "tid": int, "args": dict}
     for event in spans:
-        assert isinstance(event["name"], str)
-        assert isinstance(event["cat"], str)
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
+        assert all(isinstance(event[name], kind) for name, kind in fields.items())
         assert event["ts"] >= 0
         assert event["dur"] > 0
-        assert isinstance(event["args"], dict)
     named = {(event["pid"], event["tid"]) for event in metadata if event["name"] == "thread_name"}
     assert named == {(event["pid"], event["tid"]) for event in spans}
     assert len(named) == tracks == line.job.layout.pp * line.job.layout.dp * line.job.layout.cp
 
+    check_tracks(trace)
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_events_of_a_track_follow_or_contain_each_other(tmp_path, layout):
-    _, _, trace = traced(tmp_path, **layout)
+
+def check_tracks(trace):
+    """That events of a track follow or contain each other."""
     by_track = defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":

@@ -69,6 +69,16 @@ def write_config(folder: Path, preset: str = "best", /, **changes: dict[str, Any
     return path
 
 
+def endless(folder: Path, dp: int = 2, every: int = 5, **training: Any) -> Path:
+    """The file of a job that goes on until it is ended, with a checkpoint after ``every`` steps."""
+    return write_config(
+        folder,
+        parallel={"dp": dp},
+        training={"steps": 100_000, **training},
+        checkpoint={"dir": str(folder / "checkpoints"), "every": every},
+    )
+
+
 def trainer_of(config: JobConfig) -> Trainer:
     """This rank's trainer of a job on CPUs, checked as before every start."""
     import torch  # here, as the tests of the planning half do without
@@ -79,9 +89,9 @@ def trainer_of(config: JobConfig) -> Trainer:
     return Trainer(check_job(config, config.parallel.layout.world_size), torch.device("cpu"))
 
 
-def train(config: JobConfig) -> None:
-    """Be a rank of the job."""
-    trainer_of(config).run()
+def train(config: JobConfig) -> dict[str, Any] | None:
+    """Be a rank of the job; returns what rank 0 sums up."""
+    return trainer_of(config).run()
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:

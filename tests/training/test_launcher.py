@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from shlex import quote
 
@@ -18,7 +18,8 @@ import pytest
 
 from tests.limits import HUNG_SECONDS
 from tests.programs import Program, finished, forked
-from tests.training.jobs import VOCABULARY, read_steps, write_config, write_store
+from tests.training.checkpoint.fakes import damage, fake_checkpoint, write_checkpoint
+from tests.training.jobs import VOCABULARY, endless, read_steps, write_config
 from tests.training.processes import children_of, is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config import JobConfig
@@ -33,21 +34,6 @@ COMMANDS = {
     "wlb": ("-m", "wlb", "train"),
     "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "wlb.training"),
 }
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_store(tmp_path / "store")
-    return tmp_path
-
-
-def endless(folder: Path, dp: int = 2) -> Path:
-    return write_config(
-        folder,
-        parallel={"dp": dp},
-        training={"steps": 100_000},
-        checkpoint={"dir": str(folder / "checkpoints"), "every": 5},
-    )
 
 
 def started(*arguments: str | Path) -> AbstractContextManager[Program]:
@@ -136,57 +122,30 @@ def test_ctrl_c_ends_the_job_at_once(folder):
     assert not any(is_running(rank) for rank in ranks)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "steps"),
-    [
-        # Once steps run there is more that can notice.
-        pytest.param("wlb", 1, marks=pytest.mark.exhaustive),
-        ("wlb", 0),
-        ("torchrun", 0),
-    ],
-)
-def test_ranks_do_not_outlive_their_launcher(folder, launcher, steps):
+@pytest.mark.parametrize("launcher", COMMANDS)
+def test_ranks_do_not_outlive_their_launcher(folder, launcher):
     config = endless(folder)
     with forked(*COMMANDS[launcher], config) as job:
-        wait_until(lambda: len(ranks_of(job.pid)) == 2 and steps_written(folder) >= steps)
+        wait_until(lambda: len(ranks_of(job.pid)) == 2)
         ranks = ranks_of(job.pid)
         job.kill()
         wait_until(lambda: not any(is_running(rank) for rank in ranks))
 
 
-@contextmanager
-def stuck_job(folder: Path, *, checked: bool) -> Iterator[Program]:
-    """A job that waits for its store: in the check before the start, or where it was ``checked``, in its ranks.
-
-    The sidecar is a pipe, and who reads it waits until somebody writes.
-    """
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_job_that_is_terminated_while_it_starts_says_so(folder, ranks):
+    """It waits for its store: in the check before the start, or in its ranks."""
     sidecar = folder / "store.json"
     content = sidecar.read_text()
     sidecar.unlink()
-    os.mkfifo(sidecar)
+    os.mkfifo(sidecar)  # who reads it waits until somebody writes
     with started(endless(folder)) as process:
-        if checked:
+        if ranks:
             sidecar.write_text(content)
-        yield process
-
-
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_job_that_is_terminated_while_it_starts_says_so(folder, ranks):
-    with stuck_job(folder, checked=ranks > 0) as process:
         wait_until(lambda: len(ranks_of(process.pid) if ranks else children_of(process.pid)) >= max(ranks, 1))
         process.terminate()
         _, err = process.communicate()
     assert (process.returncode, err) == (143, "wlb: terminated before the first step\n")
-
-
-def test_a_check_that_is_killed_is_no_mistake_of_the_user(folder):
-    with stuck_job(folder, checked=False) as process:
-        wait_until(lambda: len(children_of(process.pid)) == 1)
-        os.kill(children_of(process.pid)[0], signal.SIGKILL)
-        _, err = process.communicate()
-    (line,) = err.splitlines()
-    assert process.returncode == 1
-    assert line.startswith("wlb: error: the process that checks the job was killed by SIGKILL; free memory")
 
 
 def test_a_killed_job_that_cannot_start_again_says_why_at_once(folder):
@@ -227,14 +186,9 @@ class Script:
         monkeypatch.setattr(launch_module, "_start", self._start)
         for limit in ("last_words", "lost_peer", "beyond_grace"):
             monkeypatch.setattr(launch_module, f"_{limit.upper()}_SECONDS", seconds.get(limit, HUNG_SECONDS))
-        config = JobConfig.model_validate(
-            {
-                "data": {"store": "s"},
-                "parallel": {"dp": len(self._commands)},
-                "packing": {"micro_batches": len(self._commands)},
-                "training": {"grace_seconds": 0.0},
-            }
-        )
+        ranks = len(self._commands)
+        sections = {"parallel": {"dp": ranks}, "packing": {"micro_batches": ranks}, "training": {"grace_seconds": 0.0}}
+        config = JobConfig.model_validate({"data": {"store": "s"}, **sections})
         ending = launch_module._run_ranks(config, (), self._request, Forks())
         assert not any(is_running(process.pid) for process in self.processes)
         return ending
@@ -247,40 +201,43 @@ class Script:
         return self.processes[-1]
 
 
-def test_a_job_whose_ranks_all_end_well_has_ended_well(monkeypatch):
-    assert Script("exit 0", "sleep 0.3").run(monkeypatch) is None
-
-
-@pytest.mark.parametrize("other", ["kill -STOP $$", "trap '' TERM; while :; do sleep 1; done"])
-def test_a_rank_that_does_not_end_is_killed_when_another_has_failed(monkeypatch, other):
-    ending = Script("record 'no progress'; exit 124", other).run(monkeypatch, last_words=0.2)
-    assert ending is not None
-    assert (ending.cause, ending.status, ending.restart) == ("no progress", 124, True)
+READY = "until [ -e ready ]; do sleep 0.1; done"
 
 
 @pytest.mark.parametrize(
-    ("failure", "limit", "status"),
-    [("record hung; exit 124", "last_words", 124), ("kill -KILL $$", "last_words", 1), ("exit 1", "lost_peer", 1)],
+    ("ranks", "seconds", "expected"),
+    [
+        pytest.param(["exit 0", "sleep 0.3"], {}, None, id="all end well"),
+        # A rank that does not end is killed when another has failed.
+        (["record hung; exit 124", "kill -STOP $$"], {"last_words": 0.2}, ("hung", 124, True)),
+        (
+            ["record hung; exit 124", "trap '' TERM; while :; do sleep 1; done"],
+            {"last_words": 0.2},
+            ("hung", 124, True),
+        ),
+        # The others have longer to end where a peer may have been killed; their status is not the one of the job.
+        (["kill -KILL $$", f"sleep {HUNG_SECONDS}; exit 2"], {"last_words": 0.2}, ("was killed by SIGKILL", 1, True)),
+        (["exit 1", f"sleep {HUNG_SECONDS}; exit 2"], {"lost_peer": 0.2}, ("exited with status 1", 1, False)),
+        # Ranks that end by themselves after another are heard.
+        (["record lost; exit 1", "sleep 0.2; record mistake; exit 2"], {"last_words": 0.0}, ("mistake", 2, False)),
+        # Where one rank is terminated the others end in good order.
+        (
+            [f"{READY}; exit 143", "trap 'record saved; exit 143' TERM; touch ready; while :; do sleep 0.1; done"],
+            {},
+            ("saved", 143, False),
+        ),
+    ],
 )
-def test_the_others_have_longer_to_end_where_a_peer_may_have_been_killed(monkeypatch, failure, limit, status):
-    ending = Script(failure, f"sleep {HUNG_SECONDS}; exit 2").run(monkeypatch, **{limit: 0.2})
-    assert ending is not None
-    assert ending.status == status  # and not that of a rank that had the time to end by itself
-
-
-def test_ranks_that_end_by_themselves_after_another_are_heard(monkeypatch):
-    script = Script("record 'lost a peer'; exit 1", "sleep 0.2; record 'correct the config'; exit 2")
-    ending = script.run(monkeypatch, last_words=0.0)
-    assert ending is not None
-    assert (ending.text, ending.status) == ("correct the config", 2)
-
-
-def test_where_one_rank_is_terminated_the_others_end_in_good_order(monkeypatch, tmp_path):
-    ready = quote(str(tmp_path / "ready"))
-    other = f"trap 'record saved; exit 143' TERM; touch {ready}; while :; do sleep 0.1; done"
-    ending = Script(f"until [ -e {ready} ]; do sleep 0.1; done; exit 143", other).run(monkeypatch)
-    assert ending is not None
-    assert (ending.cause, ending.status, ending.restart) == ("saved", 143, False)
+def test_a_job_ends_as_its_ranks_do(monkeypatch, tmp_path, ranks, seconds, expected):
+    monkeypatch.chdir(tmp_path)
+    ending = Script(*ranks).run(monkeypatch, **seconds)
+    if expected is None:
+        assert ending is None
+    else:
+        assert ending is not None
+        cause, *others = expected
+        assert cause in ending.cause
+        assert [ending.status, ending.restart] == others
 
 
 def test_ranks_that_pass_over_a_request_to_end_are_killed(monkeypatch, tmp_path):
@@ -289,19 +246,49 @@ def test_ranks_that_pass_over_a_request_to_end_are_killed(monkeypatch, tmp_path)
     script.ask_when(ready.exists)
     ending = script.run(monkeypatch, beyond_grace=0.2)
     assert ending is not None
-    assert ending.text.startswith(
-        "wlb: terminated: not all ranks ended within 0.2 s, and were killed; nothing is saved without"
-    )
+    words = "wlb: terminated: not all ranks ended within 0.2 s, and were killed; nothing is saved without"
+    assert ending.text.startswith(words)
     assert (ending.status, ending.restart) == (143, False)
 
 
-class Interrupted(Script):
-    """Ctrl-C comes when a rank runs and the launcher has yet to hear of it."""
+def restarts_of(directory: Path | None, most: int = 2, resume: bool = True) -> launch_module.Restarts:
+    sections = {"training": {"max_restarts": most}, "checkpoint": {"dir": directory, "resume": resume}}
+    return launch_module.Restarts(JobConfig.model_validate({"data": {"store": "s"}, **sections}))
 
-    def _start(self, *arguments: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
-        process = super()._start(*arguments, rank=rank, error_file=error_file)
-        signal.raise_signal(signal.SIGINT)
-        return process
+
+def test_restarts_are_counted_between_checkpoints(tmp_path):
+    restarts = restarts_of(tmp_path)
+    assert restarts.take() == "the first step, as there is no checkpoint yet"
+    fake_checkpoint(tmp_path, 10)
+    assert restarts.take() == "checkpoint step-00000010"
+    assert restarts.left == 1
+    assert restarts.take()
+    assert restarts.take() is None
+    assert restarts.refusal == "there was no newer checkpoint since the last restart, and no restart is left"
+    fake_checkpoint(tmp_path, 20)
+    assert restarts.take() == "checkpoint step-00000020"
+
+
+@pytest.mark.parametrize("damaged", ["flipped", "truncated", "manifest.json"])
+def test_a_damaged_newest_checkpoint_is_neither_named_nor_progress(tmp_path, damaged):
+    """Newer ones than the job continues from are progress, also where they are older than the damaged one."""
+    write_checkpoint(tmp_path, 10)
+    damage(write_checkpoint(tmp_path, 30), damaged)
+    restarts = restarts_of(tmp_path, most=1)
+    for step in (10, 12, 14):
+        write_checkpoint(tmp_path, step)
+        assert restarts.take() == f"checkpoint step-{step:08d}"
+    damage(tmp_path / "step-00000014", damaged)
+    assert restarts.take() is None
+
+
+def test_a_job_that_cannot_or_may_not_continue_is_not_restarted(tmp_path):
+    for may_not in (restarts_of(tmp_path, most=0), restarts_of(tmp_path, resume=False), restarts_of(None)):
+        assert (may_not.take(), may_not.refusal) == (None, None)
+    damage(write_checkpoint(tmp_path, 10), "truncated")
+    restarts = restarts_of(tmp_path)
+    assert restarts.take() is None
+    assert "none of the 1 checkpoints" in str(restarts.refusal)
 
 
 def test_what_ctrl_c_loses_without_a_checkpoint(tmp_path):
@@ -311,6 +298,15 @@ def test_what_ctrl_c_loses_without_a_checkpoint(tmp_path):
     assert launch_module._what_is_kept(without) == "nothing is saved without checkpoint.dir; lost: 2 steps"
     config = load_config(write_config(tmp_path, checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 5}))
     assert launch_module._what_is_kept(config) == "there is no checkpoint yet (checkpoint.every = 5); lost: 2 steps"
+
+
+class Interrupted(Script):
+    """Ctrl-C comes when a rank runs and the launcher has yet to hear of it."""
+
+    def _start(self, *arguments: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
+        process = super()._start(*arguments, rank=rank, error_file=error_file)
+        signal.raise_signal(signal.SIGINT)
+        return process
 
 
 def test_ctrl_c_while_ranks_start_leaves_none_of_them(monkeypatch):
@@ -340,33 +336,6 @@ def test_a_mistake_found_by_the_ranks_is_told_once(tmp_path):
     assert err.count("wlb: error: token 66 is outside the vocabulary of model.vocab_size = 66") == 1
     assert err.count("error:") == 1
     assert "Traceback" not in err
-
-
-def test_a_vocabulary_that_is_too_small_is_found_before_the_start(folder):
-    (folder / "store.json").unlink()
-    done = finished("-m", "wlb", "train", write_config(folder, parallel=PARALLEL, model={"vocab_size": 10}))
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "outside the vocabulary of model.vocab_size = 10; raise it" in line
-
-
-def test_a_job_of_one_process_needs_no_launcher(folder):
-    config = write_config(folder, training={"steps": 2})
-    done = finished("-m", "wlb.training", config)
-    assert done.returncode == 0, done.stderr
-    assert len(read_steps(folder)) == 2
-
-
-def test_a_second_job_keeps_off_the_files_of_the_first(folder):
-    config = endless(folder, dp=1)
-    with started(config) as first:
-        wait_until(lambda: steps_written(folder) >= 1)
-        with started(config) as second:
-            _, err = second.communicate()
-        assert first.poll() is None
-    assert second.returncode == 2
-    (line,) = err.splitlines()
-    assert f"another job is writing to metrics.dir {folder / 'metrics'}" in line
 
 
 def test_a_rank_without_arguments_says_what_is_missing_in_one_line():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.training.distributed import RankFailure, run_ranks
-from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of
+from tests.training.jobs import VOCABULARY, job, read_steps, train, trainer_of
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config import JobConfig, TrainingConfig
 from wlb.packing.plan import MicroBatch, Segment, StepPlan
@@ -103,12 +103,8 @@ PLAN = StepPlan(
 GOOD, BAD = torch.tensor(1.0), torch.tensor(math.nan)
 
 
-@pytest.fixture
-def alone(monkeypatch):
+def test_what_stops_training_although_steps_are_skipped(monkeypatch):
     monkeypatch.setattr("wlb.training.non_finite.gathered", lambda value: [value])
-
-
-def test_too_many_skipped_steps_in_a_row_stop_training(alone):
     steps = NonFiniteSteps(TrainingConfig(non_finite="skip", max_skipped=2), dp_rank=1)
     for step in (1, 2):
         assert "documents 6; its other documents are 5" in str(steps.check(step, math.nan, 1.0, PLAN, [BAD]))
@@ -117,12 +113,9 @@ def test_too_many_skipped_steps_in_a_row_stop_training(alone):
         assert steps.check(step, math.nan, 1.0, PLAN, [BAD])
     with pytest.raises(TrainingError, match=r"step 6: .* the 2 steps before it \(training.max_skipped\) were skipped"):
         steps.check(6, math.nan, 1.0, PLAN, [BAD])
-
-
-def test_a_gradient_norm_that_is_not_finite_blames_the_whole_step(alone):
-    steps = NonFiniteSteps(TrainingConfig(), dp_rank=0)
+    stopping = NonFiniteSteps(TrainingConfig(), dp_rank=0)
     with pytest.raises(TrainingError, match=r"gradient norm inf; every micro-batch has a finite loss; .* are 5, 6"):
-        steps.check(1, 2.0, math.inf, PLAN, [GOOD])
+        stopping.check(1, 2.0, math.inf, PLAN, [GOOD])
 
 
 def _skip_every_step(config: JobConfig) -> None:
@@ -131,12 +124,8 @@ def _skip_every_step(config: JobConfig) -> None:
     trainer.run()
 
 
-def _train_on(config: JobConfig) -> None:
-    trainer_of(config).run()
-
-
 def test_a_job_that_has_only_skipped_steps_so_far_continues_from_its_checkpoint(folder):
     checkpoint = {"dir": str(folder / "checkpoints"), "every": 1}
     run_ranks(1, _skip_every_step, job(folder, training={"steps": 1}, checkpoint=checkpoint))
-    run_ranks(1, _train_on, job(folder, training={"steps": 2}, checkpoint=checkpoint))
+    run_ranks(1, train, job(folder, training={"steps": 2}, checkpoint=checkpoint))
     assert [row["step"] for row in read_steps(folder)] == [1, 2]

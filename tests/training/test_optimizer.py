@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from tests.training.distributed import run_ranks
@@ -56,73 +56,44 @@ def test_gradient_norm_is_that_of_the_whole_model(largest):
         assert after == pytest.approx(largest or expected, rel=1e-12)
 
 
-def rates(config: TrainingConfig, steps: int) -> list[float]:
-    return [learning_rate(step, config) for step in range(1, steps + 1)]
+def rates(count: int, **settings: Any) -> list[float]:
+    """Of the first ``count`` steps."""
+    config = TrainingConfig(**{"learning_rate": 1.0, "lr_schedule": "wsd"} | settings)
+    return [learning_rate(step, config) for step in range(1, count + 1)]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-def test_every_schedule_warms_up_along_the_same_line(schedule):
-    config = TrainingConfig(steps=110, warmup_steps=10, learning_rate=1.0, lr_schedule=schedule)
-    assert rates(config, 10) == [pytest.approx(step / 10) for step in range(1, 11)]
+def test_every_schedule_warms_up_along_the_same_line():
+    for schedule in ("cosine", "wsd", "constant"):
+        rising = rates(10, steps=110, warmup_steps=10, lr_schedule=schedule)
+        assert rising == [pytest.approx(step / 10) for step in range(1, 11)]
+    assert rates(5, steps=5, warmup_steps=10)[-1] == pytest.approx(0.5)  # longer than training
 
 
 def test_cosine_falls_to_a_tenth():
-    falling = rates(TrainingConfig(steps=110, warmup_steps=10, learning_rate=1.0), 110)[9:]
+    falling = rates(110, steps=110, warmup_steps=10, lr_schedule="cosine")[9:]
     assert falling == sorted(falling, reverse=True)
     assert falling[50] == pytest.approx(0.55)
     assert falling[-1] == pytest.approx(0.1)
 
 
 def test_wsd_stays_at_the_peak_and_falls_over_the_last_part():
-    config = TrainingConfig(steps=100, warmup_steps=10, learning_rate=2.0, lr_schedule="wsd", decay_fraction=0.25)
-    found = rates(config, 120)
-    assert set(found[9:75]) == {2.0}
+    found = rates(120, steps=100, warmup_steps=10, decay_fraction=0.25)
+    assert set(found[9:75]) == {1.0}
     steps_down = [before - after for before, after in pairwise(found[74:100])]
-    assert steps_down == [pytest.approx(2.0 * 0.9 / 25)] * 25
-    assert found[99:] == [pytest.approx(0.2)] * 21
+    assert steps_down == [pytest.approx(0.9 / 25)] * 25
+    assert found[99:] == [pytest.approx(0.1)] * 21
+    assert rates(80, steps=100, warmup_steps=5) == rates(80, steps=1000, warmup_steps=5)  # which it is for
+    all_the_way = rates(20, steps=20, warmup_steps=10, decay_fraction=1.0)
+    assert max(all_the_way) == all_the_way[9] == 1.0
+    assert all_the_way[10] == pytest.approx(0.91)
 
 
-def test_wsd_does_not_depend_on_steps_before_its_decay():
-    """What the schedule is for: how long to train can be decided while training."""
-    short = TrainingConfig(steps=100, warmup_steps=5, lr_schedule="wsd")
-    long = TrainingConfig(steps=1000, warmup_steps=5, lr_schedule="wsd")
-    assert rates(short, 80) == rates(long, 80)
-
-
-def test_wsd_that_decays_all_the_way_starts_after_warm_up():
-    config = TrainingConfig(steps=20, warmup_steps=10, learning_rate=1.0, lr_schedule="wsd", decay_fraction=1.0)
-    found = rates(config, 20)
-    assert max(found) == found[9] == 1.0
-    assert found[10] == pytest.approx(0.91)
-
-
-def test_constant_never_falls():
-    config = TrainingConfig(steps=20, warmup_steps=0, learning_rate=0.5, lr_schedule="constant")
-    assert set(rates(config, 40)) == {0.5}
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_without_a_known_end_the_rate_stays_at_its_peak(schedule):
-    config = TrainingConfig(warmup_steps=0, learning_rate=0.5, lr_schedule=schedule)
-    assert set(rates(config, 1000)) == {0.5}
-
-
-def test_warm_up_longer_than_training():
-    config = TrainingConfig(steps=5, warmup_steps=10, learning_rate=1.0)
-    assert learning_rate(5, config) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_steps_do_not_matter_once_the_end_is_set(schedule):
-    short, long = (
-        TrainingConfig(steps=steps, decay_steps=100, warmup_steps=0, learning_rate=1.0, lr_schedule=schedule)
-        for steps in (50, 200)
-    )
-    assert rates(short, 150) == rates(long, 150)
-    assert learning_rate(100, long) == learning_rate(150, long) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("fraction", [0, 1.1, -0.5])
-def test_the_decay_is_a_part_of_training(fraction):
-    with pytest.raises(ValidationError):
-        TrainingConfig(decay_fraction=fraction)
+def test_a_rate_that_never_falls_and_one_that_falls_to_a_step_that_is_given():
+    assert set(rates(40, steps=20, warmup_steps=0, lr_schedule="constant")) == {1.0}
+    for schedule in ("cosine", "wsd"):
+        assert set(rates(1000, warmup_steps=0, lr_schedule=schedule)) == {1.0}  # no end is known
+        short, long = (
+            rates(150, steps=steps, decay_steps=100, warmup_steps=0, lr_schedule=schedule) for steps in (50, 200)
+        )
+        assert short == long
+        assert long[99] == long[149] == pytest.approx(0.1)

@@ -6,13 +6,14 @@ gets the same plans, runs one segment at a time on the unparallelised model and 
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.training.distributed import run_ranks
-from tests.training.jobs import read_steps, settings, trainer_of, write_store
+from tests.training.jobs import job, read_steps, train, trainer_of, write_store
 from tests.training.oracle import losses_of_single_documents, remembered_plans
 from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
@@ -34,6 +35,16 @@ PACKING: dict[str, dict[str, Any]] = {
     "level": {"grouping": "level", "max_length_factor": 1.0},  # half a context window on each rank
 }
 
+ROTARY = {"factor": 4.0, "original_max_position_embeddings": 16}
+BIASES = {"qkv_bias": True, "qk_norm": True}
+TIED: dict[str, Any] = BIASES | {"tied_embeddings": True, "rope_scaling": {"rope_type": "llama3", **ROTARY}}
+UNTIED: dict[str, Any] = BIASES | {
+    "o_bias": True,
+    "sliding_window": 4,
+    "full_attention_layers": 1,
+    "rope_scaling": {"rope_type": "yarn", **ROTARY},
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,23 +53,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def configure(folder: Path, preset: str, steps: int) -> JobConfig:
-    sections = settings(
+def configure(
+    folder: Path, preset: str, steps: int, parallel: dict[str, Any], model: dict[str, Any] | None = None
+) -> JobConfig:
+    return job(
         folder,
-        model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68},
+        "elastic" if preset == "level" else preset,
+        model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68} | (model or {}),
         data={"context_window": WINDOW},
-        parallel=LAYOUTS[preset],
+        parallel=parallel,
         packing=PACKING.get(preset, {}),
         training={"steps": steps, "dtype": "float64", "learning_rate": 0.02, "gradient_clip": 0.5},
         metrics={"dir": str(folder / preset / "metrics")},
     )
-    return JobConfig.model_validate({"preset": "elastic" if preset == "level" else preset, **sections})
 
 
 def _train(config: JobConfig) -> list[StepPlan]:
     trainer = trainer_of(config)
     plans = remembered_plans(trainer)
     trainer.run()
+    return plans
+
+
+def trained_as_single_documents(config: JobConfig, folder: Path) -> list[StepPlan]:
+    plans: list[StepPlan] = run_ranks(config.parallel.layout.world_size, _train, config)[0]
+    losses = [row["loss"] for row in read_steps(folder)]
+    assert len(losses) == config.training.steps
+    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(losses_of_single_documents(config, plans), rel=1e-9)
     return plans
 
 
@@ -69,11 +91,50 @@ def _train(config: JobConfig) -> list[StepPlan]:
     [("elastic", 3), ("level", 3), *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS)],
 )
 def test_steps_have_the_losses_of_single_documents(preset: str, steps: int, folder: Path) -> None:
-    config = configure(folder, preset, steps)
-    plans = run_ranks(config.parallel.layout.world_size, _train, config)[0]
+    plans = trained_as_single_documents(configure(folder, preset, steps, LAYOUTS[preset]), folder / preset)
     if preset == "level":
         assert {len(part.ranks) for plan in plans for part in plan.micro_batches} == {1, 2}
-    losses = [row["loss"] for row in read_steps(folder / preset)]
-    assert len(losses) == steps
-    assert losses[-1] < losses[0]
-    assert losses == pytest.approx(losses_of_single_documents(config, plans), rel=1e-9)
+
+
+def exhaustive(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+# Every kind of layout once, and both kinds of head; the others repeat them crosswise.
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (TIED, {"pp": 2, "tp": 2}),
+        (TIED, {"dp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}),
+        (UNTIED, {"cp": 2, "tp": 2}),
+        exhaustive(TIED, {"pp": 4}),
+        exhaustive(UNTIED, {"pp": 2, "tp": 2}),
+        exhaustive(TIED, {"cp": 2, "tp": 2}),
+    ],
+)
+def test_steps_of_other_models_do_too(model: dict[str, Any], parallel: dict[str, Any], folder: Path) -> None:
+    """Biases, q/k norms, tied embeddings, windows and scaled rotary positions."""
+    trained_as_single_documents(configure(folder, "best", 3, parallel, model), folder / "best")
+
+
+def test_a_tied_model_continues_with_another_number_of_stages(tmp_path: Path) -> None:
+    write_store(tmp_path / "store")
+
+    def configure(name: str, pp: int, steps: int) -> JobConfig:
+        return job(
+            tmp_path,
+            model={"tied_embeddings": True, "qk_norm": True},
+            parallel={"pp": pp},
+            training={"steps": steps, "decay_steps": 3, "dtype": "float64", "learning_rate": 0.01},
+            checkpoint={"dir": str(tmp_path / name / "checkpoints"), "every": 1},
+            metrics={"dir": str(tmp_path / name / "metrics")},
+        )
+
+    run_ranks(1, train, configure("straight", pp=1, steps=3))
+    shutil.copytree(tmp_path / "straight", tmp_path / "moved")
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "moved" / "checkpoints" / f"step-{step:08d}")
+    for pp, steps in ((2, 2), (1, 3)):
+        run_ranks(pp, train, configure("moved", pp, steps))
+    straight, moved = ([row["loss"] for row in read_steps(tmp_path / name)] for name in ("straight", "moved"))
+    assert moved == pytest.approx(straight, rel=1e-10)

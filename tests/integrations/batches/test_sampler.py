@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.cases import in_turn
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.packed import packed_batches
@@ -27,8 +28,7 @@ def sampler(lengths: Any = LENGTHS, **settings: Any) -> PlannedBatchSampler:
     return PlannedBatchSampler(lengths, **usual | settings)
 
 
-@pytest.mark.parametrize("preset", ["best", "wlb-llm", "fixed-4d", "elastic"])
-@pytest.mark.parametrize("epochs", [1, 3])
+@in_turn(("preset", "epochs"), [("best", 1), ("wlb-llm", 3), ("fixed-4d", 1), ("elastic", 3)])
 def test_every_document_is_trained_once_an_epoch_and_no_batch_is_empty(preset: str, epochs: int):
     planned = sampler(preset=preset, epochs=epochs)
     batches = list(planned)
@@ -80,8 +80,7 @@ def test_batches_are_even_and_passes_differ():
     assert list(planned) == first
 
 
-@pytest.mark.parametrize("epochs", [2, None])
-@pytest.mark.parametrize("taken", [0, 3, 4, 57, 83])
+@in_turn(("epochs", "taken"), product([2, None], [0, 3, 4, 57, 83]))
 def test_a_state_continues_after_any_batch(epochs: int | None, taken: int):
     expected = list(islice(sampler(epochs=epochs), 110))
     planned = sampler(epochs=epochs)
@@ -94,14 +93,6 @@ def test_a_state_continues_after_any_batch(epochs: int | None, taken: int):
     fresh.set_epoch(0)  # as loops do when they begin
     assert fresh.state_dict() == state
     assert list(islice(fresh, 110 - taken)) == expected[taken:]
-
-
-def test_states_at_the_end_begin_no_new_epoch():
-    planned = sampler()
-    assert list(planned)
-    fresh = sampler()
-    fresh.load_state_dict(planned.state_dict())
-    assert list(fresh) == []
 
 
 def test_another_data_set_than_the_lengths_are_of_is_refused():
@@ -164,7 +155,7 @@ def test_torchdata_keeps_the_state_with_workers(workers: int):
     assert head + list(second) == expected
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("settings", "message"),
     [
         ({"lengths": [5, 2000]}, "document 1 has 2000 tokens, over context_window = 1024"),
@@ -173,39 +164,27 @@ def test_torchdata_keeps_the_state_with_workers(workers: int):
         ({"epochs": 0}, "epochs must be >= 1"),
         ({"rank": 2}, r"rank must be in \[0, 2\)"),
         ({"preset": "no"}, "preset 'no' is unknown"),
+        ({"lengths": [5, 5, 5], "dp": 4}, "3 documents cannot be divided"),
     ],
 )
 def test_mistakes_are_one_line(settings: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        sampler(**settings)
+        list(sampler(**settings))
 
 
-def test_too_few_documents_for_the_ranks_are_refused():
-    with pytest.raises(UserError, match="3 documents cannot be divided"):
-        list(sampler([5, 5, 5], dp=4))
+CHANGES: list[dict[str, Any]] = [
+    {"micro_batches": 4},
+    {"dp": 1},
+    {"dp": 4, "cp": 2, "rank": 0},
+    {"context_window": 1500},
+    {"preset": "wlb-llm"},
+    {"preset": "elastic", "pool": 1, "pool_micro_batches": 3},
+    {"model": "7b"},
+    {"epochs": 3},
+]
 
 
-def test_a_state_of_other_documents_is_refused():
-    state = sampler().state_dict()
-    with pytest.raises(UserError, match="documents = 300, this run has 299"):
-        sampler(LENGTHS[1:]).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"micro_batches": 4},
-        {"dp": 1},
-        {"dp": 4, "cp": 2, "rank": 0},
-        {"context_window": 1500},
-        {"preset": "wlb-llm"},
-        {"preset": "elastic", "pool": 1, "pool_micro_batches": 3},
-        {"model": "7b"},
-        {"epochs": 3},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("taken", [4, 100])  # batches: after one step, and among the last
+@in_turn(("change", "taken"), product(CHANGES, [4, 100]))  # batches: after one step, and among the last
 def test_a_state_between_steps_continues_with_other_settings(change: dict[str, Any], taken: int):
     first = sampler(epochs=2)
     batches = iter(first)
@@ -223,6 +202,9 @@ def test_a_state_between_steps_continues_with_other_settings(change: dict[str, A
 def test_epochs_are_added_after_the_last_one_was_drained():
     first = sampler()
     assert list(first)
+    ended = sampler()
+    ended.load_state_dict(first.state_dict())
+    assert list(ended) == []
     longer = sampler(epochs=2)
     longer.load_state_dict(first.state_dict())
     assert Counter(chain(*longer)) == dict.fromkeys(range(len(LENGTHS)), 1)
@@ -231,9 +213,10 @@ def test_epochs_are_added_after_the_last_one_was_drained():
         shorter.load_state_dict(longer.state_dict())
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("taken", "change", "message"),
     [
+        (4, {"lengths": LENGTHS[1:]}, "documents = 300, this run has 299"),
         (4, {"seed": 7}, "saved with seed = 0, this run has 7"),
         (4, {"shuffle": False}, "saved with shuffle = True, this run has False"),
         (4, {"lengths": LENGTHS[::-1]}, "saved with digest of lengths = "),

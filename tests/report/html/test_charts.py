@@ -46,13 +46,10 @@ def test_histogram_of_any_lengths(lengths):
         assert sum(shares) == pytest.approx(100, abs=0.06 * len(shares))
 
 
-def test_bars_are_as_long_as_their_values():
+def test_bars_and_their_parts_are_as_long_as_their_values():
     svg = parse(bars(CAPTION, [("a", [1.0], "2"), ("b", [0.5], "1.5")], "label", origin=1.0, highlights=["b"]))
     (long,), (short,) = boxes(svg, "fill-before"), boxes(svg, "fill-after")
     assert long == pytest.approx(2 * short, abs=0.02)
-
-
-def test_stacked_parts_are_as_long_as_their_values():
     svg = parse(bars(CAPTION, [("row", [1.0, 3.0], "4 s")], "seconds", parts=["a", "b"]))
     assert boxes(svg, "part-1")[0] == pytest.approx(3 * boxes(svg, "part-0")[0], abs=0.05)
 
@@ -66,11 +63,14 @@ def test_intervals_and_series_are_drawn():
     assert len((line.get("points") or "").split()) == 5
 
 
-def test_a_line_of_many_steps_stays_short():
+def test_charts_of_long_and_large_jobs_stay_small():
     steps = np.arange(1_000_003.0)
     figure = series(CAPTION, [("run", "after", steps, np.ones(len(steps)))], "tokens")
     parse(figure)
     assert len(figure) < 40_000
+    seconds = np.random.default_rng(0).uniform(0.9, 1.1, (16, 50, 16))  # x tp 8, so a hundred thousand GPUs
+    assert len(heat_map(CAPTION, [("before", seconds), ("after", seconds)], "seconds")) < 1.5e6
+    assert not re.search(r'"\d+\.\d{3,}"', length_histogram(np.array([10, 1000, 70000])))  # coordinates are short
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -84,11 +84,6 @@ def test_the_heat_map_has_a_cell_for_every_gpu(shape, seed):
     assert description is not None
     place = np.unravel_index(panels[0][1].argmax(), shape)
     assert "at pp {}, dp {}, cp {}".format(*place) in (description.text or "")
-
-
-def test_a_heat_map_of_a_hundred_thousand_gpus_stays_small():
-    seconds = np.random.default_rng(0).uniform(0.9, 1.1, (16, 50, 16))  # x tp 8
-    assert len(heat_map(CAPTION, [("before", seconds), ("after", seconds)], "seconds")) < 1.5e6
 
 
 @pytest.mark.parametrize("cp", [2, 16])
@@ -109,8 +104,3 @@ def test_ticks_are_few_and_inside(low, span):
     ticks = scale.ticks()
     assert len(ticks) <= 12
     assert all(low - 1e-6 * span - 1e-9 <= tick <= low + span * (1 + 1e-6) + 1e-9 for tick in ticks)
-
-
-def test_coordinates_are_short():
-    text = length_histogram(np.array([10, 1000, 70000]))
-    assert not re.search(r'"\d+\.\d{3,}"', text)

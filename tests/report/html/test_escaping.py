@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
-
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.report.html.reader import read
 from wlb.report.html.escaping import Markup, join, tag
 from wlb.report.html.markup import table
-
-
-class Reader(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-
-    def handle_starttag(self, name, attributes):
-        self.elements.append((name, dict(attributes)))
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def read(text: str) -> Reader:
-    reader = Reader()
-    reader.feed(text)
-    reader.close()
-    return reader
 
 
 @given(st.text(), st.text())

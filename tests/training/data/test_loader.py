@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ from tests.training.jobs import VOCABULARY, job, write_store
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.job import Job
-from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.training.data.batch import IGNORE_LABEL
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
 
@@ -56,9 +53,8 @@ def same_step(left: LoadedStep, right: LoadedStep) -> bool:
     )
 
 
-@pytest.mark.parametrize("shards", [1, 12])
-def test_an_epoch_trains_every_document_once(tmp_path, shards):
-    folder, store = tmp_path, write_store(tmp_path / "store", shards=shards)
+def test_an_epoch_trains_every_document_once(tmp_path):
+    folder, store = tmp_path, write_store(tmp_path / "store", shards=12)
     tokens: dict[int, dict[int, int]] = {}
     finished: list[int] = []
     labelled = 0
@@ -80,29 +76,6 @@ def test_an_epoch_trains_every_document_once(tmp_path, shards):
         assert [read[i] for i in sorted(read)] == store.read(document).tolist()
 
 
-def test_other_shards_are_refused_in_the_middle_of_an_epoch(tmp_path):
-    write_store(tmp_path / "store", shards=3)
-    with open_loader(tmp_path) as loader:
-        next(loader)
-        state = json.loads(json.dumps(loader.state_dict()))
-    write_store(tmp_path / "store" / "shard3", documents=1)
-    with pytest.raises(UserError, match=r"the checkpoint was written with token store = "):
-        open_loader(tmp_path, state=state)
-    with open_loader(tmp_path, {"checkpoint": {"allow_changed_data": True}}, state=state) as loader:
-        assert "the new one starts with a new epoch" in str(loader.changed_data)
-        assert min(segment.document for segment in next(loader).plan.segments) >= 401
-
-
-def test_ranks_share_a_step(folder):
-    both = {"parallel": {"dp": 2}}
-    with open_loader(folder, both) as first, open_loader(folder, both, share=RankShare(dp_rank=1)) as second:
-        for left, right in islice(zip(first, second, strict=True), 5):
-            assert left.plan == right.plan
-            assert left.fingerprint == right.fingerprint
-            assert [len(b.tokens) for b in left.batches] == [m.tokens for m in left.plan.ranks[0]]
-            assert [len(b.tokens) for b in right.batches] == [m.tokens for m in left.plan.ranks[1]]
-
-
 @pytest.mark.parametrize("steps", [None, 100])
 def test_the_state_is_that_of_the_last_step_handed_out(folder, steps):
     changes = {"training": {"steps": steps, "prefetch": 3}}
@@ -117,18 +90,29 @@ def test_the_state_is_that_of_the_last_step_handed_out(folder, steps):
             assert same_step(expected, actual)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"data": {"seed": 1}}, "data.seed = 0, this job has 1"),
-        ({"packing": {"method": "sequential"}}, "packing.method = 'makespan'"),
-        ({"data": {"seed": 1, "overlong": "drop"}}, r"data.overlong = 'split', .* 'drop' \(1 more settings differ\)"),
-    ],
-)
-def test_a_state_is_refused_on_other_settings(folder, changes, named):
+def test_a_state_is_refused_on_other_settings_and_data(folder, tmp_path):
+    write_store(tmp_path / "store", documents=401)
     with open_loader(folder) as loader:
         state = loader.state_dict()
-    with pytest.raises(UserError, match=named):
+    refused: list[tuple[dict[str, dict[str, Any]], str]] = [
+        ({"data": {"seed": 1}}, "data.seed = 0, this job has 1"),
+        ({"packing": {"method": "sequential"}}, "packing.method = 'makespan'"),
+        ({"data": {"seed": 1, "overlong": "drop"}}, r"overlong = 'split', .* 'drop' \(1 more settings differ\)"),
+        ({"data": {"store": str(tmp_path / "store")}}, r"token store = .* set checkpoint\.allow_changed_data = true"),
+    ]
+    for changes, named in refused:
+        with pytest.raises(UserError, match=named):
+            open_loader(folder, changes, state=state)
+
+
+def test_a_mixture_is_continued_with_its_weights(folder):
+    write_store(folder / "other", documents=60)
+    mixture = [{"store": str(folder / "store"), "weight": 3}, {"store": str(folder / "other"), "weight": 1}]
+    changes: dict[str, dict[str, Any]] = {"data": {"store": None, "mixture": mixture}}
+    with open_loader(folder, changes) as loader:
+        state = json.loads(json.dumps(loader.state_dict()))
+    mixture[1]["weight"] = 2
+    with pytest.raises(UserError, match=r"data\.weights = \[3\.0, 1\.0\], this job has \[3\.0, 2\.0\]"):
         open_loader(folder, changes, state=state)
 
 
@@ -142,14 +126,6 @@ def test_a_state_does_not_depend_on_how_settings_are_said(folder):
         assert resumed.changed_data is None
     with pytest.raises(UserError, match=r"packing.max_delay = 16, this job has 3"):
         open_loader(folder, {"packing": {"method": "variable_length", "max_delay": 3}}, state=state)
-
-
-def test_a_state_is_refused_on_other_data(folder, tmp_path):
-    write_store(tmp_path / "store", documents=401)
-    with open_loader(folder) as loader:
-        state = loader.state_dict()
-    with pytest.raises(UserError, match=r"token store = .* set checkpoint\.allow_changed_data = true"):
-        open_loader(tmp_path, state=state)
 
 
 def after(steps: int, loader: StepLoader) -> tuple[dict[str, Any], list[int]]:
@@ -196,75 +172,3 @@ def test_other_data_on_purpose_begin_a_new_epoch_with_new_ids(folder, tmp_path):
     assert min(trained) >= 2 * len(TokenStore.open(folder / "store"))  # documents of its second epoch had been read
     assert max(finished) > len(TokenStore.open(folder / "store"))
     assert [step.plan.step for step in steps] == list(range(5, 5 + len(steps)))
-
-
-def test_unchanged_data_need_no_word(folder):
-    state, _ = after(1, open_loader(folder))
-    with open_loader(folder, {"checkpoint": {"allow_changed_data": True}}, state=state) as loader:
-        assert loader.changed_data is None
-
-
-def test_steps_are_ready_before_training_asks(folder, monkeypatch):
-    read: list[int] = []
-    ready = threading.Event()
-
-    def counting(store: TokenStore, document: int, *place: int) -> np.ndarray:
-        read.append(document)
-        return original(store, document, *place)
-
-    def announce_the_fourth(self: StepPlanner) -> PlannedStep:
-        planned = plan_next(self)
-        if planned.plan.step == 3:
-            ready.set()
-        return planned
-
-    original, plan_next = TokenStore.read, StepPlanner.__next__
-    monkeypatch.setattr(TokenStore, "read", counting)
-    monkeypatch.setattr(StepPlanner, "__next__", announce_the_fourth)
-    with open_loader(folder, {"training": {"prefetch": 1}}):
-        assert ready.wait(10)  # nobody has asked for a step, and the first is read, the fourth planned
-        assert read
-
-
-def test_closing_ends_the_threads(folder):
-    before = threading.active_count()
-    with open_loader(folder) as loader:
-        next(loader)
-        assert threading.active_count() == before + 2
-    assert threading.active_count() == before
-
-
-def test_a_failing_read_reaches_the_training_loop(folder, monkeypatch):
-    def broken(*_: object) -> np.ndarray:
-        raise OSError("input/output error")
-
-    with open_loader(folder) as loader:
-        monkeypatch.setattr(TokenStore, "read", broken)
-        with pytest.raises(OSError, match="input/output error"):
-            list(islice(loader, 10))
-
-
-def test_a_token_outside_the_models_vocabulary_is_named(folder):
-    with (
-        open_loader(folder, {"model": {"vocab_size": VOCABULARY - 1}}) as loader,
-        pytest.raises(UserError, match=rf"token {VOCABULARY - 1} is outside .*model\.vocab_size = {VOCABULARY - 1}"),
-    ):
-        next(loader)
-
-
-def test_a_mixture_continues_on_other_ranks_with_the_same_documents(folder):
-    write_store(folder / "other", documents=60)
-    mixture = [{"store": str(folder / "store"), "weight": 3}, {"store": str(folder / "other"), "weight": 1}]
-    one: dict[str, dict[str, Any]] = {"data": {"store": None, "mixture": mixture}}
-    with open_loader(folder, one) as straight:
-        list(islice(straight, 3))
-        state = json.loads(json.dumps(straight.state_dict()))
-        rest = list(islice(straight, 4))
-    with open_loader(folder, one | {"parallel": {"dp": 2}}, state=state) as resharded:
-        again = list(islice(resharded, 4))
-    assert [sorted(step.plan.segments) for step in again] == [sorted(step.plan.segments) for step in rest]
-    with open_loader(folder, one, state=state) as resumed:
-        assert all(map(same_step, rest, islice(resumed, 4)))
-    mixture[1]["weight"] = 2
-    with pytest.raises(UserError, match=r"data\.weights = \[3\.0, 1\.0\], this job has \[3\.0, 2\.0\]"):
-        open_loader(folder, one, state=state)

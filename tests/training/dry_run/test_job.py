@@ -76,11 +76,6 @@ def test_a_shipped_configuration_runs_as_predicted(path, tmp_path):
         check_predictions(report)
 
 
-def test_what_would_stop_the_job_is_said_at_once(result):
-    (problem,) = result.found.problems
-    assert "missing.idx does not exist" in problem
-
-
 def test_a_rank_that_is_not_in_the_job_is_refused(config):
     with pytest.raises(UserError, match=r"rank 64 is not in a job of 64 ranks; give one from 0 to 63"):
         dry_run(config, 64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.training.distributed import run_ranks
-from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, trainer_of, write_store
+from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, train, trainer_of, write_store
 from wlb.attention import segment_attention
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
@@ -124,10 +123,6 @@ def test_every_layout_finds_the_loss_of_the_documents_alone(world_size: int, fol
             assert evaluation.to_json(3)["buckets"][0]["loss"] is None
 
 
-def _train(config: JobConfig) -> None:
-    trainer_of(config).run()
-
-
 def _rows(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "metrics" / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
@@ -150,7 +145,7 @@ def test_training_is_the_same_to_the_last_bit(
     for name, evaluation in (("with", {"every": 2}), ("without", {"every": 1000})):
         metrics = {"dir": str(tmp_path / name / "metrics")}
         run_ranks(
-            2, _train, _job(folder, preset, parallel=layout, packing=packing, evaluation=evaluation, metrics=metrics)
+            2, train, _job(folder, preset, parallel=layout, packing=packing, evaluation=evaluation, metrics=metrics)
         )
         losses.append([(row["loss"], row["grad_norm"]) for row in read_steps(tmp_path / name)])
     assert losses[0] == losses[1]
@@ -159,26 +154,6 @@ def test_training_is_the_same_to_the_last_bit(
     assert [row["step"] for row in without_rows] == [4]
     assert with_rows[-1]["loss"] == without_rows[-1]["loss"]
     assert len({row["loss"] for row in with_rows}) == 2
-
-
-def test_a_continued_job_has_every_step_once(folder: Path, tmp_path: Path) -> None:
-    def configure(steps: int, every: int) -> JobConfig:
-        return _job(
-            folder,
-            training={"steps": steps, "decay_steps": 6},
-            evaluation={"every": every},
-            metrics={"dir": str(tmp_path / "metrics"), "tensorboard": True},
-            checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 4},
-        )
-
-    run_ranks(1, _train, configure(4, 2))
-    first = _rows(tmp_path)
-    with (tmp_path / "metrics" / "evaluation.jsonl").open("a") as file:
-        file.write(json.dumps(first[0] | {"step": 5}) + "\n")  # of a job that was killed after its last checkpoint
-    run_ranks(1, _train, configure(6, 1))
-    rows = _rows(tmp_path)
-    assert [row["step"] for row in rows] == [2, 4, 5, 6]
-    assert rows[:2] == first
 
 
 def _end_while_evaluating(config: JobConfig, step: int) -> None:
@@ -210,13 +185,17 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(
     )
     run_ranks(2, _end_while_evaluating, config, step)
     assert [row["step"] for row in _rows(tmp_path)] == before
-    run_ranks(2, _train, config)
+    run_ranks(2, train, config)
     assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3]
 
 
-def test_by_default_buckets_grow_fourfold_up_to_the_window(folder: Path) -> None:
+def test_buckets_rise_and_by_default_grow_fourfold_up_to_the_window(folder: Path) -> None:
     boundaries = {window: bucket_boundaries(EvaluationConfig(), window) for window in (128, 4096, 5000)}
     assert boundaries == {128: [256], 4096: [256, 1024, 4096], 5000: [256, 1024, 4096]}
+    with pytest.raises(ValueError, match="must rise"):
+        _job(folder, evaluation={"length_buckets": [64, 16]})
+    with pytest.raises(ValueError, match=r"evaluation\.every needs evaluation\.store"):
+        job(folder, evaluation={"every": 5})
 
 
 def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder: Path) -> None:
@@ -232,14 +211,6 @@ def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder:
     assert scored({"overlong": "drop"}, documents=5) == [(0, 1), (4, WINDOW)]
     with pytest.raises(UserError, match=r"document 2 has 261 tokens, over data.context_window = 128"):
         scored({"overlong": "error"})
-
-
-def test_micro_batches_are_even_by_the_prices_of_the_job(folder: Path) -> None:
-    config = _job(folder)
-    job = Job.from_config(config, "cpu", vocab_size=VOCABULARY)
-    for plan in HeldOut(config.evaluation, job).plans:
-        for micro_batch in plan.micro_batches:
-            assert micro_batch.workload == pytest.approx(job.packing_prices.document_seconds(micro_batch.lengths).sum())
 
 
 def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path, tmp_path: Path) -> None:
@@ -263,29 +234,6 @@ def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path
     stores = {"data": {"store": str(tmp_path / "ours")}, "evaluation": {"store": str(tmp_path / "theirs")}}
     with pytest.raises(UserError, match=r"another tokenizer than .*ours of \[data\]"):
         check_job(_job(folder, **stores), 1)
-
-
-def _train_on_held_out_documents_that_change(config: JobConfig, tokens: Path) -> None:
-    trainer = trainer_of(config)
-    written = tokens.stat()
-    os.utime(tokens, ns=(written.st_atime_ns, written.st_mtime_ns + 1))
-    with pytest.raises(UserError, match=r"held_out\.bin changed while it was in use: it had .*, now it has .*"):
-        trainer.run()
-
-
-def test_held_out_documents_that_change_are_not_scored(folder: Path, tmp_path: Path) -> None:
-    write_held_out(tmp_path / "held_out")
-    metrics = {"dir": str(tmp_path / "metrics")}
-    config = _job(folder, evaluation={"store": str(tmp_path / "held_out"), "every": 1}, metrics=metrics)
-    run_ranks(1, _train_on_held_out_documents_that_change, config, tmp_path / "held_out.bin")
-    assert not (tmp_path / "metrics" / "evaluation.jsonl").exists()
-
-
-def test_settings_that_mean_nothing_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"evaluation\.every needs evaluation\.store"):
-        job(folder, evaluation={"every": 5})
-    with pytest.raises(ValueError, match="must rise"):
-        _job(folder, evaluation={"length_buckets": [64, 16]})
 
 
 def test_a_store_without_a_vocabulary_is_looked_at_before_the_start(folder: Path, tmp_path: Path) -> None:

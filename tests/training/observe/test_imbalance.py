@@ -12,34 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from wlb.training.observe.imbalance import RankStep, RankSteps, imbalance_of, rank_steps
+from tests.cases import in_turn
+from tests.training.observe.rows import rows_of
+from wlb.training.observe.imbalance import imbalance_of
 
 SIZES = st.integers(1, 3)
-
-
-def rows_of(measured: NDArray[np.float64], predicted: NDArray[np.float64] | None = None) -> RankSteps:
-    """What ranks would exchange, from seconds of each micro-batch, shape (pp, dp, cp, tp, micro_batches)."""
-    rows = []
-    for p, d, c, t in np.ndindex(measured.shape[:4]):
-        in_tp = measured[p, d, c].max(axis=0)
-        in_cp = measured[p, d].max(axis=(0, 1))
-        foreseen = measured if predicted is None else predicted
-        foreseen_cp = foreseen[p, d].max(axis=(0, 1))
-        rows.append(
-            RankStep(
-                loss_share=0.0,
-                data_wait_seconds=0.0,
-                predicted_seconds=foreseen[p, d, c, t].sum(),
-                predicted_cp_seconds=foreseen_cp.sum(),
-                predicted_largest_seconds=foreseen_cp.max(),
-                compute_seconds=measured[p, d, c, t].sum(),
-                tp_seconds=in_tp.sum(),
-                cp_seconds=in_cp.sum(),
-                largest_seconds=in_cp.max(),
-                core_wait_seconds=0.0,
-            )
-        )
-    return rank_steps(np.array(rows))
 
 
 def measured_of(seconds: NDArray[np.float64]) -> dict[str, Any]:
@@ -56,7 +33,7 @@ def test_factors_multiply_to_slowest_over_mean(seconds):
     assert product == pytest.approx(slowest / seconds.sum(axis=-1).mean())
 
 
-@pytest.mark.parametrize(("axis", "name"), list(enumerate(["pp", "dp", "cp", "tp", "micro_batches"])))
+@in_turn(("axis", "name"), list(enumerate(["pp", "dp", "cp", "tp", "micro_batches"])))
 def test_one_uneven_dimension_shows_in_its_own_factor(axis, name):
     shape = [2, 2, 2, 2, 2]
     uneven = np.ones(shape)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.training.terminal import Terminal
 from wlb.training.runtime.console import flush, meanwhile, say, show_meanwhile
 
 
@@ -25,11 +26,6 @@ def test_what_shows_while_one_waits_leaves_no_trace_on_a_terminal_and_none_at_al
     erase = "\r\x1b[K"
     assert shown(Terminal()) == f"{erase}checking{erase}{erase}starting{erase}step 1\n"
     assert shown(io.StringIO()) == "step 1\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_lines_are_lost_where_the_reader_has_ended(monkeypatch: pytest.MonkeyPatch):

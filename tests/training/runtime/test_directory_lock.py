@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.training.jobs import job
@@ -35,9 +33,3 @@ def test_a_directory_that_rank_0_does_not_hold_is_not_shared(tmp_path):
         check_shared(config)
     with directories_of(config):
         check_shared(config)
-
-
-def test_a_file_in_the_way_is_named(tmp_path: Path):
-    (tmp_path / "metrics").touch()
-    with pytest.raises(UserError, match=r"metrics\.dir .* cannot be written"), directories_of(job(tmp_path)):
-        pass

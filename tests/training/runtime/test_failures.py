@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import in_turn
 from wlb.errors import UserError
 from wlb.training.runtime.failures import (
     Ending,
@@ -25,63 +26,43 @@ def failure(status: int, text: str | None = None, time: float = 0.0) -> RankFail
     return RankFailure(77, status, text, time)
 
 
-def test_a_killed_rank_explains_why_others_lost_their_peer():
-    ending = explain_failures(
-        {0: failure(1, "RuntimeError: connection closed", time=1), 1: failure(-signal.SIGKILL, time=2)}
-    )
-    assert ending == Ending(
-        cause="rank 1 (process 77) was killed by SIGKILL",
-        text="wlb: error: rank 1 (process 77) was killed by SIGKILL; all ranks were stopped",
-        status=1,
-        restart=True,
-    )
+LOST = failure(1, "RuntimeError: connection closed", time=1)
+KILLED = "rank 1 (process 77) was killed by SIGKILL"
+HUNG = "no progress for 3 s: rank 2 does not answer"
+SAVED = "wlb: terminated after step 7; checkpoint saved"
 
 
-def test_a_hung_job_is_told_by_the_rank_that_found_out_and_may_start_again():
-    ending = explain_failures(
-        {
-            0: failure(1, "RuntimeError: connection closed", time=1),
-            1: failure(124, "wlb: error: no progress for 3 s: rank 2 does not answer", time=2),
-        }
-    )
-    assert ending.cause == "no progress for 3 s: rank 2 does not answer"
-    assert ending.text == f"wlb: error: {ending.cause}"
-    assert (ending.status, ending.restart) == (124, True)
+@in_turn(
+    ("failures", "ending"),
+    [
+        (
+            {0: LOST, 1: failure(-signal.SIGKILL, time=2)},
+            Ending(KILLED, f"wlb: error: {KILLED}; all ranks were stopped", 1, restart=True),
+        ),
+        (
+            {0: LOST, 1: failure(124, f"wlb: error: {HUNG}", time=2)},
+            Ending(HUNG, f"wlb: error: {HUNG}", 124, restart=True),
+        ),
+        ({0: failure(143, SAVED), 1: failure(143, SAVED)}, Ending(SAVED.removeprefix("wlb: "), "", 143)),
+        ({1: failure(143, SAVED)}, Ending(SAVED.removeprefix("wlb: "), SAVED, 143)),
+        (
+            {0: LOST, 1: failure(2, "wlb: error: correct the config", time=5)},
+            Ending("correct the config", "wlb: error: correct the config", 2),
+        ),
+    ],
+)
+def test_the_failure_that_caused_the_others_is_told(failures: dict[int, RankFailure], ending: Ending):
+    assert explain_failures(failures) == ending
 
 
-def test_a_signal_without_a_name_is_told_by_its_number():
-    assert explain_failures({0: failure(-(signal.SIGRTMIN + 3))}).cause.endswith(
-        f"was killed by signal {signal.SIGRTMIN + 3}"
-    )
-
-
-def test_a_rank_that_a_user_interrupted_is_not_started_again():
-    assert not explain_failures({0: failure(-signal.SIGINT)}).restart
-
-
-def test_a_terminated_job_is_told_once_and_not_started_again():
-    words = "wlb: terminated after step 7; checkpoint saved"
-    assert explain_failures({0: failure(143, words), 1: failure(143, words)}) == Ending(
-        "terminated after step 7; checkpoint saved", "", 143
-    )
-    assert explain_failures({1: failure(143, words)}).text == words
-
-
-def test_a_users_mistake_is_told_in_its_own_words():
-    ending = explain_failures(
-        {0: failure(1, "RuntimeError: connection closed"), 1: failure(2, "wlb: error: correct the config", time=5)}
-    )
-    assert ending == Ending("correct the config", "wlb: error: correct the config", 2)
-
-
-def test_the_earliest_error_is_told_with_its_rank():
+def test_what_ended_a_rank_is_told_with_the_rank():
     ending = explain_failures({0: failure(1, "later", time=9), 3: failure(1, "first", time=4)})
     assert (ending.status, ending.restart) == (1, False)
     assert ending.text.splitlines() == ["first", "wlb: rank 3 failed as above; all ranks were stopped"]
-
-
-def test_a_silent_exit_is_not_passed_over():
     assert "rank 0 exited with status 7" in explain_failures({0: failure(7)}).text
+    unnamed = explain_failures({0: failure(-(signal.SIGRTMIN + 3))})
+    assert unnamed.cause.endswith(f"was killed by signal {signal.SIGRTMIN + 3}")
+    assert not explain_failures({0: failure(-signal.SIGINT)}).restart  # a user interrupted it
 
 
 def test_a_record_that_is_missing_or_half_written_is_none(tmp_path):

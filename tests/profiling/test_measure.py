@@ -1,7 +1,7 @@
 """Profiles measured on this machine: complete, consistent, and of the work they claim; nothing about speed."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +16,7 @@ from wlb.profiling import (
     prediction_errors,
     tensor_parallel_shard,
 )
-from wlb.profiling.measure import Piece, held_out_sizes, profiled_sizes
-from wlb.profiling.timing import Case, Effort, ProcessClock, measure_in_turns
+from wlb.profiling.measure import held_out_sizes, profiled_sizes
 from wlb.profiling.workbench import Workbench
 from wlb.workload import make_workload, model_shape
 from wlb.workload.profile import read_profile, write_profile
@@ -53,15 +52,11 @@ def test_a_measured_profile_survives_its_file_and_prices_more_work_higher(measur
     assert profile.attention.tokens[-1] == profile.linear.tokens[-1] == 256
 
 
-def test_progress_ends_where_it_said(measured):
-    _, _, reports = measured
+def test_what_was_held_out_is_not_in_the_profile(measured):
+    profile, held_out, reports = measured
     done, total = zip(*reports, strict=True)
     assert done == tuple(range(1, len(done) + 1))
     assert done[-1] == total[-1]
-
-
-def test_what_was_held_out_is_not_in_the_profile(measured):
-    profile, held_out, _ = measured
     sizes = held_out.sizes
     assert not set(sizes.documents) & set(profile.attention.tokens)
     for result, expected in (
@@ -141,53 +136,6 @@ def test_the_work_is_the_trainers_own():
     assert share == 1
 
 
-def test_measuring_takes_turns_and_keeps_medians():
-    class Ticks(ProcessClock):
-        name = "ticks"
-        now = 0.0
-
-        def get_ready(self, case, calls):
-            raise AssertionError("these calls are long")
-
-        def mark(self):
-            return self.now
-
-    clock, calls = Ticks(), []
-
-    def case(name, forward, backward):
-        def advance(seconds):
-            calls.append(name)
-            clock.now += seconds
-
-        return Case(lambda: advance(forward), lambda _: advance(backward))
-
-    cases = {"long": case("long", 1.0, 2.0), "longer": case("longer", 4.0, 8.0)}
-    timings = measure_in_turns(cases, clock, Effort(0.0, fewest_rounds=3), lambda done, total: None)
-    assert (timings["long"].forward, timings["long"].backward, timings["longer"].both) == (1.0, 2.0, 12.0)
-    assert calls == ["long", "long", "longer", "longer"] * 4
-
-
-def test_short_calls_are_timed_after_getting_ready():
-    class Ready(ProcessClock):
-        name = "ready"
-        prepared: ClassVar[list[int]] = []
-
-        def get_ready(self, case, calls):
-            self.prepared.append(calls)
-
-        def mark(self):
-            return 0.0
-
-        def seconds(self, begin, end):
-            return 1e-6
-
-    clock = Ready()
-    measure_in_turns(
-        {"short": Case(lambda: None, lambda _: None)}, clock, Effort(0.0, fewest_rounds=2), lambda done, total: None
-    )
-    assert clock.prepared == [20, 20]
-
-
 def test_a_shape_is_divided_by_tp_or_refused():
     assert tensor_parallel_shard(TINY, 2) == replace(TINY, heads=2, kv_heads=1, ffn_hidden=176, vocab_size=256)
     refused: list[tuple[dict[str, Any], str]] = [
@@ -199,7 +147,3 @@ def test_a_shape_is_divided_by_tp_or_refused():
     for change, message in refused:
         with pytest.raises(UserError, match=message):
             tensor_parallel_shard(replace(TINY, **change), 4)
-
-
-def test_a_piece_counts_its_queries():
-    assert Piece(96, 128).tokens == 32

@@ -1,0 +1,239 @@
+"""Unmodified Hugging Face models under our attention, against one document at a time in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from tests.cases import in_turn
+from tests.integrations.huggingface.models import (
+    DOCUMENTS,
+    EXPERTS,
+    FAMILIES,
+    gradient,
+    model,
+    relative,
+    single_gradient,
+    transformers,
+)
+from tests.training.distributed import run_ranks
+from wlb.errors import UserError
+from wlb.integrations.checks import check_packing
+from wlb.integrations.huggingface import (
+    check_batch,
+    context_parallel_group,
+    context_parallel_share,
+    model_shape_of,
+    register_attention,
+)
+from wlb.integrations.packed import FlatteningCollator, packed_batches
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_train_as_single_ones(family: str):
+    packed = model(family)
+    register_attention(packed)
+    batch = FlatteningCollator()(DOCUMENTS)
+    packed(**batch, num_items_in_batch=1).loss.backward()
+    assert relative(gradient(packed), single_gradient(family)) < 1e-7  # transformers takes the loss in float32
+    assert check_batch(packed, batch).passed
+
+
+def _loop_gradient(documents: list[Any], window: int = 64, group: Any = None, **sizes: Any) -> torch.Tensor:
+    """Of the loop in the README, summed over all steps of the loss over their labelled tokens."""
+    packed = model("Mistral", sliding_window=window)
+    register_attention(packed, group=group)
+    for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
+        for batch in step.batches:
+            batch.loss(packed(**batch.hf_kwargs()).logits[0], summed=True).backward()
+    return gradient(packed)
+
+
+def _loop_oracle(documents: list[Any], window: int = 64, **sizes: Any) -> torch.Tensor:
+    """The same, one document at a time by transformers' own attention."""
+    oracle = model("Mistral", sliding_window=window)
+    for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
+        for segment in step.plan.segments:
+            ids = torch.tensor(documents[segment.document]["input_ids"])
+            scores = oracle(input_ids=ids[None]).logits[0, :-1]
+            (torch.nn.functional.cross_entropy(scores, ids[1:], reduction="sum") / step.loss_tokens).backward()
+    return gradient(oracle)
+
+
+@pytest.mark.parametrize("window", [64, 4096], ids=["documents over the window", "Mistral's default"])
+def test_the_loop_of_the_readme_trains_as_single_documents(window: int):
+    found = _loop_gradient(DOCUMENTS, window, micro_batches=1)
+    assert relative(found, _loop_oracle(DOCUMENTS, window, micro_batches=1)) < 1e-12
+
+
+def test_packed_documents_train_as_single_ones_under_autocast():
+    packed = model().float()
+    register_attention(packed)
+    with torch.autocast("cpu", torch.bfloat16):  # queries and keys come in float32 and values do not
+        assert 0 < check_batch(packed, FlatteningCollator()(DOCUMENTS)).gradient_error < 2e-2
+
+
+SHARED = (
+    ("Llama", "hybrid", "of the model"),
+    ("Llama", "per_document", "of labels"),
+    ("Llama", "per_sequence", "of the model"),
+    ("Llama", "elastic", "of the model"),
+    ("Qwen3", "hybrid", "of labels"),
+    ("Mistral", "per_document", "of the model"),
+    ("DeepseekV3", "hybrid", "of the model"),
+)
+LOOPS = (DOCUMENTS, DOCUMENTS[1:2])  # under hybrid sharding one rank has nothing of the second
+
+
+def _context_parallel_gradients() -> tuple[list[torch.Tensor], tuple[float, bool], list[torch.Tensor]]:
+    group = context_parallel_group(2)
+    loops = [_loop_gradient(documents, group=group, micro_batches=1, cp=2) for documents in LOOPS]
+    for total in loops:
+        dist.all_reduce(total)
+    return [_context_parallel_gradient(group, *case) for case in SHARED], _check_of_sharded_weights(), loops
+
+
+def _check_of_sharded_weights() -> tuple[float, bool]:
+    """The check's error under FSDP2, and whether it leaves no gradient behind."""
+    sharded = model()
+    register_attention(sharded)
+    fully_shard(sharded)
+    batches = [FlatteningCollator()(documents) for documents in (DOCUMENTS, *([one] for one in DOCUMENTS))]
+    packed, *singles = (lambda batch=batch: sharded(**batch, num_items_in_batch=1).loss for batch in batches)
+    error = check_packing(sharded, packed, singles, sharded=True).gradient_error
+    return error, all(parameter.grad is None for parameter in sharded.parameters())
+
+
+def _context_parallel_gradient(group: Any, family: str, sharding: str, loss: str) -> torch.Tensor:
+    packed = model(family)
+    register_attention(packed, group=group)
+    for documents in LOOPS:
+        batch = context_parallel_share(FlatteningCollator()(documents), 2, dist.get_rank(), sharding)
+        output = packed(**batch, num_items_in_batch=1)
+        if loss == "of labels":  # as compute_loss_func gets them, and label smoothing: still to be shifted
+            scores, labels = output.logits[0, :-1], batch["labels"][0, 1:]
+            torch.nn.functional.cross_entropy(scores, labels, reduction="sum").backward()
+        else:
+            output.loss.backward()
+    total = gradient(packed)
+    dist.all_reduce(total)
+    return total
+
+
+def test_context_parallel_ranks_train_an_unmodified_model():
+    expected = {family: single_gradient(family, [*DOCUMENTS, DOCUMENTS[1]]) for family, *_ in SHARED}
+    of_loops = [_loop_oracle(documents, micro_batches=1) for documents in LOOPS]
+    for totals, (sharded_error, restored), loops in run_ranks(2, _context_parallel_gradients):
+        assert max(map(relative, loops, of_loops)) < 1e-12
+        assert sharded_error < 1e-7
+        assert restored
+        errors = {case: relative(total, expected[case[0]]) for case, total in zip(SHARED, totals, strict=True)}
+        assert max(errors.values()) < 1e-7, errors
+
+
+def test_what_would_silently_train_something_else_is_refused():
+    packed = model()
+    register_attention(packed)
+    batch = FlatteningCollator()(DOCUMENTS)
+    rows = {"input_ids": torch.zeros(2, 545, dtype=torch.int64), "cu_seq_lens_q": batch["cu_seq_lens_q"]}
+    for given, message in (
+        (batch | {"attention_mask": torch.ones(1, 545)}, r"attention_mask of shape \(1, 545\)"),
+        ({name: value for name, value in batch.items() if name != "cu_seq_lens_q"}, "no cu_seq_lens_q"),
+        (rows, "a batch of 2 rows"),
+    ):
+        with pytest.raises(UserError, match=message):
+            packed(**given)
+
+
+def test_caches_and_dropout_are_refused():
+    with pytest.raises(UserError, match="use_cache = True"):
+        register_attention(model(use_cache=True))
+    batch = FlatteningCollator()(DOCUMENTS)
+    dropping = model(attention_dropout=0.1)
+    register_attention(dropping)
+    with pytest.raises(UserError, match=r"attention_dropout = 0.1"):
+        dropping(**batch)
+    cached = model(attention="wlb")
+    before = cached(**batch | {"use_cache": True})
+    with pytest.raises(UserError, match="there is a cache"):
+        cached(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=before.past_key_values, use_cache=True)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Llama4"])
+def test_a_model_that_trains_packed_generates_and_takes_padded_batches_without_gradients(family: str):
+    packed, usual = model(family), model(family)
+    register_attention(packed)
+    ids = torch.tensor([DOCUMENTS[2]["input_ids"][:40], [0] * 10 + DOCUMENTS[3]["input_ids"][:30]])
+    padded = {"input_ids": ids, "attention_mask": (torch.arange(40) >= torch.tensor([[0], [10]])).long()}
+    together = FlatteningCollator()(DOCUMENTS)
+    by_positions = {name: together[name] for name in ("input_ids", "position_ids")}
+    for of_model in (packed.eval(), usual.eval()):
+        of_model.generation_config.update(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for use_cache in (True, False):
+        assert torch.equal(*(one.generate(**padded, use_cache=use_cache) for one in (packed, usual)))
+    with torch.no_grad():
+        for batch in (padded, by_positions, together):
+            found, expected = (one(**{"use_cache": False} | batch).logits for one in (packed, usual))
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        with pytest.raises(UserError, match="attention_mask of shape"):
+            packed(**together, attention_mask=torch.ones(1, 545))
+
+
+@in_turn(
+    ("family", "settings", "message"),
+    [
+        ("Bloom", {}, "BloomForCausalLM does not say that it attends through"),
+        ("Mamba", {}, "MambaForCausalLM has layers of"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2ForCausalLM has layers of conv"),
+        ("Llama4", {"attention_chunk_size": 128}, "a document has 300 tokens, over the 128 of"),
+        ("Gemma2", {"head_dim": 8}, "softcap = 50.0 is not supported"),
+        ("GptOss", {"head_dim": 8, **EXPERTS}, r"s_aux of shape \(4,\) is not supported"),
+        ("Llama", {"is_causal": False}, "attention that is not causal"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_exactly_is_refused(family: str, settings: dict[str, Any], message: str):
+    of_family = model(family, None, **settings)
+
+    def train_packed() -> None:
+        register_attention(of_family)
+        of_family(**FlatteningCollator()(DOCUMENTS))
+
+    with pytest.raises(UserError, match=message):
+        train_packed()
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+BY_LENGTH: dict[str, dict[str, Any]] = {
+    "Phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, "pad_token_id": 0},
+    "Llama": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        "max_position_embeddings": 128,
+    },
+}
+
+
+@in_turn("family", BY_LENGTH)
+def test_documents_that_change_the_rotary_scaling_of_others_are_refused(family: str):
+    scaled = model(family, **BY_LENGTH[family])
+    register_attention(scaled)
+    message = "a document has 300 tokens, and past 128 the model's rotary scaling, (longrope|dynamic), changes"
+    packed = FlatteningCollator()(DOCUMENTS)
+    with pytest.raises(UserError, match=message):
+        scaled(**packed)
+    with pytest.raises(UserError, match=message):
+        check_batch(scaled, packed)
+    assert check_batch(scaled, FlatteningCollator()(DOCUMENTS[1:])).gradient_error < 1e-7
+
+
+def test_documents_are_priced_for_the_model():
+    shape = model_shape_of(model().config)
+    assert (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (32, 2, 4, 2, 8)
+    gemma = transformers.Gemma3TextConfig(
+        layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6
+    )
+    assert model_shape_of(gemma).full_attention_every == 6
+    assert model_shape_of(transformers.Phi3Config()).layers == 32  # of no family that is known: a dense decoder

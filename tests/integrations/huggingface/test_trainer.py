@@ -1,0 +1,513 @@
+"""A balanced ``Trainer``: the weights of one document at a time, exact resuming, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cases import in_turn
+from tests.integrations.huggingface.models import (
+    DATA,
+    EXPERTS,
+    LENGTHS,
+    SIZES,
+    arguments,
+    balanced_trainer,
+    model,
+    relative,
+    transformers,
+)
+from tests.training.distributed import run_ranks
+from wlb.attention import segment_attention
+from wlb.errors import UserError
+from wlb.integrations.batches import PlannedBatchSampler
+from wlb.integrations.huggingface import balanced, model_shape_of, register_attention
+from wlb.integrations.huggingface.resuming import TrainedBatches
+from wlb.integrations.packed import FlatteningCollator
+
+pytest.importorskip("accelerate")
+
+
+class Recording(FlatteningCollator):
+    """Also writes down which documents went through, after those of the check."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def forget_the_check(self) -> Any:
+        collator = self
+
+        class Callback(transformers.TrainerCallback):
+            def on_epoch_begin(self, *positional: Any, **arguments: Any) -> None:
+                collator.seen.clear()
+
+        return Callback()
+
+    def __call__(self, documents: Any) -> dict[str, Any]:
+        self.seen += [document["number"] for document in documents]
+        return super().__call__(documents)
+
+
+def train(
+    folder: str, resume: bool | str = False, planning: dict[str, Any] | None = None, **settings: Any
+) -> tuple[torch.Tensor, list[int], Any]:
+    """Weights afterwards, the documents of this process, and what the monitor measured."""
+    packed = model()
+    register_attention(packed)
+    collator = Recording()
+    trainer = balanced_trainer(
+        folder, packed, DATA, collator, planning={"monitor": True, **(planning or {})}, **settings
+    )
+    trainer.add_callback(collator.forget_the_check())
+    trainer.train(resume_from_checkpoint=resume)
+    weights = torch.cat([parameter.detach().flatten() for parameter in packed.parameters()])
+    assert len(trainer.balance_monitor.predicted) == len(trainer.balance_monitor.measured)
+    return weights, collator.seen, trainer.state.global_step
+
+
+def one_at_a_time(epochs: int, smoothing: float = 0.0, **planning: Any) -> torch.Tensor:
+    """The same steps of plain SGD, a document at a time in one process, by transformers' own attention."""
+    oracle = model()
+    settings: dict[str, Any] = {"context_window": 128, "micro_batches": 2, "hardware": "cpu", "seed": 42}
+    planned = PlannedBatchSampler(LENGTHS, epochs=epochs, model=model_shape_of(oracle.config), **settings | planning)
+    for plan in planned.steps():
+        oracle.zero_grad()
+        for segment in plan.segments:
+            ids = torch.tensor([DATA[segment.document % len(DATA)]["input_ids"]])
+            labelled = sum(s.length - 1 for s in plan.segments)
+            scores = oracle(input_ids=ids).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(scores, ids[0, 1:], reduction="sum", label_smoothing=smoothing)
+            (loss / labelled).backward()
+        with torch.no_grad():
+            for parameter in oracle.parameters():
+                parameter -= 1e-3 * parameter.grad
+    return torch.cat([parameter.detach().flatten() for parameter in oracle.parameters()])
+
+
+def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_path: Path):
+    save: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
+    weights, seen, steps = train(str(tmp_path / "whole"), **save)
+    assert Counter(seen) == dict.fromkeys(range(len(DATA)), 2)
+    assert relative(weights, one_at_a_time(2)) < 1e-7
+    # A loader with workers is ahead of what a checkpoint has trained.
+    train(str(tmp_path / "ahead"), **save, dataloader_num_workers=2, max_steps=7)
+    again, rest, of_all = train(str(tmp_path / "ahead"), resume=str(tmp_path / "ahead" / "checkpoint-5"))
+    assert torch.equal(again, weights)
+    assert of_all == steps
+    assert len(rest) < len(seen)
+
+
+def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):
+    for settings, samples in (({}, 2 * len(DATA)), ({"num_train_epochs": 3}, 3 * len(DATA))):
+        trainer = balanced_trainer(tmp_path, **settings)
+        values: Any = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+        assert values[3] == samples
+
+
+def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
+    few, none = [], []
+    for ids in (document["input_ids"] for document in DATA[:8]):
+        padded = {"input_ids": [*ids, 0], "attention_mask": [1] * len(ids) + [0]}
+        few.append(padded | {"completion_mask": [0] * (len(ids) - 2) + [1] * 3})
+        none.append(padded | {"completion_mask": [0] * (len(ids) + 1)})
+    for documents in (few, none):
+        packed, oracle = model(), model()
+        register_attention(packed)
+        trainer = balanced_trainer(tmp_path, packed, documents, num_train_epochs=1, gradient_accumulation_steps=8)
+        assert trainer.train_sampler.micro_batches_of_steps() == [8]
+        trainer._set_signature_columns_if_needed()
+        assert {"completion_mask", "loss_mask", "length"} < {*trainer._signature_columns}
+        with nullcontext() if documents is few else pytest.warns(UserWarning, match="a step has no labelled token"):
+            trainer.train()
+        for document in few if documents is few else []:
+            ids = torch.tensor([document["input_ids"][:-1]])
+            labels = ids.where(torch.tensor([document["completion_mask"][:-1]]) > 0, -100)
+            oracle(input_ids=ids, labels=labels, num_items_in_batch=2 * len(few)).loss.backward()
+        for trained, expected in zip(packed.parameters(), oracle.parameters(), strict=True):
+            change = 0 if expected.grad is None else 1e-3 * expected.grad
+            torch.testing.assert_close(trained, expected - change, rtol=1e-9, atol=1e-9)
+
+
+def test_a_trainer_resumes_with_other_settings_and_loses_nothing(two_processes: list[FoundByRank], tmp_path: Path):
+    one, other = two_processes
+    seen = Counter([*one.first, *one.apart, *other.apart, *one.together])
+    folder, save = str(tmp_path), {**SAVING, "gradient_accumulation_steps": 4}
+    shutil.copytree(one.folder, folder, dirs_exist_ok=True)
+    seen.update(train(folder, True, **save, max_steps=12, save_only_model=True)[1])
+    elastic = {"context_window": 160, "preset": "elastic", "pool": 1, "pool_micro_batches": 3}
+    seen.update(train(folder, True, elastic, **save)[1])
+    assert seen == dict.fromkeys(range(len(DATA)), 2)
+
+
+def test_a_last_step_of_more_micro_batches_is_several_of_the_trainers_and_loses_nothing():
+    lengths = [21, 25, 13, 16, 32, 26, 32, 13]
+    sampler = PlannedBatchSampler(lengths, context_window=32, model="tiny", micro_batches=2, dp=2, epochs=2)
+    assert sampler.micro_batches_of_steps() == [2, 3]
+    batches = TrainedBatches(sampler, max_steps=-1)
+    assert Counter(index for batch in batches for index in batch) == Counter([*range(8)] * 2)
+    assert batches.state_after(1) is not None
+    assert batches.state_after(2) is None  # the last micro-batches are still to come
+    assert batches.state_after(3) is not None
+
+
+def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):
+    folder = str(tmp_path)
+    train(folder, save_strategy="steps", save_steps=2, max_steps=2)
+    with pytest.raises(UserError, match="saved with seed = 42, this run has 7; continue with what it was saved with"):
+        train(folder, True, seed=7)
+    state = tmp_path / "checkpoint-2" / "trainer_state.json"
+    plain = json.loads(state.read_text())
+    del plain["stateful_callbacks"]["BalancedState"]
+    state.write_text(json.dumps(plain))  # as another Trainer saves it
+    with pytest.raises(UserError, match="checkpoint-2 does not say which documents were trained"):
+        train(folder, True)
+
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+PLANNINGS: tuple[tuple[dict[str, Any], int, float], ...] = (  # planning, readers of a document, label smoothing
+    ({}, 1, 0.0),
+    ({"cp": 2}, 2, 0.1),
+    ({"preset": "elastic", "pool": 2, "pool_micro_batches": 3}, 2, 0.0),
+)
+
+
+class FoundByRank(NamedTuple):
+    """What one of two processes found."""
+
+    trained: list[tuple[torch.Tensor, list[int], int]]
+    # A job in ``folder``, step by step: documents of three steps of one process, of three with a share for each rank,
+    # and of three in which both share every micro-batch.
+    folder: str
+    first: list[int]
+    apart: list[int]
+    together: list[int]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[FoundByRank]:
+    """One start for all tests, as importing transformers takes a process seconds."""
+    folder = str(tmp_path_factory.mktemp("resumed"))
+    first = train(folder, **SAVING, max_steps=3)[1]
+    return run_ranks(2, _find_on_a_rank, str(tmp_path_factory.mktemp("trained")), folder, first)
+
+
+def _find_on_a_rank(folder: str, resumed: str, first: list[int]) -> FoundByRank:
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    trained = _train_on_a_rank(folder)
+    apart = train(resumed, True, **SAVING, max_steps=6)[1]
+    dist.barrier()  # the checkpoint is there
+    together = train(resumed, True, {"cp": 2}, **SAVING, max_steps=9)[1]
+    return FoundByRank(trained, resumed, first, apart, together)
+
+
+def _train_on_a_rank(folder: str) -> list[tuple[torch.Tensor, list[int], int]]:
+    with pytest.raises(UserError, match=r"would train different plans: digest of lengths .* differ"):
+        # Before the check, in which other documents would be other collectives.
+        balanced_trainer(folder, documents=DATA[dist.get_rank() :][:80]).train()
+    for trainer_class in (ForgetsProcesses, RemembersProcesses):
+        trainer = balanced_trainer(folder, base=trainer_class, max_steps=1)
+        with (
+            pytest.raises(UserError, match=r"compute_loss divides by num_items_in_batch.* be 2 times too small")
+            if trainer_class is ForgetsProcesses
+            else nullcontext()
+        ):
+            trainer.train()
+        assert trainer.state.global_step == (trainer_class is RemembersProcesses)
+    return [
+        train(folder, planning=planning, label_smoothing_factor=smoothing, num_train_epochs=1)
+        for planning, _, smoothing in PLANNINGS
+    ]
+
+
+def test_two_processes_train_as_one(two_processes: list[FoundByRank]):
+    ranks = zip(*(of_rank.trained for of_rank in two_processes), strict=True)
+    for (planning, readers, smoothing), results in zip(PLANNINGS, ranks, strict=True):
+        expected = one_at_a_time(1, smoothing, **planning | {"dp": 2 // planning.get("cp", 1)})
+        for weights, _, _ in results:
+            assert relative(weights, expected) < 1e-7, planning
+        seen = Counter(document for _, documents, _ in results for document in documents)
+        assert seen == dict.fromkeys(range(len(DATA)), readers)  # ranks that share micro-batches read the same
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+@in_turn(
+    ("settings", "change", "message"),
+    [
+        ({"num_train_epochs": 1.5}, {}, "num_train_epochs = 1.5"),
+        ({"save_strategy": "epoch"}, {}, 'save_strategy = "epoch"'),
+        ({"use_cache": True}, {"use_cache": True}, "use_cache = True"),
+        ({"train_sampling_strategy": "group_by_length"}, {}, 'train_sampling_strategy = "group_by_length"'),
+        ({"ignore_data_skip": True}, {}, "ignore_data_skip = True"),
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha = 5.0: NEFTune divides its noise by the root of"),
+        ({}, {"family": "Bloom", "attention": None}, "BloomForCausalLM does not say that it attends"),
+        ({}, {"accepts_loss_kwargs": False}, "takes no num_items_in_batch"),
+        (
+            {},
+            {"rope_parameters": DYNAMIC, "max_position_embeddings": 64},
+            "past 64 the model's rotary scaling, dynamic",
+        ),
+    ],
+)
+def test_a_trainer_refuses_what_breaks_packing(
+    tmp_path: Path, settings: dict[str, Any], change: dict[str, Any], message: str
+):
+    packed = model(**change)
+    packed.accepts_loss_kwargs = change.get("accepts_loss_kwargs", True)
+    with pytest.raises(UserError, match=message):
+        balanced_trainer(tmp_path, packed, **settings)
+
+
+class Table(list[dict[str, Any]]):
+    """The part of ``datasets.Dataset`` that a Trainer uses which removes no columns."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(super().__getitem__(0))
+
+    def __getitem__(self, key: Any) -> Any:
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(("factor", "added"), [(1, 0), (4, 0), (1, 1)], ids=["tokens", "characters", "padded tokens"])
+def test_a_column_of_lengths_is_held_to_the_documents(tmp_path: Path, factor: int, added: int, check: bool):
+    rows: Any = Table(
+        {"input_ids": [5] * tokens + [0] * added, "attention_mask": [1] * tokens + [0] * added}
+        | {"length": factor * tokens + added, "text": "as long as it is"}
+        for tokens in (20, 9, 31, 14)
+    )
+    installed = importlib.util.find_spec("datasets") is not None
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 1, "remove_unused_columns": installed}
+    rows = importlib.import_module("datasets").Dataset.from_list(rows) if installed else rows
+    trainer = balanced_trainer(tmp_path, None, rows, planning={"check": check}, **settings)
+    right, message = (factor, added) == (1, 0), r"a document has \d+ tokens, and \d+ by the data set's column length"
+    with nullcontext() if right else pytest.raises(UserError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == right
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_collator_that_pads_documents_to_rows_is_refused(tmp_path: Path, check: bool):
+
+    def padding(documents: Any) -> dict[str, Any]:
+        rows = [torch.tensor(document["input_ids"]) for document in documents]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
+
+    trainer = balanced_trainer(tmp_path, None, DATA, padding, planning={"check": check})
+    with pytest.raises(UserError, match=r"the data collator padding makes \d+ padded rows of documents"):
+        trainer.train()
+
+
+def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):
+    given = arguments(str(tmp_path), num_train_epochs=3, max_steps=2)
+    alone = [{"input_ids": [5] * 128}] * 6  # no micro-batch has several, in a stream that does not end
+    trainer = balanced(transformers.Trainer, context_window=128)(model(), given, None, alone)
+    trainer.train()
+    assert (given.num_train_epochs, trainer.state.global_step) == (3, 2)
+    trainer.args.gradient_accumulation_steps = 4
+    with pytest.raises(UserError, match="gradient_accumulation_steps was 2 when the steps were planned, and is 4"):
+        trainer.train()
+    trainer.train_dataset = [*alone, alone[0]]
+    with pytest.raises(UserError, match="train_dataset is another one than the steps were planned by"):
+        trainer.train()
+
+
+class OwnModel(torch.nn.Module):
+    """A model without a configuration, which keeps documents apart by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(97, 16, dtype=torch.float64)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **batch: Any
+    ) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids[0])
+        heads = hidden[:, None]
+        hidden = hidden + segment_attention(heads, heads, heads, batch["cu_seq_lens_q"].diff().tolist())[:, 0]
+        scores = hidden @ self.embedding.weight.T
+        total = torch.nn.functional.cross_entropy(scores[:-1], labels[0, 1:], reduction="sum")
+        return {"loss": total / num_items_in_batch}
+
+
+def without_positions(documents: Any) -> dict[str, Any]:
+    batch = FlatteningCollator()(documents)
+    return {name: value for name, value in batch.items() if name != "position_ids"}
+
+
+@pytest.mark.parametrize("collator", [None, without_positions])
+def test_a_model_without_a_configuration_is_trained_with_a_shape_to_price_it_by(tmp_path: Path, collator: Any):
+    trainer = balanced_trainer(tmp_path, OwnModel(), DATA, collator, planning={"model": "tiny"}, max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    with pytest.raises(UserError, match=r"OwnModel has no config to price documents by; give balanced\(\.\.\., model="):
+        balanced_trainer(tmp_path, OwnModel())
+    with pytest.raises(UserError, match="OwnModel is no model of transformers"):
+        register_attention(OwnModel())
+
+
+def test_a_trainer_without_training_documents_evaluates(tmp_path: Path):
+    packed = model()
+    register_attention(packed)
+    trainer = balanced(transformers.Trainer, context_window=128)(
+        packed, arguments(str(tmp_path), per_device_eval_batch_size=90), eval_dataset=DATA
+    )
+    oracle, total = model(), 0.0
+    for document in DATA:
+        ids = torch.tensor([document["input_ids"]])
+        total += oracle(input_ids=ids, labels=ids, num_items_in_batch=1).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(total / sum(LENGTHS - 1), rel=1e-6)
+    with pytest.raises(UserError, match="there are no documents to train; give train_dataset"):
+        trainer.train()
+
+
+def test_a_trainer_refuses_what_it_cannot_train(tmp_path: Path):
+    torch.manual_seed(0)
+    classifier = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, pad_token_id=0))
+    if importlib.util.find_spec("peft"):
+        peft = importlib.import_module("peft")
+        prompted = peft.get_peft_model(model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    else:
+        prompted = model()
+        prompted.peft_config = {"default": SimpleNamespace(is_prompt_learning=True)}
+    flattening, stream = transformers.DataCollatorWithFlattening(), (document for document in DATA)
+    refused: list[tuple[Any, Any, Any, str]] = [
+        (
+            classifier,
+            [one | {"label": 1} for one in DATA],
+            None,
+            "SequenceClassification does not learn the next token",
+        ),
+        (prompted, DATA, None, "prompt and prefix tuning put their tokens before a row"),
+        (None, {"train": DATA, "test": DATA}, None, "train_dataset is a dict of train, test, and not a sequence"),
+        (None, stream, None, "a stream of documents has no lengths to plan by"),
+        (None, [{"input_ids": [1, 2], "loss_mask": [1, 0]}], flattening, "not known to read loss_mask"),
+        (None, [{"input_ids": [1, 2], "attention_mask": [1, 0]}], flattening, "not known to cut off padding"),
+    ]
+    for of_model, documents, collator, message in refused:
+        with pytest.raises(UserError, match=message):
+            balanced_trainer(tmp_path, of_model, documents, collator)
+    args = arguments(str(tmp_path))
+    args.packing = True
+    with pytest.raises(UserError, match="SFTTrainer must leave packing to the sampler; set packing=False"):
+        balanced(transformers.Trainer, context_window=128)(model(), args, None, DATA)
+    for name in ("DPOTrainer", "GRPOTrainer", "RewardTrainer"):
+        if importlib.util.find_spec("trl"):
+            trainer_class = getattr(importlib.import_module("trl"), name)
+        else:
+            trainer_class = type(name, (transformers.Trainer,), {"__module__": f"trl.trainer.{name}"})
+        with pytest.raises(UserError, match=f"{name} learns from pairs, rewards or what it generates"):
+            balanced(trainer_class, context_window=128)
+
+
+class Here(NamedTuple):
+    """Where a model lets documents attend each other: of the kind given, everywhere else it does not."""
+
+    long: bool = False
+    many: bool = False
+    training: bool = False
+
+
+class LeakingAtTimes(transformers.LlamaForCausalLM):
+    here = Here()
+
+    def forward(self, *positional: Any, position_ids: Any = None, **arguments: Any) -> Any:
+        lengths = arguments["cu_seq_lens_q"].diff().tolist()
+        leaks = Here(max(lengths) == max(LENGTHS), len(lengths) > 6, self.training)
+        if any(leaking and here for leaking, here in zip(leaks, self.here, strict=True)):
+            position_ids = None
+        return super().forward(*positional, position_ids=position_ids, **arguments)
+
+
+class LearnsFirst(FlatteningCollator):
+    def __call__(self, documents: Any) -> dict[str, Any]:
+        batch = super().__call__(documents)
+        return {**batch, "labels": batch["input_ids"].clone()}
+
+
+class ForgetsProcesses(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+        return model(**inputs, num_items_in_batch=num_items_in_batch).loss
+
+
+class RemembersProcesses(ForgetsProcesses):
+    def compute_loss(self, *positional: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+        loss = super().compute_loss(*positional, num_items_in_batch=num_items_in_batch, **more)
+        return loss if num_items_in_batch is None else loss * self.accelerator.num_processes
+
+
+@pytest.mark.parametrize("here", [Here(long=True), Here(many=True), Here(training=True), Here()], ids=str)
+def test_the_check_sees_long_documents_many_short_ones_and_training_mode(tmp_path: Path, here: Here):
+    leaking = LeakingAtTimes(model().config).double()
+    leaking.here = here
+    # Where nothing is learnt of any document, the check finds labels of its own.
+    unlearnt = [{**document, "loss_mask": [0] * len(document["input_ids"])} for document in DATA]
+    trainer = balanced_trainer(tmp_path, leaking, unlearnt if here.training else DATA, max_steps=1)
+    leaks = pytest.raises(UserError, match="packed documents train something else")
+    with leaks if any(here) else nullcontext():
+        trainer.train()
+    assert trainer.state.global_step == (not any(here))
+
+
+def test_the_check_sees_labels_as_the_collator_makes_them(tmp_path: Path):
+    trainer = balanced_trainer(tmp_path, collator=LearnsFirst())
+    with pytest.raises(UserError, match="packed documents train something else"):
+        trainer.train()
+
+
+class AveragedLoss(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
+        return model(**inputs).loss
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "family", "settings"),
+    [
+        (transformers.Trainer, "Mixtral", {**EXPERTS, "output_router_logits": True}),  # an auxiliary loss is a mean
+        (AveragedLoss, "Llama", {}),
+    ],
+)
+def test_training_does_not_begin_where_packing_changes_it(
+    tmp_path: Path, trainer_class: Any, family: str, settings: dict[str, Any]
+):
+    changed = model(family, None, **settings)
+    trainer = balanced_trainer(tmp_path, changed, base=trainer_class)
+    with pytest.raises(UserError, match="packed documents train something else"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert all(parameter.grad is None for parameter in changed.parameters())
+
+
+def _count_tokens(module: Any, positional: Any, arguments: dict[str, Any]) -> None:
+    module.tokens += arguments["input_ids"].numel()
+
+
+def test_the_check_changes_nothing_that_is_trained(tmp_path: Path):
+    weights = []
+    for check in (True, False):
+        dropping = model("OPT", dropout=0.1, ffn_dim=64, word_embed_proj_dim=32)  # dropout by the layers themselves
+        dropping.register_buffer("tokens", torch.zeros(()))
+        dropping.register_forward_pre_hook(_count_tokens, with_kwargs=True)
+        register_attention(dropping)
+        settings = {"max_steps": 2, "gradient_checkpointing": True}
+        trainer = balanced_trainer(tmp_path, dropping, planning={"check": check}, **settings)
+        trainer.train()
+        weights.append(torch.cat([value.flatten() for value in dropping.state_dict().values()]))
+    assert torch.equal(*weights)
