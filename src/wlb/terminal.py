@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 _USUAL_COLUMNS = 80
 _LONGEST_LIST = 80  # characters
@@ -15,11 +15,6 @@ def number_of(number: int, thing: str) -> str:
     """``number`` and ``thing``, in the plural unless it is one: "1 document", "2,000 documents"."""
     plural = "es" if thing.endswith(("s", "h")) else "s"
     return f"{number:,} {thing}{'' if number == 1 else plural}"
-
-
-def listed(settings: Mapping[str, object]) -> str:
-    """``settings`` in one line: "model 7b, hardware h100"."""
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
 def beginning_of(names: Iterable[str]) -> str:

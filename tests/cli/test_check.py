@@ -11,6 +11,7 @@ import pytest
 
 from tests.cases import in_turn
 from tests.cli.conftest import printed, refusal, run
+from wlb.errors import UserError
 
 SMALL = ("--tokenizer", "bytes", "--model", "tiny", "--hardware", "cpu", "--gpus", 1, "--context-window", "4K")
 TEXTS = ["a" * 3000, "b\nc", "d" * 9000]
@@ -47,17 +48,21 @@ def test_only_the_systems_that_are_named_are_compared(even):
     assert "preset 'wrost' is unknown; choose from" in unknown
 
 
-def test_a_system_that_cannot_run_the_job_is_left_out_and_says_why(tmp_path):
-    (tmp_path / "images.json").write_text(json.dumps([{"length": 2000, "image_tokens": 40}] * 60))
-    asked = ("check", tmp_path / "images.json", *LITTLE, "--gpus", 1, "--systems")
-    out = printed(*asked, "plain-4d,elastic")
-    assert "elastic is left out: packing method 'elastic' does not know phases (image)" in out
+def test_a_system_that_cannot_run_the_job_is_left_out_and_says_why(even, monkeypatch):
+    def searched(question, lengths, preset):
+        return UserError("no pool has room") if preset == "elastic" else question.fastest(preset, lengths)
+
+    monkeypatch.setattr("wlb.simulate.estimate._searched", searched)
+    asked = ("check", even, *LITTLE, "--gpus", 1, "--systems")
+    assert "elastic is left out: no pool has room" in printed(*asked, "plain-4d,elastic")
     found = json.loads(printed(*asked, "plain-4d,elastic", "--json"))
     assert [row["system"] for row in found["systems"]] == ["plain-4d"]
-    assert [*found["left_out"]] == ["elastic"]
+    assert found["left_out"] == {"elastic": "no pool has room"}
     alone = run(*asked, "elastic")
-    assert (alone.returncode, alone.stdout) == (2, "")
-    assert "'elastic' does not know phases" in alone.stderr
+    assert (alone.returncode, alone.stdout, alone.stderr) == (2, "", "wlb: error: no pool has room\n")
+    named = run("simulate", "550m-64k", "--steps", 1, "--systems", "plain-4d,elastic", "--json")
+    assert [row["system"] for row in json.loads(named.stdout)["systems"]] == ["plain-4d"]
+    assert "wlb: warning: elastic is left out: no pool has room" in named.stderr
 
 
 def test_the_layout_that_is_given_is_said_with_whether_it_fits(even):

@@ -132,14 +132,6 @@ def test_a_configuration_that_gains_little_is_no_reason_to_keep_something_else(c
     assert "Keep" not in out
 
 
-def test_a_preset_that_cannot_run_a_named_job_is_left_out_with_a_warning(tmp_path: Path):
-    (tmp_path / "lengths.json").write_text(json.dumps([{"length": 9000, "image_tokens": 40}] * 60))
-    asked = ["550m-64k", "--lengths", tmp_path / "lengths.json", "--steps", "1", "--json"]
-    result = wlb("simulate", *asked, "--systems", "plain-4d,elastic")
-    assert [row["system"] for row in json.loads(result.stdout)["systems"]] == ["plain-4d"]
-    assert "wlb: warning: elastic is left out: packing method 'elastic' does not know phases" in result.stderr
-
-
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
     """A configuration whose token store has an empty document and 300 tokens in its vocabulary."""

@@ -108,7 +108,7 @@ class SimulateOptions:
         if self.settings:
             raise UserError("--set overrides a configuration file; a named job has none")
         named = NAMED_JOBS[self.job]
-        layout, source = named.layout, lengths or _synthetic(named.context_window)
+        layout, source = named.layout, _synthetic(named.context_window) if lengths is None else lengths
         documents = _lengths([source])
         question = question_of(
             named.model,

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from wlb.documents.order import DataConfig
 from wlb.documents.store.files import StoreSetting
+from wlb.errors import UserError
 from wlb.job.rope_scaling import RopeScalingConfig
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import METHODS, PackingOptions, Pools
@@ -340,6 +341,7 @@ class JobConfig(Section):
                 f"[baseline] is a job of {self.baseline.layout.world_size} processes and [parallel] of {processes}; "
                 "give both the same number, or leave [baseline] out"
             )
+        check_dealt(self.packing.micro_batches, self.parallel.dp)
         if self.packing.pools(self.parallel.pool) is not None:
             return self
         if self.parallel.pool != "auto":
@@ -347,10 +349,17 @@ class JobConfig(Section):
                 f"parallel.pool = {self.parallel.pool} is for packing.method = 'elastic', not {self.packing.method!r}; "
                 "leave it out, or set preset = 'elastic'"
             )
-        per_rank = self.packing.micro_batches / self.parallel.dp
+        per_rank = self.packing.micro_batches // self.parallel.dp
         if per_rank < self.parallel.pp:  # which simulated jobs may have, but torch's schedules refuse
             raise ValueError(
-                f"packing.micro_batches / parallel.dp = {per_rank:g} cannot fill the parallel.pp = {self.parallel.pp} "
+                f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
                 "pipeline stages; raise packing.micro_batches"
             )
         return self
+
+
+def check_dealt(micro_batches: int, dp: int) -> None:
+    """Raise ``UserError`` unless each of ``dp`` ranks gets as many micro-batches."""
+    if micro_batches % dp:
+        counted = f"packing.micro_batches = {micro_batches} counts all data-parallel ranks"
+        raise UserError(f"{counted} and must be a multiple of parallel.dp = {dp}")

@@ -16,7 +16,7 @@ from typing import Literal, Self
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig
+from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_dealt
 from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
 from wlb.job.prices import LevelPrices, Software, micro_batch_phases, sharded_prices
 from wlb.packing.options import Pools
@@ -89,11 +89,7 @@ class Job:
         check_group_size(min(layout.cp, MOST_RANKS) if self.levels_steps else layout.cp)
         split_layers(self.shape, layout.stages)
         if self.pools_decided:  # before, it is not known how many there are
-            if micro_batches % layout.dp:
-                raise UserError(
-                    f"packing.micro_batches = {micro_batches} counts all data-parallel ranks and must be a multiple of "
-                    f"parallel.dp = {layout.dp}"
-                )
+            check_dealt(micro_batches, layout.dp)
             layout.operations(self.micro_batches_per_rank)
         _ = self.costs  # checks the profile, and that tp divides heads
         check_divisible(self.shape, layout.tp)

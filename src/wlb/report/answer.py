@@ -6,7 +6,7 @@ from wlb.job.memory.fit import fits
 from wlb.simulate.estimate import Estimate
 from wlb.simulate.search import PINNED
 from wlb.simulate.verdict import BASELINE, PARTS, PER_DOCUMENT, Verdict
-from wlb.terminal import listed, number_of
+from wlb.terminal import number_of
 
 _STACKS = {
     BASELINE: "fixed-length packing, a window in each micro-batch, per-sequence head-tail sharding: torch, torchtitan, "
@@ -65,3 +65,8 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
 
 def _percent(share: float) -> str:
     return f"{round(share, 3) + 0.0:.1%}"  # never -0.0%
+
+
+def listed(settings: Mapping[str, object]) -> str:
+    """``settings`` in one line: "model 7b, hardware h100"."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items())

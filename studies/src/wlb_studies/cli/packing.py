@@ -11,7 +11,8 @@ import typer
 from wlb.cli import options
 from wlb.cli.console import emit_json, note, show_columns, show_next, stdout, with_progress
 from wlb.cli.groups import refuse_unused
-from wlb.terminal import listed, number_of
+from wlb.report.answer import listed
+from wlb.terminal import number_of
 from wlb_studies.cli.packed_options import AskedJob, PackedOptions
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from wlb.cli import options
 from wlb.cli.console import emit_json, show_columns, stderr, stdout, with_progress
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError
-from wlb.terminal import listed
+from wlb.report.answer import listed
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,7 +10,7 @@ import typer
 from wlb.cli import options
 from wlb.cli.console import emit_json, show_columns, show_next, with_progress
 from wlb.cli.groups import given_again, names_of
-from wlb.terminal import listed
+from wlb.report.answer import listed
 
 if TYPE_CHECKING:
     from wlb_studies.sharding import StrategyResult
