@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from wlb.job.memory.fit import fits
 from wlb.simulate.estimate import Estimate
 from wlb.simulate.search import PINNED
