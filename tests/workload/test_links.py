@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import wlb
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.workload import HARDWARE, make_workload, model_shape
@@ -68,6 +67,7 @@ def measured() -> list[Measured]:
     ("traffic", "size", "stride", "adapters"),
     [
         ("all_gather", 16, 8, 1),  # one rank on each node
+        ("all_gather", 64, 1, H100.node_bandwidth / H100.network_bandwidth),  # no faster than NVLink
         ("all_gather", 4, 4, 2),
         ("all_gather", 8, 2, 4),
         ("all_to_all", 16, 8, 1),  # every byte leaves the node
@@ -92,21 +92,11 @@ def test_a_group_may_lie_on_more_nodes_than_hold_it(traffic):
     assert group_link(H100, traffic, 16, 1, nodes=4) == group_link(H100, traffic, 16, 2)
 
 
-def test_adapters_are_not_faster_than_nvlink():
-    assert group_link(H100, "all_gather", 64, 1).bandwidth == H100.node_bandwidth < 8 * H100.network_bandwidth
-
-
 @given(GPU_HARDWARE, st.sampled_from(TRAFFIC), st.integers(2, 512), st.integers(1, 64), st.floats(1, 1e11))
 def test_a_group_spread_over_more_nodes_is_never_faster(hardware, traffic, size, stride, count):
     near, far = (group_link(hardware, traffic, size, spread) for spread in (stride, stride + 1))
     assert far.bandwidth <= near.bandwidth * (1 + 1e-12)
     assert far.seconds(count) >= near.seconds(count) * (1 - 1e-12)
-
-
-@given(GPU_HARDWARE, st.integers(2, 512), st.integers(1, 64))
-def test_aggregating_adapters_is_never_slower(hardware, size, stride):
-    gather, exchange, transfer = (group_link(hardware, traffic, size, stride).bandwidth for traffic in TRAFFIC)
-    assert gather * (1 + 1e-12) >= exchange >= transfer * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
@@ -148,15 +138,3 @@ def test_the_simulation_and_the_workload_model_price_tensor_parallelism_alike():
     expected = calls * float(link.seconds(shard_bytes(values * H100.bytes_per_value, 8)))
     costs = JobCosts(simulated_job(shape, 131_072, "plain-4d", tp=8))
     assert float(costs.rank.tp_seconds(tokens)) == pytest.approx(expected)
-
-
-def test_nothing_else_reads_the_rates_of_links():
-    package = Path(wlb.__file__).parent
-    rates = ("node_bandwidth", "node_latency", "network_bandwidth", "network_latency", "step_latency")
-    readers = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if _mentions(path, rates)}
-    assert readers == {"workload/hardware.py", "workload/links.py"}
-
-
-def _mentions(path: Path, words: tuple[str, ...]) -> bool:
-    text = path.read_text(encoding="utf-8")
-    return any(word in text for word in words)
