@@ -14,7 +14,7 @@ import pytest
 from wlb.errors import UserError
 from wlb.job.config import JobConfig, PackingConfig
 from wlb.job.job import Job, MemoryLimit, limit_of_gpu
-from wlb.job.memory.fit import predicted_memory, too_large
+from wlb.job.memory.fit import too_large
 from wlb.packing.options import Pools
 from wlb.schedules.layout import Layout
 from wlb.workload import ModelShape, hardware_preset
@@ -41,15 +41,6 @@ def test_documents_are_priced_in_the_type_that_the_job_computes_in(method):
     assert all(2 < ratio < 989 / 67 + 1e-6 for ratio in dearer)  # between bytes on links and arithmetic
     assert whole.hardware.bytes_per_value == 4
     assert spec("cpu", training={"dtype": "float64"}).hardware.bytes_per_value == 8
-
-
-def test_interleaving_one_stage_holds_and_takes_what_1f1b_does():
-    sizes = {"pp": 4, "tp": 8}
-    packing = {"micro_batches": 6}  # no multiple of pp
-    plain, interleaved = (
-        spec(packing=packing, parallel=sizes | {"schedule": name}) for name in ("1f1b", "interleaved_1f1b")
-    )
-    assert predicted_memory(interleaved) == predicted_memory(plain)
 
 
 def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():

@@ -177,27 +177,6 @@ def test_ranks_wait_for_a_long_document_as_little_as_they_can():
     assert slots.argmax() in (3, 4), "a pipeline fills and drains with cheap micro-batches"
 
 
-def test_a_step_is_divided_in_few_calls():
-    """Calls of functions stand in for time, of which they are most: 1,024 documents took 17,000 once, and 10 ms."""
-    lengths = np.random.default_rng([0, 32]).lognormal(7, 1.2, 1024).astype(int).clip(16, 16_384)
-    wlb.balance(lengths, ranks=32, max_tokens=16_384)  # what is kept between calls is not counted
-    calls = 0
-
-    def count(_frame: Any, event: str, _argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        of_ranks = wlb.balance(lengths, ranks=32, max_tokens=16_384)
-    finally:
-        sys.setprofile(before)
-    assert calls < 12_000
-    loads = np.array([[WORKLOAD.document_seconds(lengths[part]).sum() for part in of_rank] for of_rank in of_ranks])
-    assert loads.max(axis=0).sum() < 1.03 * loads.mean(axis=0).sum()
-
-
 def test_costs_stand_in_for_prices():
     """In any unit, of documents whose lengths say nothing; what costs nothing is a document too."""
     costs = [5.0, 0.0, 5.0, 10.0]
@@ -212,18 +191,6 @@ def test_a_limit_that_only_a_search_can_keep():
     assert fitting_bins([3, 3, 2, 2, 2], 2, 6, None) is not None
     assert fitting_bins([3, 3, 2, 2, 2], 2, 6, None, placements=3) is None
     assert fitting_bins([4, 4, 4], 2, 6, None) is None
-
-
-@given(st.integers(1, 12), st.booleans(), st.integers(1, 9))
-def test_without_a_choice_nothing_is_exchanged(count: int, equal_size: bool, parts: int):
-    """Where every document or none has a part of its own, and where all cost the same."""
-    mixed = [100 * (index + 1) for index in range(count)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wlb.packing.balance.level", lambda *_: pytest.fail("documents were exchanged"))
-        assert wlb.balance(mixed, 1, equal_size=equal_size) == [[*range(count)]]
-        assert sorted(wlb.balance(mixed, count, equal_size=equal_size)) == [[index] for index in range(count)]
-        same = wlb.balance([100] * parts * count, parts, equal_size=equal_size)
-        assert [len(part) for part in same] == [count] * parts
 
 
 def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():

@@ -92,15 +92,6 @@ def test_packers_train_every_document_once_and_hold_what_fits(method: str):
     check()
 
 
-@in_turn("method", WITH_PHASES)
-def test_without_further_phases_plans_are_what_they_were(method: str):
-    def plans(workload: Any) -> list[Any]:
-        packer = make_packer(method, micro_batches=2, context_window=64, workload=workload)
-        return [plan.to_json() for plan in packer.plan([50, 3, 20, 33, 7, 41, 12, 60, 5, 28, 9, 17]) + packer.drain()]
-
-    assert plans(PhasedPrices(PRICES, DocumentPhases({}))) == plans(PRICES)
-
-
 @in_turn("method", ["variable_length", "makespan"])  # in windows of fixed length, tokens leave no choice
 def test_micro_batches_are_even_in_the_sum_of_phases(method: str):
     lengths, phases = corpus()

@@ -89,9 +89,3 @@ def test_mistakes_are_named_in_one_line(make, message):
     with pytest.raises(UserError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
-
-
-def test_a_job_of_keywords_decides_its_length_factor_too():
-    job = simulated_job("7b", 32_768, packing={"max_length_factor": "auto"}, tp=8, pp=4)
-    job = decide(job, NO_LENGTHS)
-    assert 1 <= float(job.packing.max_length_factor) <= 4
