@@ -63,6 +63,8 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
     assert read_lengths(tmp_path / "n.csv").tolist() == [8]
     (tmp_path / "l.csv").write_text(f"length,text\n7,{'x' * 200_000}\n")
     assert read_lengths(tmp_path / "l.csv").tolist() == [7]
+    (tmp_path / "WINDOWS.TXT").write_text("5\r\n6\r\n", encoding="utf-8-sig")
+    assert read_lengths(str(tmp_path / "WINDOWS.TXT")).tolist() == [5, 6]
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n9\n"))
     assert read_lengths("-").tolist() == [3, 9]
     monkeypatch.setattr("sys.stdin", io.StringIO("3\nx\n"))
@@ -70,15 +72,20 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
         read_lengths("-")
 
 
-def test_store_prefix_and_index(tmp_path):
+def test_stores_are_read_by_prefix_and_index_without_empty_documents(tmp_path, capsys):
     prefix = tmp_path / "corpus.v1"
     with TokenStoreWriter(prefix, vocab_size=10) as writer:
-        for length in (3, 1, 9):
+        for length in (0, 3, 1, 0, 9):
             writer.add([1] * length)
     assert read_lengths(prefix).tolist() == [3, 1, 9]
+    assert capsys.readouterr().err == f"wlb: note: {prefix}: 2 empty documents passed over\n"
     assert read_lengths(str(tmp_path / "corpus.v1.idx")).tolist() == [3, 1, 9]
     (tmp_path / "corpus.v1.bin").unlink()
     assert read_lengths(prefix).tolist() == [3, 1, 9]
+    with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
+        writer.add([])
+    with pytest.raises(UserError, match="holds no document with tokens"):
+        read_lengths(tmp_path / "void")
 
 
 def test_synthetic_source():
@@ -212,23 +219,6 @@ def test_wrong_parquet_columns(tmp_path):
         pq.write_table(pa.table(table), path)
         with pytest.raises(UserError, match=message):
             read_lengths(path)
-
-
-def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys):
-    with TokenStoreWriter(tmp_path / "s", vocab_size=10) as writer:
-        for length in (0, 3, 0, 2):
-            writer.add([1] * length)
-    assert read_lengths(tmp_path / "s").tolist() == [3, 2]
-    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's'}: 2 empty documents passed over\n"
-    with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
-        writer.add([])
-    with pytest.raises(UserError, match="holds no document with tokens"):
-        read_lengths(tmp_path / "void")
-
-
-def test_windows_programs_write_lengths_too(tmp_path):
-    (tmp_path / "LENGTHS.TXT").write_text("5\r\n6\r\n", encoding="utf-8-sig")
-    assert read_lengths(str(tmp_path / "LENGTHS.TXT")).tolist() == [5, 6]
 
 
 @in_turn(

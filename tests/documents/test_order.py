@@ -107,13 +107,15 @@ def test_a_position_in_a_late_epoch_is_as_close_as_any():
     assert stream.epoch_is_over
 
 
-def test_epochs_and_seeds_differ_in_order():
+def test_epochs_seeds_and_stores_differ_in_order():
     lengths = [1] * 50
     stream, other = stream_of(lengths), stream_of(lengths, seed=1)
     first = stream.take(50)
     assert other.take(50) != first
     stream.next_epoch()
     assert [s.document - 50 for s in stream.take(50)] != [s.document for s in first]
+    mixed = [segment.document for segment in mixture_of([(lengths, 1.0)] * 2).take(100)]
+    assert [d for d in mixed if d < 50] != [d - 50 for d in mixed if d >= 50]
 
 
 def test_refuses_data_without_anything_to_train(monkeypatch):
@@ -221,12 +223,6 @@ def test_ids_stay_unique_over_changes_of_the_mixture(stores, others, taken):
     used |= {segment.document for segment in stream.take(taken)}
     changed.begin_after(json.loads(json.dumps(stream.state_dict())))
     assert not used & {segment.document for segment in changed.take(taken + 1)}
-
-
-def test_stores_of_one_size_have_orders_of_their_own():
-    stream = mixture_of([([1] * 50, 1.0), ([1] * 50, 1.0)])
-    documents = [segment.document for segment in stream.take(100)]
-    assert [d for d in documents if d < 50] != [d - 50 for d in documents if d >= 50]
 
 
 @pytest.mark.parametrize(

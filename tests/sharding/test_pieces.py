@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from tests.limits import examples
 from tests.sharding.micro_batches import sampled_micro_batches
-from wlb.errors import UserError
-from wlb.job.prices import sharded_prices
 from wlb.sharding import (
     STRATEGIES,
     MicroBatches,
@@ -94,13 +92,6 @@ def test_small_micro_batches(micro_batches, cp, strategy):
 @pytest.mark.parametrize("cp", [2, 8])
 def test_windows_of_documents(cp, strategy):
     check(sampled_micro_batches(10), cp, strategy)
-
-
-def test_an_unknown_strategy_is_refused():
-    with pytest.raises(UserError, match="'ring' is unknown; choose from per_sequence, per_document"):
-        shard_many(MicroBatches(np.array([5, 3]), np.array([2])), 2, "ring", WORKLOAD)
-    with pytest.raises(UserError, match="'ring' is unknown"):
-        sharded_prices(make_workload("tiny"), 2, "ring", 4096)
 
 
 some_micro_batches = st.lists(st.lists(st.integers(1, 3000), min_size=1, max_size=12), min_size=1, max_size=5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 from tests.simulate.jobs import WINDOW, documents, job
 from wlb.errors import UserError
-from wlb.job.config import DataConfig
 from wlb.job.planner import StepPlanner
 from wlb.simulate import simulate, simulate_steps
 
@@ -33,11 +31,8 @@ def test_only_cutting_loses_attention():
     assert simulate(job("fixed-4d"), LENGTHS, 20).attention_kept == 1
     assert simulate(job("wlb-llm"), LENGTHS, 20).attention_kept == 1
     assert 0.5 < simulate(job("plain-4d"), LENGTHS, 20).attention_kept < 1
-
-
-def test_pieces_of_overlong_documents_count_as_documents():
-    simulated = job("fixed-4d", micro_batches=2)
-    assert simulate(simulated, np.full(40, 2 * WINDOW + 10), 20).attention_kept == 1
+    overlong = np.full(40, 2 * WINDOW + 10)  # whose pieces count as documents
+    assert simulate(job("fixed-4d", micro_batches=2), overlong, 20).attention_kept == 1
 
 
 def test_work_is_that_of_the_documents_trained():
@@ -66,13 +61,6 @@ def test_a_hundred_thousand_gpus():
     result = simulate(simulated, documents(40_000), 2)
     assert result.gpu_seconds.shape == (8, 98, 16)
     assert result.imbalance["gpus"] > 1
-
-
-def test_the_order_of_documents_is_that_of_the_configuration():
-    unshuffled = DataConfig.model_validate({"store": "x", "context_window": WINDOW, "shuffle": False})
-    simulated = job("plain-4d")
-    plan = next(StepPlanner(replace(simulated, data=unshuffled), LENGTHS).plans())
-    assert next(iter(plan.segments)).document == 0
 
 
 def test_documents_that_are_repeated_are_counted_in_epochs():

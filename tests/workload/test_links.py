@@ -81,17 +81,6 @@ def test_how_many_adapters_carry_a_ranks_bytes(traffic, size, stride, adapters):
     assert group_link(H100, traffic, size, stride).bandwidth == pytest.approx(adapters * H100.network_bandwidth)
 
 
-@pytest.mark.parametrize("traffic", TRAFFIC)
-def test_a_group_inside_a_node_takes_nvlink(traffic):
-    assert group_link(H100, traffic, 8, 1).bandwidth == group_link(H100, traffic, 2, 4).bandwidth == 345e9
-
-
-@pytest.mark.parametrize("traffic", TRAFFIC)
-def test_a_group_may_lie_on_more_nodes_than_hold_it(traffic):
-    assert group_link(H100, traffic, 2, 4, nodes=2) == group_link(H100, traffic, 2, 8)
-    assert group_link(H100, traffic, 16, 1, nodes=4) == group_link(H100, traffic, 16, 2)
-
-
 @given(GPU_HARDWARE, st.sampled_from(TRAFFIC), st.integers(2, 512), st.integers(1, 64), st.floats(1, 1e11))
 def test_a_group_spread_over_more_nodes_is_never_faster(hardware, traffic, size, stride, count):
     near, far = (group_link(hardware, traffic, size, spread) for spread in (stride, stride + 1))
@@ -100,8 +89,11 @@ def test_a_group_spread_over_more_nodes_is_never_faster(hardware, traffic, size,
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_processes_of_one_machine_have_one_link(traffic):
-    for size, stride in ((2, 1), (4, 2), (64, 1), (8, 8)):
+def test_a_group_gets_the_link_of_where_it_lies(traffic):
+    assert group_link(H100, traffic, 8, 1).bandwidth == group_link(H100, traffic, 2, 4).bandwidth == 345e9
+    assert group_link(H100, traffic, 2, 4, nodes=2) == group_link(H100, traffic, 2, 8)
+    assert group_link(H100, traffic, 16, 1, nodes=4) == group_link(H100, traffic, 16, 2)
+    for size, stride in ((2, 1), (4, 2), (64, 1), (8, 8)):  # processes of one machine
         assert group_link(HARDWARE["cpu"], traffic, size, stride) == Link(100e-6, 1.7e9)
 
 

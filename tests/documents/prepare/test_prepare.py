@@ -177,18 +177,8 @@ def test_kill_9_leaves_nothing_that_reads_as_a_store(tmp_path, words, replacing)
     if replacing:
         prepare_store(write_lines(tmp_path / "old.jsonl", ["old"]), prefix, BytesTokenizer())
         before = contents(prefix)
-    command = [
-        sys.executable,
-        "-m",
-        "wlb",
-        "prepare",
-        str(source),
-        "--out",
-        str(prefix),
-        "--workers",
-        "2",
-        "--overwrite",
-    ]
+    options = ["--out", str(prefix), "--workers", "2", "--overwrite"]
+    command = [sys.executable, "-m", "wlb", "prepare", str(source), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         part = tmp_path / "s.bin.part"

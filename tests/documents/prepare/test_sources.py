@@ -73,20 +73,6 @@ def test_parquet_gives_its_texts(tmp_path):
     same()
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_conversations_are_read_from_json_and_parquet(tmp_path, kind):
-    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 3
-    rows = [{"id": 1, "messages": chat} for chat in chats]
-    path = tmp_path / f"d.{kind}"
-    match kind:
-        case "json":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        case "parquet":
-            pq.write_table(pa.Table.from_pylist(rows), path)
-    batches = FileCorpus([path], "messages", chat=True).batches()
-    assert [chat for batch in batches for chat in batch] == chats
-
-
 @pytest.mark.parametrize("name", ["d.txt", "d.txt.gz", "d.txt.zst", "README", "d.weird"])
 def test_a_text_file_is_one_document_or_one_per_line(tmp_path, name):
     text = "one\r\ntwo\n\fthree\x00\n\n"
@@ -275,3 +261,12 @@ def test_files_are_source_and_prose_without_tests_or_packages():
     assert len(documents) > 5000
     # Heavy-tailed, as pre-training corpora are: that is why it is the default corpus.
     assert max(documents) > 50 * sorted(documents)[len(documents) // 2]
+
+
+def test_conversations_are_read_from_json_and_parquet(tmp_path):
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 3
+    rows = [{"id": 1, "messages": chat} for chat in chats]
+    (tmp_path / "d.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    for name in ("d.json", "d.parquet"):
+        assert read(tmp_path / name, text_field="messages", chat=True) == chats

@@ -6,8 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import pickle
-import threading
 
 import numpy as np
 import pytest
@@ -106,29 +104,6 @@ def test_reads_out_of_range_are_refused(tmp_path, range_):
     store = TokenStore.open(write(tmp_path / "s", [[1, 2, 3], [4]], overwrite=True))
     with pytest.raises(UserError, match=r"document \d+ of .*has 3|holds 2 documents"):
         store.read(*range_)
-
-
-def test_a_store_can_be_pickled_and_read_by_threads(tmp_path):
-    documents = [[i % VOCAB] * (i % 7 + 1) for i in range(200)]
-    store = pickle.loads(pickle.dumps(TokenStore.open(write(tmp_path / "s", documents))))
-    results = {}
-
-    def read(part):
-        results[part] = [store.read(i).tolist() for i in range(part, 200, 4)]
-
-    threads = [threading.Thread(target=read, args=(part,)) for part in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(results[part] == documents[part::4] for part in range(4))
-
-
-def test_sidecar_carries_vocabulary_and_details(tmp_path):
-    details = {"tokenizer": {"kind": "bytes"}, "end_token": 256}
-    store = TokenStore.open(write(tmp_path / "s", [[1]], details=details))
-    assert (store.vocab_size, store.tokenizer) == (VOCAB, {"kind": "bytes"})
-    assert store.sidecar["end_token"] == 256
 
 
 def test_tokens_outside_the_vocabulary(tmp_path):

@@ -206,12 +206,11 @@ WINDOWED = replace(DENSE, full_attention_every=3, sliding_window=16)
 ROWS = 128
 
 
-def of_shape(shape: ModelShape, **layout: Any) -> Job:
-    hardware = hardware_preset("cpu").computing_in("bfloat16")
-    return simulated_job(shape, 4096, "plain-4d", hardware=hardware, sharding="per_document", **layout)
+def of_shape(shape: ModelShape, **layout: int) -> Job:
+    return job(Layout(**layout), shape=shape, dtype="bfloat16")
 
 
-def held(shape: ModelShape, kind: BlockKind, **layout: Any) -> int:
+def held(shape: ModelShape, kind: BlockKind, **layout: int) -> int:
     return LayerMemory(of_shape(shape, **layout), ROWS).block(kind).held
 
 
