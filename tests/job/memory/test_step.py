@@ -206,11 +206,11 @@ WINDOWED = replace(DENSE, full_attention_every=3, sliding_window=16)
 ROWS = 128
 
 
-def of_shape(shape: ModelShape, **layout: int) -> Job:
+def of_shape(shape: ModelShape, **layout: Any) -> Job:
     return job(Layout(**layout), shape=shape, dtype="bfloat16")
 
 
-def held(shape: ModelShape, kind: BlockKind, **layout: int) -> int:
+def held(shape: ModelShape, kind: BlockKind, **layout: Any) -> int:
     return LayerMemory(of_shape(shape, **layout), ROWS).block(kind).held
 
 
