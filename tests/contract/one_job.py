@@ -149,7 +149,7 @@ def simulated_plans(case: Case) -> list[StepPlan]:
 
 
 def simulated_shards(case: Case) -> list[ShardPlan]:
-    """As ``trained_shards``; tests/sharding/test_shards.py prices these."""
+    """As ``trained_shards``; tests/sharding/test_pieces.py prices these."""
     job = simulated_job(case)
     if job.levels_steps:
         return []

@@ -11,12 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.documents.lengths import (
-    assumed_window,
-    described_window,
-    read_lengths,
-    what_was_read,
-)
+from tests.cases import in_turn
+from wlb.documents.lengths import assumed_window, described_window, read_lengths, what_was_read
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
@@ -67,6 +63,8 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
     assert read_lengths(tmp_path / "n.csv").tolist() == [8]
     (tmp_path / "l.csv").write_text(f"length,text\n7,{'x' * 200_000}\n")
     assert read_lengths(tmp_path / "l.csv").tolist() == [7]
+    (tmp_path / "WINDOWS.TXT").write_text("5\r\n6\r\n", encoding="utf-8-sig")
+    assert read_lengths(str(tmp_path / "WINDOWS.TXT")).tolist() == [5, 6]
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n9\n"))
     assert read_lengths("-").tolist() == [3, 9]
     monkeypatch.setattr("sys.stdin", io.StringIO("3\nx\n"))
@@ -74,50 +72,26 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
         read_lengths("-")
 
 
-def test_store_prefix_and_index(tmp_path):
+def test_stores_are_read_by_prefix_and_index_without_empty_documents(tmp_path, capsys):
     prefix = tmp_path / "corpus.v1"
     with TokenStoreWriter(prefix, vocab_size=10) as writer:
-        for length in (3, 1, 9):
+        for length in (0, 3, 1, 0, 9):
             writer.add([1] * length)
     assert read_lengths(prefix).tolist() == [3, 1, 9]
+    assert capsys.readouterr().err == f"wlb: note: {prefix}: 2 empty documents passed over\n"
     assert read_lengths(str(tmp_path / "corpus.v1.idx")).tolist() == [3, 1, 9]
     (tmp_path / "corpus.v1.bin").unlink()
     assert read_lengths(prefix).tolist() == [3, 1, 9]
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "int32", ">i8", "uint64"])
-def test_npy_of_any_integer_type(tmp_path, dtype):
-    np.save(tmp_path / "l.npy", np.array([5, 60000], dtype).astype(dtype))
-    assert read_lengths(tmp_path / "l.npy").tolist() == [5, 60000]
+    with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
+        writer.add([])
+    with pytest.raises(UserError, match="holds no document with tokens"):
+        read_lengths(tmp_path / "void")
 
 
 def test_synthetic_source():
     np.testing.assert_array_equal(read_lengths("synthetic:100:4096:3"), sample_lengths(100, 4096, 3))
     np.testing.assert_array_equal(read_lengths("synthetic:100:4096"), sample_lengths(100, 4096, 0))
     np.testing.assert_array_equal(read_lengths("synthetic:100:4k:3"), sample_lengths(100, 4096, 3))
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "synthetic:",
-        "synthetic:10",
-        "synthetic:a:b",
-        "synthetic:1:2:3:4",
-        "synthetic:-1:5",
-        "synthetic:１0:5",
-        "synthetic:10:5:٣",
-    ],
-)
-def test_malformed_synthetic_source(bad):
-    with pytest.raises(UserError, match="synthetic:DOCUMENTS:WINDOW"):
-        read_lengths(bad)
-
-
-@pytest.mark.parametrize("window", ["0", "4X", "4096M"])
-def test_synthetic_windows_are_tokens(window):
-    with pytest.raises(UserError, match=f"'{window}' is not a number of tokens"):
-        read_lengths(f"synthetic:10:{window}")
 
 
 @pytest.mark.parametrize(
@@ -130,42 +104,29 @@ def test_lengths_out_of_range_are_named(tmp_path, name, where, bad):
         read_lengths(save(tmp_path, name, [1, 2, bad, 4, 0]))
 
 
-def test_unsigned_values_do_not_wrap(tmp_path):
-    np.save(tmp_path / "l.npy", np.array([1, 2**64 - 5], np.uint64))
-    with pytest.raises(UserError, match="entry 1 is 18446744073709551611"):
-        read_lengths(tmp_path / "l.npy")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("l.json", b"[1, 2.5]", "entry 1 is '2.5'; a whole number"),
-        ("l.json", b"[1, NaN]", "entry 1 is 'nan'"),
         ("l.json", b"[true]", "entry 0 is 'True'"),
         ("l.json", b'[1, "5"]', "entry 1 is '5'"),
-        ("l.json", b"[1, null]", "entry 1 is 'None'"),
-        ("l.json", b"[1" + b"0" * 30 + b"]", "entry 0 is '1000"),
         ("l.json", b'{"lengths": [1]}', "a list of lengths is needed"),
         ("l.json", b"[1, 2", "not valid JSON"),
-        ("l.json", b"\xff\xfe", "not valid JSON"),
         ("l.json", b"[" * 100_000, "not valid JSON"),
         ("l.json", b"[]", "holds no document lengths"),
         ("l.txt", b"", "holds no document lengths"),
         ("l.txt", b"5\n\n7\n", "line 2 is ''"),
         ("l.txt", b"5\n6.0\n", "line 2 is '6.0'"),
-        ("l.txt", b"5 6\n", "line 1 is '5 6'"),
-        ("l.txt", b"5\nnan\n", "line 2 is 'nan'"),
         ("l.txt", "5\n１２\n".encode(), "line 2 is '１２'"),
         ("l.txt", b"9" * 5000, "line 1 is '9999"),
         ("l.txt", b"\xff\xfe\x00", "is not UTF-8"),
         ("l.npy", b"not numpy", "holds no NumPy array of numbers; write"),
-        ("l.npy", b"", "holds no NumPy array of numbers; write"),
         ("l.parquet", b"not parquet", "not a readable Parquet file"),
         ("l.idx", b"not an index", "not a Megatron index"),
         ("l.bed", b"1,2", "of no known kind"),
         ("l.csv", b"1,2", "has no column 'length', but 1, 2"),
+        ("l.csv", b"id\n1\n2\n", "but id; give the column of lengths that name; if it is text, save it as Par"),
         ("l.csv", b"id,length\n1,5\n2,x\n", "line 3 is 'x'"),
-        ("l.csv", b"id,length\n1\n", "line 2 is ''"),
         ("l.csv", b"", "holds no document lengths"),
         ("l.csv", b'length\n"5\n', "not a CSV file: line 2: unexpected end of data"),
         ("l.jsonl", b"5\n{oops\n", "line 2 is not valid JSON"),
@@ -185,9 +146,6 @@ def test_wrong_content_is_one_clear_line(tmp_path, name, content, message):
     [
         ("d.txt", "Once upon\na time\n", "line 1 is 'Once upon'; a whole number is needed", " --documents lines"),
         ("d.jsonl", '{"text": "Once"}\n', "line 1 has neither length nor input_ids, but text", ""),
-        ("d.jsonl", '{"messages": []}\n', "line 1 has neither length nor input_ids, but messages", ""),
-        ("d.jsonl", '"Once"\n', "line 1 is 'Once'; a whole number is needed", ""),
-        ("d.json", '["Once"]', "entry 0 is 'Once'; a whole number is needed", ""),
         ("d.json", '[{"body": "Once"}]', "entry 0 has neither length nor input_ids, but body", ""),
         (
             "d.json",
@@ -212,12 +170,6 @@ def test_text_is_refused_with_the_option_that_counts_its_tokens(tmp_path, monkey
     assert f"; if it is text, count its tokens with: wlb check {name}{options} --tokenizer bytes, or" in message
     assert f"wlb prepare {name}{options} --out STORE" in message
     assert "\n" not in message
-
-
-def test_columns_of_text_in_parquet_are_named(tmp_path):
-    pq.write_table(pa.table({"id": [1], "messages": ["a"]}), tmp_path / "d.parquet")
-    with pytest.raises(UserError, match=r"no column 'length'; it has id, messages; if it is text, count"):
-        read_lengths(tmp_path / "d.parquet")
 
 
 @given(st.lists(st.one_of(st.integers(0, 9), st.integers(1, 300_000)), min_size=1).filter(any))
@@ -250,36 +202,16 @@ def test_one_outlier_does_not_choose_the_window():
     assert described_window(assumed_window(lengths), lengths) == f"window 131,072, {why}"
 
 
-def test_what_was_read_counts_many_documents_over_the_window():
-    said = what_was_read("d", np.array([9] * 2000 + [5000] * 1000), 4096)
-    assert said.endswith("; 1,000 over the window of 4,096")
-
-
 def test_what_was_read_may_be_empty():
     assert what_was_read("d", np.zeros(3, np.int64), 4096) == "read d: 0 documents and 3 empty, 0 tokens"
     assert assumed_window(np.zeros(3, np.int64)) == 4096
-
-
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
-        (np.array([1.0, np.nan]), r"holds float64 values in shape \(2,\); write whole numbers"),
-        (np.array([True]), "holds bool values"),
-        (np.array(["5"]), "holds <U1 values"),
-        (np.array([[1, 2]]), r"shape \(1, 2\)"),
-        (np.array([None]), "no NumPy array of numbers; write"),
-    ],
-)
-def test_wrong_arrays(tmp_path, array, message):
-    np.save(tmp_path / "l.npy", array, allow_pickle=True)
-    with pytest.raises(UserError, match=message):
-        read_lengths(tmp_path / "l.npy")
 
 
 def test_wrong_parquet_columns(tmp_path):
     path = tmp_path / "l.parquet"
     for table, message in (
         ({"tokens": [1, 2]}, "no column 'length'; it has tokens"),
+        ({"id": [1], "messages": ["a"]}, r"no column 'length'; it has id, messages; if it is text, count"),
         ({"length": ["a"]}, "holds string values, 0 of them null; whole numbers are needed"),
         ({"length": [1.0, 2.5]}, "holds double values"),
         ({"length": [1, None, 3]}, "column 'length' of .* holds int64 values, 1 of them null"),
@@ -289,52 +221,47 @@ def test_wrong_parquet_columns(tmp_path):
             read_lengths(path)
 
 
-@pytest.mark.parametrize("name", ["l.json", "l.txt", "l.npy", "l.parquet", "l.idx", "corpus"])
-def test_missing_sources(tmp_path, name):
-    with pytest.raises(UserError, match=r"l\..* does not exist|corpus.idx does not exist; make the store"):
-        read_lengths(tmp_path / name)
-
-
-def test_directory_is_refused(tmp_path):
-    (tmp_path / "d.json").mkdir()
-    with pytest.raises(UserError, match=r"d\.json cannot be read"):
-        read_lengths(tmp_path / "d.json")
-
-
-def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys):
-    with TokenStoreWriter(tmp_path / "s", vocab_size=10) as writer:
-        for length in (0, 3, 0, 2):
-            writer.add([1] * length)
-    assert read_lengths(tmp_path / "s").tolist() == [3, 2]
-    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's'}: 2 empty documents passed over\n"
-    with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
-        writer.add([])
-    with pytest.raises(UserError, match="holds no document with tokens"):
-        read_lengths(tmp_path / "void")
-
-
-@pytest.mark.parametrize("source", [".", "/", "", "..", "folder"])
-def test_directories_are_no_lengths(source, tmp_path, monkeypatch):
-    (tmp_path / "here/folder").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UserError, match=r"is a directory; name a|is empty"):
+@in_turn(
+    ("source", "message"),
+    [
+        ("synthetic:10", "synthetic:DOCUMENTS:WINDOW"),
+        ("synthetic:a:b", "synthetic:DOCUMENTS:WINDOW"),
+        ("synthetic:1:2:3:4", "synthetic:DOCUMENTS:WINDOW"),
+        ("synthetic:-1:5", "synthetic:DOCUMENTS:WINDOW"),
+        ("synthetic:10:5:٣", "synthetic:DOCUMENTS:WINDOW"),
+        ("synthetic:10:0", "'0' is not a number of tokens"),
+        ("synthetic:10:4X", "'4X' is not a number of tokens"),
+        ("l.json", r"l\.json does not exist"),
+        ("l.idx", r"l\.idx does not exist"),
+        ("corpus", "corpus.idx does not exist; make the store"),
+        (".", "is a directory; name a"),
+        ("", "is empty"),
+        ("a" * 5000, "cannot be read: File name too long"),
+    ],
+)
+def test_sources_that_are_nothing(tmp_path, monkeypatch, source, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
         read_lengths(source)
 
 
-def test_names_that_no_file_can_have():
-    with pytest.raises(UserError, match="cannot be read: File name too long"):
-        read_lengths("a" * 5000)
+@in_turn("dtype", ["uint16", "int32", ">i8", "uint64"])
+def test_arrays_of_any_integer_type(tmp_path, dtype):
+    np.save(tmp_path / "l.npy", np.array([5, 60000]).astype(dtype))
+    assert read_lengths(tmp_path / "l.npy").tolist() == [5, 60000]
 
 
-def test_windows_programs_write_lengths_too(tmp_path):
-    (tmp_path / "LENGTHS.TXT").write_text("5\r\n6\r\n", encoding="utf-8-sig")
-    assert read_lengths(str(tmp_path / "LENGTHS.TXT")).tolist() == [5, 6]
-
-
-def test_a_lone_column_that_is_named_otherwise_may_be_no_lengths(tmp_path):
-    (tmp_path / "ids.csv").write_text("id\n1\n2\n")
-    with pytest.raises(
-        UserError,
-        match="no column 'length', but id; give the column of lengths that name; if it is text, save it as Par",
-    ):
-        read_lengths(str(tmp_path / "ids.csv"))
+@in_turn(
+    ("array", "message"),
+    [
+        (np.array([1.0, np.nan]), r"holds float64 values in shape \(2,\); write whole numbers"),
+        (np.array([True]), "holds bool values"),
+        (np.array([[1, 2]]), r"shape \(1, 2\)"),
+        (np.array([None]), "no NumPy array of numbers; write"),
+        (np.array([1, 2**64 - 5], np.uint64), "entry 1 is 18446744073709551611"),
+    ],
+)
+def test_wrong_arrays(tmp_path, array, message):
+    np.save(tmp_path / "l.npy", array, allow_pickle=True)
+    with pytest.raises(UserError, match=message):
+        read_lengths(tmp_path / "l.npy")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.documents.segments import POLICIES, OverlongReport, Segment, split_overlong
+from wlb.documents.segments import OverlongReport, Segment, split_overlong
 from wlb.errors import UserError
 
 segments_of = st.lists(st.builds(Segment, st.integers(0, 1000), st.integers(0, 50), st.integers(0, 300)), max_size=30)
@@ -24,19 +24,13 @@ def test_split_keeps_every_token_in_order(segments, limit):
 
 
 @given(segments_of, st.integers(1, 80))
-def test_truncate_keeps_the_first_tokens(segments, limit):
+def test_truncate_keeps_the_first_tokens_and_drop_removes_exactly_the_overlong(segments, limit):
+    over = [s.length for s in segments if s.length > limit]
     result, report = split_overlong(segments, limit, "truncate")
     assert result == [Segment(s.document, s.start, min(s.length, limit)) for s in segments]
-    lost = sum(max(s.length - limit, 0) for s in segments)
-    over = sum(s.length > limit for s in segments)
-    assert report == OverlongReport(over, over, lost)
-
-
-@given(segments_of, st.integers(1, 80))
-def test_drop_removes_exactly_the_overlong(segments, limit):
+    assert report == OverlongReport(len(over), len(over), sum(length - limit for length in over))
     result, report = split_overlong(segments, limit, "drop")
     assert result == [s for s in segments if s.length <= limit]
-    over = [s.length for s in segments if s.length > limit]
     assert report == OverlongReport(len(over), 0, sum(over))
 
 
@@ -49,20 +43,11 @@ def test_reports_of_batches_add_up(segments, limit, cut, policy):
     assert one + two == report
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_overlong_passes_unchanged(policy):
-    segments = [Segment(3, 0, 5), Segment(4, 2, 7)]
-    assert split_overlong(iter(segments), 7, policy) == (segments, OverlongReport())
-
-
-def test_error_names_document_limit_and_remedy():
+def test_mistakes_are_named_with_limit_and_remedy():
     with pytest.raises(
         UserError, match=r"document 1042 has 9000 tokens, over the context window of 4096; .*: split, truncate, drop"
     ):
         split_overlong([Segment(1, 0, 5), Segment(1042, 0, 9000)], 4096, "error")
-
-
-def test_unknown_policy_and_impossible_limit_are_refused():
     with pytest.raises(UserError, match="'wrap' is unknown; choose from split"):
         split_overlong([], 4, "wrap")
     with pytest.raises(UserError, match="limit on document length is 0"):

@@ -31,27 +31,7 @@ def test_shape_is_what_the_module_says(window):
     assert lengths[lengths > window / 2].sum() / lengths.sum() == pytest.approx(0.15, abs=0.02)
 
 
-def test_tail_falls_as_one_over_the_length():
-    lengths = sample_lengths(200_000, 1 << 20, 1, tail_share=1.0, tail_start_fraction=1 / 256)
-    start = (1 << 20) / 256
-    assert lengths.min() == pytest.approx(start, abs=1)
-    for times in (2, 4, 16):
-        assert (lengths > times * start).mean() == pytest.approx(1 / times, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"documents": 0}, "documents is 0"),
-        ({"context_window": -1}, "context_window is -1"),
-    ],
-)
-def test_impossible_parameters_are_refused(arguments, message):
-    with pytest.raises(UserError, match=message):
-        sample_lengths(**({"documents": 10, "context_window": 100} | arguments))
-
-
-@pytest.mark.parametrize(("documents", "window"), [(99999999999999, 4096), (10, 99999999999999999999), (0, 5)])
+@pytest.mark.parametrize(("documents", "window"), [(10**14, 4096), (10, 10**20), (0, 5), (10, -1)])
 def test_counts_without_bound_are_refused(documents, window):
     with pytest.raises(UserError, match="it must be from 1 to"):
         sample_lengths(documents, window)

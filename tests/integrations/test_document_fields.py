@@ -64,12 +64,9 @@ def test_text_numbers_and_absent_fields_are_passed_over():
     ("fields", "message"),
     [
         ({"pixel_values": torch.zeros(3, 8, 8)}, "has pixel_values, which packed micro-batches would lose"),
-        ({"image_grid_thw": [[1, 2, 2]]}, "has image_grid_thw"),
-        ({"token_type_ids": [0, 0, 0, 0]}, "has token_type_ids"),
         ({"image": {"bytes": b"png", "path": None}}, "has image,"),
         ({"seq_lengths": np.array([2, 2])}, "has seq_lengths"),
         ({"labels": [1]}, "4 input_ids and 1 labels"),
-        ({"loss_mask": [1, 1]}, "4 input_ids and 2 loss_mask"),
         ({"completion_mask": [0, 1, 2, 1]}, "completion_mask with the value 2"),
         ({"attention_mask": [1, 1, 2, 2]}, "attention_mask with the value 2"),
         ({"attention_mask": [1, 0, 1, 1]}, "zeros between its tokens"),

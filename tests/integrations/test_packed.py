@@ -7,7 +7,6 @@ import json
 import os
 import warnings
 from collections import UserDict
-from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.cases import in_turn
 from tests.training.distributed import run_ranks
-from wlb.attention import segment_attention
 from wlb.documents.segments import OverlongReport
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.checks import BalanceMonitor, check_packing
+from wlb.integrations.checks import BalanceMonitor
 from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.packed import FlatteningCollator, packed_batches, steps_of
 
@@ -94,17 +92,6 @@ def test_other_policies_for_documents_that_are_too_long(of_stream):
     assert taken("drop") == (0, OverlongReport(documents=1, pieces=0, tokens_dropped=150))
     with pytest.raises(UserError, match="document 80 has 150 tokens, over"):
         taken("error")
-
-
-def test_a_state_continues_after_any_step():
-    expected = contents(islice(packed_batches(DOCUMENTS, **SIZES, epochs=2), 30))
-    for taken in (0, 1, 7, 20):
-        steps = packed_batches(DOCUMENTS, **SIZES, epochs=2)
-        head = contents(islice(steps, taken))
-        state = json.loads(json.dumps(steps.state_dict()))
-        next(steps)
-        rest = islice(packed_batches(DOCUMENTS, **SIZES, epochs=2, state=state), 30 - taken)
-        assert head + contents(rest) == expected
 
 
 @in_turn("documents", [DOCUMENTS, masked(), mixed()])
@@ -191,6 +178,11 @@ def _told_of_mistakes() -> dict[str, str]:
         told[name] = str(error.value)
     with pytest.raises(UserError, match="seed"):
         iter(PlannedBatchSampler(LENGTHS, **SIZES, seed=dist.get_rank()))  # which Accelerate would deal
+    group, dist.group.WORLD = dist.group.WORLD, None  # as before init_process_group
+    steps = packed_batches(DOCUMENTS, **SIZES)
+    dist.group.WORLD = group
+    with pytest.raises(UserError, match="dp was left out before there was a process group, which has 2"):
+        next(steps)
     return told
 
 
@@ -200,19 +192,6 @@ def test_processes_that_would_train_other_plans_are_all_told_so():
     for name, (_, expected) in MISTAKES.items():
         assert expected in first[name]
         assert "\n" not in first[name]
-
-
-def _made_too_early() -> None:
-    group = dist.group.WORLD
-    dist.group.WORLD = None  # as before init_process_group
-    steps = packed_batches(DOCUMENTS, **SIZES)
-    dist.group.WORLD = group
-    with pytest.raises(UserError, match="dp was left out before there was a process group, which has 2"):
-        next(steps)
-
-
-def test_what_was_made_before_the_process_group_does_not_train_everything_everywhere():
-    run_ranks(2, _made_too_early)
 
 
 def _learnt(documents: list[Any]) -> list[list[int]]:
@@ -239,6 +218,14 @@ def test_every_document_learns_what_its_own_fields_say():
     collated = FlatteningCollator()(mixed())
     assert collated["input_ids"][0].tolist() == [token for ids in DOCUMENTS for token in ids.tolist()]
     assert collated["labels"][0].tolist() == [label for labels in _learnt(DOCUMENTS) for label in (-100, *labels)]
+    assert collated["position_ids"][0].tolist() == [place for length in LENGTHS for place in range(length)]
+    ends = [0, *np.cumsum(LENGTHS)]
+    assert collated["cu_seq_lens_q"].tolist() == collated["cu_seq_lens_k"].tolist() == ends
+    assert collated["cu_seq_lens_q"].dtype == torch.int32
+    assert collated["max_length_q"] == collated["max_length_k"] == max(LENGTHS)
+    assert "attention_mask" not in collated
+    with pytest.raises(UserError, match="without documents"):
+        FlatteningCollator()([])
 
 
 def _loader(planned: Any, documents: list[Any] = DOCUMENTS, **settings: Any) -> Any:
@@ -405,56 +392,6 @@ def test_documents_that_change_after_they_are_planned_are_refused():
         document["input_ids"].append(1)
     with pytest.raises(UserError, match=r"document \d+ had \d+ tokens when it was planned"):
         next(steps)
-
-
-def test_the_collator_restarts_positions_and_keeps_masked_labels():
-    batch = FlatteningCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}])
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
-    assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9]]
-    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 5]
-    assert batch["cu_seq_lens_q"].dtype == torch.int32
-    assert batch["max_length_q"] == batch["max_length_k"] == 3
-    assert "attention_mask" not in batch
-    with pytest.raises(UserError, match="without documents"):
-        FlatteningCollator()([])
-
-
-class TinyModel(torch.nn.Module):
-    """One layer of attention, with or without regard to where documents end."""
-
-    def __init__(self, *, leaks: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(97, 16, dtype=torch.float64)
-        self.leaks = leaks
-
-    def forward(self, tokens: torch.Tensor, lengths: Any) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        heads = hidden[:, None]
-        out = segment_attention(heads, heads, heads, [len(tokens)] if self.leaks else lengths)
-        scores: torch.Tensor = (hidden + out[:, 0]) @ self.embedding.weight.T
-        return scores
-
-
-def test_the_check_finds_documents_that_see_each_other():
-    (batch, *_) = next(packed_batches(DOCUMENTS, **SIZES)).batches
-    for leaks in (False, True):
-        model = TinyModel(leaks=leaks)
-        model.embedding.weight.grad = before = torch.ones_like(model.embedding.weight)
-
-        def loss(start: int, stop: int, lengths: Any, model: TinyModel = model) -> torch.Tensor:
-            scores = model(batch.tokens[start:stop], lengths)
-            return F.cross_entropy(scores, batch.labels[start:stop], reduction="sum")
-
-        packed = partial(loss, 0, len(batch.tokens), batch.segment_lengths)
-        singles = [partial(loss, a, b, (b - a,)) for a, b in pairwise(batch.cu_seqlens.tolist())]
-        if leaks:
-            with pytest.raises(UserError, match="train something else"):
-                check_packing(model, packed, singles)
-        else:
-            assert check_packing(model, packed, singles).gradient_error < 1e-12
-        assert model.embedding.weight.grad is before
 
 
 def _monitored() -> tuple[list[float], list[float], Any]:

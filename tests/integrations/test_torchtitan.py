@@ -91,29 +91,6 @@ def test_a_loaded_state_continues_with_the_next_micro_batch(store: str, taken: i
     assert _as_lists(continued, 10 - taken) == whole[taken:]
 
 
-def test_another_degree_continues_after_whole_steps(store: str):
-    """What one rank trains next is what two would have: only the dealing differs."""
-    one = _loader(store, dp=1)
-    one.load_state_dict(_state_after(store, micro_batches=4))
-    two = _loader(store, dp=2)
-    two.load_state_dict(_state_after(store, micro_batches=4))
-    of_one, of_two = (
-        {segment for plan in islice(loader.steps(), 4) for segment in plan.segments} for loader in (one, two)
-    )
-    trained = _loader(store, dp=2)
-    before = {segment for plan in islice(trained.steps(), 2) for segment in plan.segments}
-    assert of_one & of_two
-    assert not before & (of_one | of_two)
-    with pytest.raises(UserError, match="inside a step with dp = 2, this run has 1"):
-        one.load_state_dict(_state_after(store, micro_batches=3))
-
-
-def _state_after(store: str, micro_batches: int) -> dict[str, Any]:
-    loader = _loader(store)
-    list(islice(loader, micro_batches))
-    return loader.state_dict()
-
-
 def test_padding_is_a_document_of_its_own_without_labels(store: str):
     (inputs, labels), (plain, _) = next(iter(_loader(store, multiple_of=64))), next(iter(_loader(store)))
     tokens = plain["input"].shape[TOKENS]
@@ -143,8 +120,6 @@ def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store:
     report = _run(2, "-m", "tests.integrations.torchtitan_steps", store, "--seq-len", str(SEQ_LEN), "--steps", "3")
     assert report["documents_once"]
     assert report["gradient_error"] < 1e-5
-    assert len(report["losses"]) == 3
-    assert report["predicted_lock_step"] < 1.2
 
 
 def _run(processes: int, *program: str) -> dict[str, Any]:

@@ -121,10 +121,9 @@ class RecordingTrainer:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
         self.trained: list[tuple[Tensor, Tensor]] = []  # tokens and positions of each micro-batch
-        self.losses: list[float] = []
         self.forward_backward = self.trainer.forward_backward_step
         self.trainer.forward_backward_step = self._recorded
-        self.trainer.metrics_processor.log = self._logged
+        self.trainer.metrics_processor.log = lambda *_, **__: None
         self._batches = self.trainer.batch_generator(self.trainer.dataloader)
 
     def step(self) -> None:
@@ -135,6 +134,3 @@ class RecordingTrainer:
         self.trained.append((input_dict["input"].flatten(), input_dict["positions"].flatten()))
         loss: Tensor = self.forward_backward(input_dict=input_dict, labels=labels, **more)
         return loss
-
-    def _logged(self, _: int, loss: float, *__: Any, **___: Any) -> None:
-        self.losses.append(float(loss))

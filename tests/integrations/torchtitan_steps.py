@@ -48,13 +48,9 @@ def main() -> None:
         for _ in range(arguments.steps - 1):
             recorder.step()
         expected = digest(store.read(d % len(store), s, n) for plan in plans for d, s, n in plan.segments)
-        loads = np.array([[m.workload for m in rank] for plan in plans for rank in plan.ranks])
-        loads = loads.reshape(len(plans), dist.get_world_size(), -1)
         report = {
             "documents_once": digest(gathered(pieces(recorder))) == expected,
             "gradient_error": error,
-            "losses": recorder.losses,
-            "predicted_lock_step": float(loads.max(axis=1).sum() / loads.mean(axis=1).sum()),
         }
         if dist.get_rank() == 0:
             print(json.dumps(report, indent=2))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from wlb.errors import UserError
 from wlb.job.config import JobConfig, PackingConfig
 from wlb.job.job import Job, MemoryLimit, limit_of_gpu
-from wlb.job.memory.fit import predicted_memory, too_large
+from wlb.job.memory.fit import too_large
 from wlb.packing.options import Pools
 from wlb.schedules.layout import Layout
 from wlb.workload import ModelShape, hardware_preset
@@ -43,15 +41,6 @@ def test_documents_are_priced_in_the_type_that_the_job_computes_in(method):
     assert spec("cpu", training={"dtype": "float64"}).hardware.bytes_per_value == 8
 
 
-def test_interleaving_one_stage_holds_and_takes_what_1f1b_does():
-    sizes = {"pp": 4, "tp": 8}
-    packing = {"micro_batches": 6}  # no multiple of pp
-    plain, interleaved = (
-        spec(packing=packing, parallel=sizes | {"schedule": name}) for name in ("1f1b", "interleaved_1f1b")
-    )
-    assert predicted_memory(interleaved) == predicted_memory(plain)
-
-
 def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
     job = spec(parallel={"tp": 8, "pp": 4}, packing={"max_length_factor": 2.0})
     assert too_large(replace(job, limit=MemoryLimit(1e15, "a dream"))) is None
@@ -69,22 +58,6 @@ def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
         replace(job, layout=replace(job.layout, tp=3))
 
 
-def test_a_pretrained_model_is_described_without_torch(tmp_path: Path):
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
-    document = {"model_type": "llama", "vocab_size": 320, "tie_word_embeddings": True, **shape}
-    (tmp_path / "config.json").write_text(json.dumps(document))
-    code = f"""
-import sys
-from wlb.job.config import JobConfig
-from wlb.job.job import Job
-sections = {{"data": {{"store": "corpus"}}, "model": {{"pretrained": {str(tmp_path)!r}}}}}
-job = Job.from_config(JobConfig.model_validate(sections), vocab_size=300)
-assert (job.shape.layers, job.shape.vocab_size, job.tied_embeddings) == (2, 320, True)
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_model_that_cannot_be_divided_is_refused():
     shape = ModelShape(hidden=14, layers=5, heads=4, kv_heads=2, head_dim=4, ffn_hidden=22, vocab_size=12)
     layout = Layout(pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
@@ -98,3 +71,12 @@ def test_a_model_that_cannot_be_divided_is_refused():
     for changes, message in cases:
         with pytest.raises(UserError, match=message):
             Job(replace(shape, **changes), hardware_preset("h100"), PackingConfig(), layout=layout)
+
+
+def test_a_pretrained_model_is_described_by_its_configuration(tmp_path: Path):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+    document = {"model_type": "llama", "vocab_size": 320, "tie_word_embeddings": True, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    config = JobConfig.model_validate({"data": {"store": "corpus"}, "model": {"pretrained": str(tmp_path)}})
+    job = Job.from_config(config, vocab_size=300)
+    assert (job.shape.layers, job.shape.vocab_size, job.tied_embeddings) == (2, 320, True)

@@ -3,14 +3,9 @@
 import numpy as np
 import pytest
 
-from wlb.documents.synthetic import sample_lengths
-from wlb.job.planner import StepPlanner
 from wlb.job.prices import sharded_prices
 from wlb.sharding import price_shards
 from wlb.sharding.latency import group_seconds
-from wlb.simulate import simulate_step, simulated_job
-from wlb.simulate.decide import decide
-from wlb.simulate.step import Steps
 from wlb.workload import hardware_preset, make_workload, model_shape
 
 WINDOW = 65_536
@@ -66,20 +61,3 @@ def test_the_longest_window_is_priced_at_once():
     """Elastic slices of a document of 2**31 tokens are no smaller than tells them apart."""
     prices = sharded_prices(make_workload("tiny"), 4, "elastic", 2**31 - 1)
     assert 0 < prices.document_seconds([2**30])[0] < prices.document_seconds([2**31 - 1])[0]
-
-
-def test_micro_batches_of_a_pool_are_ordered_by_what_its_ranks_take():
-    """Documents of like lengths hide each other's exchange, which none of them would by itself."""
-    packing = {"grouping": "alike", "pool_micro_batches": 16, "global_batch": 8}
-    lengths = sample_lengths(2000, 131_072, seed=0)
-    asked = simulated_job("llama3-8b", 131_072, "elastic", dp=8, cp=4, pp=4, tp=2, packing=packing)
-    job = decide(asked, lengths)
-    plan = next(StepPlanner(job, lengths).plans())
-    steps = simulate_step(plan, job)
-    assert isinstance(steps, Steps)
-    stages = steps.stages
-    simulated = (stages.forward + stages.backward)[0, 0].sum(axis=0)
-    np.testing.assert_allclose([micro_batch.workload for micro_batch in plan.micro_batches], simulated, rtol=0.1)
-    peak = int(simulated.argmax())
-    assert (np.diff(simulated[: peak + 1]) >= -0.1 * simulated[peak]).all()
-    assert (np.diff(simulated[peak:]) <= 0.1 * simulated[peak]).all()

@@ -182,3 +182,13 @@ def check_plans(plans, method, options, documents):
 
 def whole_documents(lengths):
     return [Segment(index, 0, length) for index, length in enumerate(lengths)]
+
+
+ADVERSARIAL = {
+    "just over half a window": lambda w: [w // 2 + 1],
+    "just over half and whole": lambda w: [w // 2 + 1, w],
+    "just over a third": lambda w: [w // 3 + 1],
+    "one token and whole": lambda w: [1, w],
+    "all outliers of the lower queue": lambda w: [w * 3 // 16],
+    "one whole, many short": lambda w: [w] + [1] * (2 * w),
+}

@@ -1,16 +1,10 @@
-"""The heaps place as a plain search would, in n log n, and near the optimum."""
+"""The heaps place as a plain search would, and near the optimum."""
 
-import heapq
-import math
-
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, WORKLOADS
 from wlb.documents.segments import Segment
-from wlb.packing import carrying as greedy
 from wlb.packing.carrying import OpenMicroBatches, longest_first
 from wlb.packing.exact import solve
 from wlb.packing.packer import Pending
@@ -80,28 +74,6 @@ def test_filling_empty_micro_batches_keeps_every_document(lengths, places):
     assert held[0] > 0 or held[-1] <= 1
     assert max(filled.seconds) <= before
     assert filled.seconds == [sum(item.seconds for item in members) for members in filled.members]
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4, 64])
-def test_heap_operations_grow_as_the_documents_do(micro_batches, monkeypatch):
-    """Each costs O(log N); with the sort, n log n. Window and documents grow together, so all are in one step."""
-    operations = 0
-
-    def counted(operation):
-        def run(*args):
-            nonlocal operations
-            operations += 1
-            return operation(*args)
-
-        return run
-
-    for name in ("heappush", "heappop"):
-        monkeypatch.setattr(greedy, name, counted(getattr(heapq, name)))
-    for documents in (1_000, 10_000):
-        operations = 0
-        lengths = np.random.default_rng(0).integers(1, 100, documents).tolist()
-        OpenMicroBatches(micro_batches, math.ceil(sum(lengths) / micro_batches) + 20).place(pending(lengths))
-        assert operations <= 4 * (documents + micro_batches)
 
 
 @SETTINGS

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 
 from tests.cases import in_turn
-from tests.packing.streams import POOLING, SETTINGS, WORKLOADS, packer_for, streams
+from tests.packing.streams import ADVERSARIAL, POOLING, SETTINGS, WORKLOADS, packer_for, streams
 from wlb.packing.plan import StepPlan
 from wlb.packing.registry import make_packer
 
@@ -98,35 +98,26 @@ def test_delay_and_backlog_are_bounded(stream):
         assert plan.longest_delay <= rounds * window + 2 * (window - 1) + len(drained)
 
 
-ADVERSARIAL = {
-    "just over half a window": lambda w: [w // 2 + 1],
-    "just over half and whole": lambda w: [w // 2 + 1, w],
-    "just over a third": lambda w: [w // 3 + 1],
-    "one token and whole": lambda w: [1, w],
-    "all outliers of the lower queue": lambda w: [w * 3 // 16],
-    "one whole, many short": lambda w: [w] + [1] * (2 * w),
-}
-
-
 @pytest.mark.parametrize("shape", ADVERSARIAL)
-@in_turn(("factor", "micro_batches", "early_release"), [*product([1.0, 1.5, 2.0], [1, 4], [False, True])])
-def test_adversarial_streams_settle(shape, factor, micro_batches, early_release):
-    window = 48
-    packer = make_packer(
-        "variable_length",
-        micro_batches=micro_batches,
-        context_window=window,
-        workload=WORKLOADS["polynomial"],
-        max_length_factor=factor,
-        max_delay=4,
-        early_release=early_release,
-    )
+@in_turn(
+    ("method", "options", "factor", "micro_batches"),
+    [
+        *product(["variable_length"], [{"early_release": early} for early in (False, True)], [1.0, 1.5, 2.0], [1, 4]),
+        *product(["makespan"], [{"token_spread": spread} for spread in (0.0, 0.75)], [1.0, 1.5, 2.0], [4]),
+    ],
+)
+def test_adversarial_streams_settle(shape, method, options, factor, micro_batches):
+    """What waits stays under what a queue, or the delay, lets wait; and nothing waits for longer than that."""
+    window, max_delay = 48, 4
+    settings = {"micro_batches": micro_batches, "context_window": window, "workload": WORKLOADS["polynomial"]}
+    packer = make_packer(method, **settings, **options, max_length_factor=factor, max_delay=max_delay)
     pattern = ADVERSARIAL[shape](window)
-    backlog = micro_batches * window + max(pattern) + 2 * (micro_batches - 1) * max(pattern)
-    longest_delay = 0
+    kept_back = 2 * (micro_batches - 1) * max(pattern) if method == "variable_length" else 0
+    batches = 1 if method == "variable_length" else max_delay + 2
+    backlog = batches * micro_batches * window + max(pattern) + kept_back
+    plans = []
     for _ in range(3000 // len(pattern)):
-        for plan in packer.plan(pattern):
-            assert all(micro_batch.segments for micro_batch in plan.micro_batches)
-            longest_delay = max(longest_delay, plan.longest_delay)
+        plans += packer.plan(pattern)
         assert sum(segment.length for segment in packer.pending) < backlog
-    assert longest_delay <= 4
+    assert all(micro_batch.segments for plan in plans for micro_batch in plan.micro_batches)
+    assert max(plan.longest_delay for plan in plans) <= max_delay

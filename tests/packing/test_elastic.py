@@ -41,17 +41,6 @@ def test_steps_are_of_one_size_and_micro_batches_of_one_workload():
     assert np.mean([plan.imbalance for plan in plans]) < 1.001
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4, 32])
-def test_the_number_of_micro_batches_does_not_move_a_document(micro_batches):
-    lengths = read_lengths("synthetic:3000:4096:0")
-    packers = [
-        make_packer("elastic", micro_batches=count, context_window=4096, workload=WORKLOAD, global_batch=16)
-        for count in (8, micro_batches)
-    ]
-    one, other = ([sorted(plan.segments) for plan in packer.plan(lengths)] for packer in packers)
-    assert one == other
-
-
 def test_a_document_dearer_than_a_micro_batch_may_wait_where_that_is_asked_for():
     lengths = read_lengths("synthetic:20000:131072:0")
     imbalance = []
@@ -70,17 +59,6 @@ def test_a_document_dearer_than_a_micro_batch_may_wait_where_that_is_asked_for()
     assert imbalance[1] < imbalance[0]
 
 
-@pytest.mark.parametrize("seed", [1, 8, 9])
-def test_a_step_is_never_empty_where_the_look_ahead_takes_all_of_the_next_global_batch(seed):
-    lengths = np.random.default_rng(seed).integers(1, 41, 150)
-    packer = make_packer(
-        "elastic", micro_batches=2, context_window=40, workload=WORKLOAD, lookahead=1.0, token_spread=1.0
-    )
-    plans = packer.plan(lengths) + packer.drain()
-    assert min(plan.tokens for plan in plans) > 0
-    assert sorted(segment.document for plan in plans for segment in plan.segments) == list(range(150))
-
-
 def test_documents_alike_go_together_and_micro_batches_are_even_in_tokens():
     lengths = read_lengths("synthetic:20000:131072:0")
     packer = make_packer(
@@ -96,24 +74,6 @@ def test_documents_alike_go_together_and_micro_batches_are_even_in_tokens():
         for m in plan.micro_batches
     ]
     assert np.median(spread) < 0.25
-
-
-def test_what_finds_no_room_is_trained_first_in_the_next_step():
-    """Two micro-batches of one window: three documents of over half a window each do not fit into a step."""
-    packer = make_packer(
-        "elastic",
-        micro_batches=2,
-        context_window=10,
-        workload=WORKLOAD,
-        grouping="alike",
-        max_length_factor=1.0,
-    )
-    plans = packer.plan([6, 6, 7, 1, 1, 1, 1, 1, 1, 1]) + packer.drain()
-    steps = [sorted(segment.document for segment in plan.segments) for plan in plans]
-    assert sorted(document for step in steps for document in step) == [*range(10)]
-    assert steps[0] == [0, 2, 3]
-    assert 1 in steps[1]
-    assert plans[1].longest_delay == 1
 
 
 def test_alike_lets_no_document_wait_on_purpose():

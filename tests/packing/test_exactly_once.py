@@ -58,17 +58,6 @@ def test_a_document_given_several_times_is_trained_as_often(packing, pairs):
 
 
 @SETTINGS
-@given(
-    packings(methods=("variable_length",), context_window=24, micro_batches=3),
-    st.lists(st.sampled_from([1, 4, 13, 24]), min_size=20, max_size=40),
-)
-def test_copies_of_a_document_are_released_one_by_one(packing, lengths):
-    method, options = packing
-    documents = [Segment(length, 0, length) for length in lengths]
-    check_plans(plan_all(make_packer(method, **options), documents), method, options, documents)
-
-
-@SETTINGS
 @given(streams(), st.data())
 def test_plans_do_not_depend_on_how_documents_arrive(stream, data):
     lengths = stream[2]
@@ -131,13 +120,10 @@ def test_numpy_integers_become_plain_ones(method, arrivals):
     ("arrivals", "message"),
     [
         ([3, 0], "document 1 has 0 tokens; at least 1"),
-        ([3, -4], "document 1 has -4 tokens; at least 1"),
         ([(42, 0)], "document 42 has 0 tokens; at least 1"),
         ([(3, 5), (-1, 5)], "document -1 starts at token 0; ids and starts must be at least 0"),
         ([Segment(7, -2, 5)], "document 7 starts at token -2; ids and starts must be at least 0"),
         ([3, 2.0], "document 1 starts at 0 and has 2.0 tokens; .* whole numbers"),
-        ([True], "document 0 .* has True tokens; .* whole numbers"),
-        ([(7, 2.5)], "document 7 .* has 2.5 tokens; .* whole numbers"),
         ([(7, "5")], "document 7 .* has '5' tokens; .* whole numbers"),
         ([Segment(7, 0, True)], "document 7 .* has True tokens; .* whole numbers"),
         ([None], "document 0 .* has None tokens; .* whole numbers"),
@@ -189,15 +175,12 @@ def test_sequential_packing_cuts_documents_of_any_length():
         ("variable_length", {"max_delay": 0}, "^max_delay = 0: must be at least 1"),
         ("variable_length", {"max_length_factor": 0.9}, "^max_length_factor = 0.9: .*greater than or equal to 1"),
         ("variable_length", {"max_length_factor": float("nan")}, "^max_length_factor = nan: .* finite"),
-        ("variable_length", {"max_length_factor": float("inf")}, "^max_length_factor = inf: .* finite"),
         ("variable_length", {"outlier_thresholds": (9, 3)}, r"^outlier_thresholds = \(9, 3\): .*thresholds must rise"),
         ("variable_length", {"outlier_thresholds": (0,)}, r"^outlier_thresholds = 0: .*greater than or equal to 1"),
         ("makespan", {"max_length_factor": "auto"}, "^max_length_factor = 'auto' is decided by"),
         ("makespan", {"lookahead": 2}, "^lookahead = 2: .*less than or equal to 1"),
         ("makespan", {"micro_batches": 2.5}, "^micro_batches = 2.5 is not a whole number"),
-        ("makespan", {"context_window": True}, "^context_window = True is not a whole number"),
         ("variable_length", {"micro_batches": 0}, "^micro_batches = 0 is not"),
-        ("variable_length", {"context_window": 0}, "^context_window = 0 is not"),
     ],
 )
 def test_impossible_settings_are_refused(method, options, message):

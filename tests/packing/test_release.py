@@ -4,10 +4,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.packing.streams import SETTINGS, WORKLOADS
+from tests.packing.streams import WORKLOADS
 from wlb.documents.segments import Segment
 from wlb.documents.synthetic import sample_lengths
 from wlb.packing import makespan as makespan_module
@@ -29,45 +27,9 @@ def fluid(tokens, workload=WORKLOADS["polynomial"]):
     return Fluid(tokens, tokens / 16 * float(workload.document_seconds([16])[0]), tokens // 16)
 
 
-@st.composite
-def offers(draw, most=10):
-    micro_batches = draw(st.integers(1, 5))
-    batch = micro_batches * WINDOW
-    lengths = draw(st.lists(st.integers(WINDOW // 8, WINDOW), max_size=most))
-    outliers = [outlier(length, draw(st.booleans()), draw(st.integers(0, 9)) == 0) for length in lengths]
-    due, early = (draw(st.integers(0, batch)) // 16 * 16 for _ in range(2))
-    spread = draw(st.sampled_from([0.25, 0.75, 1.0]))
-    due_tokens = due + sum(o.item.length for o in outliers if o.due)
-    return Offer(
-        outliers=sorted(outliers, key=lambda o: (-o.item.seconds, o.due)),
-        due=fluid(due),
-        early=fluid(early),
-        aim=min(max(due_tokens, int((1 - spread) * batch)), batch),
-        rules=StepRules(
-            micro_batches=micro_batches,
-            capacity=int(draw(st.sampled_from([1.25, 1.5, 2])) * WINDOW),
-            least=int((1 - spread) * batch),
-            most=int((1 + spread) * batch),
-            batch=batch,
-            delay_price=draw(st.sampled_from([0.02, 0.1, 1.0])),
-            fluid_may_wait=draw(st.booleans()),
-        ),
-    )
-
-
 def best_of_all(offer):
     sides = [(True,) if o.overdue else (True, False) for o in offer.outliers]
     return min(_appraise(released, offer).price for released in product(*sides))
-
-
-@SETTINGS
-@given(offers())
-def test_what_must_be_trained_is_and_no_micro_batch_is_left_idle(offer):
-    choice = choose(offer)
-    assert all(now for now, o in zip(choice.released, offer.outliers, strict=True) if o.overdue)
-    short_documents = offer.due.documents + offer.early.documents
-    at_hand = len(offer.outliers) + short_documents
-    assert sum(choice.released) + short_documents >= min(offer.rules.micro_batches, at_hand)
 
 
 def test_the_search_comes_close_to_the_best_of_all_subsets():

@@ -58,34 +58,6 @@ def test_continues_identically_from_any_point(method, monkeypatch):
     check()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_other_sizes_lose_and_repeat_nothing(method, monkeypatch):
-    small_tuner(monkeypatch)
-
-    @SETTINGS
-    @given(streams(methods=(method,), context_window=40), packings(methods=(method,), context_window=50), st.data())
-    def check(stream, other, data):
-        name, options, all_lengths = stream
-        room = 50 if name != "sequential" else 4000
-        lengths = [min(length, room, options["context_window"]) for length in all_lengths]
-        cut = data.draw(st.integers(0, len(lengths)))
-        first = make_packer(name, **options)
-        plans = first.plan(lengths[:cut])
-        second = make_packer(name, **other[1])
-        second.load_state_dict(through_json(first.state_dict()))
-        assert len(second.pending) == len(first.pending)
-        if data.draw(st.booleans()):
-            plans += second.plan(lengths[cut:])
-            taken = lengths
-        else:
-            taken = lengths[:cut]
-        plans += second.drain()
-        assert coverage(segments_of(plans)) == coverage(whole_documents(taken))
-        assert [plan.step for plan in plans] == list(range(len(plans)))
-
-    check()
-
-
 @SETTINGS
 @given(streams(methods=("sequential",)), st.integers(0, 5))
 def test_steps_that_are_taken_back_are_planned_again(stream, kept):

@@ -26,11 +26,6 @@ def test_every_block_has_one_stage_and_every_stage_a_block(layers: int, stages: 
     assert min(len(stage) for stage in split) >= 1
     sizes = [len(stage) for stage in split[:-1]]
     assert max(sizes, default=0) - min(sizes, default=0) <= 1
-
-
-@given(st.integers(1, 130), st.integers(1, 64))
-def test_with_a_small_vocabulary_stages_differ_by_one_block(layers: int, stages: int) -> None:
-    assume(layers >= stages)
     sizes = [len(stage) for stage in split_layers(_shape(layers, vocab_size=1), stages)]
     assert max(sizes) - min(sizes) <= 1
 

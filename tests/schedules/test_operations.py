@@ -4,8 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.schedules.operations import Operation, rank_operations
@@ -81,18 +79,6 @@ def test_interleaved_runs_in_the_order_of_torch(pp, rounds, more, virtual_stages
 def test_interleaving_one_stage_is_1f1b():
     """So the trainer runs it, with any number of micro-batches."""
     assert rank_operations("interleaved_1f1b", 4, 6, 1) == rank_operations("1f1b", 4, 6)
-
-
-@settings(deadline=None)
-@given(st.sampled_from(["1f1b", "interleaved_1f1b"]), st.integers(1, 6), st.integers(1, 4), st.data())
-def test_every_stage_runs_every_micro_batch_once_each_way(name, pp, rounds, data):
-    interleaved = name == "interleaved_1f1b"
-    micro_batches = pp * rounds if interleaved else data.draw(st.integers(1, 12))
-    virtual_stages = data.draw(st.integers(1, 3)) if interleaved else 1
-    ranks = rank_operations(name, pp, micro_batches, virtual_stages)
-    for rank, operations in enumerate(ranks):
-        assert {operation.stage % pp for operation in operations} == {rank}
-        assert len(set(operations)) == len(operations) == 2 * micro_batches * virtual_stages
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.sharding.micro_batches import WINDOW, sampled_micro_batches
+from tests.sharding.micro_batches import sampled_micro_batches
 from wlb.sharding import ShardPlan, make_shard_plan, shard_latency
 from wlb.workload import make_workload
 
@@ -40,15 +40,9 @@ def test_hybrid_cuts_a_document_longer_than_a_share_and_no_other():
     plan = make_shard_plan([60_000, *[2000] * 20], 4, "hybrid")
     latency = shard_latency(plan, make_workload())
     assert plan.kv_traffic.sum() > 0
+    assert plan.kv_gather_fraction * plan.tokens < 60_000 - 3000  # the tail stays on its rank
     assert plan.kv_gather_fraction < 0.65
     assert latency.imbalance < 1.02
-
-
-def test_the_tail_of_a_cut_document_stays_on_its_rank():
-    plan = make_shard_plan([60_000, *[2000] * 20], 4, "hybrid")
-    travels = plan.kv_traffic.sum(axis=1)
-    assert plan.kv_gather_fraction * plan.tokens < 60_000 - 3000
-    assert travels.max() > 0
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8, 16])
@@ -66,12 +60,6 @@ def test_synthetic_micro_batches_are_balanced(cp_size):
     assert np.mean(area) <= 1.002
     assert np.mean(hybrid) <= (1.02 if cp_size < 16 else 1.05)
     assert np.mean(gathered) <= np.mean(gathered_per_document) / 1.5
-
-
-def test_a_document_that_fills_the_micro_batch_is_balanced():
-    for strategy in ("per_sequence", "per_document", "hybrid"):
-        latency = shard_latency(make_shard_plan([WINDOW], 16, strategy), make_workload())
-        assert latency.imbalance < 1.005
 
 
 def test_a_whole_document_costs_its_workload():

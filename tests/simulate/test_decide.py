@@ -15,7 +15,6 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
-from wlb.packing.options import Pools
 from wlb.simulate import simulate, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.rate import rate
@@ -45,15 +44,6 @@ def test_the_global_batch_stays_what_it_is():
     assert abs(step.tokens - 12 * WINDOW) < WINDOW
     assert job.layout.dp * job.layout.cp == 8
     assert job == decide(undecided, LENGTHS)  # the same every time
-
-
-def test_the_fastest_of_all_choices_is_taken():
-    decided = simulate(elastic(), LENGTHS, 4)
-    others = [
-        simulate(elastic(pool=pool, packing={"pool_micro_batches": count}), LENGTHS, 4)
-        for pool, count in ((8, 1), (8, 4), (4, 2), (2, 2))
-    ]
-    assert all(decided.speed_at_equal_work(other) > 0.999 for other in others)
 
 
 @pytest.mark.parametrize(("window", "global_batch"), [(32_768, 128), (4096, 512)])
@@ -91,10 +81,6 @@ def test_no_document_waits_and_steps_are_of_one_size():
             "512; lower it to 512",
         ),
         (
-            {"pool": 2, "packing": {"pool_micro_batches": 40_000, "global_batch": 65_536}},
-            "into 160000 micro-batches, over 65536; lower it to 16384",
-        ),
-        (
             {"dp": 128, "pool": 1, "packing": {"pool_micro_batches": 1, "global_batch": 1}},
             "into 256 micro-batches, over 64; raise parallel.pool or packing.global_batch",
         ),
@@ -103,15 +89,6 @@ def test_no_document_waits_and_steps_are_of_one_size():
 def test_pools_that_cannot_run_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         decide(elastic(**settings), LENGTHS)
-
-
-@pytest.mark.parametrize("global_batch", [1, 3, 8])
-@pytest.mark.parametrize("count", [1, 4, 12])
-def test_every_step_trains_its_global_batch_however_it_is_divided(global_batch, count):
-    job = elastic(dp=1, micro_batches=global_batch).with_pools(Pools(2, count, "even", global_batch))
-    plans = StepPlanner(job, LENGTHS[LENGTHS > WINDOW // 4]).plans()
-    tokens = np.cumsum([next(plans).tokens for _ in range(8)])
-    assert (np.abs(tokens - np.arange(1, 9) * global_batch * WINDOW) < WINDOW).all()
 
 
 @pytest.mark.parametrize(

@@ -147,19 +147,12 @@ def test_a_search_ranks_the_layouts_of_every_preset_that_check_names():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
-def test_presets_are_shared_with_a_forked_process(monkeypatch: pytest.MonkeyPatch):
+def test_presets_are_shared_with_a_forked_process_and_what_it_cannot_do_is_done_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("wlb.simulate.estimate.usable_cores", lambda: 2)
     here = os.getpid()
     for names in ("", "a", "ab", "abcde"):
         found = _each(lambda name: os.getpid() == here, names)
         assert [*found.items()] == [(name, place % 2 == 0) for place, name in enumerate(names)]
-    assert not active_children()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
-def test_what_a_forked_process_cannot_do_is_done_here(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("wlb.simulate.estimate.usable_cores", lambda: 2)
-    here = os.getpid()
 
     def dies_elsewhere(name: str) -> str:
         if os.getpid() != here:

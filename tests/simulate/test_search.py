@@ -163,15 +163,6 @@ def test_a_layout_that_is_unlucky_in_one_step_of_many_windows_is_rated_on_more()
     assert (layout.tp, layout.cp, layout.pp, layout.virtual_pp, layout.dp) == (4, 2, 2, 2, 2)
 
 
-def test_where_all_documents_are_one_window_nothing_is_gained():
-    """But for the last percents: elastic overlaps gathers otherwise, and may run several windows in a micro-batch."""
-    lengths, rates = np.full(128, 32_768), {}
-    for preset in PRESETS:
-        space = search_space("llama3-8b", 16, 32_768, batch_tokens=2**20)
-        rates[preset] = fastest_layout(space, lengths, preset, draws=1).ranking[0].work_rate
-    assert all(rate == pytest.approx(rates["plain-4d"], rel=0.03) for rate in rates.values())
-
-
 def test_a_layout_that_is_lucky_in_the_first_draw_only_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch):
     lengths = sample_lengths(4000, 8192, 0)
     space = search_space("550m", 8, 8192, batch_tokens=2**18)

@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.simulate.jobs import SHAPE, WINDOW, documents, job
+from tests.simulate.jobs import documents, job
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
 from wlb.report.timeline import timeline
-from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
-from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
-from wlb.simulate.costs import JobCosts
-from wlb.simulate.step import Steps
+from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps
 from wlb.workload.phases import DocumentPhases
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -62,13 +59,6 @@ def test_what_the_job_lacks_costs_nothing():
     assert {cause for cause, seconds in where.items() if seconds[0] > 1e-12} == {"compute", "optimizer"}
 
 
-def test_interleaving_one_stage_takes_what_1f1b_takes():
-    plain = job("plain-4d", pp=4, micro_batches=6)
-    plan = next(StepPlanner(plain, documents()).plans())
-    interleaved = replace(plain, layout=replace(plain.layout, schedule="interleaved_1f1b"))
-    assert simulate_step(plan, interleaved).seconds == simulate_step(plan, plain).seconds
-
-
 def test_steps_are_priced_together_as_alone():
     simulated = job("best", pp=2, cp=2, dp=2)
     plans = [*islice(StepPlanner(simulated, documents()).plans(), 5)]
@@ -89,36 +79,3 @@ def test_the_timeline_ends_with_the_step():
     assert (line.starts >= 0).all()
     slowest = line.compute.max(axis=2)
     assert (slowest <= line.ends - line.starts + 1e-12).all()
-
-
-def test_faster_links_and_fewer_layers_take_less():
-    simulated = job(pp=2, cp=2, dp=2, tp=8)
-    plan = next(StepPlanner(simulated, documents()).plans())
-    base = simulate_step(plan, simulated).seconds[0]
-    hardware = replace(simulated.hardware, network_bandwidth=1e15, node_bandwidth=1e15)
-    assert simulate_step(plan, replace(simulated, hardware=hardware)).seconds[0] < base
-    shape = replace(simulated.shape, layers=6)
-    assert simulate_step(plan, replace(simulated, shape=shape)).seconds[0] < base
-
-
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-@pytest.mark.parametrize("cp", [2, 8])
-def test_groups_take_what_sharding_chooses_by(strategy, cp):
-    simulated = simulated_job(SHAPE, WINDOW, "plain-4d", cp=cp, sharding=strategy, micro_batches=4)
-    plan = next(StepPlanner(simulated, documents()).plans())
-    stages = Steps.of_plans([plan], JobCosts(simulated)).stages
-    workload = simulated.costs
-    expected = [
-        shard_latency(make_shard_plan(m.lengths, cp, strategy, workload=workload), workload).slowest
-        for m in plan.micro_batches
-    ]
-    np.testing.assert_allclose(stages.both.ravel(), expected)
-
-
-@pytest.mark.parametrize("layout", [{"cp": 2, "pp": 2}, {"cp": 4, "tp": 4, "dp": 2}, {"cp": 8, "tp": 2}])
-def test_hybrid_sharding_keeps_its_promise_in_the_step(layout):
-    hybrid, adaptive = (
-        simulate(job("wlb-llm", sharding=sharding, **layout), documents(), 10).seconds
-        for sharding in ("hybrid", "adaptive")
-    )
-    assert hybrid <= 1.002 * adaptive

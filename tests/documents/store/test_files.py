@@ -36,33 +36,12 @@ class Place:
     remove: Callable[[str], object]  # a file by its name
 
 
-@pytest.fixture(params=["memory", "http", "s3"])
+@pytest.fixture(params=["http", "s3"])
 def place(request, tmp_path, monkeypatch) -> Iterator[Place]:
     pytest.importorskip("fsspec")
     monkeypatch.setattr(files, "_BLOCK", BLOCK)
     monkeypatch.setattr(files, "_FIRST_DELAY", 0.0)
-    yield from {"memory": _in_memory, "http": _on_the_web, "s3": _in_a_bucket}[request.param](tmp_path, monkeypatch)
-
-
-def _in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    files, place = MemoryFileSystem(), Place()
-    place.url, place.faults, place.gets = f"memory://{tmp_path.name}", deque(), []
-    place.put = lambda path: files.pipe_file(f"{place.url}/{path.name}", path.read_bytes())
-    place.remove = lambda name: files.rm_file(f"{place.url}/{name}")
-    whole = MemoryFileSystem.cat_file
-
-    def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
-        place.gets.append(path.rpartition("/")[2])
-        fault = place.faults.popleft() if place.faults and path.endswith(".bin") else ""
-        if fault in ("error", "cut"):
-            raise ConnectionError(f"the connection\nended: {fault}")
-        return bytes(whole(self, path, start=start, end=(start + end) // 2 if fault == "short" else end))
-
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    yield place
-    files.rm(f"/{tmp_path.name}", recursive=True)
+    yield from {"http": _on_the_web, "s3": _in_a_bucket}[request.param](tmp_path, monkeypatch)
 
 
 def _on_the_web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
@@ -293,24 +272,18 @@ def test_urls_stay_what_they_are(url):
         TokenStore.open([url], f"{url}.idx")
 
 
-def test_an_empty_name_is_refused():
-    with pytest.raises(UserError, match="path of a token store is empty"):
-        TokenStore.open("")
-    with pytest.raises(ValueError, match="path is empty"):
-        DataConfig(store="")
-
-
 @in_turn(
     ("source", "message"),
     [
+        ("", "path of a token store is empty"),
         ("s3://bucket/*", r"s3://bucket/\* is a pattern, and stores at URLs cannot be listed; name one store"),
         (["s3://bucket/a", "b"], "s3://bucket/a is one of 2 shards, and shards cannot be at URLs; copy them to a disk"),
     ],
 )
-def test_shards_at_urls_are_refused(source, message):
+def test_names_of_no_store_are_refused(source, message):
     assert not names_store(source)
-    for use in (lambda source: TokenStore.open(source), read_lengths):
-        with pytest.raises(UserError, match=message):
+    for use in (TokenStore.open, read_lengths):
+        with pytest.raises(UserError, match=message if source or use is not read_lengths else "is empty"):
             use(source)
 
 
@@ -319,3 +292,5 @@ def test_stores_are_not_written_at_urls(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="s3:/b/c is a URL; make the store on a disk and copy its files there"):
         TokenStoreWriter("s3://b/c", vocab_size=VOCAB)
     assert not [*tmp_path.iterdir()]
+    with pytest.raises(ValueError, match="path is empty"):
+        DataConfig(store="")

@@ -12,26 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.documents.store.indexes import UINT16, write_index
 from tests.limits import examples
 from wlb.documents.lengths import read_lengths
 from wlb.documents.store import index as index_module
-from wlb.documents.store.index import MAGIC, store_path
+from wlb.documents.store.index import MAGIC
 from wlb.documents.store.reader import StoredLengths, TokenStore, TokenStoreWriter
 from wlb.errors import UserError
-
-UINT16 = 8
-
-
-def write_index(prefix: Path, documents: Sequence[Sequence[int]]) -> Path:
-    """A store, without a sidecar, of documents that are sequences of these lengths."""
-    sequences = np.array([length for document in documents for length in document], np.int64)
-    ends = np.cumsum(sequences)
-    firsts = np.cumsum([0, *map(len, documents)])
-    header = MAGIC + struct.pack("<QBQQ", 1, UINT16, len(sequences), len(firsts))
-    arrays = sequences.astype("<i4"), (2 * (ends - sequences)).astype("<i8"), firsts.astype("<i8")
-    store_path(prefix, ".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
-    np.arange(sequences.sum(), dtype=np.uint16).tofile(prefix.with_suffix(".bin"))
-    return prefix
 
 
 def write_lengths(prefix: Path, lengths: Sequence[int]) -> Path:

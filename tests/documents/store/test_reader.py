@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.documents.store.test_index import write_index
+from tests.documents.store.indexes import write_index
 from tests.limits import examples
 from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
@@ -84,6 +84,10 @@ def test_names_that_are_no_store_are_refused(corpus, tmp_path):
         ):
             store_prefixes(corpus)
         (corpus / "other.idx").unlink()
+    (tmp_path / "link").symlink_to(corpus)
+    for other in (tmp_path / "link" / "2_tokens", tmp_path / "empty/../corpus/2_tokens"):
+        with pytest.raises(UserError, match=f"named twice, as .*2_tokens and as {other}; name it once"):
+            TokenStore.open(corpus / "2_tokens", other)
 
 
 def test_shards_must_be_alike(tmp_path):
@@ -210,16 +214,6 @@ def test_documents_are_counted_through_the_stores(tmp_path):
     ids = np.array([0, 2, 3 + 1, 300 + 2])  # of epochs 0, 0, 1 and 100
     assert mixture.tokens_by_store(ids, np.array([1, 10, 100, 1000])) == (101, 1010)
     assert mixture.vocab_size == 50
+    assert mixture.identity != TokenStore.open(*reversed(prefixes)).identity
     with pytest.raises(UserError, match="document 3 is not in"):
         mixture.read(3)
-
-
-def test_identity_follows_the_stores_and_their_order(tmp_path):
-    a, b = write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[2]])
-    assert TokenStore.open(a, b).identity != TokenStore.open(b, a).identity
-
-
-def test_stores_of_different_tokenizers_are_refused(tmp_path):
-    prefixes = [write(tmp_path / name, [[1]], tokenizer={"kind": "huggingface", "sha256": name}) for name in "ab"]
-    with pytest.raises(UserError, match=r"b has the tokenizer .*, .*a \{.*; prepare all"):
-        TokenStore.open(*prefixes)

@@ -147,17 +147,11 @@ def test_what_would_silently_train_something_else_is_refused():
     ):
         with pytest.raises(UserError, match=message):
             packed(**given)
-
-
-def test_caches_and_dropout_are_refused():
     with pytest.raises(UserError, match="use_cache = True"):
         register_attention(model(use_cache=True))
-    batch = FlatteningCollator()(DOCUMENTS)
-    dropping = model(attention_dropout=0.1)
-    register_attention(dropping)
+    dropping, cached = model(attention="wlb", attention_dropout=0.1), model(attention="wlb")
     with pytest.raises(UserError, match=r"attention_dropout = 0.1"):
         dropping(**batch)
-    cached = model(attention="wlb")
     before = cached(**batch | {"use_cache": True})
     with pytest.raises(UserError, match="there is a cache"):
         cached(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=before.past_key_values, use_cache=True)
@@ -183,9 +177,17 @@ def test_a_model_that_trains_packed_generates_and_takes_padded_batches_without_g
             packed(**together, attention_mask=torch.ones(1, 545))
 
 
+OF_128 = {"max_position_embeddings": 128, "original_max_position_embeddings": 128, "pad_token_id": 0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+SCALED = "a document has 300 tokens, and past 128 the model's rotary scaling, "
+
+
 @in_turn(
     ("family", "settings", "message"),
     [
+        ("Phi3", OF_128 | {"rope_parameters": LONGROPE}, f"{SCALED}longrope, changes"),
+        ("Llama", OF_128 | {"rope_parameters": DYNAMIC}, f"{SCALED}dynamic, changes"),
         ("Bloom", {}, "BloomForCausalLM does not say that it attends through"),
         ("Mamba", {}, "MambaForCausalLM has layers of"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2ForCausalLM has layers of conv"),
@@ -204,29 +206,6 @@ def test_a_model_that_cannot_be_trained_exactly_is_refused(family: str, settings
 
     with pytest.raises(UserError, match=message):
         train_packed()
-
-
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
-BY_LENGTH: dict[str, dict[str, Any]] = {
-    "Phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, "pad_token_id": 0},
-    "Llama": {
-        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
-        "max_position_embeddings": 128,
-    },
-}
-
-
-@in_turn("family", BY_LENGTH)
-def test_documents_that_change_the_rotary_scaling_of_others_are_refused(family: str):
-    scaled = model(family, **BY_LENGTH[family])
-    register_attention(scaled)
-    message = "a document has 300 tokens, and past 128 the model's rotary scaling, (longrope|dynamic), changes"
-    packed = FlatteningCollator()(DOCUMENTS)
-    with pytest.raises(UserError, match=message):
-        scaled(**packed)
-    with pytest.raises(UserError, match=message):
-        check_batch(scaled, packed)
-    assert check_batch(scaled, FlatteningCollator()(DOCUMENTS[1:])).gradient_error < 1e-7
 
 
 def test_documents_are_priced_for_the_model():

@@ -109,13 +109,6 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     assert len(rest) < len(seen)
 
 
-def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):
-    for settings, samples in (({}, 2 * len(DATA)), ({"num_train_epochs": 3}, 3 * len(DATA))):
-        trainer = balanced_trainer(tmp_path, **settings)
-        values: Any = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
-        assert values[3] == samples
-
-
 def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
     few, none = [], []
     for ids in (document["input_ids"] for document in DATA[:8]):
@@ -466,29 +459,25 @@ def test_the_check_sees_long_documents_many_short_ones_and_training_mode(tmp_pat
     assert trainer.state.global_step == (not any(here))
 
 
-def test_the_check_sees_labels_as_the_collator_makes_them(tmp_path: Path):
-    trainer = balanced_trainer(tmp_path, collator=LearnsFirst())
-    with pytest.raises(UserError, match="packed documents train something else"):
-        trainer.train()
-
-
 class AveragedLoss(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
         return model(**inputs).loss
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "family", "settings"),
+    ("trainer_class", "family", "settings", "collator"),
     [
-        (transformers.Trainer, "Mixtral", {**EXPERTS, "output_router_logits": True}),  # an auxiliary loss is a mean
-        (AveragedLoss, "Llama", {}),
+        # Its auxiliary loss is a mean.
+        (transformers.Trainer, "Mixtral", {**EXPERTS, "output_router_logits": True}, None),
+        (AveragedLoss, "Llama", {}, None),
+        (transformers.Trainer, "Llama", {}, LearnsFirst()),
     ],
 )
 def test_training_does_not_begin_where_packing_changes_it(
-    tmp_path: Path, trainer_class: Any, family: str, settings: dict[str, Any]
+    tmp_path: Path, trainer_class: Any, family: str, settings: dict[str, Any], collator: Any
 ):
     changed = model(family, None, **settings)
-    trainer = balanced_trainer(tmp_path, changed, base=trainer_class)
+    trainer = balanced_trainer(tmp_path, changed, DATA, collator, base=trainer_class)
     with pytest.raises(UserError, match="packed documents train something else"):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -511,3 +500,9 @@ def test_the_check_changes_nothing_that_is_trained(tmp_path: Path):
         trainer.train()
         weights.append(torch.cat([value.flatten() for value in dropping.state_dict().values()]))
     assert torch.equal(*weights)
+
+
+def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):
+    trainer = balanced_trainer(tmp_path, num_train_epochs=3)
+    values: Any = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    assert values[3] == 3 * len(DATA)
