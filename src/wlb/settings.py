@@ -113,7 +113,8 @@ def main_problem(error: ValidationError) -> Problem:
     place = _place(first)
     messages = [problem["msg"].removeprefix("Value error, ") for problem in problems if _place(problem) == place]
     where = tuple(part for part in place if isinstance(part, str))
-    return Problem(where, first["type"], " or ".join(dict.fromkeys(messages)), first["input"])
+    what = re.sub(r"a (valid )?dictionary or (an )?instance of \w+", "an object", " or ".join(dict.fromkeys(messages)))
+    return Problem(where, first["type"], what, first["input"])
 
 
 def _place(problem: ErrorDetails) -> list[int | str]:

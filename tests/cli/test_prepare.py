@@ -96,7 +96,7 @@ def test_shards_are_stores_that_a_glob_checks(tmp_path, corpus):
         (["{tmp}/corpus", "--stdlib", "--out", "{tmp}/s"], "not both"),
         (["{tmp}/corpus"], "--out"),
         (["{tmp}/nothing", "--out", "{tmp}/new/s"], "nothing does not exist"),
-        (["{tmp}/corpus", "--out", "{tmp}/old.json/s"], "old.json is no directory that can be written"),
+        (["{tmp}/corpus", "--out", "{tmp}/old.json/s"], "old.json is not a directory"),
         (["{tmp}/corpus", "--out", "{tmp}/corpus"], "corpus is a directory; name the store in it"),
         (["{tmp}/corpus", "--out", "/proc/s"], "/proc"),
         (["{tmp}/corpus", "--out", "{tmp}/old"], "old.bin exists; choose another --out or pass --overwrite"),

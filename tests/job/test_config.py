@@ -139,7 +139,7 @@ def test_what_fits_no_alternative_is_one_mistake_that_names_all(config, override
     [
         ("", "data: Field required"),
         ('[dat]\nstore = "store"\n', "dat is not a section; did you mean data?"),
-        ("data = 3\n", "data = 3: Input should be a valid dictionary"),
+        ("data = 3\n", "data = 3: Input should be an object"),
     ],
 )
 def test_files_without_data_are_told_what_to_write(tmp_path, text, message):

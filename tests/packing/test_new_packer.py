@@ -46,6 +46,12 @@ def test_it_keeps_what_every_packer_keeps(data):
     check_plans(plans, "shortest_first", options, whole_documents(lengths))
 
 
+def test_it_packs_the_shortest_documents_first():
+    packer = make_packer("shortest_first", micro_batches=2, context_window=100, workload=WORKLOADS["square"])
+    (plan, *_) = plan_all(packer, [10, 90, 50, 30, 60, 20, 40])
+    assert [micro_batch.lengths for micro_batch in plan.micro_batches] == [[10, 50], [30, 60]]
+
+
 def test_configurations_and_compare_know_it(shown_packer):
     section = PackingConfig.model_validate({"method": "shortest_first", "max_delay": 3})
     packer = section.packer(64, WORKLOADS["7b"])

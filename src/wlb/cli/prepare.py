@@ -96,6 +96,8 @@ def prepare(
     from wlb.documents.store.writer import check_target
 
     chosen_shard = None if shard is None else CorpusShard.parse(shard)
+    if chosen_shard and out.is_dir():
+        raise UserError(f"{out} is a directory; name the store in it, such as {out / 'corpus'}")
     check_target(chosen_shard.prefix(out) if chosen_shard else out, overwrite)
     if chosen_shard is not None:
         refuse_unused(context, ["ray"], "runs all shards at once")
@@ -145,7 +147,8 @@ def prepare(
         stdout.print(corpus.described_fields(), markup=False, highlight=False)
     if chat_format is not None and chat_format.is_chatml:
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
-    show_next("check", made)
+    if report.documents_out:
+        show_next("check", made)
 
 
 def _check(source: str, json: bool) -> None:

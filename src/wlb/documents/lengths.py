@@ -162,19 +162,19 @@ def _from_csv(path: Path) -> Integers:
     csv.field_size_limit(_LONGEST_CELL)
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         # Strict: a quote that is never closed would make one cell of all that follows it.
-        delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-        rows = csv.DictReader(file, restval="", delimiter=delimiter, strict=True)
+        rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
-            rows.fieldnames = heading = [name.strip() for name in rows.fieldnames or []]
-            column = next((name for name in _NAMES if name in heading), "")
-            if heading and not column:
-                found = beginning_of(heading)
+            heading = [name.strip() for name in next(rows, [_NAMES[0]])]
+            column = next((heading.index(name) for name in _NAMES if name in heading), None)
+            if column is None:
+                found = beginning_of(heading) or "a blank first line"
                 raise UserError(
                     f"{path} has no column 'length', but {found}; give the column of lengths that name{_if_text(path)}"
                 )
-            return _integers(path, "line", ((rows.line_num, _parsed(row[column])) for row in rows))
+            cells = ((rows.line_num, "".join(row[column : column + 1])) for row in rows if row)
+            return _integers(path, "line", ((line, _parsed(cell)) for line, cell in cells))
         except csv.Error as error:
-            raise UserError(f"{path} is not a CSV file: line {rows.reader.line_num}: {error}") from None
+            raise UserError(f"{path} is not a CSV file: line {rows.line_num}: {error}") from None
 
 
 def _parsed(text: str) -> int | str:
@@ -218,7 +218,7 @@ def _from_parquet(path: Path, name: str = "length") -> Integers:
     except arrow.ArrowException as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
     if column.null_count or not arrow.types.is_integer(column.type):
-        found = f"{column.type} values, {column.null_count} of them null"
+        found = f"{column.type} values" + (f", {column.null_count} of them null" if column.null_count else "")
         raise UserError(f"column {name!r} of {path} holds {found}; whole numbers are needed")
     lengths: Integers = column.to_numpy()
     return lengths
@@ -234,6 +234,12 @@ def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
     if os.path.isfile(path) and not os.path.exists(f"{prefixes[0]}.idx"):
         kinds = f"lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
         raise UserError(f"{path} is of no known kind; {kinds}{_if_text(path)}")
+    named = len(prefixes) == 1 and not (is_url(prefixes[0]) or path.suffix == ".idx")
+    if named and not os.path.exists(f"{prefixes[0]}.idx"):
+        raise UserError(
+            f"neither {path} nor a token store {prefixes[0]}.idx exists; name a file of lengths, or make a store with: "
+            f"wlb prepare SOURCE --out {prefixes[0]}"
+        )
     lengths = np.concatenate([read_index(f"{prefix}.idx").lengths() for prefix in prefixes])
     if not lengths.any():
         raise UserError(f"{path} holds no document with tokens")

@@ -13,6 +13,7 @@ the id ``epoch * documents of all stores + first + i``, with the epoch of its st
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from pydantic import Field, model_validator
 
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import OverlongReport, Segment, split_overlong
-from wlb.documents.store.files import StoreSetting, StoreSource, source_name
+from wlb.documents.store.files import StoreSetting, StoreSource, refuse_twice, source_name, source_parts
 from wlb.documents.store.reader import DocumentLengths, Lengths
 from wlb.errors import UserError
 from wlb.settings import NonNegativeInt, Number, Section, Tokens
@@ -69,13 +70,39 @@ class DataConfig(Section):
             raise ValueError("data.store is missing and has no default; set it, or [[data.mixture]]")
         if self.store is not None and self.mixture:
             raise ValueError("data.store and data.mixture both say what to train on; leave one out")
+        refuse_twice([path.removesuffix(".idx") for part in self.mixture for path in source_parts(part.store)])
         return self
 
 
 _CHECKED = 1 << 14  # documents looked at together
 
 
-class DocumentStream:
+class Stream(ABC):
+    """Documents as a planner takes them, never across the end of an epoch."""
+
+    epoch: int
+
+    @property
+    @abstractmethod
+    def epoch_is_over(self) -> bool: ...
+
+    @abstractmethod
+    def take(self, documents: int) -> list[Segment]: ...
+
+    @abstractmethod
+    def next_epoch(self) -> None: ...
+
+    @abstractmethod
+    def begin(self, epoch: int) -> None: ...
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class DocumentStream(Stream):
     """An endless stream of documents, taken a few at a time and never across the end of an epoch.
 
     ``lengths`` are tokens per document of one store, or of each store of ``config.mixture`` in a sequence; they are

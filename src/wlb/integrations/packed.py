@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.segments import OverlongReport
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
+from wlb.integrations.batches.arriving import ArrivingDocuments
 from wlb.integrations.batches.processes import Processes, check_accumulation, digest, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, check_documents, chooses_labels, ids_and_labels, token_count

@@ -26,6 +26,7 @@ from wlb.schedules.layout import Layout
 from wlb.schedules.operations import SCHEDULES
 from wlb.settings import (
     MOST_MICRO_BATCHES,
+    MOST_RANKS,
     MicroBatchCount,
     NonEmptyPath,
     NonNegativeInt,
@@ -343,6 +344,8 @@ class JobConfig(Section):
             )
         check_dealt(self.packing.micro_batches, self.parallel.dp)
         if self.packing.pools(self.parallel.pool) is not None:
+            if self.parallel.pool != "auto":
+                check_pool(self.parallel.dp * self.parallel.cp, self.parallel.pool)
             return self
         if self.parallel.pool != "auto":
             raise ValueError(
@@ -363,3 +366,10 @@ def check_dealt(micro_batches: int, dp: int) -> None:
     if micro_batches % dp:
         counted = f"packing.micro_batches = {micro_batches} counts all data-parallel ranks"
         raise UserError(f"{counted} and must be a multiple of parallel.dp = {dp}")
+
+
+def check_pool(ranks: int, pool: int) -> None:
+    """Raise ``UserError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
+    if ranks % pool:
+        sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
+        raise UserError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")

@@ -16,7 +16,7 @@ from typing import Literal, Self
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_dealt
+from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_dealt, check_pool
 from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
 from wlb.job.prices import LevelPrices, Software, micro_batch_phases, sharded_prices
 from wlb.packing.options import Pools
@@ -274,9 +274,7 @@ class Job:
         ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
-        if ranks % size:
-            sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
-            raise UserError(f"parallel.pool = {size} does not divide dp x cp = {ranks}; choose one of {sizes}")
+        check_pool(ranks, size)
         if micro_batches < self.layout.pp:
             raise UserError(
                 f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.layout.pp} pipeline stages; raise it"

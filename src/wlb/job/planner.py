@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.documents.arriving import ArrivingDocuments
-from wlb.documents.order import DocumentStream
+from wlb.documents.order import DocumentStream, Stream
 from wlb.documents.segments import OverlongReport, Segment, split_overlong
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
@@ -60,13 +59,13 @@ class StepPlanner(Iterator[PlannedStep]):
     def __init__(
         self,
         job: Job,
-        documents: DocumentLengths | ArrivingDocuments[Any],
+        documents: DocumentLengths | Stream,
         *,
         epochs: int | None = None,
         first_epoch: int = 0,
     ) -> None:
-        self._stream: DocumentStream | ArrivingDocuments[Any]
-        if isinstance(documents, ArrivingDocuments):
+        self._stream: Stream
+        if isinstance(documents, Stream):
             self._stream = documents
         else:
             self._stream = DocumentStream(documents, job.data)

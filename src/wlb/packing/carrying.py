@@ -132,6 +132,10 @@ class CarryingPacker(Packer):
     def _wait(self, items: list[Pending]) -> None:
         """Hold back ``items`` alone, which ``_waiting`` gave."""
 
+    def _precedence(self, items: list[Pending]) -> list[Pending]:
+        """``items`` in the order in which they are placed."""
+        return longest_first(items)
+
     def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
         """The same documents over the same micro-batches, where a subclass knows a better placement."""
         return filled
@@ -151,13 +155,13 @@ class CarryingPacker(Packer):
         fresh = self._price(self._take(self._arrived_tokens), self._step)
         held = self._carried + self._waiting()
         self._wait([])
-        self._carry(longest_first(held + fresh))
+        self._carry(self._precedence(held + fresh))
         steps: list[StepPlan] = []
         while self._carried:
             batches = min(self.global_batches, math.ceil(self._carried_tokens / self.global_batch_tokens))
             now, later = split_at(self._carried, batches * self.global_batch_tokens)
             steps += self._plan_round(now, batches)
-            self._carry(longest_first(self._carried + later))
+            self._carry(self._precedence(self._carried + later))
         return steps
 
     def _take_fresh(self) -> list[Pending]:
@@ -180,10 +184,10 @@ class CarryingPacker(Packer):
         return self._emit_filled(self._improved(filled))
 
     def _placed(self, items: list[Pending], place: Callable[[list[Pending]], Placed]) -> Placed:
-        """``items`` placed longest first or, where one that is overdue would have no room, with those first."""
-        placed = place(longest_first(items))
+        """``items`` in their precedence or, where one that is overdue would have no room, with such ones first."""
+        placed = place(self._precedence(items))
         if any(map(self._overdue, placed[1])):
-            return place(self._overdue_first(longest_first(items)))
+            return place(self._overdue_first(self._precedence(items)))
         return placed
 
     def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:

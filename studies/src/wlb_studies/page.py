@@ -10,7 +10,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 
 import altair as alt
@@ -143,7 +143,7 @@ def main() -> None:
     try:
         show(*answered(asked, 0.0 if unchanging else time.time()), asked)
     except UserError as error:
-        st.error(re.sub(r"([^\w\s])", r"\\\1", str(error)))
+        st.error(re.sub(r"([^\w\s])", r"\\\1", re.sub(rf"{gettempdir()}/\w+/", "", str(error))))
 
 
 if __name__ == "__main__":

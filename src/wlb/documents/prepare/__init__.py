@@ -124,8 +124,10 @@ def prepare_store(
             rejects.update(batch.rejects)
             text_bytes += batch.text_bytes
             on_progress(batch.lengths.size + batch.rejects.total())
-        if not writer.documents and (rejects or shard is None):  # no document may begin in a shard
+        if not writer.documents and shard is None:
             raise _nothing_left(corpus, rejects)
+        if not writer.documents:  # none may begin in it, as a share is a range of bytes
+            tell(f"wlb: note: shard {shard} has no documents; its store is empty, which a glob passes over")
         report = PrepareReport(
             documents_in=writer.documents + rejects.total(),
             documents_out=writer.documents,
@@ -180,6 +182,8 @@ def prepare_shards(
                 on_progress(report.documents_in)
     reports.sort(key=lambda report: report.files)
     rejects = sum((Counter(report.rejects) for report in reports), Counter[str]())
+    if not any(report.documents_out for report in reports):
+        raise _nothing_left(corpus, rejects)
     return replace(
         reports[0],
         **{name: sum(getattr(report, name) for report in reports) for name in _ADDED},

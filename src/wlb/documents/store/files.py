@@ -70,7 +70,7 @@ def store_prefixes(source: StoreSource) -> list[str]:
     A prefix is returned whether or not there is a store, and nothing is asked of a server. Raises ``UserError`` for a
     directory or a glob without stores, for one that is named twice, and for a URL that is a glob or one of a list.
     """
-    prefixes = [prefix for part in _parts(source) for prefix in _expanded(part)]
+    prefixes = [prefix for part in source_parts(source) for prefix in _expanded(part)]
     if len(prefixes) > 1:
         if remote := [prefix for prefix in prefixes if is_url(prefix)]:
             raise UserError(
@@ -91,7 +91,7 @@ def names_store(source: StoreSource) -> bool:
 
 def source_name(source: StoreSource) -> str:
     """``source`` in messages."""
-    first, *others = _parts(source)
+    first, *others = source_parts(source)
     return f"{first} and {len(others)} more" if others else first
 
 
@@ -110,7 +110,7 @@ def refuse_twice(prefixes: Sequence[str]) -> None:
         seen[key] = prefix
 
 
-def _parts(source: StoreSource) -> list[str]:
+def source_parts(source: StoreSource) -> list[str]:
     parts = [str(part) for part in ([source] if isinstance(source, str | Path) else source)]
     if not parts or not all(part.strip() for part in parts):
         raise UserError(f"the path of a token store is empty (got {source!r}); name one")

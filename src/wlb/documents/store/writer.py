@@ -47,8 +47,9 @@ def check_target(prefix: Path, overwrite: bool) -> None:
         if prefix.is_dir():
             raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
         existing = next(path for path in (prefix.parent, *prefix.parent.parents) if os.path.exists(path))
-        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            raise UserError(f"{existing} is no directory that can be written, so the store {prefix} cannot be made")
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            why = "not writable" if existing.is_dir() else "not a directory"
+            raise UserError(f"{existing} is {why}, so the store {prefix} cannot be made")
         for path in store_files(prefix):
             if path.exists() and not overwrite:
                 raise UserError(f"{path} exists; choose another --out or pass --overwrite")

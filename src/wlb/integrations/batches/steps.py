@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.segments import OverlongReport
 from wlb.errors import UserError
+from wlb.integrations.batches.arriving import ArrivingDocuments
 from wlb.integrations.batches.processes import warn
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits

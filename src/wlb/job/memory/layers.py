@@ -2,7 +2,7 @@
 
 Counted tensor by tensor for the model that ``wlb.training`` trains, after the method of Korthikanti et al., arXiv
 2205.05198, section 4; ``tests/job/memory/test_layers.py`` compares them with what PyTorch allocates. What experts,
-latent attention and linear attention hold beside that is counted in the same way, but nothing here runs them to compare
+latent attention hold beside that is counted in the same way, but nothing here runs them to compare
 with.
 """
 

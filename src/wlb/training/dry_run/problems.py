@@ -36,15 +36,16 @@ class SyntheticStore(TokenStore):
 
     identity = "synthetic"
 
-    def __init__(self, documents: int, context_window: int, vocab_size: int) -> None:
-        self._arguments = documents, context_window, vocab_size
+    def __init__(self, documents: int, context_window: int, vocab_size: int, stores: int = 1) -> None:
+        """``stores`` stores of so many documents each."""
+        self._arguments = documents, context_window, vocab_size, stores
         lengths = sample_lengths(documents, context_window)
         ends = np.cumsum(lengths)
         pointers, firsts = (ends - lengths) * _TOKEN_TYPE.itemsize, np.arange(documents + 1)
         index = TokenIndex("synthetic", _TOKEN_TYPE, lengths.astype(np.int32), pointers, firsts)
         tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(ends[-1]))
         self._drawn = Shard(index, tokens, {"vocab_size": vocab_size})
-        super().__init__([["synthetic"]])
+        super().__init__([["synthetic"]] * stores)
 
     def _open_shard(self, prefix: str) -> Shard:
         return self._drawn
@@ -57,7 +58,7 @@ def synthetic_store(config: JobConfig) -> SyntheticStore:
     """Documents for a few steps of ``config``, with the vocabulary of its model; it may name no store that exists."""
     window = config.data.context_window
     documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _STEPS, _MOST_DOCUMENTS)
-    return SyntheticStore(documents, window, configured_shape(config.model).vocab_size)
+    return SyntheticStore(documents, window, configured_shape(config.model).vocab_size, len(config.data.stores))
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ def page(
 ) -> None:
     """Open a page on this machine that shows the verdict of wlb check while you choose model, window and GPUs.
 
-    Name a file of lengths on it, or drop one. Nothing leaves this machine, no other can reach the page, and only who
-    knows its address can open it. Ctrl-C ends it.
+    Name a file of lengths on it, or drop one. Nothing leaves this machine, no other machine can reach the page, and
+    only someone who knows its address can open it. Ctrl-C ends it.
 
     Example: wlb-studies page
     """

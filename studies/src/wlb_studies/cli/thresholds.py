@@ -46,8 +46,8 @@ def thresholds(
 
     Packs a sample of the documents with many settings, keeps those within the bounds on token delay and memory, and
     prints the trade-off between balance and delay. Compares the tuned setting with other methods (--methods, as in
-    compare; default: sequential) and with makespan, which has no thresholds, at the same L_max. Recommends makespan if
-    it keeps the bound on token delay and is at most 1% slower at equal work.
+    wlb-studies packing; default: sequential) and with makespan, which has no thresholds, at the same L_max. Recommends
+    makespan if it keeps the bound on token delay and is at most 1% slower at equal work.
 
     Example: wlb-studies thresholds synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """

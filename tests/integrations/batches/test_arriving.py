@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.documents.arriving import ArrivingDocuments
 from wlb.errors import UserError
+from wlb.integrations.batches.arriving import ArrivingDocuments
 
 
 def stream(lengths: list[int], overlong: str = "split") -> ArrivingDocuments[str]:

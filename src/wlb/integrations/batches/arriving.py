@@ -17,14 +17,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.order import Stream
 from wlb.documents.segments import OverlongReport, Segment, split_overlong
 from wlb.errors import UserError
 
 T = TypeVar("T")
 
 
-class ArrivingDocuments(Generic[T]):
-    """What a ``DocumentStream`` is for stored documents: one epoch, in order of arrival, and the documents that wait.
+class ArrivingDocuments(Stream, Generic[T]):
+    """Documents in order of arrival, in one epoch, and those that wait.
 
     The id of a document is its place in the stream. ``length_of`` counts its tokens. Documents over ``context_window``
     tokens meet the policy ``overlong`` of ``wlb.documents.segments``. Raises ``UserError`` for an empty stream, and on
@@ -48,7 +49,11 @@ class ArrivingDocuments(Generic[T]):
         self.digest = 0  # of the lengths of all documents that have come, in their order
         self._kept: dict[int, T] = {}
         self._tokens_left = Counter[int]()  # of every document that is kept
-        self.epoch_is_over = False
+        self._over = False
+
+    @property
+    def epoch_is_over(self) -> bool:
+        return self._over
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -62,7 +67,7 @@ class ArrivingDocuments(Generic[T]):
     def take(self, documents: int) -> list[Segment]:
         """The segments of the next ``documents`` documents, or of as many as the stream has."""
         arrived = [self._arrive(document) for document in islice(self._documents, documents)]
-        self.epoch_is_over = len(arrived) < documents
+        self._over = len(arrived) < documents
         segments, report = split_overlong(arrived, self._context_window, self._policy)
         self._overlong += report
         for document, _, length in segments:
@@ -113,7 +118,7 @@ class ArrivingDocuments(Generic[T]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, after ``read_again``."""
-        self.epoch_is_over = state["over"]
+        self._over = state["over"]
         self._overlong = OverlongReport(**state["overlong"])
 
     def _arrive(self, document: T) -> Segment:
