@@ -233,7 +233,7 @@ def test_wrong_parquet_columns(tmp_path):
         ("synthetic:10:4X", "'4X' is not a number of tokens"),
         ("l.json", r"l\.json does not exist"),
         ("l.idx", r"l\.idx does not exist"),
-        ("corpus", "corpus.idx does not exist; make the store"),
+        ("corpus", "nor a token store corpus.idx exists; name a file of lengths"),
         (".", "is a directory; name a"),
         ("", "is empty"),
         ("a" * 5000, "cannot be read: File name too long"),
