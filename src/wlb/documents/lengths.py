@@ -234,12 +234,14 @@ def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
     if os.path.isfile(path) and not os.path.exists(f"{prefixes[0]}.idx"):
         kinds = f"lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
         raise UserError(f"{path} is of no known kind; {kinds}{_if_text(path)}")
-    named = len(prefixes) == 1 and not (is_url(prefixes[0]) or path.suffix == ".idx")
-    if named and not os.path.exists(f"{prefixes[0]}.idx"):
-        raise UserError(
-            f"neither {path} nor a token store {prefixes[0]}.idx exists; name a file of lengths, or make a store with: "
-            f"wlb prepare SOURCE --out {prefixes[0]}"
-        )
+    if len(prefixes) == 1 and not is_url(prefixes[0]) and path.suffix != ".idx":
+        try:
+            os.stat(f"{prefixes[0]}.idx")
+        except FileNotFoundError:
+            raise UserError(
+                f"neither {path} nor a token store {prefixes[0]}.idx exists; name a file of lengths, or make a store "
+                f"with: wlb prepare SOURCE --out {prefixes[0]}"
+            ) from None
     lengths = np.concatenate([read_index(f"{prefix}.idx").lengths() for prefix in prefixes])
     if not lengths.any():
         raise UserError(f"{path} holds no document with tokens")
