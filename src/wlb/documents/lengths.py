@@ -237,11 +237,12 @@ def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
     if len(prefixes) == 1 and not is_url(prefixes[0]) and path.suffix != ".idx":
         try:
             os.stat(f"{prefixes[0]}.idx")
-        except FileNotFoundError:
-            raise UserError(
-                f"neither {path} nor a token store {prefixes[0]}.idx exists; name a file of lengths, or make a store "
-                f"with: wlb prepare SOURCE --out {prefixes[0]}"
-            ) from None
+        except OSError as error:  # of other errors reading it says why
+            if isinstance(error, FileNotFoundError):
+                raise UserError(
+                    f"neither {path} nor a token store {prefixes[0]}.idx exists; name a file of lengths, or make a "
+                    f"store with: wlb prepare SOURCE --out {prefixes[0]}"
+                ) from None
     lengths = np.concatenate([read_index(f"{prefix}.idx").lengths() for prefix in prefixes])
     if not lengths.any():
         raise UserError(f"{path} holds no document with tokens")
