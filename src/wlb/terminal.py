@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -20,6 +21,11 @@ def number_of(number: int, thing: str) -> str:
 def beginning_of(names: Iterable[str]) -> str:
     """``names`` of what was found, in one line that is cut after 80 characters."""
     return " ".join(", ".join(names).split())[:_LONGEST_LIST]
+
+
+def next_command(*words: object) -> str:
+    """The line that names the ``wlb`` command to go on with; it can be run as it is printed."""
+    return f"next: {shlex.join(['wlb', *map(str, words)])}"
 
 
 def columns() -> int | None:

@@ -63,6 +63,8 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
     assert read_lengths(tmp_path / "n.csv").tolist() == [8]
     (tmp_path / "l.csv").write_text(f"length,text\n7,{'x' * 200_000}\n")
     assert read_lengths(tmp_path / "l.csv").tolist() == [7]
+    (tmp_path / "l.csv").write_text("length,length\n3,5\n\n4,6\n")  # the first of two columns, blank lines left out
+    assert read_lengths(tmp_path / "l.csv").tolist() == [3, 4]
     (tmp_path / "WINDOWS.TXT").write_text("5\r\n6\r\n", encoding="utf-8-sig")
     assert read_lengths(str(tmp_path / "WINDOWS.TXT")).tolist() == [5, 6]
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n9\n"))
@@ -128,6 +130,7 @@ def test_lengths_out_of_range_are_named(tmp_path, name, where, bad):
         ("l.csv", b"id\n1\n2\n", "but id; give the column of lengths that name; if it is text, save it as Par"),
         ("l.csv", b"id,length\n1,5\n2,x\n", "line 3 is 'x'"),
         ("l.csv", b"", "holds no document lengths"),
+        ("l.csv", b"\nlength\n5\n", "has no column 'length', but a blank first line; give"),
         ("l.csv", b'length\n"5\n', "not a CSV file: line 2: unexpected end of data"),
         ("l.jsonl", b"5\n{oops\n", "line 2 is not valid JSON"),
         ("l.jsonl", b'{"text": "a"}\n', "line 1 has neither length nor input_ids, but text"),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cases import in_turn
 from wlb.errors import UserError
-from wlb.job.config import NO_BOUND, PRESETS
+from wlb.job.config import NO_BOUND, PRESETS, JobConfig
 from wlb.job.config_file import load_config
 from wlb.job.job import Job
 from wlb.packing.options import METHODS
@@ -100,6 +100,25 @@ def test_an_option_that_the_method_does_not_read_is_refused(config):
             assert " more" not in str(refusal.value)  # no other value is wrong
     with pytest.raises(UserError, match=r"packing\.window = 8: has no effect with method 'makespan'"):
         load_config(config, ["packing.window=8"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["preset=elastic", "parallel.dp=4", "parallel.pool=3"], "does not divide dp x cp = 4; choose one of 1, 2, 4"),
+        (["packing.micro_batches=1", "parallel.dp=2"], "must be a multiple of parallel.dp = 2"),
+        (["preset=elastic", "parallel.dp=2147483647"], "must be a multiple of parallel.dp = 2147483647"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(config, overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_config(config, ["packing.micro_batches=4", *overrides])
+
+
+def test_a_mixture_names_a_store_once(tmp_path):
+    twice = [{"store": "a", "weight": 1.0}, {"store": ["b", "a.idx"], "weight": 2.0}]
+    with pytest.raises(UserError, match="a token store is named twice, as a and as a; name it once"):
+        JobConfig.of({"data": {"mixture": twice}})
 
 
 def test_options_of_a_preset_go_with_its_method(config):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from wlb.terminal import tell, wrapped
+from wlb.terminal import next_command, tell, wrapped
 
 T = TypeVar("T")
 
@@ -93,7 +92,7 @@ def emit_json(value: Any) -> None:
 def show_next(*words: object) -> None:
     """Print which command follows; nothing where it would have to read standard input again."""
     if words and "-" not in words:
-        stdout.print(f"next: {shlex.join(['wlb', *map(str, words)])}", markup=False, highlight=False, soft_wrap=True)
+        stdout.print(next_command(*words), markup=False, highlight=False, soft_wrap=True)
 
 
 def note(text: str) -> None:

@@ -64,13 +64,11 @@ Lengths = Annotated[
     typer.Argument(
         metavar="LENGTHS",
         help="Document lengths: .json list, .jsonl, .csv, .tsv or .parquet (column length), .txt, .npy, - (standard "
-        "input), .idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED. ",
+        "input), .idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED.",
     ),
 ]
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
 BatchTokens = Annotated[int | None, number_of_tokens("Tokens of a step (the global batch), such as 16M; default: 4M.")]
-Dp = Annotated[int, number("Data-parallel size.")]
-Pp = Annotated[int, number("Pipeline-parallel size.")]
 Tp = Annotated[int | None, number("Tensor-parallel size; default: up to 8, with 512 columns left on each GPU.")]
 Model = Annotated[
     str,

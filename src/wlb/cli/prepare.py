@@ -96,8 +96,8 @@ def prepare(
     from wlb.documents.store.writer import check_target
 
     chosen_shard = None if shard is None else CorpusShard.parse(shard)
-    if chosen_shard and out.is_dir():
-        raise UserError(f"{out} is a directory; name the store in it, such as {out / 'corpus'}")
+    if chosen_shard:
+        check_target(out, overwrite=True)  # of which PREFIX-I-of-N would no longer be a directory
     check_target(chosen_shard.prefix(out) if chosen_shard else out, overwrite)
     if chosen_shard is not None:
         refuse_unused(context, ["ray"], "runs all shards at once")

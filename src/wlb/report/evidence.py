@@ -39,10 +39,10 @@ class Evidence:
     @property
     def shown(self) -> str:
         """The system that is shown beside the baseline: the fastest, whether it is worth a change or not."""
-        return self.verdict.fastest if self.verdict.fastest != BASELINE else self.packed
+        return self.verdict.fastest if self.verdict.fastest != BASELINE else self.sharded
 
     @property
-    def packed(self) -> str:
+    def sharded(self) -> str:
         """The system in whose job sharding is compared: ``best``, where that can run."""
         return BEST if BEST in self.verdict.systems else self.verdict.base
 
@@ -53,16 +53,16 @@ class Evidence:
 
     @cached_property
     def usual_steps(self) -> dict[str, Timeline]:
-        """Of the baseline, and of the systems packed and shown, the step with the most usual seconds for its work."""
-        return {name: usual_step(self.verdict, name, self.lengths) for name in {BASELINE, self.packed, self.shown}}
+        """Of the baseline, and of the systems sharded and shown, the step with the most usual seconds for its work."""
+        return {name: usual_step(self.verdict, name, self.lengths) for name in {BASELINE, self.sharded, self.shown}}
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
         """The heaviest micro-batch of a usual step by every strategy; none without context parallelism."""
-        job = self.systems[self.packed].job
+        job = self.systems[self.sharded].job
         if job.layout.cp == 1:
             return []
-        heaviest = max(self.usual_steps[self.packed].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
+        heaviest = max(self.usual_steps[self.sharded].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
         return [make_shard_plan(heaviest.lengths, job.layout.cp, name, workload=job.costs) for name in STRATEGIES]
 
 

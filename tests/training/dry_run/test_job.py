@@ -12,8 +12,10 @@ from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.job.job import Job
+from wlb.job.planner import StepPlanner
 from wlb.sharding.latency import Shards
 from wlb.training.dry_run.job import DryRun, Place, RankReport, distinct_roles, dry_run, rank_at
+from wlb.training.dry_run.problems import find_problems
 from wlb.training.dry_run.traffic import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, WEIGHTS
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.toml"))
@@ -97,3 +99,11 @@ def test_all_means_every_kind_of_rank(config):
         rank_at(job, Place(2, 1, 0, 0)): "middle stage, most tokens",
         rank_at(job, Place(3, 1, 0, 0)): "last stage, most tokens",
     }
+
+
+def test_a_mixture_that_is_elsewhere_is_planned_on_synthetic_documents(config: JobConfig):
+    stores = tuple({"store": name, "weight": 1.0} for name in ("a", "b"))
+    found = find_problems(config.changed(data=config.data.changed(store=None, mixture=stores)), "h100")
+    assert found.synthetic
+    planned = next(StepPlanner(found.job, found.store.stored_lengths)).plan
+    assert planned.tokens > 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import torch
 from wlb.documents.store.files import source_name
 from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
-from wlb.terminal import number_of
+from wlb.terminal import next_command, number_of
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.diagnosis import FILE, RankName, StragglerWatch, diagnose, render
@@ -138,7 +137,7 @@ class Reporter:
             yield f"imbalance of ranks, slowest over mean: {predicted:.3f} predicted, {measured:.3f} measured"
         metrics, checkpoints = self._config.metrics.dir, self._config.checkpoint.dir
         yield f"metrics: {metrics}" + (f"; checkpoints: {checkpoints}" if checkpoints else "; no checkpoint.dir is set")
-        yield "next: " + shlex.join(["wlb", "report", str(metrics)])
+        yield next_command("report", metrics)
 
     def _look_at(self, rows: RankSteps, seconds: float) -> None:
         done, every = self._step - self._first, self._config.metrics.diagnose_every

@@ -29,8 +29,8 @@ class PrefillOptions(options.GpuOptions):
     """GPUs that serve prompts, and how they do."""
 
     token_budget: Annotated[int, options.number_of_tokens("Tokens of a rank in one pass.")]
-    dp: options.Dp = 1
-    pp: options.Pp = 1
+    dp: Annotated[int, options.number("Data-parallel size.")] = 1
+    pp: Annotated[int, options.number("Pipeline-parallel size.")] = 1
     cp: Annotated[int, options.number("Context-parallel size.")] = 1
     methods: Annotated[str | None, options.list_of_names("Methods; default: all that can be priced.")] = None
     chunked: Annotated[bool, typer.Option("--chunked/--whole", help="Cut prompts into chunks, or not.")] = True
