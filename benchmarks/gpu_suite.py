@@ -32,7 +32,7 @@ from benchmarks.parts.gpu.setting import H100, TOY, Comparison, Result, Row, Set
 from benchmarks.parts.gpu.sharding import sharding
 from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, write
 from wlb.errors import UserError
-from wlb.training.runtime.environment import hardware_name
+from wlb.training.environment import hardware_name
 from wlb.workload import Costs, make_workload
 
 DIGITS = 5  # of a number in the file

@@ -28,15 +28,15 @@ from wlb.errors import UserError
 from wlb.job.config import ParallelConfig, TrainingConfig
 from wlb.job.memory.step import predict_memory
 from wlb.models.transformer import TransformerConfig
+from wlb.runtime.batch import TokenBatch
+from wlb.runtime.sharded_batch import shard_batch
 from wlb.sharding import make_shard_plan
 from wlb.simulate import simulated_job
-from wlb.training.data.batch import TokenBatch
-from wlb.training.data.sharded_batch import shard_batch
+from wlb.training.environment import bound_compiled_products
 from wlb.training.optimizer import build_optimizer, clip_gradients
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.training.runtime.environment import bound_compiled_products
 from wlb.workload import ModelShape, hardware_preset
 from wlb.workload.base import Checkpointing
 

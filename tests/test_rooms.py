@@ -35,13 +35,17 @@ MAY_IMPORT = {
     "report": {"documents", "job", "packing", "schedules", "sharding", "simulate", "workload"},
     "attention": {"sharding"},
     "models": {"documents", "job", "workload"},
+    "runtime": {"attention", "documents", "packing", "schedules", "sharding", "workload"},
     "training": {
-        *("attention", "documents", "job", "models", "packing", "schedules", "sharding", "simulate", "workload"),
+        *("attention", "documents", "job", "models", "packing", "runtime", "schedules", "sharding", "simulate"),
+        "workload",
     },
-    "profiling": {"attention", "documents", "models", "training", "workload"},
-    "integrations": {"attention", "documents", "job", "packing", "sharding", "simulate", "training", "workload"},
+    "profiling": {"attention", "documents", "models", "runtime", "training", "workload"},
+    "integrations": {
+        *("attention", "documents", "job", "packing", "runtime", "sharding", "simulate", "training", "workload"),
+    },
 }
-TORCH = {"attention", "models", "training", "profiling"}  # and commands and integrations that use them
+TORCH = {"attention", "models", "runtime", "training", "profiling"}  # and commands and integrations that use them
 ANYTHING = {"cli", "__main__", "__init__"}
 
 

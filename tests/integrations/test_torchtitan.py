@@ -22,7 +22,7 @@ import torch  # torchtitan decides whether this file runs
 from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.torchtitan import BalancedDataLoader, BaseDataLoader, balance
-from wlb.training.data.batch import IGNORE_LABEL
+from wlb.runtime.batch import IGNORE_LABEL
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN = 64

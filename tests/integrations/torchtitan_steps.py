@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.integrations.torchtitan_cpu import IN_ROWS, RecordingTrainer, Trainer, cpu_config
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.data.batch import make_batch
+from wlb.runtime.batch import make_batch
 
 MICRO_BATCHES = 4
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from tests.limits import HUNG_SECONDS
 from tests.training.processes import wait_until
-from wlb.training import trainer
-from wlb.training.runtime import watchdog
+from wlb.training import trainer, watchdog
 from wlb.training.worker import main
 
 FOREVER = 10_000.0

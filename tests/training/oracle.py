@@ -14,10 +14,10 @@ from wlb.job.config import JobConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.data.batch import labelled_tokens, make_batch
+from wlb.runtime.batch import labelled_tokens, make_batch
 from wlb.training.data.loader import LoadedStep
+from wlb.training.environment import trained_model
 from wlb.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from wlb.training.runtime.environment import trained_model
 from wlb.training.trainer import Trainer
 
 

@@ -41,8 +41,8 @@ from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.level import level_step
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime.batch import IGNORE_LABEL, labelled_tokens, make_batch
 from wlb.schedules.layout import Layout
-from wlb.training.data.batch import IGNORE_LABEL, labelled_tokens, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules

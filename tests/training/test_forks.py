@@ -22,7 +22,7 @@ import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from unittest import mock
 from wlb.training import forks, worker
-from wlb.training.runtime.termination import signals_to_end
+from wlb.training.termination import signals_to_end
 
 FACTS = '''
 import json, os, sys
@@ -94,7 +94,7 @@ CALLS = """
 import os, signal, sys, types
 from wlb.errors import UserError
 from wlb.training import forks
-from wlb.training.runtime.failures import TrainingError
+from wlb.training.failures import TrainingError
 sys.modules |= dict.fromkeys(("wlb.training.trainer", "wlb.training.worker"), types.ModuleType("imported"))
 forks.require = lambda *_: None
 

@@ -26,8 +26,8 @@ from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.training import launcher as launch_module
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
+from wlb.training.failures import Ending
 from wlb.training.forks import Forks
-from wlb.training.runtime.failures import Ending
 
 PARALLEL = {"dp": 2}
 COMMANDS = {

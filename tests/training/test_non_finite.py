@@ -16,9 +16,9 @@ from tests.training.jobs import VOCABULARY, job, read_steps, train, trainer_of
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config import JobConfig, TrainingConfig
 from wlb.packing.plan import MicroBatch, Segment, StepPlan
+from wlb.training.failures import TrainingError
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observe import reporter
-from wlb.training.runtime.failures import TrainingError
 from wlb.training.trainer import Trainer
 
 RARE = VOCABULARY - 1  # a token that only this document has

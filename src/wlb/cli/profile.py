@@ -83,7 +83,7 @@ def profile(
     settings = asked.settings()
 
     from wlb.profiling import crossover_tokens, measure_profile, prediction_errors, tensor_parallel_shard
-    from wlb.training.runtime.environment import hardware_name
+    from wlb.training.environment import hardware_name
     from wlb.workload import make_workload
     from wlb.workload.profile import write_profile
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from wlb.errors import UserError
 from wlb.packing.plan import StepPlan
+from wlb.runtime.collectives import gathered_rows
 from wlb.training.observe.compute_clock import thread_seconds
-from wlb.training.runtime.collectives import gathered_rows
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}  # of the gradient
 _QUANTISED = TOLERANCE[torch.bfloat16]

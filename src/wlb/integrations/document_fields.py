@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.errors import UserError
-from wlb.training.data.batch import IGNORE_LABEL
+from wlb.runtime.batch import IGNORE_LABEL
 
 Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 

@@ -31,11 +31,11 @@ from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_len
 from wlb.integrations.document_fields import Document, check_documents, chooses_labels, ids_and_labels, token_count
 from wlb.job.job import Job
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch, read_batch
+from wlb.runtime.collectives import gathered_rows
+from wlb.runtime.sharded_batch import shard_batch
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.terminal import number_of
-from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch, read_batch
-from wlb.training.data.sharded_batch import shard_batch
-from wlb.training.runtime.collectives import gathered_rows
 
 
 @dataclass(frozen=True)

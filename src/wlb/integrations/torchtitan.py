@@ -33,7 +33,7 @@ from wlb.errors import UserError
 from wlb.integrations.batches import ItemsOfSteps, WholeSteps, balanced_job
 from wlb.integrations.batches.processes import Processes, digest
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.data.batch import IGNORE_LABEL, read_batch
+from wlb.runtime.batch import IGNORE_LABEL, read_batch
 
 _VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"
 

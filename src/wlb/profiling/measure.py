@@ -25,7 +25,7 @@ from wlb.errors import UserError
 from wlb.models.transformer import check_built
 from wlb.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, WallClock, measure_in_turns
 from wlb.profiling.workbench import Workbench
-from wlb.training.runtime.environment import keep_freed_memory
+from wlb.training.environment import keep_freed_memory
 from wlb.workload import ModelShape
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from wlb.errors import require
-from wlb.training.runtime.console import flush
-from wlb.training.runtime.failures import TrainingError, how_it_ended
-from wlb.training.runtime.termination import held_back, signals_to_end
+from wlb.training.console import flush
+from wlb.training.failures import TrainingError, how_it_ended
+from wlb.training.termination import held_back, signals_to_end
 
 _STDERR = 2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -26,9 +26,8 @@ from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.terminal import number_of
 from wlb.training.checkpoint.files import step_of
-from wlb.training.forks import ForkedRank, Forks
-from wlb.training.runtime.console import meanwhile, say, show_meanwhile
-from wlb.training.runtime.failures import (
+from wlb.training.console import meanwhile, say, show_meanwhile
+from wlb.training.failures import (
     FAILURE_STATUS,
     HUNG_STATUS,
     TERMINATED_STATUS,
@@ -40,7 +39,8 @@ from wlb.training.runtime.failures import (
     leave,
     recorded_failure,
 )
-from wlb.training.runtime.termination import held_back, signals_to_end
+from wlb.training.forks import ForkedRank, Forks
+from wlb.training.termination import held_back, signals_to_end
 
 _BEYOND_GRACE_SECONDS = 5.0  # ranks leave by themselves when training.grace_seconds are over; then they are killed
 _LAST_WORDS_SECONDS = 2.0  # for the other ranks to end by themselves when it is known what has ended the job
@@ -235,7 +235,7 @@ def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest
 
 def _environment(config: JobConfig, port: int) -> dict[str, str]:
     """What all ranks find in their environment, under the names that ``torchrun`` has for it."""
-    from wlb.training.runtime.environment import threads_per_process
+    from wlb.training.environment import threads_per_process
 
     world_size = config.parallel.layout.world_size
     return os.environ | {

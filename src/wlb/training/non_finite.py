@@ -16,9 +16,9 @@ from torch import Tensor
 
 from wlb.job.config import TrainingConfig
 from wlb.packing.plan import StepPlan
+from wlb.runtime.collectives import gathered
 from wlb.training.data.loader import micro_batches_of
-from wlb.training.runtime.collectives import gathered
-from wlb.training.runtime.failures import TrainingError
+from wlb.training.failures import TrainingError
 
 _DOCUMENTS_NAMED = 50  # of each kind, in the message
 

@@ -17,6 +17,7 @@ from wlb.models.transformer import Transformer
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.checkpoint.resuming import agreed_checkpoint
 from wlb.training.data.loader import RankShare, StepLoader
+from wlb.training.environment import compute_dtype
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.observe.monitor import Monitor, rank_names
 from wlb.training.observe.reporter import Reporter
@@ -25,7 +26,6 @@ from wlb.training.parallel.mesh import JobMesh, build_mesh, seed_this_rank
 from wlb.training.parallel.parallelize import Allocating, Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.preflight import CheckedJob
-from wlb.training.runtime.environment import compute_dtype
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from wlb.job.memory.fit import too_large
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import TransformerConfig
 from wlb.os_limits import usable_memory
+from wlb.runtime.batch import check_first_tokens
+from wlb.runtime.collectives import gathered
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import check_model, newest_checkpoint
-from wlb.training.data.batch import check_first_tokens
 from wlb.training.data.loader import check_identity
+from wlb.training.environment import device_type, hardware_name, trained_model
 from wlb.training.evaluation.held_out import check_evaluation
-from wlb.training.runtime.collectives import gathered
-from wlb.training.runtime.environment import device_type, hardware_name, trained_model
-from wlb.training.runtime.failures import TrainingError
+from wlb.training.failures import TrainingError
 
 Check = Callable[[], object]
 

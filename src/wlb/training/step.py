@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 from wlb.attention.profiler_regions import region
+from wlb.runtime.collectives import gathered_rows
 from wlb.training.data.loader import LoadedStep
+from wlb.training.failures import TrainingError
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observe.imbalance import RankSteps
 from wlb.training.observe.monitor import Monitor
@@ -16,8 +18,6 @@ from wlb.training.observe.reporter import StepOutcome
 from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.phases import RankModel
-from wlb.training.runtime.collectives import gathered_rows
-from wlb.training.runtime.failures import TrainingError
 
 
 def agree_to_train(step: int, loaded: LoadedStep, model: RankModel, asked_to_end: bool) -> bool:

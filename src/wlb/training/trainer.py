@@ -20,9 +20,13 @@ import torch.distributed as dist
 
 from wlb.attention.profiler_regions import region
 from wlb.job.config import JobConfig
+from wlb.runtime.collectives import on_every_rank
 from wlb.training.checkpoint.checkpointer import Progress
 from wlb.training.checkpoint.resuming import what_is_kept
 from wlb.training.data.loader import LoadedStep
+from wlb.training.directory_lock import check_shared, directories_of
+from wlb.training.environment import joined_job
+from wlb.training.failures import Terminated
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.phases import (
     build_evaluator,
@@ -33,13 +37,9 @@ from wlb.training.phases import (
     restore,
 )
 from wlb.training.preflight import CheckedJob, check_agreed, check_job, least_limit
-from wlb.training.runtime.collectives import on_every_rank
-from wlb.training.runtime.directory_lock import check_shared, directories_of
-from wlb.training.runtime.environment import joined_job
-from wlb.training.runtime.failures import Terminated
-from wlb.training.runtime.termination import Termination
-from wlb.training.runtime.watchdog import Pulse, time_outs_are_hangs, watched
 from wlb.training.step import agree_to_train, train_step
+from wlb.training.termination import Termination
+from wlb.training.watchdog import Pulse, time_outs_are_hangs, watched
 
 
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:

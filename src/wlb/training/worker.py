@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from wlb.errors import UserError
-from wlb.training.runtime.console import flush
-from wlb.training.runtime.failures import TrainingError, leave
-from wlb.training.runtime.termination import Termination
+from wlb.training.console import flush
+from wlb.training.failures import TrainingError, leave
+from wlb.training.termination import Termination
 
 _WATCH_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0  # to the store of a launcher on this machine

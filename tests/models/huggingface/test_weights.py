@@ -22,8 +22,8 @@ from wlb.models.huggingface.config_json import read_config
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
 from wlb.schedules.layout import Layout
+from wlb.training.environment import trained_model
 from wlb.training.preflight import check_job
-from wlb.training.runtime.environment import trained_model
 
 LAYOUTS: dict[str, dict[str, Any]] = {"llama-3.2": {"pp": 2, "tp": 2}, "qwen3": {"dp": 2, "tp": 2}}
 

@@ -36,9 +36,9 @@ from wlb.training.checkpoint.files import (
     hidden_path,
     start_writing,
 )
+from wlb.training.failures import TrainingError
 from wlb.training.optimizer import build_optimizer
 from wlb.training.preflight import check_job
-from wlb.training.runtime.failures import TrainingError
 from wlb.workload import ModelShape
 
 DOCUMENTS = 160

@@ -24,13 +24,13 @@ from wlb.models.configured_model import configured_model
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.training.data.loader import RankShare
+from wlb.training.environment import trained_model
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.evaluation.held_out import Evaluation, HeldOut, bucket_boundaries
+from wlb.training.failures import Terminated
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job
-from wlb.training.runtime.environment import trained_model
-from wlb.training.runtime.failures import Terminated
 
 CPU = torch.device("cpu")
 BUCKETS = [2, 16, 64, 129]

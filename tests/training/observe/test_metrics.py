@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.training.terminal import Terminal
 from wlb.documents.segments import Segment
 from wlb.job.config import MetricsConfig
+from wlb.training.failures import TrainingError
 from wlb.training.observe.metrics import MetricsWriter, continue_file, last_step_in, live_line, sparkline
-from wlb.training.runtime.failures import TrainingError
 
 ROW: dict[str, Any] = {
     "step": 1,

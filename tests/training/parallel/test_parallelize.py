@@ -23,10 +23,10 @@ from wlb.attention.exchange import send_keys
 from wlb.job.config import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
+from wlb.runtime.batch import TokenBatch
+from wlb.runtime.sharded_batch import shard_batch
 from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
-from wlb.training.data.batch import TokenBatch
-from wlb.training.data.sharded_batch import shard_batch
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import (
     Execution,

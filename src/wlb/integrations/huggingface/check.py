@@ -24,7 +24,7 @@ from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
 from wlb.integrations.huggingface.attention import attend_with, check_rotary, is_packed_attention
 from wlb.integrations.packed import extents_of
-from wlb.training.data.batch import IGNORE_LABEL
+from wlb.runtime.batch import IGNORE_LABEL
 
 Inputs = Mapping[str, Any]
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb.integrations.batches.processes import data_parallel_ranks
+from wlb.runtime.batch import IGNORE_LABEL
 from wlb.sharding import make_shard_plan
-from wlb.training.data.batch import IGNORE_LABEL
 from wlb.workload import Costs
 
 

@@ -27,7 +27,7 @@ from wlb.integrations.huggingface.context_parallel import context_parallel_group
 from wlb.integrations.huggingface.refusals import check_arguments, check_settings, check_trainer_class, name_of
 from wlb.integrations.huggingface.resuming import STATE, TrainedBatches, trained_state
 from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
-from wlb.training.runtime.collectives import on_every_rank
+from wlb.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
 from wlb.workload.model_json import language_model, shape_of
 

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
+from wlb.runtime.collectives import gathered
 from wlb.training.checkpoint.files import (
     Progress,
     checkpoint_path,
@@ -46,9 +47,8 @@ from wlb.training.checkpoint.files import (
 )
 from wlb.training.checkpoint.resuming import RANDOM_STATES, check_model, check_tensors, model_record
 from wlb.training.checkpoint.storage import ChecksummedWriter, ConfinedReader, first_failure
-from wlb.training.runtime.collectives import gathered
-from wlb.training.runtime.console import say
-from wlb.training.runtime.failures import TrainingError
+from wlb.training.console import say
+from wlb.training.failures import TrainingError
 
 _LONGEST_WRITE = timedelta(hours=1)  # of one rank while the others wait, in the background
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded

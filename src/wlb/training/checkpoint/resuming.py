@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import Transformer, TransformerConfig
+from wlb.runtime.collectives import gathered, on_every_rank
 from wlb.terminal import number_of
 from wlb.training.checkpoint.files import find_damage, named_checkpoints, step_of
-from wlb.training.runtime.collectives import gathered, on_every_rank
-from wlb.training.runtime.console import say
+from wlb.training.console import say
 
 RANDOM_STATES = "rng."  # of ranks, by their place in the layout: they may differ
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, beside the number of its steps

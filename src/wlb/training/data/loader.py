@@ -24,11 +24,11 @@ from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.job.prices import LEVEL_SHARDING
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime.batch import TokenBatch, labelled_tokens, read_batch
+from wlb.runtime.sharded_batch import ShardedBatch, shard_batch
 from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
-from wlb.training.data.batch import TokenBatch, labelled_tokens, read_batch
 from wlb.training.data.prefetch import Prefetcher, Shutdown
-from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
 from wlb.workload import Costs
 
 _STORE = "token store"

@@ -20,8 +20,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from wlb.os_limits import usable_cores
+from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.training.data.loader import LoadedStep
-from wlb.training.data.sharded_batch import ShardedBatch
 from wlb.training.dry_run.calls import Call, CallLog
 from wlb.training.dry_run.fake_rank import StepWatcher, as_on_a_gpu, fake_process_group, longest_runs_of_attention
 from wlb.training.dry_run.meter import BATCHES, OPTIMIZER, WEIGHTS, MemoryMeter

@@ -23,13 +23,13 @@ from wlb.job.config import EvaluationConfig
 from wlb.job.job import Job
 from wlb.models.transformer import Attend, Transformer
 from wlb.packing.plan import MicroBatch
-from wlb.training.data.batch import IGNORE_LABEL, read_batch
+from wlb.runtime.batch import IGNORE_LABEL, read_batch
+from wlb.runtime.collectives import gathered, gathered_rows
+from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.training.data.loader import RankShare
-from wlb.training.data.sharded_batch import ShardedBatch
 from wlb.training.evaluation.held_out import Evaluation, HeldOut
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
-from wlb.training.runtime.collectives import gathered, gathered_rows
 
 
 class Evaluator:

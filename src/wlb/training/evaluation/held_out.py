@@ -25,8 +25,8 @@ from wlb.job.job import Job
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.packing.registry import make_packer
+from wlb.runtime.batch import check_first_tokens, labels_of_segments
 from wlb.terminal import number_of
-from wlb.training.data.batch import check_first_tokens, labels_of_segments
 
 _FIRST_BOUNDARY, _BOUNDARY_RATIO = 256, 4
 

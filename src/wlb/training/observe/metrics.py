@@ -23,9 +23,9 @@ import numpy as np
 from wlb.errors import UserError, require
 from wlb.job.config import MetricsConfig
 from wlb.terminal import columns
+from wlb.training.console import say
 from wlb.training.evaluation.held_out import Evaluation
-from wlb.training.runtime.console import say
-from wlb.training.runtime.failures import TrainingError
+from wlb.training.failures import TrainingError
 
 STEPS = "steps.jsonl"  # in metrics.dir
 _BARS = "▁▂▃▄▅▆▇█"

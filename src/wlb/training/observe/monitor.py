@@ -21,16 +21,16 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from wlb.job.config import MetricsConfig
 from wlb.job.job import Job
+from wlb.runtime.collectives import gathered, gathered_rows
 from wlb.schedules.layout import split_layers
 from wlb.sharding.plan import ShardPlan, owners
+from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep
+from wlb.training.environment import hardware_name
 from wlb.training.observe.compute_clock import ComputeClock, KernelClock, Seconds, ThreadClock
 from wlb.training.observe.diagnosis import RankName
 from wlb.training.observe.imbalance import RankStep, RankSteps, rank_steps
 from wlb.training.parallel.mesh import JobMesh
-from wlb.training.runtime.collectives import gathered, gathered_rows
-from wlb.training.runtime.console import say
-from wlb.training.runtime.environment import hardware_name
 from wlb.workload import ModelShape, make_workload
 from wlb.workload.base import Phase
 

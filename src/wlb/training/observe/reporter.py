@@ -23,7 +23,14 @@ from wlb.documents.store.files import source_name
 from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
 from wlb.terminal import next_command, number_of
+from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep, StepLoader
+from wlb.training.environment import (
+    dense_attention_warning,
+    hardware_name,
+    shared_store_warning,
+    tokenizer_warning,
+)
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.diagnosis import FILE, RankName, StragglerWatch, diagnose, render
 from wlb.training.observe.imbalance import RankSteps, imbalance_of
@@ -31,13 +38,6 @@ from wlb.training.observe.metrics import LEGEND, MetricsWriter
 from wlb.training.parallel.mesh import mesh_shape
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.preflight import CheckedJob
-from wlb.training.runtime.console import say
-from wlb.training.runtime.environment import (
-    dense_attention_warning,
-    hardware_name,
-    shared_store_warning,
-    tokenizer_warning,
-)
 from wlb.workload import ModelShape, attention_flops, hardware_preset, linear_flops
 
 _PASSES = 3.0  # one forward, and a backward of twice its operations

@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.models.transformer import Transformer
+from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.sharded_batch import ShardedBatch
+from wlb.runtime.stage import PlannedStage, make_schedule, run_schedule
 from wlb.schedules.layout import Layout
-from wlb.training.data.batch import IGNORE_LABEL
-from wlb.training.data.sharded_batch import ShardedBatch
 from wlb.training.observe.compute_clock import ComputeClock, ThreadClock
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
-from wlb.training.parallel.planned_stage import PlannedStage, make_schedule, run_schedule
 from wlb.training.parallel.tied_embeddings import sum_tied_gradients
 
 
@@ -84,9 +84,10 @@ class PipelineRunner:
                 mesh.rank("pp") + chunk * layout.pp,
                 layout.stages,
                 hidden=module.config.shape.hidden,
-                execution=execution,
+                device=execution.device,
+                dtype=execution.dtype,
                 group=mesh.group("pp"),
-                clock=self._clock,
+                measuring=self._clock.measuring,
             )
             for chunk, module in enumerate(stage_modules)
         ]

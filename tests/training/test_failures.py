@@ -10,7 +10,7 @@ import pytest
 
 from tests.cases import in_turn
 from wlb.errors import UserError
-from wlb.training.runtime.failures import (
+from wlb.training.failures import (
     Ending,
     HungError,
     RankFailure,

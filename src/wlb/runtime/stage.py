@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from wlb.training.observe.compute_clock import ComputeClock
-from wlb.training.parallel.parallelize import Execution
+Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
 
 
 class PlannedStage(PipelineStage):
@@ -38,12 +38,12 @@ class PlannedStage(PipelineStage):
         stages: int,
         *,
         hidden: int,
-        execution: Execution,
+        device: torch.device,
+        dtype: torch.dtype,
         group: dist.ProcessGroup,
-        clock: ComputeClock,
+        measuring: Measuring,
     ) -> None:
-        device = execution.device
-        example = torch.empty(1, hidden, dtype=execution.dtype, device=device, requires_grad=True)
+        example = torch.empty(1, hidden, dtype=dtype, device=device, requires_grad=True)
         tokens = torch.empty(1, dtype=torch.int64, device=device)
         super().__init__(
             module,
@@ -54,7 +54,7 @@ class PlannedStage(PipelineStage):
             output_args=example,
             group=group,
         )
-        self._clock = clock
+        self._measuring = measuring
         self._stream = example.detach()
         self._token_counts: Sequence[int] = ()
         self._activations: dict[int, Tensor] = {}
@@ -74,11 +74,11 @@ class PlannedStage(PipelineStage):
         kwargs = kwargs or {}
         if "attend" in kwargs:
             kwargs = kwargs | {"attend": kwargs["attend"].of_one_stage()}
-        with self._clock.measuring("forward", fwd_chunk_id):
+        with self._measuring("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        with self._clock.measuring("backward", bwd_chunk_id):
+        with self._measuring("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
             loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep what was received

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from wlb.errors import UserError
-from wlb.training.runtime.console import flush, say
+from wlb.training.console import flush, say
 
 FAILURE_STATUS = 1
 USER_ERROR_STATUS = 2

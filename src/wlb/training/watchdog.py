@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 import wlb
-from wlb.training.runtime.collectives import gathered
-from wlb.training.runtime.failures import HungError, TrainingError, leave
+from wlb.runtime.collectives import gathered
+from wlb.training.failures import HungError, TrainingError, leave
 
 _LONGEST_LOOK_SECONDS = 5.0  # between two looks at the main thread
 _LOOKS_PER_LIMIT = 20

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.training.documents import RandomDocuments
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch
+from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch
+from wlb.runtime.sharded_batch import shard_batch
 from wlb.sharding import STRATEGIES, make_shard_plan
-from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, make_batch
-from wlb.training.data.sharded_batch import shard_batch
 
 STORE = RandomDocuments(np.array([1, 9, 2, 60, 17, 33]), vocab_size=50)
 STRATEGY = st.sampled_from(list(STRATEGIES))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
-from wlb.training.runtime.collectives import gathered, on_every_rank
+from wlb.runtime.collectives import gathered, on_every_rank
 
 
 def _check(wrong: int) -> str:

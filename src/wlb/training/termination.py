@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from wlb.training.runtime.failures import Terminated, leave
+from wlb.training.failures import Terminated, leave
 
 
 def signals_to_end() -> set[signal.Signals]:

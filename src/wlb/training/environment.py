@@ -21,7 +21,7 @@ from wlb.models.configured_model import configured_model
 from wlb.models.transformer import TransformerConfig, check_built
 from wlb.os_limits import usable_cores
 from wlb.token_count import parse_count
-from wlb.training.runtime.watchdog import backend_timeout
+from wlb.training.watchdog import backend_timeout
 from wlb.workload.hardware import HARDWARE
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}

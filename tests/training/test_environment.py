@@ -21,7 +21,7 @@ from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config import ModelConfig, TrainingConfig
 from wlb.os_limits import usable_cores
-from wlb.training.runtime.environment import (
+from wlb.training.environment import (
     compute_dtype,
     dense_attention_warning,
     hardware_name,

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.training.terminal import Terminal
-from wlb.training.runtime.console import flush, meanwhile, say, show_meanwhile
+from wlb.training.console import flush, meanwhile, say, show_meanwhile
 
 
 def test_what_shows_while_one_waits_leaves_no_trace_on_a_terminal_and_none_at_all_in_a_log(

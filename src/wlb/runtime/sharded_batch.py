@@ -21,8 +21,8 @@ from torch import Tensor
 from wlb.attention import context_parallel_attention
 from wlb.attention.exchange import Resends
 from wlb.attention.packed_attention import KeptAttention
+from wlb.runtime.batch import IGNORE_LABEL, TokenBatch
 from wlb.sharding.plan import ShardPlan
-from wlb.training.data.batch import IGNORE_LABEL, TokenBatch
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from tests.cases import in_turn
 from tests.limits import HUNG_SECONDS
 from tests.training.jobs import write_config
 from tests.training.processes import ranks
-from wlb.training.runtime.failures import HungError, TrainingError
-from wlb.training.runtime.watchdog import (
+from wlb.training.failures import HungError, TrainingError
+from wlb.training.watchdog import (
     Activity,
     Pulse,
     backend_timeout,
@@ -44,7 +44,7 @@ def test_the_rank_that_others_wait_for_is_named(folder, fault, verdict):
     (line,) = [line for line in err.splitlines() if "error:" in line]
     assert line.startswith(f"wlb: error: no progress for {LIMIT:g} s (training.timeout_seconds): {verdict}")
     assert "rank 0 waits in all_gather (torch/distributed/distributed_c10d.py:" in line
-    assert "called from gathered_rows (wlb/training/runtime/collectives.py:" in line
+    assert "called from gathered_rows (wlb/runtime/collectives.py:" in line
     assert line.endswith("step 4")
 
 
@@ -77,7 +77,7 @@ def wait_for_the_store() -> None:
 def test_a_backend_that_gives_up_waiting_has_found_a_hang(wait):
     pulse = Pulse()
     pulse.begin(7)
-    verdict = f"no progress for 0.01 s: rank 0 waited in {wait.__name__} (training/runtime/"
+    verdict = f"no progress for 0.01 s: rank 0 waited in {wait.__name__} (training/"
     with pytest.raises(HungError) as raised, time_outs_are_hangs(LIMIT, pulse):
         wait()
     assert str(raised.value).startswith(verdict)

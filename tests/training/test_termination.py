@@ -10,10 +10,10 @@ import pytest
 from tests.programs import forked
 from tests.training.jobs import endless, read_steps
 from tests.training.processes import is_running, ranks_of, steps_written, wait_until
+from wlb.training import termination as termination_module
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
-from wlb.training.runtime import termination as termination_module
-from wlb.training.runtime.failures import Terminated
-from wlb.training.runtime.termination import Termination, signals_to_end
+from wlb.training.failures import Terminated
+from wlb.training.termination import Termination, signals_to_end
 
 
 @pytest.mark.parametrize(
