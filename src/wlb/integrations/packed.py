@@ -30,10 +30,12 @@ from wlb.integrations.batches.processes import Processes, check_accumulation, di
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, check_documents, chooses_labels, ids_and_labels, token_count
 from wlb.job.job import Job
+from wlb.job.prices import LEVEL_SHARDING
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch, read_batch
-from wlb.runtime.collectives import gathered_rows
-from wlb.runtime.sharded_batch import shard_batch
+from wlb.runtime.collectives import device_of, gathered_rows, sharing_group
+from wlb.runtime.own_lists import check_same_plan, own_batches
+from wlb.runtime.sharded_batch import ShardedAttention, shard_batch
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.terminal import number_of
 
@@ -45,8 +47,9 @@ class PackedBatch:
     ``tokens``, ``labels`` and ``position_ids`` are int64 of shape (tokens,). A label is the token to predict there,
     that is the next one of the document, or -100. ``segment_lengths`` and ``cu_seqlens`` (int32, of shape
     (documents + 1,)) are of the whole micro-batch, in packed order. ``loss_tokens`` are the labelled tokens of the step
-    over all ``ranks`` (dp x cp). Under context parallelism ``shard_plan`` says which of the micro-batch's tokens these
-    are, and is what ``wlb.attention.context_parallel_attention`` wants; otherwise it is None.
+    over all ``ranks`` (dp x cp). Where several ranks share the micro-batch, ``attend`` is the attention over these rows
+    together with them: ``attend(query, key, value)`` with tensors of shape (tokens, heads, head_dim). Otherwise it is
+    None, and ``wlb.attention.segment_attention`` over ``segment_lengths`` does the same.
     """
 
     tokens: Tensor
@@ -55,7 +58,12 @@ class PackedBatch:
     segment_lengths: tuple[int, ...]
     loss_tokens: int
     ranks: int
-    shard_plan: ShardPlan | None = None
+    attend: ShardedAttention | None = None
+
+    @property
+    def shard_plan(self) -> ShardPlan | None:
+        """Which of the micro-batch's tokens these are; None where they are all."""
+        return None if self.attend is None else self.attend.shard_plan
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -88,13 +96,13 @@ class PackedBatch:
         """Keywords of a Hugging Face causal LM: ``model(**batch.hf_kwargs()).logits[0]`` is (tokens, vocabulary).
 
         ``input_ids`` and ``position_ids`` have shape (1, tokens); ``cu_seq_lens_q`` and the like say where documents
-        end, and ``shard_plan`` which tokens these are. There is no mask. There are no labels either, from which a model
-        would take the mean of its micro-batch: give the logits to ``loss``. The model needs
-        ``wlb.integrations.huggingface.register_attention``; where there is no ``shard_plan`` flash_attention_2 does as
+        end, and ``attend`` attends where several ranks share the micro-batch. There is no mask. There are no labels
+        either, from which a model would take the mean of its micro-batch: give the logits to ``loss``. The model needs
+        ``wlb.integrations.huggingface.register_attention``; where there is no ``attend`` flash_attention_2 does as
         well, but refuses nothing: ``check_batch`` says whether the model is exact.
         """
         rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
-        shared = {} if self.shard_plan is None else {"shard_plan": self.shard_plan}
+        shared = {} if self.attend is None else {"attend": self.attend}
         return {**rows, **extents_of(self.segment_lengths, self.tokens.device), **shared}
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -127,6 +135,7 @@ def packed_batches(
     cp: int = 1,
     rank: int | None = None,
     epochs: int | None = 1,
+    own_lists: bool = False,
     sharding: str = "hybrid",
     overlong: str = "split",
     state: Mapping[str, Any] | None = None,
@@ -140,6 +149,11 @@ def packed_batches(
     neighbours), ``overlong`` says what becomes of documents over the context window ("split", "truncate", "drop" or
     "error", as ``data.overlong``; a warning says that there are some, and ``PackedSteps.overlong`` counts them), and
     ``state`` is what ``PackedSteps.state_dict`` gave.
+
+    With ``own_lists`` every process gets its own number of micro-batches a step, and all finish together; documents
+    that would take one process too long are shared by several. Run them with ``wlb.runtime.level_step``. There is no
+    ``cp`` then, the preset is "elastic", ``micro_batches`` are windows a step and process, and every ``next`` is a
+    collective call in which the processes compare their plans.
 
     ``group`` are the processes that train, by default all of ``torch.distributed``. ``rank`` is this process's in it,
     and ``dp`` their number over ``cp``; without a process group both mean one process. With tensor or pipeline
@@ -157,7 +171,7 @@ def packed_batches(
     Raises ``UserError`` as the sampler does, and for a ``state`` of other documents, ``seed`` or ``shuffle``, which
     change the order of an epoch that has begun.
     """
-    sizes = {"context_window": context_window, "micro_batches": micro_batches, "cp": cp}
+    sizes = {"context_window": context_window, "micro_batches": micro_batches, "cp": cp, "own_lists": own_lists}
     processes = Processes(rank, dp, cp, group)
     steps = PackedSteps(documents, processes, epochs, sharding, overlong=overlong, **sizes, **settings)
     if state is not None:
@@ -207,6 +221,9 @@ class PackedSteps(Iterator[PackedStep]):
             self._tell_of_overlong(f"{longer:,} of {number_of(len(lengths), 'document')}")
         self._dp_rank, self._cp_rank = divmod(self._rank, self.job.layout.cp)
         self._sharding = "elastic" if self.job.packing.method == "elastic" else sharding
+        if self.job.levels_steps:
+            self._sharding = LEVEL_SHARDING
+        self._sharing: dist.ProcessGroup | None = None  # of the ranks whose lists differ, for what they share
         self._begin: dict[str, Any] | None = self._begins_with(None)
 
     def __next__(self) -> PackedStep:
@@ -214,14 +231,19 @@ class PackedSteps(Iterator[PackedStep]):
             check_accumulation()
             self._processes.agree(self._steps.settings | self._begin, self._rank)
             self._begin = None
+            together = self._processes.ranks > 1 and dist.is_initialized()
+            if self.job.levels_steps and together and self._sharing is None:
+                self._sharing = sharing_group(self._processes.ranks, self._processes.group)
         plan = next(self._steps, None)
+        if self._sharing is not None:
+            check_same_plan(plan, device_of(self._processes.group), self._processes.group)
         if self._stream is not None and not self._told_of_overlong and self.overlong.documents:
             self._tell_of_overlong("documents of the stream")
-        whole = [] if plan is None else [self._read(micro_batch) for micro_batch in plan.ranks[self._dp_rank]]
-        loss_tokens = self._loss_tokens(plan, whole)
+        own = () if plan is None else own_batches(plan, self._dp_rank, self._cp_rank, self._read)
+        loss_tokens = self._loss_tokens(plan, own)
         if plan is None:
             raise StopIteration
-        step = PackedStep(tuple(self._share(batch, loss_tokens) for batch in whole), loss_tokens, plan)
+        step = PackedStep(tuple(self._share(*batch, loss_tokens) for batch in own), loss_tokens, plan)
         if self._stream is not None:
             self._stream.trained(plan.segments)
         return step
@@ -255,22 +277,27 @@ class PackedSteps(Iterator[PackedStep]):
         masks = self._source.has_labels if isinstance(self._source, _Source) else None
         return {"epochs": self._epochs, "sharding": self._sharding, "labels or masks": masks, "state": digest(state)}
 
-    def _read(self, micro_batch: MicroBatch) -> TokenBatch:
-        source = self._source
-        return read_batch(micro_batch, source) if isinstance(source, TokenStore) else source.batch(micro_batch)
+    def _read(self, micro_batch: MicroBatch) -> tuple[TokenBatch, tuple[int, ...]]:
+        """A micro-batch of this rank, and the context-parallel ranks that share it."""
+        source, members = self._source, micro_batch.ranks or tuple(range(self.job.layout.cp))
+        batch = read_batch(micro_batch, source) if isinstance(source, TokenStore) else source.batch(micro_batch)
+        return batch, members
 
-    def _share(self, batch: TokenBatch, loss_tokens: int) -> PackedBatch:
+    def _share(self, batch: TokenBatch, members: tuple[int, ...], loss_tokens: int) -> PackedBatch:
         of_step = (loss_tokens, self._processes.ranks)
-        if self.job.layout.cp == 1:
+        if len(members) == 1:
             return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths, *of_step)
-        plan = make_shard_plan(batch.segment_lengths, self.job.layout.cp, self._sharding, workload=self.job.costs)
-        mine = shard_batch(batch, plan, self._cp_rank)
-        return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, *of_step, plan)
+        prices = None if self._sharding == LEVEL_SHARDING else self.job.costs
+        plan = make_shard_plan(batch.segment_lengths, len(members), self._sharding, workload=prices)
+        mine = shard_batch(batch, plan, members.index(self._cp_rank))
+        attend = ShardedAttention(mine.local_tokens, plan, self._sharing, members if self._sharing else None)
+        return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, *of_step, attend)
 
-    def _loss_tokens(self, plan: StepPlan | None, batches: Sequence[TokenBatch]) -> int:
+    def _loss_tokens(self, plan: StepPlan | None, batches: Sequence[tuple[TokenBatch, tuple[int, ...]]]) -> int:
         """Labelled tokens of the step on all processes. Those of a stream compare on the way what came of it."""
         chosen = plan is not None and isinstance(self._source, _Source) and self._source.choose_labels(plan)
-        labelled = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in batches)
+        first = [batch for batch, members in batches if members[0] == self._cp_rank]  # of those that share one
+        labelled = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in first)
         if plan is not None and not chosen:
             source = self._source
             labelled = labelled_tokens(plan, _Arrays(source.lengths, {}) if isinstance(source, _Source) else source)
@@ -283,8 +310,8 @@ class PackedSteps(Iterator[PackedStep]):
             return labelled
         come = (0, 0, 0) if self._stream is None else (len(self._stream.lengths), self._stream.digest, plan is None)
         group = self._processes.group
-        mine = [labelled if self._cp_rank == 0 else 0, chosen, *come]
-        rows = gathered_rows(mine, torch.int64, _device_of(group), group)
+        mine = [labelled, chosen, *come]
+        rows = gathered_rows(mine, torch.int64, device_of(group), group)
         for process, row in enumerate(rows[:, 1:]):
             if not torch.equal(row, rows[0, 1:]):
                 raise UserError(
@@ -301,12 +328,7 @@ def summed_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int
     """The sum of every process's ``count`` of labelled tokens; a collective call of ``group``, or the default group."""
     if not dist.is_initialized():
         raise UserError(_NO_GROUP)
-    return int(gathered_rows([count], torch.int64, _device_of(group), group).sum())
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Of the tensors that ``group`` sends."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return int(gathered_rows([count], torch.int64, device_of(group), group).sum())
 
 
 class _Source:

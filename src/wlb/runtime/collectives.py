@@ -42,3 +42,25 @@ def gathered_rows(
     rows = mine.new_empty(dist.get_world_size(group), len(row))
     dist.all_gather(list(rows.unbind()), mine, group)
     return rows.cpu()
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors have to be that ``group`` sends."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def sharing_group(size: int, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """A communicator of the ``size`` processes of ``group``, for what some of them exchange; a collective call.
+
+    It is not the one that reduces gradients, or an exchange would queue behind a reduction. NCCL sets a communicator up
+    in its first call, for which all ranks must be there, so this makes one.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) != size:
+        raise UserError(
+            f"{len(ranks)} processes train for {size} ranks, and lists of their own need one process for each; give "
+            "the group of the data-parallel ranks"
+        )
+    sharing: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=group is not None)
+    dist.all_reduce(torch.zeros(1, device=device_of(sharing)), group=sharing)
+    return sharing

@@ -11,7 +11,7 @@ and kept out of attention, they change no result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,8 @@ class ShardedBatch:
     def attention(self, group: dist.ProcessGroup) -> ShardedAttention:
         """Attention over these rows, together with the context-parallel ``group``."""
         shared = self.shard_plan.cp_size > 1
-        return ShardedAttention(self.local_tokens, self.shard_plan, group if shared else None, self.ranks or None)
+        group_or_none, members = group if shared else None, self.ranks or None
+        return ShardedAttention(self.local_tokens, self.shard_plan, group_or_none, members, Resends())
 
     def to(self, device: torch.device) -> ShardedBatch:
         tokens, labels, positions = (
@@ -89,14 +90,14 @@ class ShardedAttention:
     """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, zero for padding.
 
     The plan is for ``members`` of ``group``, all by default; a plan for one rank has no group. The layers of a stage
-    share ``resends``.
+    share ``resends``; without it, what was not kept is sent again only when the backward needs it.
     """
 
     local_tokens: int
     shard_plan: ShardPlan
     group: dist.ProcessGroup | None
     members: tuple[int, ...] | None = None
-    resends: Resends = field(default_factory=Resends)
+    resends: Resends | None = None
 
     def of_one_stage(self) -> ShardedAttention:
         """The same for the layers of another stage."""

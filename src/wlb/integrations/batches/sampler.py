@@ -78,6 +78,11 @@ class PlannedBatchSampler:
         self.job: Job = balanced_job(
             self._lengths, context_window, micro_batches, dp=self._group.dp, cp=cp, workload=workload, **settings
         )
+        if self.job.levels_steps:
+            raise UserError(
+                "a batch sampler gives every process equally many micro-batches, so own_lists is not for it; use "
+                "packed_batches(..., own_lists=True) and wlb.runtime.level_step"
+            )
         self._rank, self._epochs = rank, epochs
         self._pass = 0
         self._counts: list[int] | None = None

@@ -57,6 +57,7 @@ def balanced_job(
     shuffle: bool = True,
     overlong: str = "split",
     pool: int | Literal["auto"] = "auto",
+    own_lists: bool = False,
     phases: DocumentPhases | None = None,
     **packing: Any,
 ) -> Job:
@@ -66,10 +67,15 @@ def balanced_job(
     window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless given). With preset "elastic"
     the dp x cp ranks are pooled anew, ``pool`` of them together and in lock step: ``cp``, ``dp`` and
     ``micro_batches_per_rank`` of the result say how. Left out, it is the fastest by simulation, with a warning where
-    that is 1. ``packing`` are further options of the preset's packer. ``phases`` are what documents cost before
-    the language model.
+    that is 1. With ``own_lists``, which chooses preset and grouping, ranks run different numbers of micro-batches and
+    meet at the end of the step (``wlb.runtime.level_step``). ``packing`` are further options of the preset's packer.
+    ``phases`` are what documents cost before the language model.
     ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have.
     """
+    if own_lists:
+        if cp != 1 or preset != "best" or "grouping" in packing:
+            raise UserError("own_lists chooses cp, preset and grouping itself; leave them out")
+        preset, packing = "elastic", packing | {"grouping": "level"}
     settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
     job = simulated_job(
         model,
@@ -83,13 +89,13 @@ def balanced_job(
         packed_by=workload,
     )
     job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool, phases=phases)
-    if lengths is None and job.pools and "auto" in (job.pools.size, job.pools.micro_batches):
+    if lengths is None and job.pools and not own_lists and "auto" in (job.pools.size, job.pools.micro_batches):
         raise UserError(
             f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; give "
             "pool and pool_micro_batches, or use preset = 'best'"
         )
-    decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=True)
-    if job.pools and pool == "auto" and decided.layout.cp == 1 < job.layout.replicas:
+    decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=not own_lists)
+    if job.pools and not own_lists and pool == "auto" and decided.layout.cp == 1 < job.layout.replicas:
         warn(
             f"on these documents the {job.layout.replicas} processes are predicted to be faster alone than in pools, "
             f"so preset {preset!r} lets none share a micro-batch (cp = 1); give pool to choose the size yourself"

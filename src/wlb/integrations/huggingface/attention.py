@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wlb.attention import context_parallel_attention, segment_attention
+from wlb.attention import segment_attention
 from wlb.errors import UserError, require
+from wlb.runtime.sharded_batch import ShardedAttention
 
 NAME = "wlb"  # of the attention implementation
 
@@ -24,7 +25,7 @@ _LAYERS = {"full_attention", "attention", "sliding_attention", "chunked_attentio
 # Arguments of an attention function with numbers or tensors that this one may pass over.
 _HARMLESS = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "cache_position", "seq_idx"),
-    *("shard_plan", "shift_labels", "num_items_in_batch", "logits_to_keep", "sliding_window"),
+    *("shift_labels", "num_items_in_batch", "logits_to_keep", "sliding_window"),
 }
 
 
@@ -34,9 +35,10 @@ def register_attention(
     """Make our attention known to ``transformers`` as the implementation ``name``, and use it in ``model`` if given.
 
     A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
-    ``shard_plan`` one rank's share of them (``context_parallel_share``), which the ranks of ``group`` attend together;
-    None is the default group. It is exact, as fast as what it runs on (``wlb.attention``), and its memory does not grow
-    with the square of the tokens. Sliding windows are attended as such. Encoders of images or audio keep their own.
+    ``attend`` one rank's share of them (``PackedBatch.hf_kwargs``, ``context_parallel_share``). The ranks of ``group``
+    attend those together, unless the batch names another group; None is the default group. It is exact, as fast as what
+    it runs on (``wlb.attention``), and its memory does not grow with the square of the tokens. Sliding windows are
+    attended as such. Encoders of images or audio keep their own.
     Without gradients the model also takes batches that are not packed, as in generation, and attends them by ``sdpa``.
 
     Raises ``UserError`` for a model whose ``config.use_cache`` is on, that does not attend through ``transformers``'
@@ -170,8 +172,8 @@ class PackedAttention:
         dropout: float = 0.0,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
-        plan = arguments.get("shard_plan")
-        if plan is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
+        attend: ShardedAttention | None = arguments.get("attend")
+        if attend is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
             _refuse_unknown(arguments)
             mask = attention_mask.of_sdpa if isinstance(attention_mask, _Mask) else attention_mask
             by_sdpa = require("transformers", "hf").AttentionInterface()["sdpa"]
@@ -180,7 +182,7 @@ class PackedAttention:
             )
             return attended
         _refuse(module, query, key, attention_mask, dropout, arguments)
-        lengths = self._segment_lengths(arguments) if plan is None else plan.segment_lengths
+        lengths = self._segment_lengths(arguments) if attend is None else attend.shard_plan.segment_lengths
         check_rotary(getattr(module, "config", None), lengths)
         window = _window(attention_mask, arguments.get("sliding_window"), lengths)
         wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -189,13 +191,11 @@ class PackedAttention:
         kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
         q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
-        if plan is None:
-            out = segment_attention(q, k, v, lengths, window=window)
-        else:
-            local = int(plan.tokens_per_rank[dist.get_rank(self._group)])
-            out = context_parallel_attention(q[:local], k[:local], v[:local], plan, self._group, window=window)
-            out = F.pad(out, (0, 0, 0, 0, 0, len(q) - local))
-        return out[None], None
+        if attend is None:
+            return segment_attention(q, k, v, lengths, window=window)[None], None
+        if attend.group is None:
+            attend = replace(attend, group=self._group)
+        return attend(q, k, v, window=window)[None], None
 
     def _segment_lengths(self, arguments: Mapping[str, Any]) -> list[int]:
         extents: Tensor = arguments["cu_seq_lens_q"]
@@ -270,7 +270,7 @@ def _refuse(
             f"{query.shape[2]} queries attend {key.shape[2]} keys: there is a cache; set use_cache = False, and "
             'generate with another attention implementation, such as "sdpa"'
         )
-    if "cu_seq_lens_q" not in arguments and arguments.get("shard_plan") is None:
+    if "cu_seq_lens_q" not in arguments and arguments.get("attend") is None:
         raise UserError(
             "the batch has no cu_seq_lens_q, so documents are not known; use FlatteningCollator, and a model that "
             "hands its keyword arguments on to its attention"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.sharded_batch import ShardedAttention
 from wlb.sharding import make_shard_plan
 from wlb.workload import Costs
 
@@ -33,11 +34,11 @@ def context_parallel_share(
 ) -> dict[str, Any]:
     """What ``rank`` of a context-parallel group of ``cp`` trains of a collated micro-batch.
 
-    Tokens and positions are those at ``shard_plan.positions(rank)``, of shape (1, local tokens + 1): the last one is
-    padding that is neither attended nor learnt. As the next token may lie on another rank, ``shift_labels`` has the one
-    to predict at each position, and ``labels`` the same one place further on, so that a loss that shifts labels by
-    itself (label smoothing, ``compute_loss_func``) is right, too. ``cu_seq_lens_q`` stays that of the whole
-    micro-batch; other tensors of shape (1, tokens) are shared like the tokens.
+    Tokens and positions are those at ``shard_plan.positions(rank)`` of ``attend``, of shape (1, local tokens + 1): the
+    last one is padding that is neither attended nor learnt. As the next token may lie on another rank,
+    ``shift_labels`` has the one to predict at each position, and ``labels`` the same one place further on, so that a
+    loss that shifts labels by itself (label smoothing, ``compute_loss_func``) is right, too. ``cu_seq_lens_q`` stays
+    that of the whole micro-batch; other tensors of shape (1, tokens) are shared like the tokens.
     """
     lengths = batch["cu_seq_lens_q"].diff().tolist()
     plan = make_shard_plan(lengths, cp, sharding, workload=workload)
@@ -52,5 +53,5 @@ def context_parallel_share(
         **share,
         "labels": F.pad(shifted, (1, 0), value=IGNORE_LABEL),
         "shift_labels": F.pad(shifted, (0, 1), value=IGNORE_LABEL),
-        "shard_plan": plan,
+        "attend": ShardedAttention(len(positions), plan, None),
     }

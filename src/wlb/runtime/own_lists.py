@@ -1,0 +1,148 @@
+"""A rank's own list of micro-batches, and the forward and backward passes over it.
+
+In a level step every rank runs its own number of micro-batches and all finish together; a few, with long documents, are
+shared by several ranks. Ranks therefore meet in three places only: inside a micro-batch that they share, when weights
+are gathered at the start of the step, and when gradients are reduced in the backward of the last micro-batch. Two rules
+keep this free of deadlocks. Whoever shares micro-batches runs them in the order of the plan, and a rank's last
+micro-batch is the last of every rank that shares it (``own_micro_batches``).
+
+``level_step`` works on any module, alone, under DDP or under FSDP2. The trainer and ``packed_batches`` use the same
+functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from wlb.errors import UserError
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime.collectives import gathered_rows
+
+T = TypeVar("T")
+
+
+def names_ranks(plan: StepPlan) -> bool:
+    """Whether micro-batches of ``plan`` name the context-parallel ranks that run them, as those of level steps do."""
+    return any(micro_batch.ranks for micro_batch in plan.micro_batches)
+
+
+def own_micro_batches(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[MicroBatch]:
+    """The micro-batches of ``plan`` that a rank runs, in order.
+
+    In a level step a rank reduces its gradients in the backward of its last micro-batch, layer by layer, and waits
+    there for all other ranks. So none of them may still need it: where its last micro-batch is not the last of all
+    ranks that share it, the list ends with one without segments (``make_batch`` makes it a single unlabelled token).
+    """
+    micro_batches = plan.ranks[dp_rank]
+    if not names_ranks(plan):
+        return list(micro_batches)
+    mine = [micro_batch for micro_batch in micro_batches if cp_rank in micro_batch.ranks]
+    last = {rank: micro_batch for micro_batch in micro_batches for rank in micro_batch.ranks}
+    if not mine or any(last[rank] is not mine[-1] for rank in mine[-1].ranks):
+        mine.append(MicroBatch((), 0.0, (cp_rank,)))
+    return mine
+
+
+def own_batches(plan: StepPlan, dp_rank: int, cp_rank: int, read: Callable[[MicroBatch], T]) -> tuple[T, ...]:
+    """What ``read`` makes of each of ``own_micro_batches``; no other micro-batch is read.
+
+    ``read`` gives this rank's part of a micro-batch, which ``MicroBatch.ranks`` of the context-parallel group share.
+    """
+    return tuple(read(micro_batch) for micro_batch in own_micro_batches(plan, dp_rank, cp_rank))
+
+
+def level_step(model: nn.Module, batches: Sequence[T], loss_fn: Callable[[T], Tensor]) -> Tensor:
+    """Run forward and backward of this rank's ``batches``; gradients are accumulated and reduced once, at the end.
+
+    Every rank calls this once a step, with its own batches, and steps its optimizer afterwards. Under DDP the model is
+    the wrapped one; under FSDP2 its weights are gathered at the start and stay gathered until the last backward.
+
+    Args:
+        model: A module, a ``DistributedDataParallel`` or a module with FSDP2 units (``fully_shard``).
+        batches: At least one. Between ranks their number may differ.
+        loss_fn: Runs ``model`` on a batch and returns its share of the step's loss, a scalar
+            (``PackedBatch.loss(logits)``).
+
+    Returns:
+        The sum of the losses, detached. Over all ranks it adds up to the loss of the step, times the number of ranks
+        where ``loss_fn`` scales for averaged gradients.
+
+    Raises:
+        UserError: The model is wrapped by FSDP1, which gathers weights in every micro-batch and would deadlock.
+    """
+    losses = []
+    for batch in in_turn(model, batches):
+        loss = loss_fn(batch)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def in_turn(model: nn.Module, batches: Sequence[T], *, keep_weights: bool = True) -> Iterator[T]:
+    """Yield each of ``batches`` with ``model`` set to reduce gradients in the backward of the last one only.
+
+    With ``keep_weights`` FSDP2's weights are gathered before the first batch and kept; otherwise every batch gathers
+    them block by block, which needs equally many batches on all ranks.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UserError("FSDP1 gathers weights in every micro-batch, which deadlocks in level steps; use fully_shard")
+    units = fsdp_units(model)
+    if keep_weights:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+        gather_weights(model)
+    for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1
+        for unit in units:
+            unit.set_requires_gradient_sync(is_last, recurse=False)
+            unit.set_is_last_backward(is_last)
+            unit.set_reshard_after_backward(is_last, recurse=False)
+        with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
+            yield batch
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """The modules of ``model`` whose weights FSDP2 gathers, in the order in which a forward needs them."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gather_weights(model: nn.Module) -> None:
+    """Start gathering all weights that FSDP2 has sharded.
+
+    A rank that gathered a layer only when its own forward came to it would wait there for a rank that waits for it in a
+    micro-batch that they share. A pipeline stage gains time: its first micro-batch is still on other stages.
+    """
+    for unit in fsdp_units(model):
+        unit.unshard(async_op=True)
+
+
+def check_same_plan(plan: StepPlan | None, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Raise ``UserError`` on every rank of ``group`` unless all of them planned the same step; a collective call.
+
+    None is the end of the documents. Ranks with different plans would wait for each other inside a micro-batch that
+    only one of them runs.
+    """
+    prints = gathered_rows([fingerprint_of(plan) if plan else 0], torch.int64, device, group)
+    if (prints != prints[0]).any():
+        raise UserError(
+            "the ranks planned different steps; give all of them the same documents, settings and version of wlb-llm"
+        )
+
+
+def fingerprint_of(plan: StepPlan) -> int:
+    """A number that is equal where documents, their places and the ranks that run them are."""
+    return digest_of((plan.step, [[(part.segments, part.ranks) for part in rank] for rank in plan.ranks]))
+
+
+def digest_of(value: object) -> int:
+    """56 bits of the hash of what ``value`` prints as; they fit an int64."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "little")

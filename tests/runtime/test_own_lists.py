@@ -1,0 +1,175 @@
+"""Level steps in a loop of one's own: exact under DDP and FSDP2, also after a kill, and free of deadlocks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.training.distributed import RankFailure, run_ranks
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.integrations.huggingface import register_attention
+from wlb.integrations.packed import PackedSteps, packed_batches
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime import level_step
+from wlb.runtime.own_lists import check_same_plan, own_micro_batches
+
+RANDOM = np.random.default_rng(1)
+LENGTHS = [*RANDOM.integers(2, 40, 40), 256, 250, *RANDOM.integers(2, 40, 40)]
+DOCUMENTS = [RANDOM.integers(0, 61, length) for length in LENGTHS]
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, use_cache=False)).double()
+    register_attention(model)
+    return model
+
+
+def steps_of(documents: Sequence[Any] = DOCUMENTS, **settings: Any) -> PackedSteps:
+    """No rank holds a document of a whole window, so some are shared."""
+    sizes: dict[str, Any] = {"context_window": 256, "micro_batches": 1, "max_length_factor": 1.0}
+    return packed_batches(documents, model="tiny", own_lists=True, **sizes, **settings)
+
+
+def wrapped(kind: str) -> Any:
+    model = llama()
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    for block in model.model.layers:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def trained(kind: str, folder: Path | None = None, killed: bool = False) -> tuple[dict[str, Any], list[float], int]:
+    """Weights after all steps, the loss of each of them, and how many micro-batches were shared.
+
+    With a ``folder`` rank 0 saves after every step and the ranks go on from there; ``killed``: rank 1 is, in step 3.
+    """
+    model = wrapped(kind)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    steps, losses, shared = steps_of(), [], 0
+    saved = folder / "state.pt" if folder else None
+    if saved and saved.exists():
+        state = torch.load(saved, weights_only=False)
+        set_model_state_dict(model, state["model"])
+        steps.load_state_dict(state["steps"])
+        losses = state["losses"]
+    for step in steps:
+        shared += sum(batch.attend is not None for batch in step.batches)
+        if killed and len(losses) == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = level_step(model, step.batches, lambda batch: batch.loss(model(**batch.hf_kwargs()).logits[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+        weights = {name: full(weight) for name, weight in get_model_state_dict(model).items()}
+        if saved and dist.get_rank() == 0:
+            torch.save({"model": get_model_state_dict(model), "steps": steps.state_dict(), "losses": losses}, saved)
+    return weights, losses, shared
+
+
+def full(weight: Any) -> torch.Tensor:
+    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
+
+
+def trained_alone(world_size: int) -> tuple[dict[str, Any], list[float]]:
+    """One process, one document at a time, with PyTorch's own attention."""
+    model: Any = llama()
+    model.set_attn_implementation("sdpa")
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses = []
+    for step in steps_of(dp=world_size, rank=0):
+        documents = [DOCUMENTS[segment.document] for segment in step.plan.segments]
+        loss = torch.zeros((), dtype=torch.float64)
+        for document in documents:
+            ids = torch.from_numpy(document)[None]
+            loss = loss + F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum")
+        loss = loss / sum(len(document) - 1 for document in documents)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp2", 4)])
+def test_level_steps_train_what_one_process_trains_document_by_document(kind, ranks):
+    weights, losses = trained_alone(ranks)
+    results = run_ranks(ranks, trained, kind)
+    assert sum(shared for *_, shared in results) > 0
+    for theirs, their_losses, _ in results:
+        assert their_losses == pytest.approx(losses, rel=1e-12)
+        assert max((theirs[name] - weight).abs().max().item() for name, weight in weights.items()) < 1e-13
+
+
+def test_a_killed_job_goes_on_to_the_same_weights(tmp_path):
+    undisturbed = run_ranks(2, trained, "ddp")
+    with pytest.raises(RankFailure, match="rank 1 died"):
+        run_ranks(2, trained, "ddp", tmp_path, True)
+    for (weights, losses, _), (resumed, all_losses, _) in zip(
+        undisturbed, run_ranks(2, trained, "ddp", tmp_path), strict=True
+    ):
+        assert all_losses == losses
+        assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+def test_the_last_micro_batch_of_a_rank_is_the_last_of_all_that_share_it():
+    def micro_batch(document: int, *ranks: int) -> MicroBatch:
+        return MicroBatch((Segment(document, 0, 1),), 1.0, ranks)
+
+    both, first, second = micro_batch(0, 0, 1), micro_batch(1, 0), micro_batch(2, 1)
+    ends_shared = StepPlan(0, ((first, both),))
+    assert own_micro_batches(ends_shared, 0, 0) == [first, both]
+    assert own_micro_batches(ends_shared, 0, 1) == [both]
+    one_goes_on = StepPlan(0, ((both, first),))
+    assert own_micro_batches(one_goes_on, 0, 0) == [both, first]
+    assert own_micro_batches(one_goes_on, 0, 1) == [both, MicroBatch((), 0.0, (1,))]
+    assert own_micro_batches(StepPlan(0, ((both, second),)), 0, 2) == [MicroBatch((), 0.0, (2,))]
+    assert own_micro_batches(StepPlan(0, ((MicroBatch((), 1.0),), (MicroBatch((), 2.0),))), 1, 0) == [
+        MicroBatch((), 2.0)
+    ]
+
+
+def plans_that_differ() -> None:
+    plan = StepPlan(0, ((MicroBatch((Segment(dist.get_rank(), 0, 1),), 1.0, (0,)),),))
+    with pytest.raises(UserError, match="planned different steps"):
+        check_same_plan(plan, torch.device("cpu"))
+    with pytest.raises(UserError, match="planned different steps"):
+        check_same_plan(plan if dist.get_rank() else None, torch.device("cpu"))
+
+
+def fsdp1_is_refused() -> None:
+    model = FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=torch.device("cpu"))
+    with pytest.raises(UserError, match="use fully_shard"):
+        level_step(model, [0], lambda _: model(torch.ones(1, 2)).sum())
+
+
+def test_what_would_deadlock_is_refused():
+    run_ranks(2, plans_that_differ)
+    run_ranks(1, fsdp1_is_refused)
+
+
+def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():
+    for settings in ({"cp": 2, "dp": 1}, {"preset": "elastic"}, {"grouping": "level"}):
+        with pytest.raises(UserError, match="own_lists chooses"):
+            steps_of(rank=0, **settings)
+    stream = steps_of(iter(DOCUMENTS), dp=2, rank=0)
+    trained_segments = [segment for plan in stream._steps for segment in plan.segments]
+    assert sum(segment.length for segment in trained_segments) == sum(LENGTHS)
