@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,14 @@ DOCUMENTS = [RANDOM.integers(0, 61, length) for length in LENGTHS]
 
 def llama() -> Any:
     torch.manual_seed(0)
-    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    shape: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     model = LlamaForCausalLM(LlamaConfig(**shape, **heads, use_cache=False)).double()
     register_attention(model)
     return model
 
 
-def steps_of(documents: Sequence[Any] = DOCUMENTS, **settings: Any) -> PackedSteps:
+def steps_of(documents: Any = DOCUMENTS, **settings: Any) -> PackedSteps:
     """No rank holds a document of a whole window, so some are shared."""
     sizes: dict[str, Any] = {"context_window": 256, "micro_batches": 1, "max_length_factor": 1.0}
     return packed_batches(documents, model="tiny", own_lists=True, **sizes, **settings)
@@ -86,7 +85,8 @@ def trained(kind: str, folder: Path | None = None, killed: bool = False) -> tupl
 
 
 def full(weight: Any) -> torch.Tensor:
-    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
+    whole: torch.Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return whole.detach().clone()
 
 
 def trained_alone(world_size: int) -> tuple[dict[str, Any], list[float]]:

@@ -190,7 +190,7 @@ def _errors_of_level_steps(
     model: TransformerConfig, jobs: list[LevelJob], steps: list[list[Step]]
 ) -> list[dict[str, float]]:
     return [
-        _errors(model, job.layout, of_job, job.checkpointing, keeps_weights=True)
+        _errors(model, job.layout, of_job, job.checkpointing)
         for job, of_job in zip(jobs, steps, strict=True)
     ]
 
@@ -201,7 +201,6 @@ def _errors(
     steps: list[Step],
     checkpointing: Checkpointing = "none",
     *,
-    keeps_weights: bool = False,
 ) -> dict[str, float]:
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(
@@ -211,7 +210,6 @@ def _errors(
         Execution(device, torch.float64),
         seed=SEED,
         activation_checkpointing=checkpointing,
-        keeps_weights=keeps_weights,
     )
     per_rank = len(steps[0].plan.micro_batches) // parallel.dp
     runner = PipelineRunner(stages, parallel, mesh, per_rank, Execution(device, torch.float64))

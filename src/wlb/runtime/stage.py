@@ -17,43 +17,40 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from wlb.runtime.own_lists import gather_weights
+
 Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
 
 
+def _unmeasured(phase: str, micro_batch: int) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
 class PlannedStage(PipelineStage):
-    """A pipeline stage that passes a residual stream (tokens, hidden) of known length per micro-batch."""
+    """A stage that passes a residual stream (rows, width) of known rows per micro-batch; see ``variable_length_stage``.
+
+    ``example`` is one row of the stream, ``measuring`` a context for each forward and backward.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         stage: int,
         stages: int,
-        *,
-        hidden: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        group: dist.ProcessGroup,
+        example: Tensor,
+        group: dist.ProcessGroup | None,
         measuring: Measuring,
     ) -> None:
-        example = torch.empty(1, hidden, dtype=dtype, device=device, requires_grad=True)
-        tokens = torch.empty(1, dtype=torch.int64, device=device)
-        super().__init__(
-            module,
-            stage,
-            stages,
-            device,
-            input_args=example if stage else tokens,
-            output_args=example,
-            group=group,
-        )
+        inputs = example if stage else torch.empty(1, dtype=torch.int64, device=example.device)
+        super().__init__(module, stage, stages, example.device, input_args=inputs, output_args=example, group=group)
         self._measuring = measuring
         self._stream = example.detach()
         self._token_counts: Sequence[int] = ()
@@ -112,28 +109,78 @@ class PlannedStage(PipelineStage):
         """torch 2.11 would refuse outputs that differ in shape from the example."""
 
 
-def make_schedule(
-    stages: Sequence[PlannedStage], micro_batches: int, loss: Callable[[Tensor, Any], Tensor]
-) -> Schedule1F1B | ScheduleInterleaved1F1B:
-    """1F1B over one stage per rank, interleaved 1F1B over several; micro-batches' gradients are summed."""
-    if len(stages) == 1:
-        return Schedule1F1B(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
-    return ScheduleInterleaved1F1B(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+class PipelineOrder(NamedTuple):
+    """This rank's stages, and the schedule by which a fixed number of micro-batches runs through them."""
+
+    stages: Sequence[PlannedStage]
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B
 
 
-def run_schedule(
-    schedule: Schedule1F1B | ScheduleInterleaved1F1B,
+def variable_length_stage(
+    module: nn.Module,
+    stage: int,
+    stages: int,
+    *,
+    width: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    measuring: Measuring = _unmeasured,
+) -> PlannedStage:
+    """Make ``module`` a pipeline stage that runs micro-batches of any length.
+
+    Args:
+        module: The first stage takes token ids (rows,), every other one the stream of the stage before it, (rows,
+            ``width``); all but the last return such a stream, and the last one what the loss takes. Keywords of a
+            micro-batch reach every stage; where one is ``attend``, each stage gets its own (``of_one_stage``).
+        stage: Its number, of ``stages``; stage s runs on rank s modulo the ranks of ``group``.
+        width: Columns of the stream.
+        device: Where it runs.
+        dtype: The type of the stream.
+        group: The pipeline ranks, in order; None is the default group.
+        measuring: A context around each forward and backward, called with "forward" or "backward" and the micro-batch.
+    """
+    example = torch.empty(1, width, dtype=dtype, device=device, requires_grad=True)
+    return PlannedStage(module, stage, stages, example, group, measuring)
+
+
+def pipeline_order(
+    stages: Sequence[PlannedStage], micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor]
+) -> PipelineOrder:
+    """1F1B over one stage per rank, interleaved 1F1B over several; gradients of micro-batches are summed.
+
+    ``loss_fn`` takes what the last stage returns and the micro-batch's target. Make it once: stages keep gradients and
+    messages from step to step.
+    """
+    kind = Schedule1F1B if len(stages) == 1 else ScheduleInterleaved1F1B
+    schedule = kind(stages[0] if len(stages) == 1 else list(stages), micro_batches, loss_fn=loss_fn, scale_grads=False)
+    return PipelineOrder(stages, schedule)
+
+
+def run_order(
+    order: PipelineOrder,
     inputs: Sequence[Tensor],
+    rows: Sequence[int],
     keywords: Sequence[dict[str, Any]],
     targets: Sequence[Any],
 ) -> list[Tensor]:
-    """Run forward and backward of every micro-batch of a step whose stages have seen ``begin_step``.
+    """Run forward and backward of every micro-batch of a step; weights sharded by FSDP2 are gathered once, before.
 
-    ``inputs`` (token ids) reach the first stage only, ``keywords`` every stage, ``targets`` the loss of the
-    last. Returns the losses, one per micro-batch, on the rank of the last stage; none elsewhere.
+    Args:
+        order: From ``pipeline_order``, for as many micro-batches.
+        inputs: Token ids of each micro-batch; they reach the first stage only.
+        rows: Rows of the stream that this rank holds of each micro-batch.
+        keywords: For every stage.
+        targets: For the loss of the last stage.
+
+    Returns:
+        The losses, one per micro-batch, on the rank of the last stage; none elsewhere.
     """
+    for stage in order.stages:
+        stage.begin_step(rows)
+        gather_weights(stage.submod)
     losses: list[Tensor] = []
-    arguments = [(tokens,) for tokens in inputs]
+    arguments, schedule = [(tokens,) for tokens in inputs], order.schedule
     if "arg_mbs" in inspect.signature(schedule.step).parameters:
         schedule.step(
             arg_mbs=arguments,

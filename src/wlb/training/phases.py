@@ -64,7 +64,6 @@ def build_model(checked: CheckedJob, device: torch.device, allocating: Allocatin
         seed=training.seed if initialise else None,
         activation_checkpointing=job.activation_checkpointing,
         compiled=training.compile,
-        keeps_weights=job.levels_steps,
     )
     optimizers = [build_optimizer(stage, training) for stage in stages]
     share = RankShare.in_job(job, mesh.rank("dp"), mesh.rank("cp"))

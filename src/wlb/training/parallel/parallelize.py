@@ -52,13 +52,11 @@ def build_stage_modules(
     seed: int | None,
     activation_checkpointing: Checkpointing = "none",
     compiled: bool = False,
-    keeps_weights: bool = False,
 ) -> list[Transformer]:
     """Build this rank's pipeline stages, sharded and initialised: ``pp_rank`` and every pp-th after it.
 
     Weights and optimizer state are of the ``master_dtype``, in which gradients are reduced too. Initial weights depend
-    on ``seed`` alone; with None the memory is left as it is, for weights that are loaded. With ``keeps_weights``
-    gathered weights are kept over a step, as those of a pipeline are anyway.
+    on ``seed`` alone; with None the memory is left as it is, for weights that are loaded.
     """
     splits = split_layers(config.shape, layout.stages)
     modules = []
@@ -70,8 +68,7 @@ def build_stage_modules(
         if compiled:
             compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
-        reshard = layout.pp == 1 and not keeps_weights
-        shard_weights(module, mesh.weights["dp_cp"], execution.dtype, reshard_after_forward=reshard)
+        shard_weights(module, mesh.weights["dp_cp"], execution.dtype, reshard_after_forward=layout.pp == 1)
         with execution.allocating():
             module.to_empty(device=execution.device)
             if seed is not None:
