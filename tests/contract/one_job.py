@@ -27,7 +27,7 @@ from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import simulate
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
-from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
+from wlb.training.data.loader import LoadedStep, StepLoader, share_in
 from wlb.training.dry_run.problems import find_problems
 from wlb.training.environment import trained_model
 from wlb.training.preflight import check_job
@@ -116,7 +116,7 @@ def _decided(case: Case) -> Job:
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
     check_trainable(case.documents.lengths, case.config.data)
     job = _decided(case)
-    with StepLoader(case.store, job, case.config.training, share=RankShare.in_job(job, dp_rank, 0)) as loader:
+    with StepLoader(case.store, job, case.config.training, share=share_in(job, dp_rank, 0)) as loader:
         return [*islice(loader, STEPS)]
 
 

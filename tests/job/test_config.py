@@ -42,7 +42,6 @@ def config(tmp_path: Path) -> Path:
         "checkpoint.dir=",
         "packing.micro_batches=65540",
         "packing.solver_nodes=2147483647",
-        "training.prefetch=1000000",
         "model.rope_theta=1",
         "parallel.dp=１",
         "data.context_window=１K",

@@ -42,8 +42,8 @@ from wlb.packing.arrange import arrange
 from wlb.packing.level import level_step
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, labelled_tokens, make_batch
+from wlb.runtime.sharded_batch import RankShare
 from wlb.schedules.layout import Layout
-from wlb.training.data.loader import RankShare
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
@@ -189,10 +189,7 @@ def _unlike(steps: list[Step]) -> list[Step]:
 def _errors_of_level_steps(
     model: TransformerConfig, jobs: list[LevelJob], steps: list[list[Step]]
 ) -> list[dict[str, float]]:
-    return [
-        _errors(model, job.layout, of_job, job.checkpointing)
-        for job, of_job in zip(jobs, steps, strict=True)
-    ]
+    return [_errors(model, job.layout, of_job, job.checkpointing) for job, of_job in zip(jobs, steps, strict=True)]
 
 
 def _errors(
@@ -200,7 +197,6 @@ def _errors(
     parallel: Layout,
     steps: list[Step],
     checkpointing: Checkpointing = "none",
-    *,
 ) -> dict[str, float]:
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(

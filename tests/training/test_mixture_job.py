@@ -26,7 +26,7 @@ def _configure(folder: Path, name: str, steps: int, stores: str = "", **parallel
         model=model | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         data={"store": None, "mixture": mixture},
         parallel=parallel,
-        training={"steps": steps, "decay_steps": 6, "dtype": "float64", "learning_rate": 0.01},
+        training={"steps": steps, "lr_schedule": "constant", "dtype": "float64", "learning_rate": 0.01},
         checkpoint={"dir": str(folder / name / "checkpoints"), "every": 3},
         metrics={"dir": str(folder / name / "metrics"), "document_ids": "segments"},
     )

@@ -76,24 +76,16 @@ def test_cosine_falls_to_a_tenth():
     assert falling[-1] == pytest.approx(0.1)
 
 
-def test_wsd_stays_at_the_peak_and_falls_over_the_last_part():
-    found = rates(120, steps=100, warmup_steps=10, decay_fraction=0.25)
-    assert set(found[9:75]) == {1.0}
-    steps_down = [before - after for before, after in pairwise(found[74:100])]
-    assert steps_down == [pytest.approx(0.9 / 25)] * 25
+def test_wsd_stays_at_the_peak_and_falls_over_the_last_fifth():
+    found = rates(120, steps=100, warmup_steps=10)
+    assert set(found[9:80]) == {1.0}
+    steps_down = [before - after for before, after in pairwise(found[79:100])]
+    assert steps_down == [pytest.approx(0.9 / 20)] * 20
     assert found[99:] == [pytest.approx(0.1)] * 21
     assert rates(80, steps=100, warmup_steps=5) == rates(80, steps=1000, warmup_steps=5)  # which it is for
-    all_the_way = rates(20, steps=20, warmup_steps=10, decay_fraction=1.0)
-    assert max(all_the_way) == all_the_way[9] == 1.0
-    assert all_the_way[10] == pytest.approx(0.91)
 
 
-def test_a_rate_that_never_falls_and_one_that_falls_to_a_step_that_is_given():
+def test_a_rate_that_never_falls():
     assert set(rates(40, steps=20, warmup_steps=0, lr_schedule="constant")) == {1.0}
     for schedule in ("cosine", "wsd"):
         assert set(rates(1000, warmup_steps=0, lr_schedule=schedule)) == {1.0}  # no end is known
-        short, long = (
-            rates(150, steps=steps, decay_steps=100, warmup_steps=0, lr_schedule=schedule) for steps in (50, 200)
-        )
-        assert short == long
-        assert long[99] == long[149] == pytest.approx(0.1)

@@ -125,7 +125,7 @@ def test_a_tied_model_continues_with_another_number_of_stages(tmp_path: Path) ->
             tmp_path,
             model={"tied_embeddings": True, "qk_norm": True},
             parallel={"pp": pp},
-            training={"steps": steps, "decay_steps": 3, "dtype": "float64", "learning_rate": 0.01},
+            training={"steps": steps, "lr_schedule": "constant", "dtype": "float64", "learning_rate": 0.01},
             checkpoint={"dir": str(tmp_path / name / "checkpoints"), "every": 1},
             metrics={"dir": str(tmp_path / name / "metrics")},
         )

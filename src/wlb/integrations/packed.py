@@ -30,13 +30,12 @@ from wlb.integrations.batches.processes import Processes, check_accumulation, di
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, check_documents, chooses_labels, ids_and_labels, token_count
 from wlb.job.job import Job
-from wlb.job.prices import LEVEL_SHARDING
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch, read_batch
 from wlb.runtime.collectives import device_of, gathered_rows, sharing_group
 from wlb.runtime.own_lists import check_same_plan, own_batches
-from wlb.runtime.sharded_batch import ShardedAttention, shard_batch
-from wlb.sharding import ShardPlan, make_shard_plan
+from wlb.runtime.sharded_batch import RankShare, ShardedAttention
+from wlb.sharding import ShardPlan
 from wlb.terminal import number_of
 
 
@@ -221,8 +220,9 @@ class PackedSteps(Iterator[PackedStep]):
             self._tell_of_overlong(f"{longer:,} of {number_of(len(lengths), 'document')}")
         self._dp_rank, self._cp_rank = divmod(self._rank, self.job.layout.cp)
         self._sharding = "elastic" if self.job.packing.method == "elastic" else sharding
-        if self.job.levels_steps:
-            self._sharding = LEVEL_SHARDING
+        self._rank_share = RankShare(
+            self._dp_rank, self._cp_rank, replace(self.job.layout, tp=1), self._sharding, self.job.costs
+        )
         self._sharing: dist.ProcessGroup | None = None  # of the ranks whose lists differ, for what they share
         self._begin: dict[str, Any] | None = self._begins_with(None)
 
@@ -278,25 +278,22 @@ class PackedSteps(Iterator[PackedStep]):
         return {"epochs": self._epochs, "sharding": self._sharding, "labels or masks": masks, "state": digest(state)}
 
     def _read(self, micro_batch: MicroBatch) -> tuple[TokenBatch, tuple[int, ...]]:
-        """A micro-batch of this rank, and the context-parallel ranks that share it."""
-        source, members = self._source, micro_batch.ranks or tuple(range(self.job.layout.cp))
+        """A micro-batch of this rank, and the ranks that it names."""
+        source = self._source
         batch = read_batch(micro_batch, source) if isinstance(source, TokenStore) else source.batch(micro_batch)
-        return batch, members
+        return batch, micro_batch.ranks
 
-    def _share(self, batch: TokenBatch, members: tuple[int, ...], loss_tokens: int) -> PackedBatch:
+    def _share(self, batch: TokenBatch, ranks: tuple[int, ...], loss_tokens: int) -> PackedBatch:
         of_step = (loss_tokens, self._processes.ranks)
-        if len(members) == 1:
-            return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths, *of_step)
-        prices = None if self._sharding == LEVEL_SHARDING else self.job.costs
-        plan = make_shard_plan(batch.segment_lengths, len(members), self._sharding, workload=prices)
-        mine = shard_batch(batch, plan, members.index(self._cp_rank))
-        attend = ShardedAttention(mine.local_tokens, plan, self._sharing, members if self._sharing else None)
+        mine, attend = self._rank_share.of(batch, ranks), None
+        if mine.shard_plan.cp_size > 1:
+            attend = ShardedAttention(mine.local_tokens, mine.shard_plan, self._sharing, ranks or None)
         return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, *of_step, attend)
 
     def _loss_tokens(self, plan: StepPlan | None, batches: Sequence[tuple[TokenBatch, tuple[int, ...]]]) -> int:
         """Labelled tokens of the step on all processes. Those of a stream compare on the way what came of it."""
         chosen = plan is not None and isinstance(self._source, _Source) and self._source.choose_labels(plan)
-        first = [batch for batch, members in batches if members[0] == self._cp_rank]  # of those that share one
+        first = [batch for batch, ranks in batches if self._cp_rank == (ranks or [0])[0]]  # of those that share one
         labelled = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in first)
         if plan is not None and not chosen:
             source = self._source

@@ -214,13 +214,9 @@ class TrainingConfig(Section):
     seed: NonNegativeInt = Field(0, description="Seed of the initial weights")
     learning_rate: Number = Field(3e-4, gt=0, le=100, description="Peak AdamW learning rate")
     warmup_steps: NonNegativeInt = Field(10, description="Steps of linear warm-up")
-    decay_steps: PositiveInt | None = Field(
-        None, description="Step at which the rate has fallen to a tenth; default: steps"
-    )
     lr_schedule: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="After warm-up: a cosine, a plateau and a decay, or a plateau"
     )
-    decay_fraction: Number = Field(0.2, gt=0, le=1, description="Last part of decay_steps in which wsd decays")
     weight_decay: Number = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
     betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
     gradient_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
@@ -236,9 +232,6 @@ class TrainingConfig(Section):
     compile: bool = Field(False, description="Run blocks through torch.compile")
     threads: PositiveInt | None = Field(
         None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
-    )
-    prefetch: Annotated[int, Field(ge=1, le=100, strict=True)] = Field(
-        2, description="Steps planned and read ahead of training"
     )
     non_finite: Literal["stop", "skip"] = Field(
         "stop", description="At a step whose loss or gradient norm is not finite"

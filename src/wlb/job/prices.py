@@ -22,12 +22,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.packing.plan import MicroBatch
-from wlb.sharding import price_shards
+from wlb.sharding import LEVEL_SHARDING, price_shards
 from wlb.sharding.latency import Phases, group_seconds
 from wlb.workload import Costs, Hardware, ModelShape
 from wlb.workload.base import DocumentPrices, Seconds
 
-LEVEL_SHARDING = "per_document"  # of a document that several ranks share: by its length alone, alike on every machine
 _PROBES = np.arange(2, 17) / 16  # lengths of documents, in context windows
 _SHORT = 64  # short documents fill a window
 _AMONG = (0.5, 0.75, 1.0, 1.25)  # windows of short documents beside the probed one; their mean evens out roundings

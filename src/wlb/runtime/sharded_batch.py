@@ -11,7 +11,8 @@ and kept out of attention, they change no result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,13 @@ from torch import Tensor
 from wlb.attention import context_parallel_attention
 from wlb.attention.exchange import Resends
 from wlb.attention.packed_attention import KeptAttention
+from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch
+from wlb.runtime.own_lists import own_batches
+from wlb.schedules.layout import Layout
+from wlb.sharding import LEVEL_SHARDING, make_shard_plan
 from wlb.sharding.plan import ShardPlan
+from wlb.workload import Costs
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,32 @@ def shard_batch(
         rank,
         ranks,
     )
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """Which part of a step a rank trains, and how the others of its context-parallel group share it with it.
+
+    ``workload`` prices shards: that of one GPU without context parallelism. Pipeline ranks with the same dp and cp
+    rank, and all tensor-parallel ranks, have the same share.
+    """
+
+    dp_rank: int = 0
+    cp_rank: int = 0
+    layout: Layout = field(default_factory=Layout)
+    strategy: str = "hybrid"
+    workload: Costs | None = None
+
+    def of(self, batch: TokenBatch, ranks: tuple[int, ...] = ()) -> ShardedBatch:
+        """What this rank holds of ``batch``, which the context-parallel ``ranks`` run; all where none are named."""
+        strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
+        plan = make_shard_plan(batch.segment_lengths, len(ranks) or self.layout.cp, strategy, workload=workload)
+        rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
+        return shard_batch(batch, plan, rank, self.layout.tp, ranks)
+
+    def batches(self, plan: StepPlan, read: Callable[[MicroBatch], TokenBatch]) -> tuple[ShardedBatch, ...]:
+        """What this rank holds of its micro-batches of ``plan`` (``own_batches``)."""
+        return own_batches(plan, self.dp_rank, self.cp_rank, lambda part: self.of(read(part), part.ranks))
 
 
 @dataclass(frozen=True)

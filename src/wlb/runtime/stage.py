@@ -152,9 +152,10 @@ def pipeline_order(
     ``loss_fn`` takes what the last stage returns and the micro-batch's target. Make it once: stages keep gradients and
     messages from step to step.
     """
-    kind = Schedule1F1B if len(stages) == 1 else ScheduleInterleaved1F1B
-    schedule = kind(stages[0] if len(stages) == 1 else list(stages), micro_batches, loss_fn=loss_fn, scale_grads=False)
-    return PipelineOrder(stages, schedule)
+    if len(stages) == 1:
+        return PipelineOrder(stages, Schedule1F1B(stages[0], micro_batches, loss_fn=loss_fn, scale_grads=False))
+    interleaved = ScheduleInterleaved1F1B(list(stages), micro_batches, loss_fn=loss_fn, scale_grads=False)
+    return PipelineOrder(stages, interleaved)
 
 
 def run_order(

@@ -26,6 +26,7 @@ from wlb.sharding.static import per_document, per_sequence
 from wlb.workload import Costs, make_workload
 
 __all__ = [
+    "LEVEL_SHARDING",
     "STRATEGIES",
     "MicroBatches",
     "ShardLatency",
@@ -35,6 +36,9 @@ __all__ = [
     "shard_latency",
     "shard_many",
 ]
+
+# Of documents that several ranks of a level step share: by length alone, so alike on every machine.
+LEVEL_SHARDING = "per_document"
 
 STRATEGIES: dict[str, Callable[[MicroBatches, int, Costs], Pieces]] = {
     "per_sequence": per_sequence,

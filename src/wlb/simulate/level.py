@@ -17,11 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.job.prices import LEVEL_SHARDING, nodes_of
+from wlb.job.prices import nodes_of
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import Operation
 from wlb.schedules.timing import PipelineTimes
-from wlb.sharding import price_shards
+from wlb.sharding import LEVEL_SHARDING, price_shards
 from wlb.sharding.latency import Phases, Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import reduced_behind, waiting_for_weights

@@ -15,6 +15,7 @@ from wlb.models.transformer import Transformer
 from wlb.training.parallel.tied_embeddings import is_second_copy
 
 _FINAL_FRACTION = 0.1  # of the peak learning rate, once it has fallen
+_DECAY_FRACTION = 0.2  # the last part of all steps, in which wsd decays
 
 
 def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
@@ -52,23 +53,22 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 
     - ``cosine`` falls to a tenth of the peak at the end;
     - ``wsd`` (warm-up, stable, decay; MiniCPM, arXiv 2404.06395, section 4.2) stays at the peak and falls in a straight
-      line to a tenth over the last ``training.decay_fraction`` of all steps;
+      line to a tenth over the last fifth of all steps;
     - ``constant`` stays at the peak.
 
-    The end is ``training.decay_steps`` or else ``training.steps``, and past it the rate stays where it has fallen to;
-    without either it stays at the peak. It is a function of the step's number and the configuration alone, so a resumed
-    job needs no state to go on with it.
+    The end is ``training.steps``; without it the rate stays at the peak. It is a function of the step's number and the
+    configuration alone, so a resumed job needs no state to go on with it.
     """
     peak = config.learning_rate
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
-    last = config.decay_steps or config.steps
+    last = config.steps
     if last is None or config.lr_schedule == "constant":
         return peak
     if config.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * _progress(step, config.warmup_steps, last)))
     else:
-        left = 1 - _progress(step, max(config.warmup_steps, last * (1 - config.decay_fraction)), last)
+        left = 1 - _progress(step, max(config.warmup_steps, last * (1 - _DECAY_FRACTION)), last)
     return peak * (_FINAL_FRACTION + (1 - _FINAL_FRACTION) * left)
 
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
+from wlb.runtime.sharded_batch import RankShare
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.checkpoint.resuming import agreed_checkpoint
-from wlb.training.data.loader import RankShare, StepLoader
+from wlb.training.data.loader import StepLoader, share_in
 from wlb.training.environment import compute_dtype
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.observe.monitor import Monitor, rank_names
@@ -66,7 +67,7 @@ def build_model(checked: CheckedJob, device: torch.device, allocating: Allocatin
         compiled=training.compile,
     )
     optimizers = [build_optimizer(stage, training) for stage in stages]
-    share = RankShare.in_job(job, mesh.rank("dp"), mesh.rank("cp"))
+    share = share_in(job, mesh.rank("dp"), mesh.rank("cp"))
     return RankModel(checked, mesh, share, execution, checkpoint, stages, optimizers)
 
 

@@ -16,7 +16,8 @@ from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.runtime.batch import IGNORE_LABEL
-from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
+from wlb.runtime.sharded_batch import RankShare
+from wlb.training.data.loader import LoadedStep, StepLoader
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_an_epoch_trains_every_document_once(tmp_path):
 
 @pytest.mark.parametrize("steps", [None, 100])
 def test_the_state_is_that_of_the_last_step_handed_out(folder, steps):
-    changes = {"training": {"steps": steps, "prefetch": 3}}
+    changes = {"training": {"steps": steps}}
     with open_loader(folder, changes) as straight:
         list(islice(straight, 4))
         time.sleep(0.1)  # the threads are ahead by now

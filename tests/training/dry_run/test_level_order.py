@@ -25,9 +25,8 @@ from tests.training.dry_run.order import OrderError, check_order
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import make_batch
-from wlb.runtime.sharded_batch import ShardedBatch
+from wlb.runtime.sharded_batch import RankShare, ShardedBatch
 from wlb.schedules.layout import Layout
-from wlb.training.data.loader import RankShare
 from wlb.training.dry_run.calls import Call, CallLog
 from wlb.training.dry_run.fake_rank import fake_process_group
 

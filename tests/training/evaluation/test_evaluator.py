@@ -23,7 +23,7 @@ from wlb.job.job import Job
 from wlb.models.configured_model import configured_model
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
-from wlb.training.data.loader import RankShare
+from wlb.training.data.loader import share_in
 from wlb.training.environment import trained_model
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.evaluation.held_out import Evaluation, HeldOut, bucket_boundaries
@@ -76,7 +76,7 @@ def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
         mesh = build_mesh(job.layout, "cpu")
         execution = Execution(CPU, torch.float64)
         stages = build_stage_modules(model, job.layout, mesh, execution, seed=0)
-        share = RankShare.in_job(job, mesh.rank("dp"), mesh.rank("cp"))
+        share = share_in(job, mesh.rank("dp"), mesh.rank("cp"))
         found = Evaluator(config.evaluation, job, stages, mesh, share, execution).run()
         assert found is not None
         results.append(found)

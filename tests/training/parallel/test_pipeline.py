@@ -18,9 +18,8 @@ from wlb.documents.segments import Segment
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import make_batch
-from wlb.runtime.sharded_batch import ShardedBatch
+from wlb.runtime.sharded_batch import RankShare, ShardedBatch
 from wlb.schedules.layout import Layout
-from wlb.training.data.loader import RankShare
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner

@@ -11,68 +11,32 @@ is refused; with ``checkpoint.allow_changed_data`` the change is deliberate, and
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
 from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
-from wlb.job.prices import LEVEL_SHARDING
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import TokenBatch, labelled_tokens, read_batch
-from wlb.runtime.sharded_batch import ShardedBatch, shard_batch
-from wlb.schedules.layout import Layout
-from wlb.sharding import make_shard_plan
-from wlb.training.data.prefetch import Prefetcher, Shutdown
-from wlb.workload import Costs
+from wlb.runtime.own_lists import digest_of, fingerprint_of, names_ranks
+from wlb.runtime.sharded_batch import RankShare, ShardedBatch
+
+T = TypeVar("T")
 
 _STORE = "token store"
+_STEPS_AHEAD = 2  # of training, planned, and as many of these read
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """Which part of a step a rank trains, and how the others of its context-parallel group share it with it.
-
-    ``workload`` prices shards: that of one GPU without context parallelism. Pipeline ranks with the same dp and cp
-    rank, and all tensor-parallel ranks, have the same share.
-    """
-
-    dp_rank: int = 0
-    cp_rank: int = 0
-    layout: Layout = field(default_factory=Layout)
-    strategy: str = "hybrid"
-    workload: Costs | None = None
-
-    @classmethod
-    def in_job(cls, job: Job, dp_rank: int, cp_rank: int) -> RankShare:
-        """The share of a rank of ``job``."""
-        return cls(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs)
-
-    def of(self, batch: TokenBatch, ranks: tuple[int, ...] = ()) -> ShardedBatch:
-        """What this rank holds of ``batch``, which the context-parallel ``ranks`` run; all where none are named."""
-        strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
-        plan = make_shard_plan(batch.segment_lengths, len(ranks) or self.layout.cp, strategy, workload=workload)
-        rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
-        return shard_batch(batch, plan, rank, self.layout.tp, ranks)
-
-    def batches(self, plan: StepPlan, read: Callable[[MicroBatch], TokenBatch]) -> tuple[ShardedBatch, ...]:
-        """What this rank holds of its micro-batches of ``plan``, of which it reads no others.
-
-        Where they name their ranks, one without tokens may follow. In the backward of its last micro-batch a rank
-        reduces gradients, layer by layer, and waits there for all others; so no other may still need it for a later
-        one. Its last has to be the last of all that share it.
-        """
-        mine = [plan.ranks[self.dp_rank][index] for index in micro_batches_of(plan, self.dp_rank, self.cp_rank)]
-        if names_ranks(plan):
-            last = {rank: part for part in plan.ranks[self.dp_rank] for rank in part.ranks}
-            if not mine or any(last[rank] is not mine[-1] for rank in mine[-1].ranks):
-                mine.append(MicroBatch((), 0.0, (self.cp_rank,)))
-        return tuple(self.of(read(micro_batch), micro_batch.ranks) for micro_batch in mine)
+def share_in(job: Job, dp_rank: int, cp_rank: int) -> RankShare:
+    """The share of a rank of ``job``."""
+    return RankShare(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs)
 
 
 @dataclass(frozen=True)
@@ -130,10 +94,9 @@ class StepLoader(Iterator[LoadedStep]):
                 self.changed_data = f"{_accepted_changes(state, self._identity, changed)}; {waiting}"
         self._state = planner.state_dict()
         self._pending_documents = planner.pending_documents
-        self._shutdown = Shutdown()
-        depth = training.prefetch
-        self._plans = Prefetcher(planner, depth, "wlb-planning", self._shutdown)
-        self._steps = Prefetcher(map(self._read, self._plans), depth, "wlb-reading", self._shutdown)
+        self._threads = [ThreadPoolExecutor(1, f"wlb-{work}") for work in ("planning", "reading")]
+        planning, reading = self._threads
+        self._steps = _ahead(map(self._read, _ahead(planner, planning)), reading)
 
     def __next__(self) -> LoadedStep:
         started = time.perf_counter()
@@ -155,9 +118,8 @@ class StepLoader(Iterator[LoadedStep]):
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
-        self._shutdown.close()
-        self._plans.join()
-        self._steps.join()
+        for thread in self._threads:
+            thread.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> StepLoader:
         return self
@@ -178,16 +140,11 @@ class StepLoader(Iterator[LoadedStep]):
             planned=planned,
             batches=batches,
             loss_tokens=loss_tokens,
-            fingerprint=_fingerprint((plan.step, [[(part.segments, part.ranks) for part in r] for r in plan.ranks])),
+            fingerprint=fingerprint_of(plan),
             # Where micro-batches name their ranks, these have different ones. All cut them alike where the plans are
             # equal: by whole numbers that follow from lengths, without prices, which two machines may round apart.
-            shard_fingerprint=_fingerprint(shards),
+            shard_fingerprint=digest_of(shards),
         )
-
-
-def names_ranks(plan: StepPlan) -> bool:
-    """Whether micro-batches of ``plan`` say which context-parallel ranks run them."""
-    return any(micro_batch.ranks for micro_batch in plan.micro_batches)
 
 
 def micro_batches_of(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[int]:
@@ -248,6 +205,10 @@ def _continue(planner: StepPlanner, state: dict[str, Any], changed: list[str]) -
     return f"{planner.pending_documents} waiting documents are carried over"
 
 
-def _fingerprint(layout: object) -> int:
-    digest = hashlib.sha256(repr(layout).encode()).digest()
-    return int.from_bytes(digest[:7], "little")  # 56 bits fit an int64
+def _ahead(source: Iterator[T], thread: ThreadPoolExecutor) -> Iterator[T]:
+    """``source``, made ahead of its consumer in ``thread``, which has no other work."""
+    end = object()
+    coming: deque[Future[Any]] = deque(thread.submit(next, source, end) for _ in range(_STEPS_AHEAD))
+    while (item := coming.popleft().result()) is not end:
+        coming.append(thread.submit(next, source, end))
+        yield item

@@ -109,12 +109,12 @@ def _run_rank(checked: CheckedJob, steps: tuple[int, ...], rank: int) -> RankRun
 
 
 def _without_side_effects(checked: CheckedJob) -> CheckedJob:
-    """``checked`` at its beginning, without what is not part of a step: checkpoints, traces, compiling, prefetching."""
+    """``checked`` at its beginning, without what is not part of a step: checkpoints, traces, compiling."""
     config = checked.config
     config = config.changed(
         checkpoint=config.checkpoint.changed(dir=None),
         metrics=config.metrics.changed(profile=False),
-        training=config.training.changed(compile=False, prefetch=1),
+        training=config.training.changed(compile=False),
     )
     return replace(checked, config=config, saved=None)
 

@@ -25,8 +25,7 @@ from wlb.models.transformer import Attend, Transformer
 from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import IGNORE_LABEL, read_batch
 from wlb.runtime.collectives import gathered, gathered_rows
-from wlb.runtime.sharded_batch import ShardedBatch
-from wlb.training.data.loader import RankShare
+from wlb.runtime.sharded_batch import RankShare, ShardedBatch
 from wlb.training.evaluation.held_out import Evaluation, HeldOut
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype

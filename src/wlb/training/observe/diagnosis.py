@@ -212,7 +212,7 @@ def _waits(ranks: Sequence[dict[str, Any]], step_seconds: float) -> list[dict[st
     causes = []
     for what, field, text in (
         ("cores", "core_wait_seconds", "a core that other processes have: give the job cores of its own"),
-        ("data", "data_wait_seconds", "data: raise training.prefetch"),
+        ("data", "data_wait_seconds", "data: it is read too slowly"),
     ):
         worst = max(ranks, key=lambda rank: rank[field])
         cost = worst[field] / step_seconds
