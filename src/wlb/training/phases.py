@@ -23,7 +23,7 @@ from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.observe.monitor import Monitor, rank_names
 from wlb.training.observe.reporter import Reporter
 from wlb.training.optimizer import build_optimizer
-from wlb.training.parallel.mesh import JobMesh, build_mesh, seed_this_rank
+from wlb.training.parallel.mesh import JobMesh, build_mesh
 from wlb.training.parallel.parallelize import Allocating, Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.preflight import CheckedJob
@@ -54,7 +54,7 @@ def build_model(checked: CheckedJob, device: torch.device, allocating: Allocatin
     config, job, training = checked.config, checked.job, checked.config.training
     execution = Execution(device, compute_dtype(training, torch.device(job.hardware.device_type)), allocating)
     mesh = build_mesh(job.layout, device.type)
-    seed_this_rank(training.seed, mesh)
+    torch.manual_seed(training.seed)
     checkpoint = agreed_checkpoint(config.checkpoint)
     initialise = checkpoint is None and config.model.pretrained is None
     stages = build_stage_modules(

@@ -64,11 +64,11 @@ def build_stage_modules(
         with torch.device("meta"):
             module = Transformer(config, splits[stage]).to(master_dtype(execution.dtype))
         if layout.tp > 1:
-            apply_tensor_parallel(module, mesh.weights["tp"])
+            apply_tensor_parallel(module, mesh.work["tp"])
         if compiled:
             compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
-        shard_weights(module, mesh.weights["dp_cp"], execution.dtype, reshard_after_forward=layout.pp == 1)
+        shard_weights(module, mesh.weights, execution.dtype, reshard_after_forward=layout.pp == 1)
         with execution.allocating():
             module.to_empty(device=execution.device)
             if seed is not None:
