@@ -3,11 +3,11 @@
     .venv/bin/python -m studies.benchmarks.adoption [--stacks NAME,..] [--turns N] [--out FILE]
 
 Each stack trains the same documents with the same model as its example does, and as it is without us: in random
-micro-batches of as many documents as fill the window on average. Both ways attend with the same attention and pack
-without padding, so micro-batches differ in nothing but which documents are together. The ways take turns, after one
-turn to warm up. Seconds are CPU seconds in lock step: of every step those that the slowest rank computes, forward and
-backward. Speed is at equal work, predicted seconds of work done in a second. Stacks that are not installed are left
-out.
+micro-batches of as many documents as fill the window on average. Loops of one's own also train them in the order of
+Transformers' group_by_length, and own_lists in lock step, too. All ways attend with the same attention and pack without padding, so micro-batches differ in nothing but
+which documents are together. The ways take turns, after one turn to warm up. Seconds are CPU seconds of the critical
+path: of every step those of the slowest rank, forward and backward; ranks that share a micro-batch begin it together.
+Speed is at equal work, predicted seconds of work done in a second. Stacks that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib.util
 import os
 import runpy
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, write
 from benchmarks.parts.ranks import on_ranks
@@ -37,14 +39,15 @@ EXAMPLES = Path("examples")
 PROCESSES, MICRO_BATCHES = 2, 2
 NEEDS = {
     "torch_loop": "transformers",
+    "own_lists": "transformers",
     "hf_trainer": "accelerate",
     "trl_sft": "trl",
     "with_lightning": "lightning",
 }
 COLUMNS = {
     "example": "{example}",
-    "theirs, seconds": "{theirs:.1f}",
-    "ours": "{ours:.1f}",
+    "way": "{way}",
+    "seconds": "{seconds:.1f}",
     "speed": "{speed:.2f}x",
     "in turns": "{least:.2f} to {most:.2f}",
 }
@@ -52,7 +55,7 @@ COLUMNS = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train every stack in both ways, print a table and write it as JSON."""
+    """Train every stack in each of its ways, print a table and write it as JSON."""
     parser = make_parser(__doc__)
     parser.add_argument("--stacks", default=",".join(NEEDS), help="which examples")
     parser.add_argument("--turns", type=int, default=2, help="of each way, after one to warm up")
@@ -64,24 +67,63 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if importlib.util.find_spec(NEEDS[name]) is None:
             console.print(f"[yellow]{name} is left out: {NEEDS[name]} is not installed")
         else:
-            rows.append(row_of(name, on_ranks(PROCESSES, train_in_turns, name, options)))
+            rows += rows_of(name, on_ranks(PROCESSES, train_in_turns, name, options))
     results = facts("torch", "transformers", "accelerate", "trl", "lightning")
     console.print(results)
-    show(f"measured, {PROCESSES} processes of one thread, CPU seconds in lock step", rows, COLUMNS)
+    show(f"measured, {PROCESSES} processes of one thread, CPU seconds of the critical path", rows, COLUMNS)
     write(results | {"rows": rows}, options.out)
 
 
-def row_of(example: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """``ranks``: of every rank, by way, its seconds (turns, steps) and the predicted seconds of what it trained."""
-    seconds, work = {}, {}
-    for way in ("theirs", "ours"):
-        of_ranks = np.array([rank[way]["seconds"] for rank in ranks])
-        seconds[way] = of_ranks.max(axis=0).sum(axis=1)
-        work[way] = sum(rank[way]["work"] for rank in ranks)
-    speeds = seconds["theirs"] / seconds["ours"] * work["ours"] / work["theirs"]
-    medians = {way: float(np.median(of_turns)) for way, of_turns in seconds.items()}
-    spread = {"speed": float(np.median(speeds)), "least": float(speeds.min()), "most": float(speeds.max())}
-    return {"example": example} | medians | spread
+def ways_of(example: str) -> dict[str, dict[str, Callable[..., Any]]]:
+    """What is put in place of our names in an example, by way; plain micro-batches come first."""
+    from wlb.integrations.packed import packed_batches
+
+    def in_lock_step(documents: Any, *, own_lists: bool, **settings: Any) -> Any:
+        return packed_batches(documents, **settings)
+
+    if example in ("torch_loop", "own_lists", "with_lightning"):
+        ways = {"random": random_steps, "by length": steps_by_length}
+        lock_step = {"lock step": in_lock_step} if example == "own_lists" else {}
+        ours: dict[str, Any] = {"balanced" if example != "own_lists" else "own lists": {}}
+        return {way: {"packed_batches": steps} for way, steps in (ways | lock_step).items()} | ours
+    return {"random": {"balanced": unbalanced}, "balanced": {}}
+
+
+def rows_of(example: str, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``ranks``: of every rank, by way, the micro-batches of each turn and the predicted seconds of its work."""
+    ways = [*ranks[0]]
+    work = {way: sum(rank[way]["work"] for rank in ranks) for way in ways}
+    seconds = {}
+    for way in ways:
+        turns = zip(*(rank[way]["turns"] for rank in ranks), strict=True)
+        seconds[way] = np.array([sum(map(critical_path, zip(*turn, strict=True))) for turn in turns])
+    rows = []
+    for way in ways:
+        speeds = seconds[ways[0]] / seconds[way] * work[way] / work[ways[0]]
+        spread = {"speed": float(np.median(speeds)), "least": float(speeds.min()), "most": float(speeds.max())}
+        rows.append({"example": example, "way": way, "seconds": float(np.median(seconds[way]))} | spread)
+    return rows
+
+
+def critical_path(lists: Sequence[Sequence[tuple[tuple[int, ...], float]]]) -> float:
+    """When the last rank of a step is done, if nothing but other ranks holds it up.
+
+    ``lists`` are the micro-batches of each rank, in order: the ranks that share one (none: it is alone), and its
+    seconds. Ranks begin a shared one together, and it takes as long as the slowest of them.
+    """
+    free, coming = [0.0] * len(lists), [deque(micro_batches) for micro_batches in lists]
+    while any(coming):
+        for rank, micro_batches in enumerate(coming):
+            members = micro_batches[0][0] or (rank,) if micro_batches else ()
+            if members and all(coming[member] and (coming[member][0][0] or (member,)) == members for member in members):
+                begin = max(free[member] for member in members)
+                end = begin + max(coming[member].popleft()[1] for member in members)
+                for member in members:
+                    free[member] = end
+                break
+        else:
+            raise AssertionError("ranks wait for each other in a circle")
+    return max(free)
 
 
 def train_in_turns(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -93,39 +135,56 @@ def train_in_turns(name: str, options: argparse.Namespace) -> dict[str, Any]:
     stand_ins: Any = importlib.import_module("stand_ins")
     stand_ins.DOCUMENTS, stand_ins.WINDOW = options.documents, options.context_window
     train = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="example")["train"]
-    replaced = {"packed_batches": random_steps, "balanced": unbalanced}
-    alone = {original: other for original, other in replaced.items() if original in train.__globals__}
-    seconds: dict[str, list[list[float]]] = {"theirs": [], "ours": []}
-    work = {}
+    ways = ways_of(name)
+    found: dict[str, dict[str, Any]] = {way: {"turns": []} for way in ways}
     for _ in range(options.turns + 1):
-        for way, changed in (("theirs", alone), ("ours", {})):
-            with mock.patch.dict(train.__globals__, changed):
-                recorder = recorded(train)
-            seconds[way].append([sum(one.seconds for one in step) for step in recorder.steps])
-            work[way] = work_of(recorder)
-    return {way: {"seconds": of_turns[1:], "work": work[way]} for way, of_turns in seconds.items()}
+        for way, replaced in ways.items():
+            with mock.patch.dict(train.__globals__, replaced):
+                recorder = recorded(train, None if "lists" in name else MICRO_BATCHES)
+            found[way]["turns"].append([[(one.ranks, one.seconds) for one in step] for step in recorder.steps])
+            found[way]["work"] = work_of(recorder)
+    return {way: {"turns": of_way["turns"][1:], "work": of_way["work"]} for way, of_way in found.items()}
 
 
-def recorded(train: Callable[[], None]) -> Recorder:
+def recorded(train: Callable[[], None], per_step: int | None) -> Recorder:
     from transformers import LlamaForCausalLM
 
     dist.barrier()
-    with recording(LlamaForCausalLM, MICRO_BATCHES) as recorder:
+    with recording(LlamaForCausalLM, per_step) as recorder:
         train()
     return recorder
 
 
 def work_of(recorder: Recorder) -> float:
+    """Predicted seconds of the documents that this rank trained, by their rows where it shares them."""
     model = importlib.import_module("stand_ins").MODEL
-    positions = positions_of(recorder.tokens)
-    lengths = np.diff([*np.flatnonzero(positions == 0), len(positions)])
-    return float(make_workload(model, "cpu").document_seconds(lengths).sum())
+    costs = make_workload(model, "cpu")
+    positions = positions_of(recorder.tokens).astype(np.float64)
+    # A document's price is a sum d^2 + b sum d: of a row at position p it is 2 a p + a + b.
+    one, two = costs.document_seconds(np.array([1024, 2048]))
+    square = (two - 2 * one) / (2048**2 - 2 * 1024**2)
+    return float((2 * square * positions + square + one / 1024 - 1024 * square).sum())
 
 
-def random_steps(documents: Sequence[Any], *, context_window: int, micro_batches: int, **_: Any) -> Iterator[Any]:
+def random_steps(documents: Sequence[Any], **settings: Any) -> Iterator[Any]:
     """In place of ``packed_batches``: documents in random order, equally many in every micro-batch."""
+    return steps_in_order(documents, np.random.default_rng(0).permutation(len(documents)), **settings)
+
+
+def steps_by_length(documents: Sequence[Any], *, context_window: int, micro_batches: int, **_: Any) -> Iterator[Any]:
+    """In place of ``packed_batches``: the order of Transformers' ``group_by_length``."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    batch = usual_batch(documents, context_window) * micro_batches * dist.get_world_size()
+    lengths = [len(document["input_ids"]) for document in documents]
+    order = [*LengthGroupedSampler(batch, lengths=lengths, generator=torch.Generator().manual_seed(0))]
+    return steps_in_order(documents, np.array(order), context_window=context_window, micro_batches=micro_batches)
+
+
+def steps_in_order(
+    documents: Sequence[Any], order: NDArray[np.int64], *, context_window: int, micro_batches: int, **_: Any
+) -> Iterator[Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    order = np.random.default_rng(0).permutation(len(documents))
     steps = -(-len(documents) // (usual_batch(documents, context_window) * world * micro_batches))
     for step in np.array_split(order, steps):
         loss_tokens = sum(len(documents[i]["input_ids"]) - 1 for i in step)

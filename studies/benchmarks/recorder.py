@@ -20,17 +20,24 @@ Tokens = NDArray[np.int64]
 
 @dataclass
 class MicroBatch:
-    """Tokens that this rank trained, numbers made of id and position in the document, and CPU seconds of its thread."""
+    """Tokens that this rank trained, numbers made of id and position in the document, and CPU seconds of its thread.
+
+    ``ranks`` are those that share it; none where this rank runs it alone.
+    """
 
     tokens: Tokens
     seconds: float
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass
 class Recorder:
-    """The last ``per_step`` micro-batches before every step of the optimizer; what a check ran is left out."""
+    """The last ``per_step`` micro-batches before every step of the optimizer, all where it is None.
 
-    per_step: int
+    What a check ran before them is left out.
+    """
+
+    per_step: int | None
     steps: list[list[MicroBatch]] = field(default_factory=list)
     _pending: list[MicroBatch] = field(default_factory=list)
 
@@ -49,7 +56,7 @@ def positions_of(numbers: Tokens) -> Tokens:
 
 
 @contextmanager
-def recording(model_class: type[torch.nn.Module], per_step: int) -> Iterator[Recorder]:
+def recording(model_class: type[torch.nn.Module], per_step: int | None) -> Iterator[Recorder]:
     """Record the training of every model of this class: its calls, their backwards, and the optimizer's steps.
 
     A thread that waits, for another rank or for a core, is not timed.
@@ -61,7 +68,9 @@ def recording(model_class: type[torch.nn.Module], per_step: int) -> Iterator[Rec
         began = now()[0]
         result = call(model, *positional, **keywords)
         trained = numbered(keywords["input_ids"].numpy(), keywords["position_ids"].numpy())
-        recorder._pending.append(MicroBatch(trained, now()[0] - began))
+        shared = keywords.get("attend")
+        ranks = shared.members or () if shared else ()
+        recorder._pending.append(MicroBatch(trained, now()[0] - began, ranks))
         return result
 
     def recorded_backward(*positional: Any, **keywords: Any) -> None:
@@ -70,7 +79,7 @@ def recording(model_class: type[torch.nn.Module], per_step: int) -> Iterator[Rec
         recorder._pending[-1].seconds += now()[0] - began
 
     def stepped(*_: Any) -> None:
-        recorder.steps.append(recorder._pending[-per_step:])
+        recorder.steps.append(recorder._pending[-(per_step or 0) :])
         recorder._pending.clear()
 
     hook = register_optimizer_step_post_hook(stepped)

@@ -25,8 +25,8 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.attention.context_parallel_attention": "query, key, value, shard_plan, group",
     "wlb.attention.segment_attention": "query, key, value, segment_lengths",
     "wlb.integrations.packed.packed_batches": (
-        "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., "
-        "overlong=..., state=..., group=..., **settings"
+        "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., own_lists=..., "
+        "sharding=..., overlong=..., state=..., group=..., **settings"
     ),
     "wlb.integrations.packed.FlatteningCollator": "",
     "wlb.integrations.batches.PlannedBatchSampler": (
@@ -37,6 +37,8 @@ PUBLISHED: dict[str, str | None] = {
         "trainer_class, *, context_window, cp=..., sharding=..., monitor=..., check=..., **settings"
     ),
     "wlb.integrations.huggingface.register_attention": "model=..., *, name=..., group=...",
+    "wlb.runtime.level_step": "model, batches, loss_fn",
+    "wlb.runtime.own_batches": "plan, dp_rank, cp_rank, read",
     "wlb.simulate.simulate": "job, lengths, steps",
     "wlb.simulate.simulated_job": (
         "model, context_window, preset=..., *, hardware=..., micro_batches=..., packing=..., sharding=..., dp=..., "

@@ -1,0 +1,37 @@
+"""Level steps in a loop of your own with FSDP2: each process has its own micro-batches, and all finish together.
+
+torchrun --standalone --nproc-per-node 2 examples/own_lists.py
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from stand_ins import MODEL, WINDOW, documents, llama
+from wlb.integrations.huggingface import register_attention
+from wlb.integrations.packed import packed_batches
+from wlb.runtime import level_step
+
+
+def train() -> None:
+    model = llama()
+    register_attention(model)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    steps = packed_batches(
+        documents(), context_window=WINDOW, micro_batches=2, own_lists=True, model=MODEL, hardware="cpu"
+    )
+    for step in steps:  # steps.state_dict() belongs in the checkpoint
+        level_step(model, step.batches, lambda batch: batch.loss(model(**batch.hf_kwargs()).logits[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    train()
+    dist.destroy_process_group()
