@@ -4,10 +4,11 @@
 
 Each stack trains the same documents with the same model as its example does, and as it is without us: in random
 micro-batches of as many documents as fill the window on average. Loops of one's own also train them in the order of
-Transformers' group_by_length, and own_lists in lock step, too. All ways attend with the same attention and pack without padding, so micro-batches differ in nothing but
-which documents are together. The ways take turns, after one turn to warm up. Seconds are CPU seconds of the critical
-path: of every step those of the slowest rank, forward and backward; ranks that share a micro-batch begin it together.
-Speed is at equal work, predicted seconds of work done in a second. Stacks that are not installed are left out.
+Transformers' group_by_length, and own_lists in lock step, too. All ways attend with the same attention and pack
+without padding, so micro-batches differ in nothing but which documents are together. The ways take turns, after one
+turn to warm up. Seconds are CPU seconds of the critical path: of every step those of the slowest rank, forward and
+backward; ranks that share a micro-batch begin it together. Speed is at equal work, predicted seconds of work done in a
+second. Stacks that are not installed are left out.
 """
 
 from __future__ import annotations
