@@ -160,8 +160,7 @@ def test_buckets_grow_fourfold_up_to_the_window(folder: Path) -> None:
         held_out = HeldOut(config.evaluation, Job.from_config(config, "cpu", vocab_size=VOCABULARY))
         assert held_out.buckets == names
     result = held_out.result([6.0, 0.0, math.inf, 1.0], [3, 0, 2, 1])
-    assert [bucket["loss"] for bucket in result["buckets"].values()] == [2.0, None, None, 1.0]
-    assert result["loss"] is None
+    assert [one["loss"] for one in (result, *result["buckets"].values())] == [None, 2.0, None, None, 1.0]
     with pytest.raises(ValueError, match=r"evaluation\.every needs evaluation\.store"):
         job(folder, evaluation={"every": 5})
 
