@@ -61,22 +61,22 @@ def recording(model_class: type[torch.nn.Module], per_step: int | None) -> Itera
 
     A thread that waits, for another rank or for a core, is not timed.
     """
-    recorder, now = Recorder(per_step), thread_seconds()
+    recorder = Recorder(per_step)
     call, backward = model_class.__call__, torch.autograd.backward
 
     def recorded_call(model: Any, *positional: Any, **keywords: Any) -> Any:
-        began = now()[0]
+        began = thread_seconds()
         result = call(model, *positional, **keywords)
         trained = numbered(keywords["input_ids"].numpy(), keywords["position_ids"].numpy())
         shared = keywords.get("attend")
         ranks = shared.members or () if shared else ()
-        recorder._pending.append(MicroBatch(trained, now()[0] - began, ranks))
+        recorder._pending.append(MicroBatch(trained, thread_seconds() - began, ranks))
         return result
 
     def recorded_backward(*positional: Any, **keywords: Any) -> None:
-        began = now()[0]
+        began = thread_seconds()
         backward(*positional, **keywords)
-        recorder._pending[-1].seconds += now()[0] - began
+        recorder._pending[-1].seconds += thread_seconds() - began
 
     def stepped(*_: Any) -> None:
         recorder.steps.append(recorder._pending[-(per_step or 0) :])

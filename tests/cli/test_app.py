@@ -211,7 +211,6 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(tmp_path, monk
         ["prepare", "--stdlib", "--out"],
         ["prepare", "--stdlib", "--out", "store", "--tokenizer"],
         ["train"],
-        ["diagnose"],
     ],
 )
 def test_paths_that_do_not_serve_are_one_line(tmp_path, monkeypatch, arguments):

@@ -73,13 +73,10 @@ def test_tokens_may_have_a_binary_unit(config):
             "data.context_window=128K",
             "packing.method=variable_length",
             'packing.outlier_thresholds=["24k", 73728]',
-            "evaluation.store=held_out",
-            'evaluation.length_buckets=["1K", "1M"]',
         ],
     )
     assert job.data.context_window == 131072
     assert job.packing.outlier_thresholds == (24576, 73728)
-    assert job.evaluation.length_buckets == (1024, 1048576)
     assert '"context_window":131072' in job.model_dump_json()
     for wrong in ("data.context_window=128KB", 'packing.outlier_thresholds=["128KB"]'):
         with pytest.raises(UserError, match=r"'128KB' is not a number of tokens .* 128K or 1M"):

@@ -78,7 +78,7 @@ def test_a_report_on_runs_is_drawn(tmp_path: Path):
     write_page(path, measured_report(after, before))
     pixels, console, requests = show(path)
     assert (console, requests) == ([], [])
-    assert area(pixels, LIGHT_AFTER) > 2000
+    assert area(pixels, LIGHT_AFTER) > 1000
 
 
 def test_errors_and_requests_would_be_seen(tmp_path: Path):

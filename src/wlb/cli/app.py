@@ -65,7 +65,7 @@ _CommandLineError = cast(
 _COMMANDS = {
     "Data": ("prepare",),
     "Planning": ("check", "simulate", "profile", "report"),
-    "Training": ("train", "export", "diagnose"),
+    "Training": ("train", "export"),
 }
 
 

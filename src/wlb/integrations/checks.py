@@ -140,16 +140,13 @@ class BalanceMonitor:
     seconds: list[NDArray[np.float64]] = field(default_factory=list)
     _own: float = 0.0
 
-    def __post_init__(self) -> None:
-        self._now = thread_seconds()
-
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Count the seconds of what runs inside for this rank's step."""
         if self.device != "cuda":
-            began = sum(self._now())
+            began = thread_seconds()
             yield
-            self._own += sum(self._now()) - began
+            self._own += thread_seconds() - began
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -233,10 +233,6 @@ class TrainingConfig(Section):
     threads: PositiveInt | None = Field(
         None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
     )
-    non_finite: Literal["stop", "skip"] = Field(
-        "stop", description="At a step whose loss or gradient norm is not finite"
-    )
-    max_skipped: PositiveInt = Field(10, description="Most steps in a row that non_finite = 'skip' skips")
     timeout_seconds: Number = Field(
         300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
     )
@@ -265,10 +261,6 @@ class MetricsConfig(Section):
         False, description="List the documents of every step in steps.jsonl, or their segments too"
     )
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
-    diagnose_every: PositiveInt = Field(50, description="Steps between diagnoses; on CUDA also between measurements")
-    straggler_factor: Number = Field(
-        1.5, gt=1, description="A rank is slow when it computes this many times longer than expected"
-    )
     profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4")
 
 
@@ -278,16 +270,11 @@ class EvaluationConfig(Section):
     store: StoreSetting | None = Field(None, description="Held-out token store, named as data.store is")
     every: PositiveInt = Field(100, description="Steps between evaluations; one more follows the last step")
     documents: PositiveInt | None = Field(None, description="Only the first so many; default: all")
-    length_buckets: Literal["auto"] | tuple[Tokens, ...] = Field(
-        "auto", description="Document lengths between buckets of the loss; auto: 256, 1024, ..."
-    )
 
     @model_validator(mode="after")
     def _check(self) -> EvaluationConfig:
         if self.store is None and self.model_fields_set - {"store"}:
             raise ValueError(f"evaluation.{min(self.model_fields_set - {'store'})} needs evaluation.store")
-        if self.length_buckets != "auto" and list(self.length_buckets) != sorted(set(self.length_buckets)):
-            raise ValueError(f"evaluation.length_buckets = {list(self.length_buckets)} must rise")
         return self
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 
 from wlb.report.gain import Gain, gain
-from wlb.report.html.charts import bars, intervals, series
-from wlb.report.html.diagrams import heat_map
-from wlb.report.html.escaping import Markup, join, tag
+from wlb.report.html.charts import intervals, series
+from wlb.report.html.escaping import Markup, tag
 from wlb.report.html.markup import Caption, table
 from wlb.report.html.page import facts, page, paragraph, section, verdict
-from wlb.report.run_directory import TrainingRun
+from wlb.report.run_directory import Kind, TrainingRun
 from wlb.terminal import number_of
 
 TITLE = "What this training job loses to imbalance"
@@ -22,9 +20,8 @@ _DIMENSIONS = {
     "cp": "context-parallel ranks",
     "pp": "pipeline stages",
     "dp": "data-parallel ranks",
-    "micro_batches": "micro-batches of a pipeline",
 }
-_PARTS = ("compute of the mean rank", "wait for a core", "idle until the slowest rank", "data wait", "everything else")
+_KINDS: tuple[Kind, Kind] = ("predicted", "measured")
 
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
@@ -32,9 +29,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     before = before and _told_apart(before, run)
     runs = [run] if before is None else [before, run]
     values = {"a step, mean": _seconds(run.mean("step_seconds"))}
-    if run.diagnosis is not None:
-        slowest = run.diagnosis["slowest_over_mean"]
-        values["slowest over mean rank, compute of a step"] = f"{slowest:.2f}"
+    values["slowest over mean rank, compute of a step"] = f"{run.slowest('measured'):.2f}"
     values["model FLOPs utilisation"] = f"{run.utilisation:.1%}"
     values["tokens/s, all ranks"] = f"{run.tokens_per_second:,.0f}"
     gained = []
@@ -60,9 +55,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
             facts(values),
             *gained,
             section("steps", "Steps", *_steps(runs)),
-            section("where", "Where the time goes", *_where(runs)),
-            section("ranks", "Ranks", *_ranks(runs)),
-            section("causes", "Causes", *_causes(run)),
+            section("imbalance", "Imbalance", *_imbalance(runs)),
         ],
     )
 
@@ -79,11 +72,8 @@ def _told_apart(before: TrainingRun, run: TrainingRun) -> TrainingRun:
 
 
 def _verdict(run: TrainingRun) -> str:
-    if run.diagnosis is None:
-        return f"Steps take {_seconds(run.mean('step_seconds'))} on average; the job has not been diagnosed yet."
-    diagnosis = run.diagnosis
-    lost = diagnosis["mean_compute_seconds"] * (diagnosis["slowest_over_mean"] - 1) / diagnosis["step_seconds"]
-    return f"On average, ranks sit idle for {lost:.0%} of each step, waiting for the slowest one."
+    planned, measured = (run.slowest(kind) for kind in _KINDS)
+    return f"The slowest rank computes {measured:.2f} times as long as the mean rank; the plans predict {planned:.2f}."
 
 
 def _compared(run: TrainingRun, before: TrainingRun, faster: Gain) -> str:
@@ -134,72 +124,22 @@ def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
     return [series(caption, lines[::-1], "model FLOPs utilisation"), table(columns)]
 
 
-def _where(runs: Sequence[TrainingRun]) -> list[Markup]:
-    diagnosed = [(run, run.diagnosis) for run in runs if run.diagnosis is not None]
-    if not diagnosed:
-        return [_not_diagnosed()]
-    rows = []
-    for run, diagnosis in diagnosed:
-        mean, step = diagnosis["mean_compute_seconds"], diagnosis["step_seconds"]
-        waiting = mean * (diagnosis["slowest_over_mean"] - 1)
-        data = max(rank["data_wait_seconds"] for rank in diagnosis["ranks"])
-        core = fmean(rank["core_wait_seconds"] for rank in diagnosis["ranks"])  # of the compute seconds
-        rest = max(0.0, step - mean - waiting - data)
-        seconds = run.mean("step_seconds")
-        rows.append(
-            (run.label, [seconds * part / step for part in (mean - core, core, waiting, data, rest)], _seconds(seconds))
-        )
-    note = (
-        f"Measured: a run's mean step, divided as its last diagnosed steps were ({_diagnosed(runs)}). Everything else "
-        "is bubbles of the pipeline, communication and the optimizer."
-    )
-    chart = bars(Caption("where-chart", "Seconds of a step", note), rows, "seconds", parts=_PARTS, show=_seconds)
-    columns = {"slowest over mean": [*_DIMENSIONS.values()]} | {
-        f"{run.name}, {kind}": [_factor(diagnosis["imbalance"][name][kind]) for name in _DIMENSIONS]
-        for run, diagnosis in diagnosed
-        for kind in ("predicted", "measured")
+def _imbalance(runs: Sequence[TrainingRun]) -> list[Markup]:
+    columns = {"slowest over mean": [*_DIMENSIONS.values(), "all ranks"]} | {
+        f"{run.name}, {kind}": [
+            f"{factor:.3f}" for factor in (*(run.mean(f"{name} {kind}") for name in _DIMENSIONS), run.slowest(kind))
+        ]
+        for run in runs
+        for kind in _KINDS
     }
-    return [chart, table(columns, "Of the diagnosed steps.")]
-
-
-def _diagnosed(runs: Sequence[TrainingRun]) -> str:
-    """Which steps the diagnoses cover, run after run."""
-    return "; ".join(run.diagnosed for run in runs if run.diagnosis is not None)
-
-
-def _ranks(runs: Sequence[TrainingRun]) -> list[Markup]:
-    panels = [(run.label, run.compute_seconds) for run in runs if run.compute_seconds is not None]
-    if not panels:
-        return [_not_diagnosed()]
-    note = (
-        f"Mean of the last diagnosed steps ({_diagnosed(runs)}). Rows are pipeline ranks, columns context-parallel "
-        "ranks within data-parallel ones; of a tensor-parallel group the slowest rank. Red ranks are the slowest; "
-        "blue ones are idle until those have finished. Waiting for a core that other processes have counts as compute."
-    )
-    unit = "Measured seconds of compute in a step, without collectives and idle time"
-    return [heat_map(Caption("ranks-chart", "Compute of every rank", note), panels, unit)]
-
-
-def _causes(run: TrainingRun) -> list[Markup]:
-    if run.diagnosis is None:
-        return [_not_diagnosed()]
-    causes = [str(cause["text"]) for cause in run.diagnosis["causes"]]
-    if not causes:
-        return [paragraph("No cause costs 2% of a step or more.")]
     return [
-        paragraph("Costliest first, as the job diagnosed itself, with what to do about each."),
-        tag("ol", join(tag("li", cause) for cause in causes)),
+        paragraph(
+            "Where a plan is uneven, the predicted factor is large too. Where only the measured one is large, a "
+            "machine is slow or the workload model does not fit. On GPUs measured seconds include collectives inside a "
+            "forward or backward, so tensor- and context-parallel ranks look alike."
+        ),
+        table(columns, "Means over steps."),
     ]
-
-
-def _not_diagnosed() -> Markup:
-    return paragraph(
-        "The job has written no diagnosis.json yet: it does every metrics.diagnose_every steps and at its end."
-    )
-
-
-def _factor(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def _seconds(seconds: float) -> str:

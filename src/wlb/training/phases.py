@@ -19,8 +19,7 @@ from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.checkpoint.resuming import agreed_checkpoint
 from wlb.training.data.loader import StepLoader, share_in
 from wlb.training.environment import compute_dtype
-from wlb.training.evaluation.evaluator import Evaluator
-from wlb.training.observe.monitor import Monitor, rank_names
+from wlb.training.observe.monitor import Monitor
 from wlb.training.observe.reporter import Reporter
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh
@@ -105,18 +104,8 @@ def build_loader(model: RankModel, progress: Progress | None) -> StepLoader:
 
 def build_reporter(model: RankModel, loader: StepLoader, step: int) -> Reporter | None:
     """Rank 0's account of the job that continues after ``step``; says where it starts."""
-    names = rank_names(model.execution.device)
     if dist.get_rank() != 0:
         return None
-    reporter = Reporter(model.checked, names, model.execution, step)
+    reporter = Reporter(model.checked, model.execution, step)
     reporter.begin(loader)
     return reporter
-
-
-def build_evaluator(model: RankModel, reporter: Reporter | None) -> Evaluator | None:
-    """What scores held-out documents, if there are any."""
-    evaluation = model.checked.config.evaluation
-    if evaluation.store is None:
-        return None
-    recorded = reporter.evaluated if reporter else 0
-    return Evaluator(evaluation, model.checked.job, model.stages, model.mesh, model.share, model.execution, recorded)

@@ -26,10 +26,9 @@ from wlb.training.checkpoint.resuming import what_is_kept
 from wlb.training.data.loader import LoadedStep
 from wlb.training.directory_lock import check_shared, directories_of
 from wlb.training.environment import joined_job
+from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.failures import Terminated
-from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.phases import (
-    build_evaluator,
     build_loader,
     build_model,
     build_pipeline,
@@ -82,9 +81,10 @@ class Trainer:
         self.loader = build_loader(self.model, progress)
         self.checkpointer.delete_outdated()  # when nothing can refuse the job any more, and before it writes
         self.reporter = build_reporter(self.model, self.loader, self.step)
-        self.evaluator = build_evaluator(self.model, self.reporter)
+        self.evaluator: Evaluator | None = None
+        if self.config.evaluation.store is not None:
+            self.evaluator = Evaluator(self.model, self.reporter.evaluated if self.reporter else 0)
 
-        self.non_finite = NonFiniteSteps(self.config.training, self.model.mesh.rank("dp"), self.model.mesh.rank("cp"))
         self._trained = self.loader.state_dict()
         self._last_step = self.config.training.steps or math.inf
         for stage in self.model.stages:
@@ -109,7 +109,7 @@ class Trainer:
         saved = self.step
         terminated = False
         self.termination.allow(self.config.training.grace_seconds, self._what_is_kept)
-        with self.loader, self.monitor:
+        with self.loader, self.monitor.trace:
             self._evaluate()  # what the job before this one was asked to end in
             while loaded := self._next_step():
                 self.pulse.begin(self.step + 1)
@@ -122,7 +122,7 @@ class Trainer:
                 if self.checkpointer.is_due(self.step):
                     self._save()
                     saved = self.step
-                self.monitor.end_step()
+                self.monitor.trace.step()
                 yield self.step
             terminated |= self._evaluate(last=not terminated)
             if self.step != saved and self.checkpointer.enabled:
@@ -137,10 +137,10 @@ class Trainer:
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()
-        outcome, rows = train_step(self.step, loaded, self.model, self.runner, self.monitor, self.non_finite)
+        outcome, rows = train_step(self.step, loaded, self.model, self.runner, self.monitor)
         if self.reporter:
             seconds = loaded.wait_seconds + time.perf_counter() - started
-            self.reporter.record(self.step, loaded, outcome._replace(seconds=seconds), rows)
+            self.reporter.record(self.step, loaded, outcome._replace(step_seconds=seconds), rows)
 
     def _evaluate(self, *, last: bool = False) -> bool:
         """Evaluate where that is due; whether it was broken off, as a rank was asked to end."""

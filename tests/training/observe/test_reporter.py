@@ -1,14 +1,66 @@
-"""Model FLOPs against a count of every product's operations, product by product."""
+"""What a real job says of itself, and model FLOPs against a count of every product's operations."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+import re
+from itertools import count
 
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.training.distributed import run_ranks
+from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of, write_store
 from wlb.documents.segments import Segment
+from wlb.job.config import JobConfig
+from wlb.models.configured_model import configured_model
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.observe.reporter import model_flops, peak_flops
+from wlb.training.observe import compute_clock, reporter
+from wlb.training.observe.reporter import live_line, model_flops
 from wlb.workload import HARDWARE, ModelShape
+
+
+def _train_by_clock(config: JobConfig, *seconds: float) -> list[str]:
+    """Train where a reading of the clock adds ``seconds`` of each rank; returns what its reporter said."""
+    said: list[str] = []
+    readings = count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reporter, "say", said.append)
+        patch.setattr(compute_clock, "thread_seconds", lambda: next(readings) * seconds[dist.get_rank()])
+        trainer_of(config).run()
+    return said
+
+
+def test_a_slow_rank_shows_in_the_imbalance_of_its_dimension(folder):
+    config = job(folder, parallel={"dp": 2}, training={"steps": 2}, metrics={"document_ids": "segments"})
+    said, quiet = run_ranks(2, _train_by_clock, config, 1.0, 9.0)
+    rows = read_steps(folder)
+    for row in rows:
+        assert row["rank_seconds"] == [6.0, 54.0]  # two micro-batches with a forward, a loss and a backward each
+        measured = {name: factor["measured"] for name, factor in row["imbalance"].items()}
+        assert measured == {"tp": 1.0, "cp": 1.0, "pp": 1.0, "dp": 54 / 30}
+        assert 1 <= row["imbalance"]["dp"]["predicted"] < 54 / 30
+        assert {document for document, _, _ in row["segments"]} >= set(row["document_ids"])
+        flops = row["mfu"] * row["step_seconds"] * HARDWARE["cpu"].peak_flops * 2  # of one thread on each rank
+        plan = StepPlan(0, ((MicroBatch(tuple(Segment(*one) for one in row["segments"]), 1.0),),))
+        assert flops == pytest.approx(model_flops(configured_model(config.model, VOCABULARY).shape, plan))
+    greeting, *lines, last = said
+    assert (quiet, greeting.partition(";")[0]) == ([], "starting on 2 cpu processes")
+    assert lines == [live_line(row) for row in rows]
+    assert f"/{54 / 30:.2f}" in lines[0].partition("  dp ")[2]
+    trained, *files = last.splitlines()
+    assert trained.startswith(f"trained to step 2: {sum(row['tokens'] for row in rows):,} tokens in ")
+    assert files == [f"metrics: {folder}/metrics; no checkpoint.dir is set", f"next: wlb report {folder}/metrics"]
+
+
+def test_the_first_step_without_labels_is_reported(tmp_path):
+    store = write_store(tmp_path / "store")
+    mask = np.zeros(store.tokens, np.uint8)
+    mask[store.lengths_of(np.arange(200)).sum() // 2] = 1  # of one token somewhere, so all steps but one have no label
+    (tmp_path / "store.mask").write_bytes(mask.tobytes())
+    (said,) = run_ranks(1, _train_by_clock, job(tmp_path, training={"steps": 4}), 1.0)
+    (warning,) = (line for line in said if "warning" in line)
+    assert re.match(r"wlb: warning: step [12] has no labelled token among its \d+, so its loss", warning)
 
 
 def test_flops_of_a_step_count_every_product_once_forward_and_twice_backward():
@@ -19,9 +71,3 @@ def test_flops_of_a_step_count_every_product_once_forward_and_twice_backward():
     pairs = sum(query + 1 for segment in segments for query in range(segment.length))  # keys up to and with its own
     forward = 2 * weights * 12 + 3 * 2 * (2 * 4 * 6) * pairs
     assert model_flops(shape, plan) == pytest.approx(3 * forward)
-
-
-def test_a_cpu_has_a_peak_per_thread():
-    peak = peak_flops("cpu", torch.device("cpu"))
-    assert peak == HARDWARE["cpu"].peak_flops * torch.get_num_threads()
-    assert peak_flops("h100", torch.device("cuda")) == HARDWARE["h100"].peak_flops

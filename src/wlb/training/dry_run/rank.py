@@ -25,8 +25,6 @@ from wlb.training.data.loader import LoadedStep
 from wlb.training.dry_run.calls import Call, CallLog
 from wlb.training.dry_run.fake_rank import StepWatcher, as_on_a_gpu, fake_process_group, longest_runs_of_attention
 from wlb.training.dry_run.meter import BATCHES, OPTIMIZER, WEIGHTS, MemoryMeter
-from wlb.training.non_finite import NonFiniteSteps
-from wlb.training.observe.compute_clock import KernelClock
 from wlb.training.observe.monitor import Monitor
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.phases import RankModel, build_loader, build_model, build_pipeline
@@ -87,8 +85,7 @@ def _run_rank(checked: CheckedJob, steps: tuple[int, ...], rank: int) -> RankRun
             model = build_model(checked, _CPU, lambda: fake)
         setup = log.take()
         _adopt(meter, model, on_gpu)
-        runner, monitor = _build_pipeline(model, on_gpu)
-        non_finite = NonFiniteSteps(checked.config.training, model.mesh.rank("dp"), model.mesh.rank("cp"))
+        runner, monitor = _build_pipeline(model)
         calls = []
         with build_loader(model, None) as loader, meter.watching_torch(), log.listening():
             for step, planned in enumerate(islice(loader, max(steps)), 1):
@@ -100,7 +97,7 @@ def _run_rank(checked: CheckedJob, steps: tuple[int, ...], rank: int) -> RankRun
                 with watcher:
                     agree_to_train(step, loaded, model, False)
                     with fake:
-                        train_step(step, loaded, model, runner, monitor, non_finite)
+                        train_step(step, loaded, model, runner, monitor)
                 calls.append(log.take())
         place = Place(*map(model.mesh.rank, Place._fields))
         rows = tuple(batch.rows for batch in loaded.batches)
@@ -119,12 +116,10 @@ def _without_side_effects(checked: CheckedJob) -> CheckedJob:
     return replace(checked, config=config, saved=None)
 
 
-def _build_pipeline(model: RankModel, on_gpu: bool) -> tuple[PipelineRunner, Monitor]:
-    """With a monitor that exchanges rows of real numbers; a GPU's clock measures few steps, of which this is none."""
+def _build_pipeline(model: RankModel) -> tuple[PipelineRunner, Monitor]:
+    """With a monitor that exchanges rows of real numbers."""
     runner, monitor = build_pipeline(model)
     monitor.exchange = unset_fake_temporarily()(monitor.exchange)  # type: ignore[method-assign]
-    if on_gpu:
-        monitor.clock = KernelClock(0)
     return runner, monitor
 
 

@@ -27,7 +27,7 @@ from wlb.runtime.own_lists import in_turn
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.runtime.stage import PipelineOrder, pipeline_order, run_order, variable_length_stage
 from wlb.schedules.layout import Layout
-from wlb.training.observe.compute_clock import ComputeClock, ThreadClock
+from wlb.training.observe.compute_clock import ThreadClock
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
 from wlb.training.parallel.tied_embeddings import sum_tied_gradients
@@ -66,7 +66,7 @@ class PipelineRunner:
         mesh: JobMesh,
         micro_batches: int,
         execution: Execution,
-        clock: ComputeClock | None = None,
+        clock: ThreadClock | None = None,
     ) -> None:
         self._clock = clock or ThreadClock()
         self._modules = stage_modules
