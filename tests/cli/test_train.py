@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wlb.training.dry_run.traffic import STAGES
 
 from tests.cases import in_turn
 from tests.cli.conftest import printed, refusal
@@ -15,7 +16,6 @@ from wlb.job.config_file import load_config
 from wlb.models.configured_model import configured_model
 from wlb.training.checkpoint.files import Manifest, Progress, write_manifest
 from wlb.training.checkpoint.resuming import model_record
-from wlb.training.dry_run.traffic import STAGES
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""Every call of a communication library that a rank makes in a step, as it makes it.
+"""Every call of a communication library that a rank makes, as PyTorch's operators.
 
-Calls are seen as PyTorch's operators: those of ``torch.distributed`` itself (FSDP, pipeline, key/value exchange) and
-the functional ones of DTensor (tensor parallelism). Several sends and receives that are handed over together
-(``batch_isend_irecv``) have the same ``batch``: the library may run them in any order.
+They are those of ``torch.distributed`` (FSDP, pipeline, key/value exchange) and the functional ones of DTensor (tensor
+parallelism). Messages of one ``batch_isend_irecv`` have the same ``batch``: the library may run them in any order.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from wlb.training.dry_run.traffic import AGREEMENT, GRADIENTS, KEYS_AND_VALUES, LOSS, STAGES, TENSOR_PARALLEL, WEIGHTS
-
+WEIGHTS, GRADIENTS = "gathering weights", "reducing gradients"
+TENSOR_PARALLEL, LOSS = "tensor-parallel activations", "loss and norms over tensor-parallel ranks"
+KEYS_AND_VALUES, STAGES, AGREEMENT = "keys and values", "activations of stages", "agreement of ranks"
 _NAMESPACES = ("c10d", "_c10d_functional")
 
 
 class Call(NamedTuple):
     """One call of ``operation`` by a rank.
 
-    ``purpose`` is one of ``traffic.PURPOSES``. ``group`` is the communicator's name, which is the same on
-    all its ``members`` (global ranks, in order). ``peer`` is the other side's global rank, of messages only. ``shape``
-    is what must agree between ranks: element type and elements; of an all-to-all, in which ranks differ, type and rows
-    for and from every member. ``received`` are the bytes that this rank gets from others.
+    ``group`` is the communicator's name, which is the same on all its ``members`` (global ranks, in order). ``peer`` is
+    the other side's global rank, of messages only. ``shape`` is what must agree between ranks: element type and number
+    of elements; of an all-to-all, in which ranks differ, type and rows for and from every member. ``received`` are the
+    bytes that the rank gets from others.
     """
 
     operation: str
@@ -48,7 +48,7 @@ class CallLog:
     """The calls of one rank, in the order in which it makes them."""
 
     def __init__(self) -> None:
-        self._calls: list[Call] = []
+        self.calls: list[Call] = []
         self._batches = 0
         self._batch: int | None = None
 
@@ -58,14 +58,9 @@ class CallLog:
             return
         reader = _READERS.get(operator.name())
         if reader is None:
-            raise NotImplementedError(f"a dry run does not know the communication operator {operator}")
+            raise NotImplementedError(f"the communication operator {operator} is not known")
         named = {a.name: value for a, value in zip(operator._schema.arguments, args, strict=False)} | kwargs
-        self._calls.append(reader(named)._replace(batch=self._batch))
-
-    def take(self) -> tuple[Call, ...]:
-        """The calls since this was last asked."""
-        calls, self._calls = tuple(self._calls), []
-        return calls
+        self.calls.append(reader(named)._replace(batch=self._batch))
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -84,10 +79,6 @@ class CallLog:
             yield
 
 
-def bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _call(
     operation: str,
     purpose: str,
@@ -102,7 +93,7 @@ def _call(
 
 def _from_others(whole: Tensor, group: dist.ProcessGroup) -> int:
     """Bytes that a rank gets where every rank brings an equal part of ``whole``."""
-    return bytes_of(whole) * (group.size() - 1) // group.size()
+    return whole.nbytes * (group.size() - 1) // group.size()
 
 
 def _shape(tensor: Tensor) -> tuple[Any, ...]:
@@ -121,7 +112,7 @@ def _divided(operation: str, purpose: str, name: str, arguments: dict[str, Any])
 
 def _gather_list(arguments: dict[str, Any]) -> Call:
     (parts,), group = arguments["output_tensors"], _group(arguments)
-    received = sum(map(bytes_of, parts)) * (group.size() - 1) // group.size()
+    received = sum(part.nbytes for part in parts) * (group.size() - 1) // group.size()
     return _call("all_gather", AGREEMENT, group, (_shape(parts[0])[0], sum(part.numel() for part in parts)), received)
 
 
@@ -138,25 +129,12 @@ def _all_to_all(arguments: dict[str, Any]) -> Call:
     return _call("all_to_all", KEYS_AND_VALUES, group, (_shape(output)[0], sends, receives), others * row_bytes)
 
 
-def _send(arguments: dict[str, Any]) -> Call:
+def _message(operation: str, side: str, arguments: dict[str, Any]) -> Call:
+    """Keys and values, which have four dimensions; activations of stages; or what stages agree on, in integers."""
     (tensor,) = arguments["tensors"]
-    return _call("send", _message(tensor), _group(arguments), _shape(tensor), 0, arguments["dst"])
-
-
-def _receive(arguments: dict[str, Any]) -> Call:
-    (tensor,) = arguments["tensors"]
-    return _call("receive", _message(tensor), _group(arguments), _shape(tensor), bytes_of(tensor), arguments["src"])
-
-
-def is_exchanged(message: Tensor) -> bool:
-    """Whether it has keys and values, side by side; activations of stages are rows, and have two dimensions."""
-    return message.dim() == 4
-
-
-def _message(tensor: Tensor) -> str:
-    if is_exchanged(tensor):
-        return KEYS_AND_VALUES
-    return STAGES if tensor.is_floating_point() else AGREEMENT  # PyTorch's stages agree on how shapes are known
+    purpose = KEYS_AND_VALUES if tensor.dim() == 4 else STAGES if tensor.is_floating_point() else AGREEMENT
+    received = tensor.nbytes if operation == "receive" else 0
+    return _call(operation, purpose, _group(arguments), _shape(tensor), received, arguments[side])
 
 
 def _barrier(arguments: dict[str, Any]) -> Call:
@@ -169,7 +147,7 @@ def _functional(operation: str, arguments: dict[str, Any]) -> Call:
     dtype, elements = _shape(tensor)
     purpose = LOSS if operation == "all_reduce" else TENSOR_PARALLEL
     if operation == "all_gather":
-        return _call(operation, purpose, group, (dtype, elements * group.size()), bytes_of(tensor) * (group.size() - 1))
+        return _call(operation, purpose, group, (dtype, elements * group.size()), tensor.nbytes * (group.size() - 1))
     passes = 2 if operation == "all_reduce" else 1
     return _call(operation, purpose, group, (dtype, elements), passes * _from_others(tensor, group))
 
@@ -180,8 +158,8 @@ _READERS: dict[str, Callable[[dict[str, Any]], Call]] = {
     "c10d::_reduce_scatter_base_": partial(_divided, "reduce_scatter", GRADIENTS, "input_tensor"),
     "c10d::allreduce_": _all_reduce,
     "c10d::alltoall_base_": _all_to_all,
-    "c10d::send": _send,
-    "c10d::recv_": _receive,
+    "c10d::send": partial(_message, "send", "dst"),
+    "c10d::recv_": partial(_message, "receive", "src"),
     "c10d::barrier": _barrier,
     "_c10d_functional::all_gather_into_tensor": partial(_functional, "all_gather"),
     "_c10d_functional::reduce_scatter_tensor": partial(_functional, "reduce_scatter"),
