@@ -108,7 +108,8 @@ def _on_device(loaded: LoadedStep, fake: FakeTensorMode) -> LoadedStep:
     """``loaded`` with the tensors that a device would hold."""
 
     def moved(batch: ShardedBatch) -> ShardedBatch:
-        return replace(batch, **{name: fake.from_tensor(getattr(batch, name)) for name in _ON_DEVICE})
+        tensors: dict[str, Any] = {name: fake.from_tensor(getattr(batch, name)) for name in _ON_DEVICE}
+        return replace(batch, **tensors)
 
     return replace(loaded, batches=tuple(map(moved, loaded.batches)))
 
@@ -136,9 +137,9 @@ class StepWatcher(TorchDispatchMode):
 class PeakMemory(MemTracker):
     """PyTorch's tracker of all storages, without its statistics of modules, which allow one micro-batch only."""
 
-    def _ignored(self, *_: object) -> None: ...
+    def _ignored(self, *_: Any, **__: Any) -> None: ...
 
-    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignored
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignored  # type: ignore[assignment]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
@@ -199,11 +200,14 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class _CudaShapes:
-    """The CUDA back end for fake tensors of any device."""
+    """The CUDA back end for fake tensors of any device, type and width."""
 
     forward = staticmethod(cuda.forward)
     backward = staticmethod(cuda.backward)
-    unsupported = staticmethod(cuda.unsupported_by_kernel)
+
+    @staticmethod
+    def unsupported(query: Tensor) -> None:
+        return None
 
 
 def _fused_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:

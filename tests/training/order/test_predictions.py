@@ -28,7 +28,7 @@ LARGE = ("7b_128k", "model.layers=4", "packing.micro_batches=4")
 EXCHANGING = (*LARGE, "training.activation_checkpointing=none", "sharding.strategy=per_document")
 OF_EACH_STAGE = (0, 16, 32, 48)
 ALONE = ("parallel.pp=1", "parallel.cp=1", "parallel.dp=2", "parallel.tp=2")
-ELASTIC = ("tiny_elastic", "data.context_window=2048")
+ELASTIC = ("tiny_elastic", "data.context_window=2048", "packing.micro_batches=4")
 INTERLEAVED = ("parallel.pp=2", "parallel.virtual_pp=2", "parallel.schedule=interleaved_1f1b")
 
 
