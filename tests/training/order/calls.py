@@ -31,7 +31,7 @@ class Call(NamedTuple):
     ``group`` is the communicator's name, which is the same on all its ``members`` (global ranks, in order). ``peer`` is
     the other side's global rank, of messages only. ``shape`` is what must agree between ranks: element type and number
     of elements; of an all-to-all, in which ranks differ, type and rows for and from every member. ``received`` are the
-    bytes that the rank gets from others.
+    bytes that the rank gets from others, once over a ring.
     """
 
     operation: str
@@ -79,46 +79,33 @@ class CallLog:
             yield
 
 
-def _call(
-    operation: str,
-    purpose: str,
-    group: dist.ProcessGroup,
-    shape: tuple[Any, ...],
-    received: int,
-    peer: int | None = None,
-) -> Call:
+def _collective(operation: str, purpose: str, group: dist.ProcessGroup, tensor: Tensor, pieces: int = 1) -> Call:
+    """One in which each rank has an equal part of the whole, which is ``pieces`` times as large as ``tensor``."""
     members = tuple(dist.get_process_group_ranks(group))
-    return Call(operation, purpose, group.group_name, members, None if peer is None else members[peer], shape, received)
+    received = pieces * tensor.nbytes * (len(members) - 1) // len(members)
+    shape = _type(tensor), pieces * tensor.numel()
+    return Call(operation, purpose, group.group_name, members, None, shape, received)
 
 
-def _from_others(whole: Tensor, group: dist.ProcessGroup) -> int:
-    """Bytes that a rank gets where every rank brings an equal part of ``whole``."""
-    return whole.nbytes * (group.size() - 1) // group.size()
-
-
-def _shape(tensor: Tensor) -> tuple[Any, ...]:
-    return str(tensor.dtype).removeprefix("torch."), tensor.numel()
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(arguments["process_group"])
 
 
-def _divided(operation: str, purpose: str, name: str, arguments: dict[str, Any]) -> Call:
-    """A collective in which each rank has an equal part of argument ``name``."""
-    whole, group = arguments[name], _group(arguments)
-    return _call(operation, purpose, group, _shape(whole), _from_others(whole, group))
+def _plain(operation: str, purpose: str, name: str, arguments: dict[str, Any]) -> Call:
+    tensor = arguments[name]
+    while not isinstance(tensor, Tensor):
+        tensor = tensor[0]
+    return _collective(operation, purpose, _group(arguments), tensor)
 
 
-def _gather_list(arguments: dict[str, Any]) -> Call:
-    (parts,), group = arguments["output_tensors"], _group(arguments)
-    received = sum(part.nbytes for part in parts) * (group.size() - 1) // group.size()
-    return _call("all_gather", AGREEMENT, group, (_shape(parts[0])[0], sum(part.numel() for part in parts)), received)
-
-
-def _all_reduce(arguments: dict[str, Any]) -> Call:
-    (whole,), group = arguments["tensors"], _group(arguments)
-    return _call("all_reduce", AGREEMENT, group, _shape(whole), 2 * _from_others(whole, group))
+def _functional(operation: str, purpose: str, arguments: dict[str, Any]) -> Call:
+    group = _resolve_process_group(arguments["group_name"])
+    tensor = arguments["input" if "input" in arguments else "self"]
+    return _collective(operation, purpose, group, tensor, group.size() if operation == "all_gather" else 1)
 
 
 def _all_to_all(arguments: dict[str, Any]) -> Call:
@@ -126,43 +113,29 @@ def _all_to_all(arguments: dict[str, Any]) -> Call:
     receives, sends = tuple(arguments["output_split_sizes"]), tuple(arguments["input_split_sizes"])
     others = sum(receives) - receives[group.rank()]
     row_bytes = math.prod(output.shape[1:]) * output.element_size()
-    return _call("all_to_all", KEYS_AND_VALUES, group, (_shape(output)[0], sends, receives), others * row_bytes)
+    call = _collective("all_to_all", KEYS_AND_VALUES, group, output)
+    return call._replace(shape=(_type(output), sends, receives), received=others * row_bytes)
 
 
 def _message(operation: str, side: str, arguments: dict[str, Any]) -> Call:
     """Keys and values, which have four dimensions; activations of stages; or what stages agree on, in integers."""
-    (tensor,) = arguments["tensors"]
+    (tensor,), group = arguments["tensors"], _group(arguments)
     purpose = KEYS_AND_VALUES if tensor.dim() == 4 else STAGES if tensor.is_floating_point() else AGREEMENT
+    call = _collective(operation, purpose, group, tensor)
     received = tensor.nbytes if operation == "receive" else 0
-    return _call(operation, purpose, _group(arguments), _shape(tensor), received, arguments[side])
-
-
-def _barrier(arguments: dict[str, Any]) -> Call:
-    return _call("barrier", AGREEMENT, _group(arguments), (), 0)
-
-
-def _functional(operation: str, arguments: dict[str, Any]) -> Call:
-    tensor: Tensor = arguments["input" if "input" in arguments else "self"]
-    group = _resolve_process_group(arguments["group_name"])
-    dtype, elements = _shape(tensor)
-    purpose = LOSS if operation == "all_reduce" else TENSOR_PARALLEL
-    if operation == "all_gather":
-        return _call(operation, purpose, group, (dtype, elements * group.size()), tensor.nbytes * (group.size() - 1))
-    passes = 2 if operation == "all_reduce" else 1
-    return _call(operation, purpose, group, (dtype, elements), passes * _from_others(tensor, group))
+    return call._replace(peer=call.members[arguments[side]], received=received)
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], Call]] = {
-    "c10d::_allgather_base_": partial(_divided, "all_gather", WEIGHTS, "output_tensor"),
-    "c10d::allgather_": _gather_list,
-    "c10d::_reduce_scatter_base_": partial(_divided, "reduce_scatter", GRADIENTS, "input_tensor"),
-    "c10d::allreduce_": _all_reduce,
+    "c10d::_allgather_base_": partial(_plain, "all_gather", WEIGHTS, "output_tensor"),
+    "c10d::allgather_": partial(_plain, "all_gather", AGREEMENT, "output_tensors"),
+    "c10d::_reduce_scatter_base_": partial(_plain, "reduce_scatter", GRADIENTS, "input_tensor"),
+    "c10d::allreduce_": partial(_plain, "all_reduce", AGREEMENT, "tensors"),
     "c10d::alltoall_base_": _all_to_all,
     "c10d::send": partial(_message, "send", "dst"),
     "c10d::recv_": partial(_message, "receive", "src"),
-    "c10d::barrier": _barrier,
-    "_c10d_functional::all_gather_into_tensor": partial(_functional, "all_gather"),
-    "_c10d_functional::reduce_scatter_tensor": partial(_functional, "reduce_scatter"),
-    "_c10d_functional::all_reduce": partial(_functional, "all_reduce"),
-    "_c10d_functional::all_reduce_": partial(_functional, "all_reduce"),
+    "_c10d_functional::all_gather_into_tensor": partial(_functional, "all_gather", TENSOR_PARALLEL),
+    "_c10d_functional::reduce_scatter_tensor": partial(_functional, "reduce_scatter", TENSOR_PARALLEL),
+    "_c10d_functional::all_reduce": partial(_functional, "all_reduce", LOSS),
+    "_c10d_functional::all_reduce_": partial(_functional, "all_reduce", LOSS),
 }

@@ -13,12 +13,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -33,7 +35,6 @@ from wlb.job.config import JobConfig
 from wlb.os_limits import usable_cores
 from wlb.packing.plan import StepPlan
 from wlb.runtime.sharded_batch import ShardedBatch
-from wlb.training.data.loader import LoadedStep
 from wlb.training.dry_run import find_problems
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observe.compute_clock import KernelClock
@@ -69,12 +70,9 @@ def run_fake_ranks(config: JobConfig, hardware: str, ranks: Sequence[int], steps
 
 def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
     checked = find_problems(config, hardware)
-    log, fake, on_gpu = (
-        CallLog(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        checked.job.hardware.device_type == "cuda",
-    )
-    watcher, memory = StepWatcher(log), PeakMemory()
+    on_gpu = checked.job.hardware.device_type == "cuda"
+    log, memory, fake = CallLog(), PeakMemory(), FakeTensorMode(allow_non_fake_inputs=True)
+    watcher = StepWatcher(log)
     with fake_process_group(rank, checked.job.layout.world_size), as_on_a_gpu() if on_gpu else nullcontext():
         with watcher, fake_weights(fake):
             model = build_model(checked, torch.device("cpu"))
@@ -90,7 +88,7 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
         counts = [len(log.calls)]
         with build_loader(model, None) as loader, log.listening(), memory.without_trials():
             for step, planned in enumerate(islice(loader, steps), 1):
-                loaded = _on_device(planned, fake)
+                loaded = replace(planned, batches=tuple(_on_device(batch, fake) for batch in planned.batches))
                 memory.track_external(*(getattr(batch, name) for batch in loaded.batches for name in _ON_DEVICE))
                 with watcher:
                     agree_to_train(step, loaded, model, False)
@@ -99,19 +97,14 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
                 counts.append(len(log.calls))
     of_steps = tuple(tuple(log.calls[first:last]) for first, last in pairwise(counts))
     peak = sum(of_device["Total"] for of_device in memory.get_tracker_snapshot("peak").values())
-    return RankRun(
-        tuple(log.calls[: counts[0]]), of_steps, loaded.plan, tuple(batch.rows for batch in loaded.batches), peak
-    )
+    rows = tuple(batch.rows for batch in loaded.batches)
+    return RankRun(tuple(log.calls[: counts[0]]), of_steps, loaded.plan, rows, peak)
 
 
-def _on_device(loaded: LoadedStep, fake: FakeTensorMode) -> LoadedStep:
-    """``loaded`` with the tensors that a device would hold."""
-
-    def moved(batch: ShardedBatch) -> ShardedBatch:
-        tensors: dict[str, Any] = {name: fake.from_tensor(getattr(batch, name)) for name in _ON_DEVICE}
-        return replace(batch, **tensors)
-
-    return replace(loaded, batches=tuple(map(moved, loaded.batches)))
+def _on_device(batch: ShardedBatch, fake: FakeTensorMode) -> ShardedBatch:
+    """``batch`` with the tensors that a device would hold."""
+    tensors: dict[str, Any] = {name: fake.from_tensor(getattr(batch, name)) for name in _ON_DEVICE}
+    return replace(batch, **tensors)
 
 
 class StepWatcher(TorchDispatchMode):
@@ -128,7 +121,8 @@ class StepWatcher(TorchDispatchMode):
             return NotImplemented  # a DTensor or the like: its parts come by themselves
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        if func is torch.ops.aten._local_scalar_dense.default and (isinstance(args[0], FakeTensor) or _is_faking()):
+        read = func is torch.ops.aten._local_scalar_dense.default
+        if read and (isinstance(args[0], FakeTensor) or active_fake_mode()):
             return 1.0 if args[0].is_floating_point() else 1
         self._log.see(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -139,7 +133,7 @@ class PeakMemory(MemTracker):
 
     def _ignored(self, *_: Any, **__: Any) -> None: ...
 
-    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignored  # type: ignore[assignment]
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignored
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
@@ -158,10 +152,6 @@ class PeakMemory(MemTracker):
 
         with mock.patch.object(ShardingPropagator, name, tried):
             yield
-
-
-def _is_faking() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @contextmanager
@@ -191,28 +181,13 @@ def fake_weights(fake: FakeTensorMode) -> Iterator[None]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Run the kernels that a GPU would."""
-    norms = mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm)
-    with mock.patch.dict(BACKENDS, cuda=_CudaShapes()), norms:
+    attention = SimpleNamespace(forward=cuda.forward, backward=cuda.backward, unsupported=lambda query: None)
+    norms = mock.patch.object(nn.functional, "rms_norm", lambda x, shape, weight, eps: _FusedNorm.apply(x, weight))
+    with mock.patch.dict(BACKENDS, cuda=attention), norms:
         try:
             yield
         finally:
             cuda._extents.cache_clear()  # they are fake
-
-
-class _CudaShapes:
-    """The CUDA back end for fake tensors of any device, type and width."""
-
-    forward = staticmethod(cuda.forward)
-    backward = staticmethod(cuda.backward)
-
-    @staticmethod
-    def unsupported(query: Tensor) -> None:
-        return None
-
-
-def _fused_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    normed: Tensor = _FusedNorm.apply(x, weight)
-    return normed
 
 
 class _FusedNorm(torch.autograd.Function):

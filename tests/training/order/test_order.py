@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.limits import examples
 from tests.training.jobs import job
-from tests.training.order.calls import AGREEMENT, GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, Call
+from tests.training.order.calls import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, Call
 from tests.training.order.fake_rank import run_fake_ranks
 from tests.training.order.order import OrderError, check_order
 from wlb.job.config import PRESETS
@@ -85,18 +85,6 @@ def test_the_ends_of_a_pipeline_can_sum_the_gradients_of_tied_embeddings():
     unwarmed = {rank: [call for call in of_rank if not warms(call)] for rank, of_rank in calls.items()}
     with pytest.raises(OrderError, match=r"rank 0 at send to rank 4 .* of 3\) waits for rank 2, rank 2 at all_gather"):
         check_order(unwarmed)
-
-
-def test_the_first_batch_of_a_group_waits_for_all_its_members():
-    def exchange(rank: int) -> list[Call]:
-        messages = ("send", "receive")
-        return [Call(name, STAGES, "pp", (0, 1, 2), 2 - rank, ("float32", 8), 0, batch=0) for name in messages]
-
-    collective = Call("all_reduce", AGREEMENT, "pp", (0, 1, 2), None, ("float32", 1), 0)
-    of_ends = {0: exchange(0), 1: [], 2: exchange(2)}
-    with pytest.raises(OrderError, match="waits for rank 1, which has made all its calls"):
-        check_order(of_ends)
-    assert check_order({rank: [collective, *calls] for rank, calls in of_ends.items()}) == 3 * 2 + 2 * 2
 
 
 @st.composite
