@@ -23,7 +23,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         *("pytest", "hypothesis", "torch.distributed.pipelining", "wlb.cli.app"),
-        *("wlb.training.trainer", "wlb.training.worker", "wlb.training.preflight", "wlb.training.dry_run.problems"),
+        *("wlb.training.trainer", "wlb.training.worker", "wlb.training.preflight", "wlb.training.dry_run"),
         "tests.frozen",  # last
     ]
 )

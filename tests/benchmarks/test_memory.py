@@ -13,7 +13,7 @@ BENCHMARK = ("-m", "benchmarks.memory")
 CASES = ("pp 2, selective",)  # the whole table is one command; a case takes ten seconds
 
 
-# tests/job/memory holds blocks to the byte, and the dry run's tests whole ranks.
+# tests/job/memory holds blocks to the byte, and tests/training/order whole ranks.
 @pytest.mark.exhaustive
 def test_predictions_are_within_fifteen_percent_of_what_processes_hold(tmp_path):
     out = tmp_path / "memory.json"

@@ -164,7 +164,7 @@ def test_values_that_cannot_be_are_refused_at_once(arguments, message):
         ([*SIMULATE, "--search", "--gpus", 8], "job has no effect with --search"),
         ([*SEARCH, "--gpus", 8, "--trace", "t.json"], "--trace has no effect with --search"),
         (["train", "job.toml", "--dry-run", "--trace"], "--trace has no effect with --dry-run"),
-        (["train", "job.toml", "--rank", 1], "--rank has no effect without --dry-run"),
+        (["train", "job.toml", "--hardware", "h100"], "--hardware has no effect without --dry-run"),
         (["report", ".", "--steps", 3], "--steps has no effect on the report of a training run"),
         (["prepare", "--stdlib", "--out", "s", "--text-field", "t"], "--text-field has no effect with --stdlib"),
     ],

@@ -15,7 +15,6 @@ from wlb.job.config_file import load_config
 from wlb.models.configured_model import configured_model
 from wlb.training.checkpoint.files import Manifest, Progress, write_manifest
 from wlb.training.checkpoint.resuming import model_record
-from wlb.training.dry_run.traffic import STAGES
 
 
 @pytest.fixture
@@ -99,35 +98,38 @@ TRIED = ("train", CONFIG, "--dry-run", "--device", "cuda")
 
 def test_a_job_without_its_store_is_tried_on_synthetic_documents(wlb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, out, _ = wlb(*TRIED, "--set", "model.layers=2", "--rank", "1", "--json")
+    status, out, _ = wlb(*TRIED, "--set", "training.steps=3", "--json")
     shown = json.loads(out)
     assert status == 1
     assert shown["problems"] == [
         "token store index runs/data/stdlib.idx does not exist; make the store with wlb prepare"
     ]
     assert (shown["data"], shown["speed_at_equal_work"]) == ("synthetic", None)
-    (rank,) = shown["ranks"]
-    assert rank["place"] == {"pp": 1, "dp": 0, "cp": 0, "tp": 0}
-    assert rank["traffic"][STAGES]["run"] == rank["traffic"][STAGES]["predicted"] > 0
+    assert shown["first_steps"]["steps"] == 3
+    assert sum(shown["worst_step"].values()) == shown["worst_step_bytes"] < shown["memory_limit_bytes"]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_job_that_would_start_is_shown_rank_by_rank(tmp_path):
+def test_a_job_that_would_start_is_predicted(tmp_path):
     write_store(tmp_path / "store")
     config = write_config(tmp_path, parallel={"pp": 2})
-    out = printed("train", config, "--dry-run", "--rank", "all")
+    out = printed("train", config, "--dry-run")
     assert "planned on its token store" in out
     simulated = printed("simulate", config, "--set", "parallel.pp=2", "--hardware", "cpu", "--json")
     (row,) = (row for row in json.loads(simulated)["systems"] if row["system"] == "as configured")
     assert f"over plain-4d: {row['speed_at_equal_work']:.2f}x; wlb simulate says why" in out
-    assert "rank 0 (pp 0, dp 0, cp 0, tp 0): first stage" in out
-    assert "rank 1 (pp 1, dp 0, cp 0, tp 0): last stage" in out
+    assert "first 4 steps, simulated: " in out
     assert not (tmp_path / "metrics").exists()
+
+
+def test_documents_that_do_not_fill_a_step_are_said_and_no_problem(tmp_path):
+    write_store(tmp_path / "store", documents=3)
+    out = printed("train", write_config(tmp_path), "--dry-run")
+    assert "not simulated: the documents have" in out
 
 
 def test_wrong_options_are_refused_in_a_line():
     for wrong, remedy in (
-        (("--rank", "first"), "give a number, or all"),
         (("--device", "tpu"), "choose cpu or cuda"),
         (("--hardware", "foo"), "unknown hardware 'foo'; choose from"),
         (("--hardware", "h100", "--device", "cpu"), "--hardware h100 has no effect on a job of --device cpu"),

@@ -28,7 +28,7 @@ from wlb.simulate import simulate
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.training.data.loader import LoadedStep, StepLoader, share_in
-from wlb.training.dry_run.problems import find_problems
+from wlb.training.dry_run import find_problems
 from wlb.training.environment import trained_model
 from wlb.training.preflight import check_job
 

@@ -27,7 +27,7 @@ from wlb.job.planner import StepPlanner
 from wlb.os_limits import usable_memory
 from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.training import preflight
-from wlb.training.dry_run.problems import find_problems
+from wlb.training.dry_run import dry_run, find_problems
 from wlb.training.failures import TrainingError
 from wlb.training.preflight import check_agreed, check_job, least_limit, memory_limit
 from wlb.workload.profile import write_profile
@@ -188,6 +188,14 @@ def test_a_job_that_continues_keeps_its_length(tmp_path):
     assert decide(config, saved).packing.max_length_factor == 1.25
     with mock.patch.object(preflight, "_saved_loader_state", return_value={"identity": saved}):
         assert find_problems(config, "cpu").job.packing.max_length_factor == 1.25
+
+
+def test_a_mixture_that_is_elsewhere_is_planned_on_synthetic_documents(tmp_path):
+    config = job(tmp_path)
+    stores = tuple({"store": name, "weight": 1.0} for name in ("a", "b"))
+    found = dry_run(config.changed(data=config.data.changed(store=None, mixture=stores)))
+    assert (found.found.synthetic, len(found.found.problems)) == (True, 1)
+    assert found.simulated is not None
 
 
 @pytest.mark.parametrize("factor", ["auto", 2.0])

@@ -1,21 +1,19 @@
-"""``wlb train``: train a model on this machine, or try one step of a job of any size with ``--dry-run``."""
+"""``wlb train``: train a model on this machine, or check and predict a job of any size with ``--dry-run``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, show_columns, show_next, stderr, stdout
+from wlb.cli.console import emit_json, show_next, stderr, stdout
 from wlb.errors import UserError, require
-from wlb.token_count import parse_count
 
 if TYPE_CHECKING:
-    from wlb.training.dry_run.job import Compared, RankReport
+    from wlb.training.dry_run import DryRun
 
 _PROBLEMS = 1  # exit status of a job that would not start
 
@@ -35,9 +33,8 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunOptions:
-    """Which ranks are tried, and where the job would run."""
+    """Where the job would run."""
 
-    rank: Annotated[str, typer.Option(metavar="RANK|all", help="The rank to run, or one of every kind.")] = "0"
     device: Annotated[
         str | None, typer.Option(metavar="cpu|cuda", help="Where the job would run; default: as configured.")
     ] = None
@@ -56,8 +53,8 @@ def train(
         TrainOptions | DryRunOptions,
         typer.Option(
             "--dry-run",
-            help="Train nothing: run one step of one rank of a job of any size on this CPU, and report its memory, its "
-            "traffic and what would stop the job at its start.",
+            help="Train nothing: say what would stop a job of any size at its start, and predict its memory and its "
+            "first steps.",
         ),
     ],
     overrides: options.Settings = None,
@@ -91,82 +88,44 @@ def _dry_run(config: Path, overrides: list[str], asked: DryRunOptions, json: boo
     device = asked.device or ("cpu" if loaded.training.device == "cpu" else "cuda")
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device!r} is unknown; choose cpu or cuda")
-    chosen: int | Literal["all"] | None = "all" if asked.rank == "all" else parse_count(asked.rank)
-    if chosen is None:
-        raise UserError(f"--rank {asked.rank!r} is not a rank; give a number, or all")
     name = asked.hardware or ("cpu" if device == "cpu" else "h100")
     if (kind := hardware_preset(name).device_type) != device:
         raise UserError(
             f"--hardware {name} has no effect on a job of --device {device}; leave it out, or choose --device {kind}"
         )
     require("torch", "train")
-    from wlb.training.dry_run.job import dry_run
+    from wlb.training.dry_run import dry_run
 
-    with stderr.status("one step of every kind of rank" if chosen == "all" else f"one step of rank {chosen}"):
-        result = dry_run(loaded, chosen, name)
-    shown = result.to_json()
+    with stderr.status("checking the job and simulating its first steps"):
+        result = dry_run(loaded, name)
+    problems = result.found.problems
     if json:
-        emit_json(shown)
+        emit_json(result.to_json())
     else:
-        _print(config, shown, result.ranks, result.found.problems)
-        if not result.found.problems and shown["gpus"] <= options.GPUS_PER_NODE:  # more are started by torchrun
+        _print(config, result)
+        if not problems and result.found.job.layout.world_size <= options.GPUS_PER_NODE:  # torchrun starts more
             show_next("train", config, *(word for setting in overrides for word in ("--set", setting)))
-    return _PROBLEMS if result.found.problems else 0
+    return _PROBLEMS if problems else 0
 
 
-def _print(config: Path, shown: dict[str, Any], ranks: Sequence[RankReport], problems: Sequence[str]) -> None:
-    data = "its token store" if shown["data"] == "store" else "synthetic documents, as its token store is not here"
-    stdout.print(
-        f"{config} on {shown['gpus']:,} x {shown['hardware']}: step {shown['step']}, of {shown['step_tokens']:,} tokens"
-    )
-    stdout.print(f"planned on {data}; of the first steps, the one in which ranks exchange most")
-    imbalance = ", ".join(f"{name.replace('_', '-')} {value:.3f}" for name, value in shown["imbalance"].items())
-    stdout.print(f"imbalance of the plan (slowest over mean, predicted): {imbalance}")
-    if (speed := shown["speed_at_equal_work"]) is not None:
-        stdout.print(f"simulated speed at equal work over plain-4d: {speed:.2f}x; wlb simulate says why")
-    worst, limit = (_gib(shown[name]) for name in ("worst_step_bytes", "memory_limit_bytes"))
-    stdout.print(f"the worst step that packing may produce needs {worst} of {limit} GiB")
-    for report, of_rank in zip(ranks, shown["ranks"], strict=True):
-        _show_memory(report)
-        _show_traffic(report, of_rank["traffic"])
-    if problems:
+def _print(config: Path, result: DryRun) -> None:
+    found, simulated = result.found, result.simulated
+    data = "synthetic documents, as its token store is not here" if found.synthetic else "its token store"
+    stdout.print(f"{config} on {found.job.layout.world_size:,} x {found.hardware}, planned on {data}")
+    if simulated is not None:
+        stdout.print(
+            f"first {simulated.steps} steps, simulated: {simulated.tokens / simulated.steps:,.0f} tokens in "
+            f"{simulated.mean_step_seconds:.3g} s each, {simulated.tokens_per_second:,.0f} tokens/s"
+        )
+        imbalance = ", ".join(f"{name.replace('_', '-')} {value:.3f}" for name, value in simulated.imbalance.items())
+        stdout.print(f"imbalance (slowest over mean): {imbalance}")
+    if result.not_simulated is not None:
+        stdout.print(f"not simulated: {result.not_simulated}", markup=False, highlight=False)
+    if result.speed is not None:
+        stdout.print(f"simulated speed at equal work over plain-4d: {result.speed:.2f}x; wlb simulate says why")
+    limit = found.job.memory_limit.number_of_bytes / 2**30
+    stdout.print(f"the worst step that packing may produce needs {result.memory}, of {limit:.3g} GiB")
+    if found.problems:
         stdout.print("\nwould stop the job at its start:")
-    for problem in problems:
+    for problem in found.problems:
         stdout.print(f"- {problem}", markup=False, highlight=False)
-
-
-def _show_memory(report: RankReport) -> None:
-    place = ", ".join(f"{name} {value}" for name, value in report.run.place._asdict().items())
-    kinds = report.memory | {"all": report.total}
-    columns = {
-        "kind": [*kinds],
-        "dry run": [_gib(compared.run) for compared in kinds.values()],
-        "memory model": [_gib(compared.predicted or 0) for compared in kinds.values()],
-        "error": [_error(compared) for compared in kinds.values()],
-    }
-    stdout.print(f"\nrank {report.run.rank} ({place}): {report.role}", highlight=False)
-    show_columns(columns, title="GiB at the peak of the step")
-
-
-def _show_traffic(report: RankReport, details: dict[str, dict[str, Any]]) -> None:
-    purposes = report.traffic
-    columns = {
-        "purpose": [*purposes],
-        "over": [f"{details[purpose]['group']} ({details[purpose]['ranks']})" for purpose in purposes],
-        "calls": [f"{details[purpose]['calls']:,}" for purpose in purposes],
-        "dry run": [f"{compared.run / 1e6:,.1f}" for compared in purposes.values()],
-        "simulator": [
-            "not priced" if compared.predicted is None else f"{compared.predicted / 1e6:,.1f}"
-            for compared in purposes.values()
-        ],
-        "error": [_error(compared) for compared in purposes.values()],
-    }
-    show_columns(columns, title="MB received from other ranks in the step", words=("purpose", "over"))
-
-
-def _gib(number_of_bytes: int) -> str:
-    return f"{number_of_bytes / 2**30:.2f}"
-
-
-def _error(compared: Compared) -> str:
-    return "" if compared.error is None else f"{compared.error:+.1%}"

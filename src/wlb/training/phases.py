@@ -5,7 +5,6 @@ Every rank goes through each phase, as each talks to the other ranks. A phase ta
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from wlb.training.observe.monitor import Monitor
 from wlb.training.observe.reporter import Reporter
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh
-from wlb.training.parallel.parallelize import Allocating, Execution, build_stage_modules
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.preflight import CheckedJob
 
@@ -45,13 +44,10 @@ class RankModel:
     optimizers: list[torch.optim.AdamW]
 
 
-def build_model(checked: CheckedJob, device: torch.device, allocating: Allocating = nullcontext) -> RankModel:
-    """Arrange the ranks, agree on where the job starts from, and build this rank's stages and their optimizers.
-
-    ``allocating`` as in ``Execution``.
-    """
+def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
+    """Arrange the ranks, agree on where the job starts from, and build this rank's stages and their optimizers."""
     config, job, training = checked.config, checked.job, checked.config.training
-    execution = Execution(device, compute_dtype(training, torch.device(job.hardware.device_type)), allocating)
+    execution = Execution(device, compute_dtype(training, torch.device(job.hardware.device_type)))
     mesh = build_mesh(job.layout, device.type)
     torch.manual_seed(training.seed)
     checkpoint = agreed_checkpoint(config.checkpoint)

@@ -1,7 +1,4 @@
-"""One optimizer step, as every rank runs it: what the ranks agree on before it, and all that it computes.
-
-The trainer runs it with what it has built, and so does a dry run (``wlb.training.dry_run``).
-"""
+"""One optimizer step, as every rank runs it: what the ranks agree on before it, and all that it computes."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.training.order.fake_rank import fake_process_group
 from wlb.attention.backends import cuda
 from wlb.attention.exchange import PlanRanks, add_returned, return_gradients, send_keys
 from wlb.attention.packed_attention import _attend_received, _received_gradients
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import shard_layout
 from wlb.sharding import make_shard_plan
-from wlb.training.dry_run.fake_rank import fake_process_group
 
 CUDA = torch.device("cuda", 0)
 # Where PyTorch was built without CUDA, it can add no two tensors of that device, fake or not.

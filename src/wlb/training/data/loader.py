@@ -147,12 +147,6 @@ class StepLoader(Iterator[LoadedStep]):
         )
 
 
-def micro_batches_of(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[int]:
-    """Which micro-batches of data-parallel rank ``dp_rank`` are run by its context-parallel rank ``cp_rank``."""
-    ranks = [micro_batch.ranks for micro_batch in plan.ranks[dp_rank]]
-    return [index for index, named in enumerate(ranks) if not named or cp_rank in named]
-
-
 def data_identity(store: TokenStore, job: Job) -> dict[str, Any]:
     """What a loader state is valid for: the data, and every setting that decides which document trains when.
 

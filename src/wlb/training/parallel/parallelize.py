@@ -8,7 +8,6 @@ gives it memory and weights. Parameters keep the names that they have in the pla
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, cast
@@ -27,20 +26,15 @@ from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.tensor_parallel import apply_tensor_parallel
 from wlb.workload.base import Checkpointing
 
-Allocating = Callable[[], AbstractContextManager[Any]]
 _BlockForward = Callable[..., Tensor]  # of (x_TD, rotation, attend)
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Where forward and backward passes run, and in which type.
-
-    Weights get their memory inside ``allocating``: in a dry run it is a mode in which they take none.
-    """
+    """Where forward and backward passes run, and in which type."""
 
     device: torch.device
     dtype: torch.dtype
-    allocating: Allocating = nullcontext
 
 
 def build_stage_modules(
@@ -69,10 +63,9 @@ def build_stage_modules(
             compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
         shard_weights(module, mesh.weights, execution.dtype, reshard_after_forward=layout.pp == 1)
-        with execution.allocating():
-            module.to_empty(device=execution.device)
-            if seed is not None:
-                initialise_weights(module, layers=config.shape.layers, seed=seed)
+        module.to_empty(device=execution.device)
+        if seed is not None:
+            initialise_weights(module, layers=config.shape.layers, seed=seed)
         modules.append(module)
     return modules
 

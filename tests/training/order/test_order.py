@@ -12,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
-from tests.training.dry_run.order import OrderError, check_order
 from tests.training.jobs import job
+from tests.training.order.calls import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, Call
+from tests.training.order.fake_rank import run_fake_ranks
+from tests.training.order.order import OrderError, check_order
 from wlb.job.config import PRESETS
-from wlb.training.dry_run.calls import Call
-from wlb.training.dry_run.problems import find_problems
-from wlb.training.dry_run.rank import run_ranks
-from wlb.training.dry_run.traffic import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL
 
 NOWHERE = Path("/nowhere")
-STEPS = (1, 2)  # later steps gather weights in another order than the first
+STEPS = 2  # later steps gather weights in another order than the first
 
 
 @cache
@@ -47,8 +45,8 @@ def calls_of(
         packing={"micro_batches": 2 * ranks * parallel.get("pp", 1)},
         training={"activation_checkpointing": checkpointing},
     )
-    runs = run_ranks(find_problems(config, hardware), range(config.parallel.layout.world_size), STEPS)
-    return {run.rank: [call for calls in (run.setup, *run.calls) for call in calls] for run in runs}
+    runs = run_fake_ranks(config, hardware, range(config.parallel.layout.world_size), STEPS)
+    return {rank: [call for calls in (run.setup, *run.steps) for call in calls] for rank, run in runs.items()}
 
 
 def layout(**sizes: int) -> tuple[tuple[str, int], ...]:
@@ -76,9 +74,17 @@ def test_every_call_of_a_job_can_be_made(job, purpose):
 
 
 def test_the_ends_of_a_pipeline_can_sum_the_gradients_of_tied_embeddings():
-    # Interleaved schedules make no call that all pipeline ranks share, and the ends are two of three ranks.
+    """Interleaved schedules never create the communicator of a pipeline, and the ends are two of its three ranks."""
     calls = calls_of("plain-4d", "h100", "none", layout(pp=3, virtual_pp=2, dp=2), tied=True)
     assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
+
+    def warms(call: Call) -> bool:
+        return call.operation == "all_reduce" and len(call.members) == 3
+
+    assert all(sum(map(warms, of_rank)) == 1 for of_rank in calls.values())
+    unwarmed = {rank: [call for call in of_rank if not warms(call)] for rank, of_rank in calls.items()}
+    with pytest.raises(OrderError, match=r"rank 0 at send to rank 4 .* of 3\) waits for rank 2, rank 2 at all_gather"):
+        check_order(unwarmed)
 
 
 @st.composite

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from wlb.training.dry_run.calls import Call
+from tests.training.order.calls import Call
 
 _MESSAGES = ("send", "receive")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,32 +16,21 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.limits import examples
 from tests.training.documents import RandomDocuments
-from tests.training.dry_run.order import OrderError, check_order
+from tests.training.order.calls import Call, CallLog
+from tests.training.order.fake_rank import StepWatcher, fake_process_group
+from tests.training.order.order import OrderError, check_order
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import make_batch
 from wlb.runtime.sharded_batch import RankShare, ShardedBatch
 from wlb.schedules.layout import Layout
-from wlb.training.dry_run.calls import Call, CallLog
-from wlb.training.dry_run.fake_rank import fake_process_group
 
 LAYERS = 2
 STORE = RandomDocuments(np.array([1, 40, 7, 23, 3, 64, 12, 9]), vocab_size=5)
 Batches = Sequence[ShardedBatch]
-
-
-class _Listening(TorchDispatchMode):
-    def __init__(self, log: CallLog) -> None:
-        super().__init__()
-        self._log = log
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._log.see(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 def plan_of(*groups: tuple[tuple[int, ...], int]) -> StepPlan:
@@ -60,11 +48,11 @@ def calls_of(plan: StepPlan, ranks: int, run: Callable[[int, Batches], Batches] 
         batches: Batches = RankShare(0, rank, Layout(cp=ranks)).batches(plan, partial(make_batch, store=STORE))
         batches = run(rank, batches) if run else batches
         log = CallLog()
-        with fake_process_group(rank, ranks), log.listening(), _Listening(log):
+        with fake_process_group(rank, ranks), log.listening(), StepWatcher(log):
             _reduce(torch.zeros(1))  # as all gather weights
             for index, batch in enumerate(batches):
                 _run(batch, reduces=index == len(batches) - 1)
-        calls[rank] = list(log.take())
+        calls[rank] = log.calls
     return calls
 
 

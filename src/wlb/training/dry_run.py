@@ -1,6 +1,7 @@
-"""Everything that would stop a job at its start, found without starting it and without changing a file.
+"""The dry run of a job: what would stop it at its start, its memory and its first steps, predicted without running it.
 
-Where its token store is elsewhere, synthetic documents stand for it: their tokens are all zero and take no memory.
+It starts no process and changes no file, so a job of any size can be tried on any machine. Where the job's token store
+is elsewhere, synthetic documents stand for it: their tokens are all zero and take no memory.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.configured_shape import configured_shape
-from wlb.job.job import limit_of_gpu
+from wlb.job.job import Job, limit_of_gpu
+from wlb.job.memory.fit import predicted_memory
+from wlb.job.memory.step import MemoryEstimate
+from wlb.simulate import simulate
+from wlb.simulate.estimate import CONFIGURED, judge_config
+from wlb.simulate.run import SimulationResult
+from wlb.simulate.verdict import Lengths
 from wlb.training.preflight import CheckedJob, checked, memory_limit
 from wlb.workload import hardware_preset
 
+_FIRST_STEPS = 4
 _DOCUMENTS_PER_WINDOW = 100  # twice as many as fill a context window on average
-_STEPS = 4
 _MOST_DOCUMENTS = 2**20  # more steps begin with them again
 _TOKEN_TYPE = np.dtype("<i4")
 
@@ -38,7 +45,6 @@ class SyntheticStore(TokenStore):
 
     def __init__(self, documents: int, context_window: int, vocab_size: int, stores: int = 1) -> None:
         """``stores`` stores of so many documents each."""
-        self._arguments = documents, context_window, vocab_size, stores
         lengths = sample_lengths(documents, context_window)
         ends = np.cumsum(lengths)
         pointers, firsts = (ends - lengths) * _TOKEN_TYPE.itemsize, np.arange(documents + 1)
@@ -50,14 +56,11 @@ class SyntheticStore(TokenStore):
     def _open_shard(self, prefix: str) -> Shard:
         return self._drawn
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return SyntheticStore, self._arguments
-
 
 def synthetic_store(config: JobConfig) -> SyntheticStore:
-    """Documents for a few steps of ``config``, with the vocabulary of its model; it may name no store that exists."""
+    """Documents for the first steps of ``config``, with the vocabulary of its model."""
     window = config.data.context_window
-    documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _STEPS, _MOST_DOCUMENTS)
+    documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _FIRST_STEPS, _MOST_DOCUMENTS)
     return SyntheticStore(documents, window, configured_shape(config.model).vocab_size, len(config.data.stores))
 
 
@@ -71,9 +74,9 @@ class FoundJob(CheckedJob):
 
 
 def find_problems(config: JobConfig, hardware: str) -> FoundJob:
-    """What would stop ``config`` on machines of ``hardware``, a preset's name, which see the files that this one does.
+    """Find all that would stop ``config`` on machines of ``hardware``, a preset's name, with the files of this machine.
 
-    Raises ``UserError`` where so much is wrong that no step can be planned.
+    Raises ``UserError`` where so much is wrong that no job can be made of it.
     """
     problems: dict[str, None] = {}
 
@@ -94,6 +97,57 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     if stored:
         tried(job.check_data)
     return FoundJob(**vars(job), hardware=hardware, problems=tuple(problems), synthetic=stored is None)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The problems of a job, the memory of its worst step, and the simulation of its first steps.
+
+    ``speed`` is that at equal work over plain-4d, on the job's own documents. It and ``simulated`` are None for the
+    reason ``not_simulated``, such as documents that do not fill a step.
+    """
+
+    found: FoundJob
+    memory: MemoryEstimate
+    simulated: SimulationResult | None
+    not_simulated: str | None
+    speed: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        job = self.found.job
+        return {
+            "gpus": job.layout.world_size,
+            "layout": job.sizes,
+            "hardware": self.found.hardware,
+            "data": "synthetic" if self.found.synthetic else "store",
+            "problems": list(self.found.problems),
+            "memory_limit_bytes": int(job.memory_limit.number_of_bytes),
+            "worst_step_bytes": self.memory.total,
+            "worst_step": self.memory.parts,
+            "first_steps": None if self.simulated is None else self.simulated.to_json(),
+            "not_simulated": self.not_simulated,
+            "speed_at_equal_work": self.speed,
+        }
+
+
+def dry_run(config: JobConfig, hardware: str = "h100") -> DryRun:
+    """Try ``config`` on machines of ``hardware``; raises ``UserError`` as ``find_problems`` does."""
+    found = find_problems(config, hardware)
+    of_stores = np.split(found.store.lengths, found.store.firsts[1:-1])
+    lengths = of_stores[0] if len(of_stores) == 1 else of_stores
+    simulated = speed = reason = None
+    try:
+        simulated = simulate(found.job, lengths, min(_FIRST_STEPS, config.training.steps or _FIRST_STEPS))
+        speed = None if found.synthetic else _speed(found, lengths)
+    except UserError as error:
+        reason = str(error)
+    return DryRun(found, predicted_memory(found.job), simulated, reason, speed)
+
+
+def _speed(found: FoundJob, lengths: Lengths) -> float:
+    """What ``wlb simulate`` says of the configuration."""
+    job = Job.from_config(found.config, found.hardware, vocab_size=found.model.shape.vocab_size)
+    return judge_config(found.config, job, lengths).speed(CONFIGURED)
 
 
 def _check_could_write(name: str, directory: Path) -> None:

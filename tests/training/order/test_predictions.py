@@ -1,0 +1,101 @@
+"""The memory model, and the bytes that the simulator prices, against fake ranks of large jobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training.order.calls import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, WEIGHTS
+from tests.training.order.fake_rank import RankRun, run_fake_ranks
+from wlb.job.config_file import load_config
+from wlb.job.job import Job
+from wlb.job.memory.layers import Exchange
+from wlb.job.memory.step import predict_rank_memory
+from wlb.sharding.latency import Shards
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.rate import simulate_step
+from wlb.training.dry_run import find_problems
+from wlb.training.parallel.mesh import mesh_shape
+from wlb.workload.links import Link
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+LARGE = ("7b_128k", "model.layers=4", "packing.micro_batches=4")
+EXCHANGING = (*LARGE, "training.activation_checkpointing=none", "sharding.strategy=per_document")
+OF_EACH_STAGE = (0, 16, 32, 48)
+ALONE = ("parallel.pp=1", "parallel.cp=1", "parallel.dp=2", "parallel.tp=2")
+ELASTIC = ("tiny_elastic", "data.context_window=2048", "packing.micro_batches=4")
+INTERLEAVED = ("parallel.pp=2", "parallel.virtual_pp=2", "parallel.schedule=interleaved_1f1b")
+
+
+@cache
+def runs_of(name: str, *settings: str, ranks: tuple[int, ...] = (0,)) -> tuple[Job, dict[int, RankRun]]:
+    """The first step of a shipped configuration with changed settings."""
+    nowhere = ["data.store=/nowhere/store", "metrics.dir=/nowhere/metrics", "checkpoint.dir=/nowhere/checkpoints"]
+    config = load_config(CONFIGS / f"{name}.toml", [*nowhere, *settings])
+    hardware = "h100" if config.training.device == "cuda" else "cpu"
+    return find_problems(config, hardware).job, run_fake_ranks(config, hardware, ranks)
+
+
+def exchanged(job: Job, run: RankRun, dp: int, cp: int) -> Shards:
+    """Tokens that a rank exchanges in each of its micro-batches."""
+    shards = simulate_step(run.plan, job).shards.map(lambda column: column[0])
+    mine = [index for index, part in enumerate(run.plan.ranks[dp]) if not part.ranks or cp in part.ranks]
+    return shards.map(lambda column: column[dp, mine, cp] if column.ndim == 3 else column[dp, mine])
+
+
+# Shipped jobs as they are repeat, over minutes, what a few layers show.
+SHIPPED = [
+    pytest.param((name,), (0,), id=name, marks=(pytest.mark.exhaustive, pytest.mark.timeout(7200)))
+    for name in ("7b_128k", "30b_128k", "70b_128k", "405b_128k")
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        pytest.param(EXCHANGING, OF_EACH_STAGE, id="pipeline, none"),
+        pytest.param((*LARGE, "training.activation_checkpointing=selective"), (56,), id="last stage, selective"),
+        pytest.param((*LARGE, *ALONE, "training.activation_checkpointing=full"), (0,), id="no pipeline, full"),
+        pytest.param((*LARGE, *INTERLEAVED), (0,), id="interleaved"),
+        pytest.param(ELASTIC, (0,), id="elastic on CPUs"),
+        *SHIPPED,
+    ],
+)
+def test_a_rank_holds_what_the_memory_model_says(settings, ranks):
+    job, runs = runs_of(*settings, ranks=ranks)
+    for rank, run in runs.items():
+        pp, dp, cp, _ = map(int, np.unravel_index(rank, mesh_shape(job.layout)))
+        shards = exchanged(job, run, dp, cp)
+        exchanges = [
+            Exchange(int(received) if kept else 0, int(max(received, sent)))
+            for received, sent, kept in zip(shards.received, shards.sent, shards.kept, strict=True)
+        ]
+        exchanges += [Exchange(0, 0)] * (len(run.rows) - len(exchanges))  # an empty one may follow
+        predicted = predict_rank_memory(job, run.rows, pp, exchanges)
+        assert predicted.total == pytest.approx(run.peak, rel=0.05), (rank, predicted)
+
+
+def test_the_simulator_prices_the_bytes_that_ranks_receive(monkeypatch):
+    """On links that move a byte a second; it leaves out the weights of norms."""
+    job, runs = runs_of(*EXCHANGING, ranks=OF_EACH_STAGE)
+    for module in ("wlb.simulate.costs", "wlb.workload.costs"):
+        monkeypatch.setattr(f"{module}.group_link", lambda *_, **__: Link(latency=0.0, bandwidth=1.0))
+    costs, received = JobCosts(job), Counter[str]()
+    for run in runs.values():
+        for call in run.steps[0]:
+            received[call.purpose] += call.received
+    run = runs[0]
+    shards = exchanged(job, run, 0, 0)
+    assert shards.received.any()
+    messages = 2 * (job.layout.stages - 1)
+    gathered = (costs.stage_blocks * costs.block_gather + costs.root_gather).sum()
+    assert received[WEIGHTS] == pytest.approx(gathered, rel=1e-3)
+    assert received[GRADIENTS] == pytest.approx(costs.rank_reduction.sum(), rel=1e-3)
+    assert received[TENSOR_PARALLEL] == pytest.approx(2 * costs.rank.tp_seconds(run.rows).sum())
+    assert received[STAGES] == pytest.approx(messages * costs.transfer(run.rows).sum())
+    keys = shards.received * np.where(shards.kept, 1, 2) + shards.sent
+    assert received[KEYS_AND_VALUES] == pytest.approx(costs.rank.exchange_seconds(keys, job.layout.cp).sum())
