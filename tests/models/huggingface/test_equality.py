@@ -40,9 +40,14 @@ def _ours(directory: Path, dtype: torch.dtype) -> Transformer:
 
 def _export(module: Transformer, out: Path, dtype: torch.dtype, largest_file: int = 10**9) -> None:
     tensors = dict(module.named_parameters())
+
+    def fill(empty: dict[str, torch.Tensor]) -> None:
+        for name, tensor in empty.items():
+            tensor.copy_(tensors[name].detach())
+
     export_model(
         module.config,
-        lambda names: {name: tensors[name].detach() for name in names},
+        fill,
         out,
         dtype=dtype,
         longest=512,

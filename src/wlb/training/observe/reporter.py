@@ -24,7 +24,7 @@ from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
 from wlb.terminal import next_command, number_of
 from wlb.training.console import say
-from wlb.training.data.loader import LoadedStep, StepLoader
+from wlb.training.data.loader import LoadedStep
 from wlb.training.environment import (
     dense_attention_warning,
     hardware_name,
@@ -77,9 +77,9 @@ class Reporter:
         self._diagnosis = metrics.dir / FILE
         self._diagnosis.unlink(missing_ok=True)  # an earlier run's
 
-    def begin(self, loader: StepLoader) -> None:
+    def begin(self) -> None:
         """Say where the job goes on and on what, and what its user should know of that."""
-        for line in self._startup(loader):
+        for line in self._startup():
             say(line)
 
     def record(self, step: int, loaded: LoadedStep, outcome: StepOutcome, rows: RankSteps) -> None:
@@ -176,7 +176,7 @@ class Reporter:
         document, _, tokens = plan.table.T
         return self._store.tokens_by_store(document, tokens)
 
-    def _startup(self, loader: StepLoader) -> Iterator[str]:
+    def _startup(self) -> Iterator[str]:
         config, job = self._config, self._job
         documents = number_of(len(self._store), "document")
         origin = f"resuming after step {self._first}" if self._first else "starting"
@@ -196,8 +196,6 @@ class Reporter:
             yield f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on"
         else:
             yield LEGEND
-        if loader.changed_data:
-            yield f"wlb: warning: continuing on changed data: {loader.changed_data}"
         warnings = (
             dense_attention_warning(self._execution.dtype, self._execution.device),
             tokenizer_warning(config.model, self._store),

@@ -37,11 +37,6 @@ class JobMesh:
         """The processes that differ from this one in ``dimension`` only."""
         return self.work.get_group(dimension)
 
-    @property
-    def place(self) -> str:
-        """The name of the ranks that share their random numbers with this one, for checkpoints."""
-        return ".".join(f"{dimension}{self.rank(dimension)}" for dimension in _RANDOM_DIMENSIONS)
-
 
 def build_mesh(layout: Layout, device_type: str) -> JobMesh:
     """Arrange all processes as pp x dp x cp x tp, tensor-parallel ranks next to each other.
