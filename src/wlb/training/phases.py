@@ -89,7 +89,7 @@ def restore(model: RankModel) -> tuple[Checkpointer, Progress | None]:
     if model.checkpoints:
         return checkpointer, checkpointer.load(model.checkpoints)
     if (pretrained := checked.config.model.pretrained) is not None:
-        PretrainedWeights.open(pretrained).load(*model.stages)
+        PretrainedWeights(pretrained).load(*model.stages)
     return checkpointer, None
 
 

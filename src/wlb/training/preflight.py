@@ -145,7 +145,7 @@ def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str
     newest = newest_checkpoint(config.checkpoint)
     if newest is None:
         if config.model.pretrained is not None:
-            PretrainedWeights.open(config.model.pretrained).check(model)
+            PretrainedWeights(config.model.pretrained).check(model)
         return None
     manifest = read_manifest(newest)
     check_model(newest, manifest["model"], model)

@@ -80,7 +80,6 @@ class Trainer:
         self.checkpointer, progress = restore(self.model)
         self.step = progress.step if progress else 0
         self.loader = build_loader(self.model, progress)
-        self.checkpointer.clean_up()  # when nothing can refuse the job any more, and before it writes
         self.reporter = build_reporter(self.model, self.step)
         self.evaluator = build_evaluator(self.model, self.reporter)
 

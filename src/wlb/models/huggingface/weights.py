@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -55,27 +56,22 @@ def hugging_face_name(name: str) -> str:
     return f"model.layers.{layer}.{_INSIDE_BLOCKS[module]}.{kind}"
 
 
-def read_tensors(tensors: Mapping[str, Tensor], reader: dcp.StorageReader) -> None:
-    """Fill ``tensors`` by their names in the storage, in this process alone. Raises ``CheckpointException``."""
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let ``torch.distributed.checkpoint`` save and load in this process without a warning that there is no other."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # disabled: no other process takes part
-        dcp.load({name: tensor.detach() for name, tensor in tensors.items()}, storage_reader=reader, no_dist=True)
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        yield
 
 
 class PretrainedWeights:
-    """The tensors of a Hugging Face directory."""
+    """The tensors of a Hugging Face ``directory``; opening it reads the headers of all files.
 
-    def __init__(self, directory: Path, tensors: dict[str, TensorStorageMetadata], files: dict[str, str]) -> None:
-        self._directory, self._tensors, self._files = directory, tensors, files
-        self._tied = read_config(directory).tied_embeddings
+    Raises ``UserError`` where there are no safetensors or one is damaged, and for a ``config.json`` that
+    ``read_config`` refuses.
+    """
 
-    @classmethod
-    def open(cls, directory: Path) -> PretrainedWeights:
-        """Read the headers of all files.
-
-        Raises ``UserError`` where there are no safetensors or one is damaged, and for a ``config.json`` that
-        ``read_config`` refuses.
-        """
+    def __init__(self, directory: Path) -> None:
         unreadable, index = require("safetensors", "train").SafetensorError, directory / INDEX_FILE
         try:
             held = HuggingFaceStorageReader(str(directory)).read_metadata()
@@ -86,9 +82,9 @@ class PretrainedWeights:
             raise UserError(f"weights in {directory} cannot be read ({error}); download them again") from error
         if not names:
             raise UserError(f"{directory} holds no weights; save the model as safetensors")
-        entries = cast(dict[str, TensorStorageMetadata], held.state_dict_metadata)
-        files = {place.fqn: info.relative_path for place, info in held.storage_data.items()}
-        return cls(directory, {name: entries[name] for name in names}, files)
+        self._directory, self._tied = directory, read_config(directory).tied_embeddings
+        self._tensors = {name: cast(TensorStorageMetadata, held.state_dict_metadata[name]) for name in names}
+        self._files = {place.fqn: info.relative_path for place, info in held.storage_data.items()}
 
     def check(self, config: TransformerConfig) -> None:
         """Raise ``UserError`` unless the tensors are those of a model with ``config``, in name, shape and type.
@@ -102,19 +98,18 @@ class PretrainedWeights:
         unexpected = {name for name in self._tensors if not name.endswith(_BUFFERS)} - expected.keys() - tied_head
         for what, names in (("lacks", expected.keys() - self._tensors.keys()), ("has unexpected", unexpected)):
             if names:
+                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
                 raise UserError(
-                    f"{self._directory} {what} {_list(names)}; its config.json describes another model, or files are missing"
+                    f"{self._directory} {what} {', '.join(sorted(names)[:_NAMED])}{more}; its config.json describes "
+                    "another model, or files are missing"
                 )
         for name, shape in expected.items():
             found, kind = self._tensors[name].size, self._tensors[name].properties.dtype
-            if found != shape:
+            if found != shape or kind not in _TYPES:
+                types = ", ".join(map(str, _TYPES))
                 raise UserError(
-                    f"{self._directory} has {name} of shape {tuple(found)}, its config.json asks for {tuple(shape)}; "
-                    "one of them belongs to another model"
-                )
-            if kind not in _TYPES:
-                raise UserError(
-                    f"{self._directory} has {name} of type {kind}; save the model as one of {', '.join(map(str, _TYPES))}"
+                    f"{self._directory} has {name} of type {kind} and shape {tuple(found)}; its config.json asks for "
+                    f"{tuple(shape)}, and types are {types}: save the model that it describes as one of them"
                 )
         if tied_head and self._head_differs():
             raise UserError(
@@ -122,17 +117,18 @@ class PretrainedWeights:
                 "model.tied_embeddings = false to train the head that is there, or remove it from the files"
             )
 
-    @torch.no_grad()
     def load(self, *modules: nn.Module) -> None:
         """Fill the parameters of a ``Transformer``, or of stages of it, sharded or not; ``check`` came before."""
-        parameters = [named for module in modules for named in module.named_parameters()]
-        while parameters:  # twice where the head comes from the embedding, too
-            batch = {self._source(name): parameter for name, parameter in reversed(parameters)}
-            parameters = [named for named in parameters if batch[self._source(named[0])] is not named[1]]
-            try:
-                read_tensors(batch, HuggingFaceStorageReader(str(self._directory)))
-            except CheckpointException as error:
-                raise UserError(f"weights in {self._directory} cannot be read; download them again") from error
+        reader = HuggingFaceStorageReader(str(self._directory))
+        for module in modules:
+            parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+            head = {name: parameters.pop(name) for name in {"head.output.weight"} & parameters.keys()}
+            for part in filter(None, (parameters, head)):
+                try:
+                    with alone():
+                        dcp.load({self._source(name): part[name] for name in part}, storage_reader=reader, no_dist=True)
+                except CheckpointException as error:
+                    raise UserError(f"weights in {self._directory} cannot be read; download them again") from error
 
     def _source(self, name: str) -> str:
         """Where the parameter ``name`` comes from: a head of its own starts as the embedding that it was tied to."""
@@ -148,9 +144,3 @@ class PretrainedWeights:
             head, embedding = one.get_slice(HEAD), other.get_slice(EMBEDDING)
             parts = [slice(i, i + _ROWS_COMPARED) for i in range(0, self._tensors[HEAD].size[0], _ROWS_COMPARED)]
             return any(not torch.equal(head[part].double(), embedding[part].double()) for part in parts)
-
-
-def _list(names: Iterable[str]) -> str:
-    first = sorted(names)
-    more = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
-    return ", ".join(first[:_NAMED]) + more

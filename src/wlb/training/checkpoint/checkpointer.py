@@ -28,7 +28,7 @@ from wlb.models.transformer import TransformerConfig
 from wlb.runtime.collectives import gathered
 from wlb.training.checkpoint import files
 from wlb.training.checkpoint.files import Progress
-from wlb.training.checkpoint.resuming import check_model, model_record, none_usable
+from wlb.training.checkpoint.resuming import check_model, model_record, newest_usable
 from wlb.training.console import say
 from wlb.training.failures import TrainingError
 
@@ -79,8 +79,7 @@ class Checkpointer:
         self._wait()
         checkpoint = files.checkpoint_path(self._config.dir, progress.step)
         manifest = {"step": progress.step, "loader": progress.loader, "model": model_record(self._model)}
-        writer = _Writer(checkpoint, manifest, self._config.keep)
-        group, stager = self._group, self._stager
+        writer, group, stager = _Writer(checkpoint, manifest), self._group, self._stager
         future = dcp.async_save(self._state(), storage_writer=writer, process_group=group, async_stager=stager)
         self._writing = checkpoint, cast(Future[Metadata], future)
         if self._good is None:
@@ -97,24 +96,12 @@ class Checkpointer:
 
         Newer ones are set aside. Raises ``UserError`` for another model, and where no checkpoint can be used.
         """
-        problem, damaged = None, list[Path]()
-        for checkpoint in reversed(candidates):
-            if (problem := self._load(checkpoint)) is None:
-                break
-            damaged.append(checkpoint)
-            if dist.get_rank() == 0:
-                say(f"wlb: warning: checkpoint {checkpoint} is damaged and not used: {problem}")
-        else:
-            raise none_usable(candidates, problem)
-        self._good, manifest = checkpoint, files.read_manifest(checkpoint)
-        for newer in damaged if dist.get_rank() == 0 else ():
+        self._good = checkpoint = newest_usable(candidates, self._load)
+        assert checkpoint is not None, "there are candidates"
+        for newer in candidates[candidates.index(checkpoint) + 1 :] if dist.get_rank() == 0 else ():
             files.set_aside(newer)
+        manifest = files.read_manifest(checkpoint)
         return Progress(manifest["step"], manifest["loader"])
-
-    def clean_up(self) -> None:
-        """Delete what killed jobs have left, and all but the newest ``keep`` checkpoints."""
-        if self._config.dir is not None and dist.get_rank() == 0:
-            files.clean_up(self._config.dir, self._config.keep)
 
     def _state(self) -> dict[str, Any]:
         """Weights and moments by name; without the optimizers' settings, which are the configuration's on resume."""
@@ -125,44 +112,50 @@ class Checkpointer:
         return state
 
     def _load(self, checkpoint: Path) -> str | None:
-        """Restore ``checkpoint``, whose files the ranks check first; on all of them, what is wrong with it if any."""
+        """Restore ``checkpoint``, whose files the ranks check first; what is wrong with it, as all ranks know."""
         share = dist.get_rank(), dist.get_world_size()
-        found = gathered(files.find_damage(checkpoint, contents=True, share=share))
-        if damage := next(filter(None, found), None):
-            return damage
-        check_model(checkpoint, files.read_manifest(checkpoint)["model"], self._model)
-        try:
-            dcp.load(self._state(), checkpoint_id=checkpoint)  # into the tensors that train
-        except CheckpointException as error:  # on every rank
-            return _first_failure(error)
-        return None
+        damage = next(filter(None, gathered(files.find_damage(checkpoint, contents=True, share=share))), None)
+        if damage is None:
+            check_model(checkpoint, files.read_manifest(checkpoint)["model"], self._model)
+            try:
+                dcp.load(self._state(), checkpoint_id=checkpoint)  # into the tensors that train
+            except CheckpointException as error:  # on every rank
+                damage = _first_failure(error)
+        if damage is not None and dist.get_rank() == 0:
+            say(f"wlb: warning: checkpoint {checkpoint} is damaged and not used: {damage}")
+        return damage
 
     def _wait(self) -> None:
-        if self._writing is None:
-            return
-        (checkpoint, future), self._writing, self._failure = self._writing, None, None
+        """Wait for the checkpoint being written, and delete what is outdated or unfinished."""
+        problem, (checkpoint, future), self._writing = None, self._writing or (Path(), None), None
         try:
-            future.result()
-            self._good = checkpoint
+            if future is not None:
+                future.result()
+                self._good, self._failure = checkpoint, None
         except CheckpointException as error:  # on every rank
-            self.clean_up()
-            dist.barrier(self._group)  # a rank that stops would take rank 0 along, before it has
-            text = f"the checkpoint of step {files.step_of(checkpoint)} could not be written to {checkpoint.parent}: "
-            text += _first_failure(error)
-            self._failure = f"{text}; mend that or choose another checkpoint.dir, and start again"
-            if self._good is None:
-                raise TrainingError(self._failure) from error
+            problem = _first_failure(error)
+        if self._config.dir is not None:
             if dist.get_rank() == 0:
-                say(f"wlb: warning: {text}; the newest one is still {self._good.name}")
+                files.clean_up(self._config.dir, self._config.keep)
+            dist.barrier(self._group)  # nobody writes yet, nor stops and takes rank 0 along
+        if problem is None:
+            return
+        step = files.step_of(checkpoint)
+        text = f"the checkpoint of step {step} could not be written to {checkpoint.parent}: {problem}"
+        self._failure = f"{text}; mend that or choose another checkpoint.dir, and start again"
+        if self._good is None:
+            raise TrainingError(self._failure)
+        if dist.get_rank() == 0:
+            say(f"wlb: warning: {text}; the newest one is still {self._good.name}")
 
 
 class _Writer(dcp.FileSystemWriter):
     """Writes into the hidden directory of ``checkpoint``; rank 0 publishes it with ``manifest``."""
 
-    def __init__(self, checkpoint: Path, manifest: dict[str, Any], keep: int) -> None:
+    def __init__(self, checkpoint: Path, manifest: dict[str, Any]) -> None:
         # Nothing is copied from a GPU ahead of writing: that would use its streams from a second thread.
         super().__init__(files.hidden_path(checkpoint), per_thread_copy_ahead=0)
-        self._checkpoint, self._manifest, self._keep = checkpoint, manifest, keep
+        self._checkpoint, self._manifest = checkpoint, manifest
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
         """The results of this rank, the last of which are the sums of its files."""
@@ -181,7 +174,6 @@ class _Writer(dcp.FileSystemWriter):
         for *_, of_rank in results:
             sums |= of_rank
         files.publish(self._checkpoint, self._manifest | {"files": sums})
-        files.clean_up(self._checkpoint.parent, self._keep)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -192,8 +184,6 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _first_failure(error: CheckpointException) -> str:
-    """The first failure of ``error`` in one line, without its traceback."""
     rank, (cause, _) = next(iter(error.failures.items()))
-    (line, *_) = str(cause).splitlines() or [""]
-    what = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {line}"
+    what = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}".splitlines()[0]
     return f"{what} (rank {rank})"

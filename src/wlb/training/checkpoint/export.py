@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from wlb.documents.store.files import StoreSource, store_prefixes
+from wlb.documents.store.files import store_prefixes
 from wlb.documents.store.index import store_path
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig
 from wlb.models.configured_model import configured_model
 from wlb.models.huggingface.export import export_model, refuse_existing
-from wlb.models.huggingface.weights import read_tensors
-from wlb.training.checkpoint.files import (
-    checkpoint_path,
-    complete_checkpoints,
-    find_damage,
-    read_manifest,
-    step_of,
-)
+from wlb.models.huggingface.weights import alone
+from wlb.models.transformer import Transformer
+from wlb.training.checkpoint.files import checkpoint_path, complete_checkpoints, find_damage, read_manifest, step_of
 from wlb.training.checkpoint.resuming import check_model
 from wlb.workload.model_json import read_config_json
 
@@ -36,46 +31,38 @@ _KEPT_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was exported: from which checkpoint, parameters counted once, and the names of the tokenizer's files."""
-
-    checkpoint: Path
-    step: int
-    parameters: int
-    tokenizer: tuple[str, ...]
-
-
-def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: torch.dtype) -> Exported:
+def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: torch.dtype) -> dict[str, Any]:
     """Write the model of the checkpoint of ``step``, or of the newest, into the new directory ``out``.
 
-    Raises ``UserError`` where there is no such checkpoint, it is damaged or holds another model, or ``out`` exists.
+    Returns ``checkpoint``, ``step``, number of ``parameters`` and names of ``tokenizer_files``. Raises ``UserError``
+    where there is no such checkpoint, it is damaged or holds another model, or ``out`` exists.
     """
     refuse_existing(out)
     checkpoint, others = _chosen(config.checkpoint, step)
-    damaged = f"checkpoint {checkpoint} is damaged: {{}}; choose another --step, of {others}"
-    if damage := find_damage(checkpoint, contents=True):
-        raise UserError(damaged.format(damage))
-    recorded = read_manifest(checkpoint)["model"]
-    model = configured_model(config.model, config.model.vocab_size or recorded["vocab_size"])
-    check_model(checkpoint, recorded, model)
-    companions, settings = _companions(config)
+    damage = find_damage(checkpoint, contents=True)
+    if damage is None:
+        recorded = read_manifest(checkpoint)["model"]
+        model = configured_model(config.model, config.model.vocab_size or recorded["vocab_size"])
+        check_model(checkpoint, recorded, model)
+        with torch.device("meta"):
+            parameters = Transformer(model).to(dtype).named_parameters()
+        tensors = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters}
+        try:
+            with alone():
+                dcp.load(dict(tensors), checkpoint_id=checkpoint, no_dist=True)
+        except CheckpointException:
+            damage = "it cannot be read"
+    if damage is not None:
+        raise UserError(f"checkpoint {checkpoint} is damaged: {damage}; choose another --step, of {others}")
+    files, settings = _companions(config)
     longest = max(config.data.context_window, settings.get("max_position_embeddings", 0))
-    reader = FileSystemReader(checkpoint)
-    try:
-        parameters = export_model(
-            model,
-            lambda tensors: read_tensors(tensors, reader),
-            out,
-            dtype=dtype,
-            longest=longest,
-            companions=companions,
-            more_config=settings,
-        )
-    except CheckpointException as error:  # as its job deletes it
-        raise UserError(damaged.format("it cannot be read")) from error
-    tokenizer = tuple(name for name in companions if name != "generation_config.json")
-    return Exported(checkpoint, step_of(checkpoint), parameters, tokenizer)
+    export_model(model, tensors, out, longest=longest, companions=files, more_config=settings)
+    return {
+        "checkpoint": str(checkpoint),
+        "step": step_of(checkpoint),
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "tokenizer_files": [name for name in files if name != "generation_config.json"],
+    }
 
 
 def _chosen(config: CheckpointConfig, step: int | None) -> tuple[Path, str]:
@@ -97,7 +84,10 @@ def _companions(config: JobConfig) -> tuple[dict[str, bytes], dict[str, Any]]:
     if (directory := config.model.pretrained) is not None:
         kept = [directory / name for name in _KEPT_FILES.split() if (directory / name).is_file()]
         return {path.name: path.read_bytes() for path in kept}, read_config_json(directory)
-    prefixes = (prefix for source in config.data.stores for prefix in _prefixes(source))
+    prefixes: list[str] = []
+    for source in config.data.stores:
+        with suppress(UserError):  # a store may be elsewhere by now
+            prefixes += store_prefixes(source)
     prefix = next((prefix for prefix in prefixes if store_path(prefix, ".tokenizer.json").is_file()), None)
     if prefix is None:
         return {}, {}
@@ -107,11 +97,3 @@ def _companions(config: JobConfig) -> tuple[dict[str, bytes], dict[str, Any]]:
     ids = {"eos_token_id": store.sidecar["end_token"]} if "end_token" in store.sidecar else {}
     tokenizer = store_path(prefix, ".tokenizer.json").read_bytes()
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": json.dumps(settings).encode()}, ids
-
-
-def _prefixes(source: StoreSource) -> list[str]:
-    """Those of a store, which may be elsewhere by now."""
-    try:
-        return store_prefixes(source)
-    except UserError:
-        return []

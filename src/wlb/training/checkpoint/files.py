@@ -1,15 +1,15 @@
 """The files of a checkpoint: those of ``torch.distributed.checkpoint``, and ``manifest.json``.
 
-The manifest has all that is not a tensor, and size and CRC-32 of every file: torch does not compare the checksums that
+The manifest has all that is not a tensor, and size and SHA-256 of every file: torch does not compare the checksums that
 are in its own files. A checkpoint is written in a hidden directory, which is renamed when it is complete.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +22,6 @@ from wlb.token_count import parse_count
 MANIFEST = "manifest.json"
 HIDDEN = ".writing-"
 _PREFIX = "step-"
-_CHUNK_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -33,16 +32,11 @@ class Progress:
     loader: dict[str, Any]
 
 
-class DamagedCheckpoint(Exception):
-    """A checkpoint is not what was written; the message says what is wrong with it."""
-
-
 def checkpoint_path(directory: Path, step: int) -> Path:
     return directory / f"{_PREFIX}{step:08d}"
 
 
 def hidden_path(checkpoint: Path) -> Path:
-    """Where ``checkpoint`` is while it is written."""
     return checkpoint.with_name(HIDDEN + checkpoint.name)
 
 
@@ -51,38 +45,39 @@ def step_of(checkpoint: Path) -> int:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in ``directory``, oldest first. All were complete once."""
+    """The checkpoints in ``directory`` that were complete once, oldest first."""
     named = [path for path in directory.glob(f"{_PREFIX}*") if parse_count(path.name.removeprefix(_PREFIX)) is not None]
     return sorted(named, key=step_of)
 
 
-def sums_of(directory: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Size and CRC-32 of files in ``directory``."""
-    return {name: [(directory / name).stat().st_size, _crc32_of(directory / name)] for name in names}
+def sums_of(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
+    """Size and SHA-256 of files in ``directory``."""
+    sums: dict[str, list[Any]] = {}
+    for name in names:
+        with (directory / name).open("rb") as file:
+            sums[name] = [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+    return sums
 
 
 def publish(checkpoint: Path, manifest: dict[str, Any]) -> None:
     """Add ``manifest`` to the hidden directory of ``checkpoint``, and give that its name."""
     hidden = hidden_path(checkpoint)
-    write_synced(hidden / MANIFEST, json.dumps({"crc32": _crc32_of_json(manifest), **manifest}))
+    write_synced(hidden / MANIFEST, json.dumps({"sha256": _digest(manifest), **manifest}))
     sync(hidden)
     move(hidden, checkpoint)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest: ``step``, ``loader``, ``model``, and ``files`` with size and CRC-32 by name.
+    """The manifest: ``step``, ``loader``, ``model``, and ``files`` with size and SHA-256 by name.
 
-    Raises ``DamagedCheckpoint`` where it is not what was written.
+    Raises ``OSError`` where it cannot be read and ``ValueError`` where it is not what was written.
     """
-    try:
-        manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_bytes())
-        if manifest.pop("crc32") == _crc32_of_json(manifest):
+    content = (checkpoint / MANIFEST).read_bytes()
+    with suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        manifest: dict[str, Any] = json.loads(content)
+        if manifest.pop("sha256") == _digest(manifest):
             return manifest
-    except OSError as error:
-        raise DamagedCheckpoint(f"its {MANIFEST} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        pass  # garbage
-    raise DamagedCheckpoint(f"its {MANIFEST} is not what was written")
+    raise ValueError(f"its {MANIFEST} is not what was written")
 
 
 def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0, 1)) -> str | None:
@@ -92,15 +87,15 @@ def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0
     """
     first, readers = share
     try:
-        for name, (size, crc32) in sorted(read_manifest(checkpoint)["files"].items())[first::readers]:
-            if (found := (checkpoint / name).stat().st_size) != size:
-                return f"its {name} has {found} bytes instead of {size}"
-            if contents and _crc32_of(checkpoint / name) != crc32:
+        for name, sums in sorted(read_manifest(checkpoint)["files"].items())[first::readers]:
+            if (size := (checkpoint / name).stat().st_size) != sums[0]:
+                return f"its {name} has {size} bytes instead of {sums[0]}"
+            if contents and sums_of(checkpoint, [name])[name] != sums:
                 return f"its {name} does not have its checksum"
-    except DamagedCheckpoint as damage:
-        return str(damage)
     except OSError as error:
-        return f"its {name} cannot be read: {error.strerror}"
+        return f"its {Path(error.filename).name} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -120,13 +115,5 @@ def clean_up(directory: Path, keep: int) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _crc32_of(file: Path) -> int:
-    crc32 = 0
-    with file.open("rb", buffering=0) as opened:
-        while chunk := opened.read(_CHUNK_BYTES):
-            crc32 = zlib.crc32(chunk, crc32)
-    return crc32
-
-
-def _crc32_of_json(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +17,36 @@ from wlb.training.checkpoint.files import complete_checkpoints, find_damage, ste
 
 
 def candidates(config: CheckpointConfig) -> list[Path]:
-    """What the job may continue from, whole or not, oldest first; raises ``UserError`` if there is any and it may not.
+    """What the job may continue from, whole or not, oldest first.
 
-    A new job would write among another job's checkpoints.
+    Raises ``UserError`` if it may not resume: it would write among another job's checkpoints.
     """
-    named = complete_checkpoints(config.dir) if config.dir is not None else []
-    if named and not config.resume:
+    found = complete_checkpoints(config.dir) if config.dir is not None else []
+    if found and not config.resume:
         raise UserError(
-            f"checkpoint.dir {config.dir} already holds {named[-1].name} and checkpoint.resume is false; "
+            f"checkpoint.dir {config.dir} already holds {found[-1].name} and checkpoint.resume is false; "
             "choose another directory or remove the checkpoints"
         )
-    return named
+    return found
 
 
-def newest_checkpoint(config: CheckpointConfig, *, contents: bool = False) -> Path | None:
-    """The newest checkpoint that is whole, as one process sees it; None for a new job.
-
-    Manifests and file sizes are looked at, with ``contents`` checksums too. Raises ``UserError`` where ``candidates``
-    does, and where none of them can be used.
-    """
-    named, damage = candidates(config), None
-    for path in reversed(named):
-        if (damage := find_damage(path, contents=contents)) is None:
+def newest_usable(found: list[Path], damage_of: Callable[[Path], str | None]) -> Path | None:
+    """The newest of ``found`` without damage, None if there are none; raises ``UserError`` if all are damaged."""
+    damage = None
+    for path in reversed(found):
+        if (damage := damage_of(path)) is None:
             return path
-    if named:
-        raise none_usable(named, damage)
+    if found:
+        raise UserError(
+            f"none of the {len(found)} checkpoints in {found[0].parent} can be used, and of the oldest {damage}; "
+            "restore one, or remove all of them to start anew"
+        )
     return None
 
 
-def none_usable(named: list[Path], damage: str | None) -> UserError:
-    """Says that none of the checkpoints ``named`` can be used, the oldest because of its ``damage``."""
-    return UserError(
-        f"none of the {len(named)} checkpoints in {named[0].parent} can be used, and of the oldest {damage}; restore "
-        "one, or remove all of them to start anew"
-    )
+def newest_checkpoint(config: CheckpointConfig, *, contents: bool = False) -> Path | None:
+    """The ``newest_usable`` of ``candidates`` by names and sizes of files, with ``contents`` by checksums too."""
+    return newest_usable(candidates(config), partial(find_damage, contents=contents))
 
 
 def what_is_kept(config: CheckpointConfig, step: int) -> str:
