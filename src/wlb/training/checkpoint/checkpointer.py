@@ -160,13 +160,12 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
         """The results of this rank, the last of which are the sums of its files."""
         try:
-            results = super().write_data(plan, planner).value()
+            written = super().write_data(plan, planner)
         except Exception as error:
-            raise _cause(error) from error
-        written: torch.futures.Future[list[Any]] = torch.futures.Future()
-        names = {result.storage_data.relative_path for result in results}
-        written.set_result([*results, files.sums_of(Path(self.path), names)])
-        return written
+            cause = error.__context__  # in place of which torch may have raised one that does not name it
+            raise (cause if isinstance(cause, OSError) else error) from None
+        sums = files.sums_of(Path(self.path), {result.storage_data.relative_path for result in written.value()})
+        return written.then(lambda done: [*done.value(), sums])
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, [of_rank[:-1] for of_rank in results])
@@ -174,13 +173,6 @@ class _Writer(dcp.FileSystemWriter):
         for *_, of_rank in results:
             sums |= of_rank
         files.publish(self._checkpoint, self._manifest | {"files": sums})
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The ``OSError`` in place of which torch has raised ``error``, if there was one."""
-    while not isinstance(error, OSError) and error.__context__ is not None:
-        error = error.__context__
-    return error
 
 
 def _first_failure(error: CheckpointException) -> str:
