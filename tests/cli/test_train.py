@@ -10,10 +10,10 @@ import pytest
 
 from tests.cases import in_turn
 from tests.cli.conftest import printed, refusal
+from tests.training.checkpoint.fakes import write_checkpoint
 from tests.training.jobs import VOCABULARY, write_config, write_store
 from wlb.job.config_file import load_config
 from wlb.models.configured_model import configured_model
-from wlb.training.checkpoint.files import Manifest, Progress, write_manifest
 from wlb.training.checkpoint.resuming import model_record
 
 
@@ -72,11 +72,9 @@ def test_a_directory_that_cannot_be_written(folder, section):
 
 
 def test_checkpoints_of_another_job(folder):
-    other = folder / "checkpoints" / "step-00000010"
-    other.mkdir(parents=True)
     config = write_config(folder, checkpoint={"dir": str(folder / "checkpoints")})
     model = model_record(configured_model(load_config(config).model, VOCABULARY))
-    write_manifest(other, Manifest(Progress(10, {"identity": {}}), model, {}))
+    write_checkpoint(folder / "checkpoints", 10, model=model)
     assert "written with token store = None, this job has" in error_of(config)
 
 

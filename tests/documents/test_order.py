@@ -77,25 +77,6 @@ def test_another_order_begins_with_the_next_epoch(lengths, taken, shuffle):
     assert read_epoch(changed, 3) == read_epoch(fresh, 3)
 
 
-@settings(deadline=None)
-@given(st.lists(some_lengths, min_size=2, max_size=4), st.integers(0, 2), st.integers(0, 40))
-def test_ids_stay_unique_over_changes_of_documents(stores, epochs, taken):
-    used: set[int] = set()
-    state = None
-    for lengths in stores:
-        stream = stream_of(lengths)
-        if state is not None:
-            stream.begin_after(state)
-        seen: set[int] = set()
-        for _ in range(epochs):
-            seen |= {segment.document for segment in read_epoch(stream, 5)}
-            stream.next_epoch()
-        seen |= {segment.document for segment in stream.take(taken)}
-        assert not seen & used
-        used |= seen
-        state = json.loads(json.dumps(stream.state_dict()))
-
-
 def test_a_position_in_a_late_epoch_is_as_close_as_any():
     count = 1000
     stream = stream_of([1] * count, seed=3)
@@ -212,17 +193,6 @@ def test_changed_weights_count_from_where_they_change():
     before.take(400)
     after.load_state_dict(before.state_dict())
     assert Counter(segment.document // 1000 for segment in after.take(400)) == {0: 300, 1: 100}
-
-
-@settings(deadline=None, max_examples=examples(25))
-@given(some_stores, some_stores, st.integers(0, 60))
-def test_ids_stay_unique_over_changes_of_the_mixture(stores, others, taken):
-    stream, changed = mixture_of(stores), mixture_of(others)
-    used = {segment.document for segment in stream.take(taken)}
-    stream.next_epoch()
-    used |= {segment.document for segment in stream.take(taken)}
-    changed.begin_after(json.loads(json.dumps(stream.state_dict())))
-    assert not used & {segment.document for segment in changed.take(taken + 1)}
 
 
 @pytest.mark.parametrize(

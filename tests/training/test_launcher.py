@@ -18,7 +18,7 @@ import pytest
 
 from tests.limits import HUNG_SECONDS
 from tests.programs import Program, finished, forked
-from tests.training.checkpoint.fakes import damage, fake_checkpoint, write_checkpoint
+from tests.training.checkpoint.fakes import damage, write_checkpoint
 from tests.training.jobs import VOCABULARY, endless, read_steps, write_config
 from tests.training.processes import children_of, is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.documents.store.reader import TokenStoreWriter
@@ -259,20 +259,19 @@ def restarts_of(directory: Path | None, most: int = 2, resume: bool = True) -> l
 def test_restarts_are_counted_between_checkpoints(tmp_path):
     restarts = restarts_of(tmp_path)
     assert restarts.take() == "the first step, as there is no checkpoint yet"
-    fake_checkpoint(tmp_path, 10)
+    write_checkpoint(tmp_path, 10)
     assert restarts.take() == "checkpoint step-00000010"
     assert restarts.left == 1
     assert restarts.take()
     assert restarts.take() is None
     assert restarts.refusal == "there was no newer checkpoint since the last restart, and no restart is left"
-    fake_checkpoint(tmp_path, 20)
+    write_checkpoint(tmp_path, 20)
     assert restarts.take() == "checkpoint step-00000020"
 
 
 @pytest.mark.parametrize("damaged", ["flipped", "truncated", "manifest.json"])
 def test_a_damaged_newest_checkpoint_is_neither_named_nor_progress(tmp_path, damaged):
     """Newer ones than the job continues from are progress, also where they are older than the damaged one."""
-    write_checkpoint(tmp_path, 10)
     damage(write_checkpoint(tmp_path, 30), damaged)
     restarts = restarts_of(tmp_path, most=1)
     for step in (10, 12, 14):

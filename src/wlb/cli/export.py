@@ -40,11 +40,9 @@ def export(
 
         loaded = load_config(config, overrides or (), auto_dp=lambda of_one_rank: 1)
         exported = export_checkpoint(loaded, out, step=step, dtype=getattr(torch, dtype.value))
-    tokenizer = list(exported.tokenizer)
+    tokenizer = exported["tokenizer_files"]
     if json:
-        shown = {"step": exported.step, "parameters": exported.parameters, "dtype": dtype.value}
-        paths = {"out": str(out), "checkpoint": str(exported.checkpoint)}
-        emit_json(paths | shown | {"tokenizer_files": tokenizer})
+        emit_json({"out": str(out), "dtype": dtype.value, **exported})
         return
     kept = f"tokenizer: {', '.join(tokenizer)}" if tokenizer else "without a tokenizer"
-    print(f"step {exported.step}, {exported.parameters:,} parameters as {dtype.value}, in {out}; {kept}")
+    print(f"step {exported['step']}, {exported['parameters']:,} parameters as {dtype.value}, in {out}; {kept}")

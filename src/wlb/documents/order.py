@@ -185,12 +185,6 @@ class DocumentStream(Stream):
         self._unfinished = set(state["unfinished"])
         self._overlong = OverlongReport(**state["overlong"])
 
-    def begin_after(self, state: dict[str, Any]) -> None:
-        """Begin with an epoch of every store whose ids are above all that the documents of ``state`` can have had."""
-        used = (1 + max(store["epoch"] for store in state["stores"])) * state["documents"]
-        self.begin(-(-used // self._firsts[-1]))
-        self._overlong = OverlongReport(**state["overlong"])
-
 
 class _StoreOrder:
     """The place in the order of one store, the ``number``-th of a mixture."""

@@ -249,8 +249,6 @@ class CheckpointConfig(Section):
     every: PositiveInt = Field(100, description="Steps between checkpoints")
     keep: PositiveInt = Field(2, description="Newest checkpoints that are kept")
     resume: bool = Field(True, description="Continue from the newest checkpoint in dir")
-    allow_changed_data: bool = Field(False, description="Continue on another token store or document order, on purpose")
-    asynchronous: bool = Field(True, description="Write in the background, from a copy")
 
 
 class MetricsConfig(Section):

@@ -125,9 +125,7 @@ class Job:
             activation_checkpointing=config.training.activation_checkpointing,
             tied_embeddings=has_tied_embeddings(config.model),
             # Those of a GPU are copied to the host.
-            checkpoint_copy=rates.device_type == "cpu"
-            and config.checkpoint.dir is not None
-            and config.checkpoint.asynchronous,
+            checkpoint_copy=rates.device_type == "cpu" and config.checkpoint.dir is not None,
             limit=limit,
         )
 

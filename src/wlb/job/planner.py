@@ -146,17 +146,6 @@ class StepPlanner(Iterator[PlannedStep]):
                 self._packer.take_back(emitted)
         self._held = None
 
-    def begin_with_other_documents(self, state: dict[str, Any]) -> int:
-        """Continue a job that was saved on other documents, with the next epoch whose ids that job cannot have used.
-
-        Returns the number of documents that waited in ``state``: they are dropped.
-        """
-        assert isinstance(self._stream, DocumentStream)
-        self._stream.begin_after(state["stream"])
-        self._packer.begin_with([], step=_next_step_of(state))
-        self._held = None
-        return len({segment.document for segment in waiting_in(state)})
-
     def _next_plan(self) -> StepPlan | None:
         while not self._emitted:
             if self._drained and not self._packer.pending and self._is_last_epoch:

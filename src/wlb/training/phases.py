@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
+from wlb.runtime.collectives import gathered, on_every_rank
 from wlb.runtime.sharded_batch import RankShare
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
-from wlb.training.checkpoint.resuming import agreed_checkpoint
+from wlb.training.checkpoint.resuming import candidates
 from wlb.training.data.loader import StepLoader, share_in
 from wlb.training.environment import compute_dtype
 from wlb.training.observe.monitor import Monitor
@@ -31,15 +32,15 @@ from wlb.training.preflight import CheckedJob
 class RankModel:
     """What a rank holds of the model of ``checked``, its place among the ranks, and how it computes.
 
-    The ranks continue from ``checkpoint``, or begin anew. Weights have their initial values, unless they are yet to
-    come from ``checkpoint`` or from a pretrained model.
+    The ranks continue from the newest of ``checkpoints`` that is whole, if there are any. Weights have their initial
+    values, unless they are yet to come from a checkpoint or from a pretrained model.
     """
 
     checked: CheckedJob
     mesh: JobMesh
     share: RankShare
     execution: Execution
-    checkpoint: Path | None
+    checkpoints: list[Path]
     stages: list[Transformer]
     optimizers: list[torch.optim.AdamW]
 
@@ -50,8 +51,8 @@ def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
     execution = Execution(device, compute_dtype(training, torch.device(job.hardware.device_type)))
     mesh = build_mesh(job.layout, device.type)
     torch.manual_seed(training.seed)
-    checkpoint = agreed_checkpoint(config.checkpoint)
-    initialise = checkpoint is None and config.model.pretrained is None
+    checkpoints = gathered(on_every_rank(lambda: candidates(config.checkpoint)))[0]
+    initialise = not checkpoints and config.model.pretrained is None
     stages = build_stage_modules(
         checked.model,
         job.layout,
@@ -63,7 +64,7 @@ def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
     )
     optimizers = [build_optimizer(stage, training) for stage in stages]
     share = share_in(job, mesh.rank("dp"), mesh.rank("cp"))
-    return RankModel(checked, mesh, share, execution, checkpoint, stages, optimizers)
+    return RankModel(checked, mesh, share, execution, checkpoints, stages, optimizers)
 
 
 def build_pipeline(model: RankModel) -> tuple[PipelineRunner, Monitor]:
@@ -79,29 +80,24 @@ def build_pipeline(model: RankModel) -> tuple[PipelineRunner, Monitor]:
 def restore(model: RankModel) -> tuple[Checkpointer, Progress | None]:
     """Load the weights that are yet to come; where the job stands, None at its beginning."""
     checked = model.checked
-    checkpointer = Checkpointer(
-        checked.config.checkpoint, checked.model, model.stages, model.optimizers, model.mesh.place
-    )
-    if model.checkpoint is not None:
-        return checkpointer, checkpointer.load(model.checkpoint)
+    checkpointer = Checkpointer(checked.config.checkpoint, checked.model, model.stages, model.optimizers)
+    if model.checkpoints:
+        return checkpointer, checkpointer.load(model.checkpoints)
     if (pretrained := checked.config.model.pretrained) is not None:
-        PretrainedWeights.open(pretrained).load(*model.stages)
+        PretrainedWeights(pretrained).load(*model.stages)
     return checkpointer, None
 
 
 def build_loader(model: RankModel, progress: Progress | None) -> StepLoader:
     """Begin to plan and read the steps after ``progress``; raises ``UserError`` if it was made on other data."""
     checked, state = model.checked, progress.loader if progress else None
-    allowed = checked.config.checkpoint.allow_changed_data
-    return StepLoader(
-        checked.store, checked.job, checked.config.training, share=model.share, state=state, allow_changes=allowed
-    )
+    return StepLoader(checked.store, checked.job, checked.config.training, share=model.share, state=state)
 
 
-def build_reporter(model: RankModel, loader: StepLoader, step: int) -> Reporter | None:
+def build_reporter(model: RankModel, step: int) -> Reporter | None:
     """Rank 0's account of the job that continues after ``step``; says where it starts."""
     if dist.get_rank() != 0:
         return None
     reporter = Reporter(model.checked, model.execution, step)
-    reporter.begin(loader)
+    reporter.begin()
     return reporter

@@ -51,8 +51,7 @@ class CheckedJob:
     def check_data(self) -> None:
         """Raise ``UserError`` where the job continues on other documents, or in another order, than it was saved on."""
         if self.saved is not None:
-            allowed = self.config.checkpoint.allow_changed_data
-            check_identity(self.saved, self.store, self.job, allow_changes=allowed)
+            check_identity(self.saved, self.store, self.job)
 
 
 def memory_limit(device_type: str, local_processes: int) -> MemoryLimit:
@@ -146,11 +145,12 @@ def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str
     newest = newest_checkpoint(config.checkpoint)
     if newest is None:
         if config.model.pretrained is not None:
-            PretrainedWeights.open(config.model.pretrained).check(model)
+            PretrainedWeights(config.model.pretrained).check(model)
         return None
     manifest = read_manifest(newest)
-    check_model(newest, manifest.model, model)
-    return manifest.progress.loader
+    check_model(newest, manifest["model"], model)
+    state: dict[str, Any] = manifest["loader"]
+    return state
 
 
 def _as_saved(job: Job, identity: dict[str, Any]) -> Job:

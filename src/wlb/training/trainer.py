@@ -79,8 +79,7 @@ class Trainer:
         self.checkpointer, progress = restore(self.model)
         self.step = progress.step if progress else 0
         self.loader = build_loader(self.model, progress)
-        self.checkpointer.delete_outdated()  # when nothing can refuse the job any more, and before it writes
-        self.reporter = build_reporter(self.model, self.loader, self.step)
+        self.reporter = build_reporter(self.model, self.step)
         self.evaluator: Evaluator | None = None
         if self.config.evaluation.store is not None:
             self.evaluator = Evaluator(self.model, self.reporter.evaluated if self.reporter else 0)

@@ -20,7 +20,7 @@ def weights_in(directories: list[Path], layouts: list[Layout]) -> list[dict[str,
     for directory, parallel in zip(directories, layouts, strict=True):
         config, mesh = read_config(directory), build_mesh(parallel, "cpu")
         stages = build_stage_modules(config, parallel, mesh, Execution(device, torch.float32), seed=None)
-        PretrainedWeights.open(directory).load(*stages)
+        PretrainedWeights(directory).load(*stages)
         weights = {name: weight for stage in stages for name, weight in stage.named_parameters()}
         found.append({name: w.full_tensor().detach() for name, w in weights.items() if isinstance(w, DTensor)})
     return found

@@ -19,6 +19,7 @@ from tests.models.huggingface.models import (
     their_scores,
     two_documents,
 )
+from wlb.errors import UserError
 from wlb.models.huggingface.config_json import read_config
 from wlb.models.huggingface.export import export_model
 from wlb.models.huggingface.weights import PretrainedWeights
@@ -32,24 +33,15 @@ SAID_OTHERWISE = ("llama-yarn", "qwen2-window", "mistral-v0.3")
 def _ours(directory: Path, dtype: torch.dtype) -> Transformer:
     config = read_config(directory)
     module = Transformer(config).to(dtype)
-    weights = PretrainedWeights.open(directory)
+    weights = PretrainedWeights(directory)
     weights.check(config)
     weights.load(module)
     return module
 
 
 def _export(module: Transformer, out: Path, dtype: torch.dtype, largest_file: int = 10**9) -> None:
-    tensors = dict(module.named_parameters())
-    export_model(
-        module.config,
-        lambda names: {name: tensors[name].detach() for name in names},
-        out,
-        dtype=dtype,
-        longest=512,
-        companions={},
-        more_config={},
-        largest_file=largest_file,
-    )
+    tensors = {name: parameter.detach().to(dtype) for name, parameter in module.named_parameters()}
+    export_model(module.config, tensors, out, longest=512, companions={}, more_config={}, largest_file=largest_file)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -92,7 +84,7 @@ def test_weights_spread_over_files_are_the_same(name: str, tmp_path: Path) -> No
 def test_a_tied_checkpoint_can_be_trained_untied(tmp_path: Path) -> None:
     save_random_model("qwen2-tied", tmp_path)
     config = replace(read_config(tmp_path), tied_embeddings=False)
-    weights = PretrainedWeights.open(tmp_path)
+    weights = PretrainedWeights(tmp_path)
     weights.check(config)
     module = Transformer(config)
     weights.load(module)
@@ -100,25 +92,28 @@ def test_a_tied_checkpoint_can_be_trained_untied(tmp_path: Path) -> None:
     assert torch.equal(parameters["embedding.weight"], parameters["head.output.weight"])
 
 
-def test_a_directory_is_never_overwritten_nor_left_unfinished(tmp_path: Path) -> None:
+def test_a_directory_is_never_overwritten_nor_left_unfinished(tmp_path: Path, monkeypatch) -> None:
     save_random_model("llama", tmp_path / "theirs", torch.float32)
     module = _ours(tmp_path / "theirs", torch.float32)
     with pytest.raises(ValueError, match="exists and is not overwritten"):
         _export(module, tmp_path / "theirs", torch.float32)
 
-    def fail(names):
+    def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    out = tmp_path / "out"
+    monkeypatch.setattr("torch.distributed.checkpoint.save", fail)
     with pytest.raises(KeyboardInterrupt):
-        export_model(module.config, fail, out, dtype=torch.float32, longest=1, companions={}, more_config={})
+        _export(module, tmp_path / "out", torch.float32)
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="cannot be written: File exists"):
+        _export(module, tmp_path / "theirs" / "config.json" / "out", torch.float32)
 
 
 def test_weights_say_what_they_are_and_can_be_read_by_others(tmp_path: Path) -> None:
     save_random_model("llama", tmp_path / "theirs", torch.float32)
     _export(_ours(tmp_path / "theirs", torch.float32), tmp_path / "ours", torch.float32)
-    with safe_open(tmp_path / "ours" / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
+    with safe_open(tmp_path / "ours" / "model-00001-of-00001.safetensors", framework="pt") as file:
+        assert file.metadata()["format"] == "pt"
     assert read_config_json(tmp_path / "ours")["torch_dtype"] == "float32"
     assert len({path.stat().st_mode for path in (tmp_path / "ours").iterdir()}) == 1

@@ -51,7 +51,7 @@ def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
     by_rank = run_ranks(4, weights_in, directories, [Layout(**layout) for layout in LAYOUTS.values()])
     for directory, ranks in zip(directories, zip(*by_rank, strict=True), strict=True):
         whole = Transformer(read_config(directory))
-        PretrainedWeights.open(directory).load(whole)
+        PretrainedWeights(directory).load(whole)
         expected = {name: weight.detach() for name, weight in whole.named_parameters()}
         assert {name for held in ranks for name in held} == expected.keys()
         for held in ranks:
@@ -81,7 +81,7 @@ def test_the_model_is_the_files_with_rotary_settings_and_untying_of_the_job(tmp_
     assert model.shape == pretrained.shape
     assert (model.rope_theta, model.tied_embeddings) == (5e6, False)
     assert (model.norm_eps, model.rope_scaling) == (pretrained.norm_eps, pretrained.rope_scaling)
-    PretrainedWeights.open(tmp_path / "model").check(model)
+    PretrainedWeights(tmp_path / "model").check(model)
 
 
 @pytest.mark.parametrize(

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
+from typing import Any
 
-from wlb.training.checkpoint.files import (
-    FileRecord,
-    Manifest,
-    Progress,
-    checkpoint_path,
-    hidden_path,
-    publish,
-    start_writing,
-    write_manifest,
-)
+from wlb.training.checkpoint.files import checkpoint_path, hidden_path, publish, sums_of
 
 FILES = {"__0_0.distcp": b"weights" * 100, "__1_0.distcp": b"moments" * 90, ".metadata": b"names"}
 
 
-def write_checkpoint(directory: Path, step: int) -> Path:
-    checkpoint = checkpoint_path(directory, step)
-    start_writing(checkpoint)
-    for name, content in FILES.items():
+def write_checkpoint(
+    directory: Path, step: int, files: dict[str, bytes] | None = None, model: dict[str, Any] | None = None
+) -> Path:
+    checkpoint, contents = checkpoint_path(directory, step), FILES if files is None else files
+    hidden_path(checkpoint).mkdir(parents=True)
+    for name, content in contents.items():
         (hidden_path(checkpoint) / name).write_bytes(content)
-    records = {name: FileRecord(len(content), zlib.crc32(content)) for name, content in FILES.items()}
-    publish(checkpoint, Manifest(Progress(step, {"identity": {"data.seed": 1}}), {"heads": 2}, records))
+    manifest = {"step": step, "loader": {"identity": {}}, "model": model or {"heads": 2}}
+    publish(checkpoint, manifest | {"files": sums_of(hidden_path(checkpoint), contents)})
     return checkpoint
-
-
-def fake_checkpoint(directory: Path, step: int, complete: bool = True) -> None:
-    """One without files."""
-    path = directory / f"step-{step:08d}"
-    path.mkdir(parents=True)
-    if complete:
-        write_manifest(path, Manifest(Progress(step, {"identity": {}}), {}, {}))
 
 
 def damage(checkpoint: Path, how: str) -> None:

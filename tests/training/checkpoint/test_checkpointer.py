@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.cases import in_turn
 from tests.limits import HUNG_SECONDS
@@ -26,16 +30,10 @@ from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig, TrainingConfig
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.checkpoint import checkpointer as checkpoint_module
-from wlb.training.checkpoint import storage
+from wlb.training.checkpoint import files
 from wlb.training.checkpoint.checkpointer import Checkpointer
-from wlb.training.checkpoint.files import (
-    Progress,
-    checkpoint_path,
-    complete_checkpoints,
-    find_damage,
-    hidden_path,
-    start_writing,
-)
+from wlb.training.checkpoint.files import Progress
+from wlb.training.checkpoint.resuming import newest_checkpoint
 from wlb.training.failures import TrainingError
 from wlb.training.optimizer import build_optimizer
 from wlb.training.preflight import check_job
@@ -158,21 +156,10 @@ def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tm
         ("pp", "dp-cp", {"packing": {"micro_batches": 6}}),
         exhaustive("dp", "dp3", {"packing": {"micro_batches": 6}}),
         exhaustive("interleaved", "alone", {"packing": {"micro_batches": 6}}),
-        # Under another preset.
-        ("dp", "dp level", {}),
-        ("dp level", "pp", {}),
-        exhaustive("dp", "pool elastic", {}),
-        exhaustive("pool elastic", "dp", {}),
-        exhaustive("dp level", "cp-tp sequential", {}),
-        exhaustive("tp sequential", "three level", {}),
     ],
 )
 def test_resuming_a_job_that_was_changed_trains_every_document_once(straight, saved, resumed, changes, tmp_path):
     folder = stopped_after_two(straight[saved], tmp_path)
-    if not changes:
-        with pytest.raises(UserError, match=r"was written with packing\.method = '\w+', this job has '\w+'"):
-            check_job(configure(folder, resumed), 1)
-        changes = {"checkpoint": {"allow_changed_data": True}}
     train(configure(folder, resumed, training=END, **changes))
     rows = read_steps(folder)
     assert rows[:2] == read_steps(straight[saved])[:2]
@@ -180,6 +167,11 @@ def test_resuming_a_job_that_was_changed_trains_every_document_once(straight, sa
     trained = [document for row in rows for document in row["document_ids"]]
     assert sorted(document for document in trained if document < DOCUMENTS) == list(range(DOCUMENTS))
     assert len(trained) == len(set(trained))
+
+
+def test_another_preset_is_refused_before_anything_starts(straight):
+    with pytest.raises(UserError, match=r"was written with packing\.method = 'makespan', this job has 'elastic'"):
+        check_job(configure(straight["dp"], "dp level"), 1)
 
 
 @in_turn(
@@ -230,26 +222,41 @@ def _train_aloud(config: JobConfig, said: Path) -> None:
     jobs.train(config)
 
 
-# test_files.py damages every file in every way, and test_launcher.py passes over one without its manifest.
+def garble(checkpoint: Path) -> None:
+    """Zeros in place of tensors, with the checksum of zeros: only reading finds out."""
+    file = checkpoint / "__1_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+    manifest = files.read_manifest(checkpoint)
+    checkpoint.rename(files.hidden_path(checkpoint))
+    sums = files.sums_of(files.hidden_path(checkpoint), manifest["files"])
+    files.publish(checkpoint, manifest | {"files": sums})
+
+
+# test_files.py damages every file in every way.
 @pytest.mark.parametrize(
     ("how", "named"),
     [
         ("flipped", "its __1_0.distcp does not have its checksum"),
         exhaustive("truncated", "its __1_0.distcp has "),
-        exhaustive(".metadata", "its .metadata is missing"),
-        exhaustive("manifest.json", "it has no manifest.json"),
+        exhaustive(".metadata", "its .metadata cannot be read"),
+        exhaustive("manifest.json", "its manifest.json cannot be read"),
+        ("garbled", "UnpicklingError: Weights only load failed"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(straight, how, named, tmp_path):
     shutil.copytree(straight["dp"], tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "checkpoints" / "step-00000004"
-    damage(newest, how)
+    if how == "garbled":
+        garble(newest)
+    else:
+        damage(newest, how)
     run_ranks(2, _train_aloud, configure(tmp_path, "dp"), tmp_path / "said")
     (warning,) = [line for line in (tmp_path / "said").read_text().splitlines() if "warning: checkpoint" in line]
     assert f"step-00000004 is damaged and not used: {named}" in warning
     names = ("step", "document_ids", "loss", "grad_norm")
     assert columns(tmp_path, *names) == columns(straight["dp"], *names)
-    assert find_damage(newest, contents=True) is None
+    assert files.find_damage(newest, contents=True) is None
+    assert newest.with_name("damaged-step-00000004").is_dir()
 
 
 def test_without_a_usable_checkpoint_nothing_starts(straight, tmp_path):
@@ -262,13 +269,48 @@ def test_without_a_usable_checkpoint_nothing_starts(straight, tmp_path):
     assert read_steps(tmp_path) == read_steps(straight["dp"])
 
 
+def _train_and_be_killed(config: JobConfig, where: str, rank: int, call: int) -> None:
+    owner = FileSystem if where == "rename" else files
+    function, calls = getattr(owner, where), itertools.count(1)
+
+    def killing(*arguments: Any) -> Any:
+        if dist.get_rank() == rank and next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments)
+
+    setattr(owner, where, killing)
+    jobs.train(config)
+
+
+# test_restarts.py kills ranks of real jobs at random moments.
+@pytest.mark.parametrize(
+    ("where", "rank", "call", "newest"),
+    [
+        ("sums_of", 1, 1, 2),  # rank 1 has written its file
+        ("rename", 0, 1, 2),  # .metadata has yet to get its name
+        ("publish", 0, 1, 2),  # .metadata has it
+        ("clean_up", 0, 2, 4),  # at the end of the job; the first call is before it saves
+    ],
+)
+def test_a_kill_while_a_checkpoint_is_written_changes_nothing(straight, where, rank, call, newest, tmp_path):
+    config = configure(stopped_after_two(straight["dp"], tmp_path), "dp")
+    with pytest.raises(RankFailure):
+        run_ranks(2, _train_and_be_killed, config, where, rank, call)
+    directory = tmp_path / "checkpoints"
+    assert newest_checkpoint(config.checkpoint) == files.checkpoint_path(directory, newest)
+    train(config)
+    names = ("step", "document_ids", "loss", "grad_norm", "learning_rate", "tokens")
+    assert columns(tmp_path, *names) == columns(straight["dp"], *names)
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000004"]
+
+
 def checkpointers(directory: Path, *keep: int) -> tuple[list[Checkpointer], Tensor]:
     """One for each ``checkpoint.keep``, all of the same small model, and one of its weights."""
     config = TransformerConfig(ModelShape(8, 1, 2, 1, 4, 8, 5))
     model = Transformer(config)
     assert model.embedding is not None
     optimizers = [build_optimizer(model, TrainingConfig())]
-    made = [Checkpointer(CheckpointConfig(dir=directory, keep=n), config, [model], optimizers, "alone") for n in keep]
+    made = [Checkpointer(CheckpointConfig(dir=directory, keep=n), config, [model], optimizers) for n in keep]
     return made, model.embedding.weight
 
 
@@ -276,25 +318,25 @@ def _save_while_weights_change(directory: Path) -> None:
     """Saves twice with nothing written until weights have changed, and reads both checkpoints back."""
     (checkpointer,), weight = checkpointers(directory, 9)
     checkpointer.save(Progress(1, {}))  # the first one is waited for
-    may_write = threading.Event()
+    may_write, write_data = threading.Event(), checkpoint_module._Writer.write_data
 
-    def waiting(checkpoint: Path) -> None:
+    def waiting(*arguments: Any) -> Any:
         assert may_write.wait(HUNG_SECONDS)
-        start_writing(checkpoint)
+        return write_data(*arguments)
 
     def restored(step: int) -> Tensor:
-        checkpointer.load(checkpoint_path(directory, step))
+        checkpointer.load([files.checkpoint_path(directory, step)])
         return weight.detach().clone()
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(storage, "start_writing", waiting)
+        patch.setattr(checkpoint_module._Writer, "write_data", waiting)
         weight.fill_(2.0)
         checkpointer.save(Progress(2, {}))
-        weight.fill_(3.0)  # the thread has not begun to write
-        assert [path.name for path in complete_checkpoints(directory)] == ["step-00000001"]
+        weight.fill_(3.0)  # nothing is written yet
+        assert [path.name for path in files.complete_checkpoints(directory)] == ["step-00000001"]
         threading.Timer(0.2, may_write.set).start()
         checkpointer.save(Progress(3, {}))  # waits for the one before it
-        assert complete_checkpoints(directory)[1].name == "step-00000002"
+        assert files.complete_checkpoints(directory)[1].name == "step-00000002"
         weight.fill_(4.0)
         checkpointer.finish()
     assert (restored(2) == 2.0).all()
@@ -312,18 +354,17 @@ def _continue_beside_a_damaged_one(directory: Path) -> tuple[list[str], list[str
     for step in (1, 2, 6):
         writing.save(Progress(step, {}))
         writing.finish()
-    damage(checkpoint_path(directory, 6), "flipped")
-    continuing.load(checkpoint_path(directory, 2))
-    continuing.delete_outdated()
-    before = [path.name for path in complete_checkpoints(directory)]
+    damage(files.checkpoint_path(directory, 6), "flipped")
+    continuing.load(files.complete_checkpoints(directory))
+    files.hidden_path(files.checkpoint_path(directory, 9)).mkdir()  # left by a killed job
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "publish", _full_disk)
+        patch.setattr(files, "publish", _full_disk)
         patch.setattr(checkpoint_module, "say", said.append)
         continuing.save(Progress(3, {}))
+        before = sorted(path.name for path in directory.iterdir() if not path.name.startswith(files.HIDDEN))
         with pytest.raises(TrainingError, match="No space left"):
             continuing.finish()
-    hidden_path(checkpoint_path(directory, 9)).mkdir()  # left by a killed job
     continuing.save(Progress(7, {}))
     continuing.finish()
     return said, before, sorted(path.name for path in directory.iterdir())
@@ -336,5 +377,5 @@ def _full_disk(*_: object) -> None:
 def test_a_damaged_checkpoint_does_not_count_as_one_to_fall_back_on(tmp_path):
     (((warning,), before, after),) = run_ranks(1, _continue_beside_a_damaged_one, tmp_path)
     assert warning.endswith("the newest one is still step-00000002")
-    assert before == ["step-00000002", "step-00000006"]  # keep is 1 now, so there is room before anything is written
-    assert after == ["step-00000007"]
+    assert before == ["damaged-step-00000006", "step-00000002"]  # keep is 1 now: there is room before it writes
+    assert after == ["damaged-step-00000006", "step-00000007"]

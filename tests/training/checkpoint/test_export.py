@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.training.jobs import train, write_config
 from wlb.cli import app
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.job.config_file import load_config
-from wlb.training.checkpoint import export, files, storage
 
 VOCABULARY = 60
 
@@ -103,57 +101,11 @@ def _check_refusals(config: Path, folder: Path, capsys, monkeypatch) -> None:
     newest = folder / "checkpoints" / "step-00000003"
     damage(newest, "flipped")
     assert re.search(r"is damaged: .* checksum; choose another --step, of 2", said(*new))
+    damage(newest, ".metadata")  # as a job that deletes it meanwhile
+    assert re.search(r"is damaged: .* cannot be read: .*; choose another --step, of 2", said(*new))
     assert not (folder / "new").exists()
     assert _wlb(monkeypatch, "export", config, *new, "--step", 2) == 0
     assert "step 2, " in capsys.readouterr().out
-
-
-def test_a_checkpoint_that_its_job_deletes_meanwhile_gives_way_to_the_newest(tmp_path, capsys, monkeypatch) -> None:
-    _store(tmp_path / "store", seed=0)
-    config = _job(tmp_path, data={"context_window": 64}, training={"steps": 2})
-    run_ranks(1, train, load_config(config))
-    directory, out = tmp_path / "checkpoints", tmp_path / "out"
-    first, open_regular = directory / "step-00000002", files.open_regular
-    first.rename(tmp_path / "kept")
-
-    def exported(deletes_at: int, newer: str | None, *arguments: object) -> tuple[int, int, str]:
-        """Status, files opened, and what was said, where the job deletes the checkpoint as a certain file is opened."""
-        opened = 0
-
-        def opening(path: Path) -> int:
-            nonlocal opened
-            opened += 1
-            if opened == deletes_at:
-                shutil.rmtree(first)
-                if newer is not None:
-                    shutil.copytree(tmp_path / "kept", directory / newer)
-            return open_regular(path)
-
-        for module in (files, storage):
-            monkeypatch.setattr(module, "open_regular", opening)
-        shutil.rmtree(directory)
-        shutil.copytree(tmp_path / "kept", first)
-        shutil.rmtree(out, ignore_errors=True)
-        status = _wlb(monkeypatch, "export", config, "--out", out, *arguments)
-        said = capsys.readouterr()
-        return status, opened, said.out + said.err
-
-    status, opened, said = exported(0, None)
-    assert (status, said.startswith("step 2, ")) == (0, True)
-    for deletes_at in range(1, opened + 1):
-        status, _, said = exported(deletes_at, "step-00000004")
-        assert (status, said.startswith("step 4, ")) == (0, True)
-        assert (out / "model.safetensors").is_file()
-        for newer, arguments, message in (
-            ("step-00000004", ("--step", 2), "holds no checkpoint of step 2; it has 4"),
-            (None, (), "holds no checkpoint; name another"),
-        ):
-            status, _, said = exported(deletes_at, newer, *arguments)
-            (line,) = said.splitlines()
-            assert (status, message in line, out.exists()) == (2, True, False)
-    monkeypatch.setattr(export, "_TRIES", 1)
-    status, _, said = exported(1, "step-00000004")
-    assert (status, "faster than they are read (1 tries); export when it has ended" in said) == (2, True)
 
 
 def test_the_tokenizer_that_was_trained_for_the_store_comes_along(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -37,8 +37,7 @@ def open_loader(
     config = job(folder, **(changes or {}))
     store = TokenStore.open(*config.data.stores)
     spec = Job.from_config(config, "h100", vocab_size=config.model.vocab_size or VOCABULARY)
-    allowed = config.checkpoint.allow_changed_data
-    return StepLoader(store, spec, config.training, share=share, state=state, allow_changes=allowed)
+    return StepLoader(store, spec, config.training, share=share, state=state)
 
 
 def same_step(left: LoadedStep, right: LoadedStep) -> bool:
@@ -99,7 +98,7 @@ def test_a_state_is_refused_on_other_settings_and_data(folder, tmp_path):
         ({"data": {"seed": 1}}, "data.seed = 0, this job has 1"),
         ({"packing": {"method": "sequential"}}, "packing.method = 'makespan'"),
         ({"data": {"seed": 1, "overlong": "drop"}}, r"overlong = 'split', .* 'drop' \(1 more settings differ\)"),
-        ({"data": {"store": str(tmp_path / "store")}}, r"token store = .* set checkpoint\.allow_changed_data = true"),
+        ({"data": {"store": str(tmp_path / "store")}}, r"token store = .* start anew with another checkpoint\.dir"),
     ]
     for changes, named in refused:
         with pytest.raises(UserError, match=named):
@@ -123,53 +122,6 @@ def test_a_state_does_not_depend_on_how_settings_are_said(folder):
         state = loader.state_dict()
     assert not any("delay_price" in name for name in state["identity"])
     same = {"packing": {"method": "variable_length", "max_delay": 16, "outlier_thresholds": [24, 72]}}
-    with open_loader(folder, same, state=state) as resumed:
-        assert resumed.changed_data is None
+    open_loader(folder, same, state=state).close()
     with pytest.raises(UserError, match=r"packing.max_delay = 16, this job has 3"):
         open_loader(folder, {"packing": {"method": "variable_length", "max_delay": 3}}, state=state)
-
-
-def after(steps: int, loader: StepLoader) -> tuple[dict[str, Any], list[int]]:
-    """The state after ``steps`` steps, and the documents they finished."""
-    with loader:
-        finished = [document for step in islice(loader, steps) for document in step.planned.documents]
-        return json.loads(json.dumps(loader.state_dict())), finished
-
-
-def test_other_settings_on_purpose_lose_and_repeat_no_document(folder):
-    state, finished = after(2, open_loader(folder))
-    waiting = open_loader(folder, state=state)
-    waiting.close()
-    changes: dict[str, dict[str, Any]] = {
-        "data": {"context_window": 96, "seed": 9},
-        "packing": {"method": "sequential", "micro_batches": 2},
-        "training": {"steps": None},
-        "checkpoint": {"allow_changed_data": True},
-    }
-    with open_loader(folder, changes, state=state) as changed:
-        assert changed.changed_data is not None
-        assert "data.seed was 0 and is 9" in changed.changed_data
-        assert "packing.method was 'makespan' and is 'sequential'" in changed.changed_data
-        kept = waiting.totals()["pending_documents"]
-        assert kept > 0
-        assert changed.changed_data.endswith(f"; {kept} waiting documents are carried over")
-        finished += [document for step in changed for document in step.planned.documents]
-    assert sorted(finished) == list(range(len(TokenStore.open(folder / "store"))))
-
-
-def test_other_data_on_purpose_begin_a_new_epoch_with_new_ids(folder, tmp_path):
-    other = write_store(tmp_path / "store", documents=37)
-    first = open_loader(folder)
-    state, finished = after(5, first)
-    waiting = first.totals()["pending_documents"]
-    assert waiting > 0
-    changes: dict[str, dict[str, Any]] = {"training": {"steps": None}, "checkpoint": {"allow_changed_data": True}}
-    with open_loader(tmp_path, changes, state=state) as changed:
-        assert changed.changed_data is not None
-        assert f"; {waiting} documents of the old token store that waited are dropped" in changed.changed_data
-        steps = list(changed)
-    trained = [document for step in steps for document in step.planned.documents]
-    assert sorted(document % len(other) for document in trained) == list(range(len(other)))
-    assert min(trained) >= 2 * len(TokenStore.open(folder / "store"))  # documents of its second epoch had been read
-    assert max(finished) > len(TokenStore.open(folder / "store"))
-    assert [step.plan.step for step in steps] == list(range(5, 5 + len(steps)))

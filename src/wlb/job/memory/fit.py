@@ -72,11 +72,11 @@ def too_large(job: Job, *, resumes: bool = False) -> str | None:
     if job.activation_checkpointing != "full" and fits(recomputing):
         smaller = gib(predicted_memory(recomputing).total)
         remedies.append(f'set training.activation_checkpointing = "full" ({smaller} GiB)')
-    on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""
+    anew = " (of a new job, with another checkpoint.dir)" if resumes else ""
     shorter = "lower packing.max_length_factor or"
     if job.pools is not None:  # whose L_max is what its documents need
         shorter = "raise packing.pool_micro_batches, lower"
-    remedies.append(f"{shorter} data.context_window{on_purpose}, raise parallel.cp, tp, pp or dp")
+    remedies.append(f"{shorter} data.context_window{anew}, raise parallel.cp, tp, pp or dp")
     return (
         f"with micro-batches of {job.longest_micro_batch} tokens a process needs up to {estimate}, over the "
         f"{gib(limit.number_of_bytes)} GiB of {limit.origin}; {', or '.join(remedies)}"

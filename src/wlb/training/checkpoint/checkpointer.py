@@ -1,52 +1,34 @@
-"""Save and restore a whole job with ``torch.distributed.checkpoint``: in the background, atomically, verified.
+"""Save and restore a whole job with ``torch.distributed.checkpoint`` (DCP), in the background.
 
-Training stands still only while tensors are copied to host memory. A thread per rank then writes the copy, together
-with the others over a process group of its own: a hidden directory, one file per rank, and when every rank is done
-the manifest and the name (``storage``). So whatever carries the name of a checkpoint is complete, and a
-job killed at any moment leaves the previous one as the newest. At most one is being written. Tensors are saved under
-their fully qualified names, which other parallel sizes can read as well.
+Training stands still only while tensors are copied to host memory. They are saved under their fully qualified names,
+which other parallel sizes can read as well.
 """
 
 from __future__ import annotations
 
-import shutil
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim import Optimizer
 
 from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.runtime.collectives import gathered
-from wlb.training.checkpoint.files import (
-    Progress,
-    checkpoint_path,
-    delete_outdated,
-    hidden_path,
-    is_whole,
-    named_checkpoints,
-    read_manifest,
-    step_of,
-)
-from wlb.training.checkpoint.resuming import RANDOM_STATES, check_model, check_tensors, model_record
-from wlb.training.checkpoint.storage import ChecksummedWriter, ConfinedReader, first_failure
+from wlb.training.checkpoint import files
+from wlb.training.checkpoint.files import Progress
+from wlb.training.checkpoint.resuming import check_model, model_record, newest_usable
 from wlb.training.console import say
 from wlb.training.failures import TrainingError
 
@@ -57,9 +39,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per par
 class Checkpointer:
     """Saves the stages of this rank with their optimizers into ``config.dir``; every rank calls every method.
 
-    ``stages`` are parts of ``model``, ``optimizers[i]`` belongs to ``stages[i]``. Parameters of different stages have
-    different names. ``place`` names the random generators of this rank: a rank of another layout gets them back if it
-    has the same place.
+    ``optimizers[i]`` belongs to ``stages[i]``. Parameters of different stages of ``model`` have different names.
     """
 
     def __init__(
@@ -68,18 +48,13 @@ class Checkpointer:
         model: TransformerConfig,
         stages: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        place: str,
     ) -> None:
-        self._place = place
-        self._model = model
-        self._config = config
-        self._stages = stages
-        self._optimizers = optimizers
-        self._good: list[Path] = []  # those up to the one the job continues from, and its own; others are damaged
-        self._writing: Future[str | None] | None = None
-        self._failure: str | None = None  # why the last checkpoint could not be written, while there is an older one
+        self._config, self._model, self._stages, self._optimizers = config, model, stages, optimizers
+        self._good: Path | None = None  # the newest checkpoint that this job has read or written
+        self._writing: tuple[Path, Future[Metadata]] | None = None
+        self._failure: str | None = None  # why the last checkpoint could not be written
         if self.enabled:
-            # The thread's own: collectives of two threads in one group would meet the wrong partners.
+            # The writing thread's own: collectives of two threads in one group would meet the wrong partners.
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
             # Into pinned memory on CUDA, kept from one time to the next; it returns when the copy is made.
             cuda = torch.cuda.is_available()
@@ -96,22 +71,18 @@ class Checkpointer:
     def save(self, progress: Progress) -> None:
         """Begin to write the checkpoint of ``progress.step``, after the one before it; older than ``keep`` are deleted.
 
-        Returns when the job may train on. The first checkpoint of a job is waited for, so that a job that can write
-        none stops at once. A failure is told on stderr, on rank 0, and training goes on, as long as a good checkpoint
-        exists; otherwise raises ``TrainingError``, at the latest in the next ``save`` or ``finish``.
+        Returns when the job may train on; the first checkpoint is waited for, so that a job that can write none stops
+        at once. A failure shows in the next ``save`` or ``finish``: as a line on stderr where there is another good
+        checkpoint, as ``TrainingError`` otherwise.
         """
-        directory = self._config.dir
-        assert directory is not None, "saving needs checkpoint.dir"
+        assert self._config.dir is not None, "saving needs checkpoint.dir"
         self._wait()
-        tensors = self._tensors() | _rng_state(self._place)
-        wait = not (self._config.asynchronous and self._good)
-        copy = tensors if wait else self._stager.stage(tensors)
-        assert isinstance(copy, dict), "the stager does not return before the copy is made"
-        self._writing = Future()
-        writing = (self._writing, checkpoint_path(directory, progress.step), copy, progress)
-        # A daemon: a process that has to end does not wait for it.
-        threading.Thread(target=self._write_in_background, args=writing, name="wlb-checkpoint", daemon=True).start()
-        if wait:
+        checkpoint = files.checkpoint_path(self._config.dir, progress.step)
+        manifest = {"step": progress.step, "loader": progress.loader, "model": model_record(self._model)}
+        writer, group, stager = _Writer(checkpoint, manifest), self._group, self._stager
+        future = dcp.async_save(self._state(), storage_writer=writer, process_group=group, async_stager=stager)
+        self._writing = checkpoint, cast(Future[Metadata], future)
+        if self._good is None:
             self._wait()
 
     def finish(self) -> None:
@@ -120,99 +91,91 @@ class Checkpointer:
         if self._failure is not None:
             raise TrainingError(self._failure)
 
-    def load(self, path: Path) -> Progress:
-        """Restore model, optimizers and random generators from ``path`` in place, and return where it stands.
+    def load(self, candidates: list[Path]) -> Progress:
+        """Restore model and optimizers in place from the newest of ``candidates`` that is whole; where that stands.
 
-        Raises ``UserError`` for the checkpoint of another model.
+        Newer ones are set aside. Raises ``UserError`` for another model, and where no checkpoint can be used.
         """
-        manifest = read_manifest(path)
-        check_model(path, manifest.model, self._model)
-        reader = ConfinedReader(path)
-        saved = reader.tensors()
-        check_tensors(path, saved, self._model)
-        rng = {name: state for name, state in _rng_state(self._place).items() if name in saved}
-        state = self._tensors() | rng
-        try:
-            dcp.load(state, storage_reader=reader)
-        except CheckpointException as error:
-            raise TrainingError(f"checkpoint {path} cannot be loaded: {first_failure(error)}") from error
-        for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
-            set_model_state_dict(stage, _pick(state, get_model_state_dict(stage)))
-            groups = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
-            set_optimizer_state_dict(stage, optimizer, groups | _pick(state, _moments(stage, optimizer)), options=_FLAT)
-        _set_rng_state({name: state[name] for name in rng})
-        self._good = [older for older in named_checkpoints(path.parent) if step_of(older) <= step_of(path)]
-        return manifest.progress
+        self._good = checkpoint = newest_usable(candidates, self._load)
+        assert checkpoint is not None, "there are candidates"
+        for newer in candidates[candidates.index(checkpoint) + 1 :] if dist.get_rank() == 0 else ():
+            files.set_aside(newer)
+        manifest = files.read_manifest(checkpoint)
+        return Progress(manifest["step"], manifest["loader"])
 
-    def delete_outdated(self) -> None:
-        """Delete all but the newest ``keep`` checkpoints: for a job that continues with a lower ``keep``."""
-        if dist.get_rank() == 0:
-            delete_outdated(self._good, self._config.keep)
-
-    def _tensors(self) -> dict[str, Any]:
-        tensors: dict[str, Any] = {}
+    def _state(self) -> dict[str, Any]:
+        """Weights and moments by name; without the optimizers' settings, which are the configuration's on resume."""
+        state: dict[str, Any] = {}
         for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
-            tensors |= get_model_state_dict(stage)
-            tensors |= _moments(stage, optimizer)
-        return tensors
+            for part in get_state_dict(stage, optimizer, options=_FLAT):
+                state |= {name: value for name, value in part.items() if not name.startswith("param_groups.")}
+        return state
+
+    def _load(self, checkpoint: Path) -> str | None:
+        """Restore ``checkpoint``, whose files the ranks check first; what is wrong with it, as all ranks know."""
+        share = dist.get_rank(), dist.get_world_size()
+        damage = next(filter(None, gathered(files.find_damage(checkpoint, contents=True, share=share))), None)
+        if damage is None:
+            check_model(checkpoint, files.read_manifest(checkpoint)["model"], self._model)
+            try:
+                dcp.load(self._state(), checkpoint_id=checkpoint)  # into the tensors that train
+            except CheckpointException as error:  # on every rank
+                damage = _first_failure(error)
+        if damage is not None and dist.get_rank() == 0:
+            say(f"wlb: warning: checkpoint {checkpoint} is damaged and not used: {damage}")
+        return damage
 
     def _wait(self) -> None:
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            self._failure = writing.result()
-
-    def _write_in_background(
-        self, written: Future[str | None], checkpoint: Path, tensors: dict[str, Any], progress: Progress
-    ) -> None:
+        """Wait for the checkpoint being written, and delete what is outdated or unfinished."""
+        problem, (checkpoint, future), self._writing = None, self._writing or (Path(), None), None
         try:
-            written.set_result(self._write(checkpoint, tensors, progress))
-        except BaseException as error:  # whatever it is, whoever waits has to know
-            written.set_exception(error)
+            if future is not None:
+                future.result()
+                self._good, self._failure = checkpoint, None
+        except CheckpointException as error:  # on every rank
+            problem = _first_failure(error)
+        if self._config.dir is not None:
+            if dist.get_rank() == 0:
+                files.clean_up(self._config.dir, self._config.keep)
+            dist.barrier(self._group)  # nobody writes yet, nor stops and takes rank 0 along
+        if problem is None:
+            return
+        step = files.step_of(checkpoint)
+        text = f"the checkpoint of step {step} could not be written to {checkpoint.parent}: {problem}"
+        self._failure = f"{text}; mend that or choose another checkpoint.dir, and start again"
+        if self._good is None:
+            raise TrainingError(self._failure)
+        if dist.get_rank() == 0:
+            say(f"wlb: warning: {text}; the newest one is still {self._good.name}")
 
-    def _write(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> str | None:
-        """Write ``checkpoint`` together with all ranks; they all return the same: what went wrong, if anything did."""
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes into the hidden directory of ``checkpoint``; rank 0 publishes it with ``manifest``."""
+
+    def __init__(self, checkpoint: Path, manifest: dict[str, Any]) -> None:
+        # Nothing is copied from a GPU ahead of writing: that would use its streams from a second thread.
+        super().__init__(files.hidden_path(checkpoint), per_thread_copy_ahead=0)
+        self._checkpoint, self._manifest = checkpoint, manifest
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
+        """The results of this rank, the last of which are the sums of its files."""
         try:
-            writer = ChecksummedWriter(checkpoint, progress, model_record(self._model))
-            dcp.save(tensors, storage_writer=writer, process_group=self._group)
-        except CheckpointException as error:  # which is no Exception
-            return self._give_up(checkpoint, first_failure(error))
-        self._good.append(checkpoint)
-        self.delete_outdated()
-        return None
+            written = super().write_data(plan, planner)
+        except Exception as error:
+            cause = error.__context__  # in place of which torch may have raised one that does not name it
+            raise (cause if isinstance(cause, OSError) else error) from None
+        sums = files.sums_of(Path(self.path), {result.storage_data.relative_path for result in written.value()})
+        return written.then(lambda done: [*done.value(), sums])
 
-    def _give_up(self, checkpoint: Path, problem: str) -> str:
-        if dist.get_rank() == 0:
-            shutil.rmtree(hidden_path(checkpoint), ignore_errors=True)
-        (newest, *_) = gathered(next((p.name for p in reversed(self._good) if is_whole(p)), None), self._group)
-        text = f"the checkpoint of step {step_of(checkpoint)} could not be written to {checkpoint.parent}: {problem}"
-        failure = f"{text}; mend that or choose another checkpoint.dir, and start again"
-        if newest is None:
-            raise TrainingError(failure)
-        if dist.get_rank() == 0:
-            say(f"wlb: warning: {text}; the newest one is still {newest}")
-        return failure
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, [of_rank[:-1] for of_rank in results])
+        sums = files.sums_of(Path(self.path), [".metadata"])
+        for *_, of_rank in results:
+            sums |= of_rank
+        files.publish(self._checkpoint, self._manifest | {"files": sums})
 
 
-def _moments(stage: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by parameter name, without its settings: those are the configuration's, also on resume."""
-    state = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
-    return {name: value for name, value in state.items() if not name.startswith("param_groups.")}
-
-
-def _pick(tensors: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
-    return {name: tensors[name] for name in names}
-
-
-def _rng_state(place: str) -> dict[str, Tensor]:
-    states = {f"{RANDOM_STATES}cpu.{place}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"{RANDOM_STATES}cuda.{place}"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_rng_state(states: dict[str, Tensor]) -> None:
-    for name, state in states.items():
-        if name.startswith(f"{RANDOM_STATES}cuda."):
-            torch.cuda.set_rng_state(state)
-        else:
-            torch.set_rng_state(state)
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    what = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}".splitlines()[0]
+    return f"{what} (rank {rank})"

@@ -6,7 +6,7 @@ over its context-parallel ranks and reads this one's tokens from the memory-mapp
 
 The order in which documents train follows from the token store and some settings: the identity of a state. Where one of
 them differs from what a checkpoint was written with, continuing would repeat some documents and leave out others, so it
-is refused; with ``checkpoint.allow_changed_data`` the change is deliberate, and what can be is carried over.
+is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from wlb.runtime.sharded_batch import RankShare, ShardedBatch
 
 T = TypeVar("T")
 
-_STORE = "token store"
 _STEPS_AHEAD = 2  # of training, planned, and as many of these read
 
 
@@ -64,9 +63,7 @@ class StepLoader(Iterator[LoadedStep]):
     """Iterates over the steps of ``job`` for the rank that trains ``share`` of each, from ``state`` if given.
 
     Ends after one epoch if ``training.steps`` is unset and never otherwise. Close it, or use it as a context manager.
-    Raises ``UserError`` if ``state`` was saved on other data or settings, unless ``allow_changes``: then
-    ``changed_data`` says what has changed and what became of the documents that waited. Failures of
-    the threads surface in ``next``.
+    Raises ``UserError`` if ``state`` was saved on other data or settings. Failures of the threads surface in ``next``.
     """
 
     def __init__(
@@ -77,7 +74,6 @@ class StepLoader(Iterator[LoadedStep]):
         *,
         share: RankShare | None = None,
         state: dict[str, Any] | None = None,
-        allow_changes: bool = False,
     ) -> None:
         self._store = store
         self._vocab_size = job.shape.vocab_size
@@ -86,12 +82,9 @@ class StepLoader(Iterator[LoadedStep]):
         epochs = 1 if training.steps is None else None
         lengths = store.stored_lengths
         planner = StepPlanner(job, lengths, epochs=epochs)
-        self.changed_data: str | None = None
         if state is not None:
-            changed = check_identity(state, store, job, allow_changes=allow_changes)
-            waiting = _continue(planner, state["planner"], changed)
-            if changed:
-                self.changed_data = f"{_accepted_changes(state, self._identity, changed)}; {waiting}"
+            check_identity(state, store, job)
+            planner.load_state_dict(state["planner"])
         self._state = planner.state_dict()
         self._pending_documents = planner.pending_documents
         self._threads = [ThreadPoolExecutor(1, f"wlb-{work}") for work in ("planning", "reading")]
@@ -158,45 +151,24 @@ def data_identity(store: TokenStore, job: Job) -> dict[str, Any]:
         data["weights"] = list(job.data.weights)
     packing = {"method": job.packing.method, **job.packing.identity(job.context_window)}
     return {
-        _STORE: store.identity,
+        "token store": store.identity,
         "tokenizer": store.tokenizer_identity,
         **{f"data.{key}": value for key, value in data.items()},
         **{f"packing.{key}": value for key, value in packing.items()},
     }
 
 
-def check_identity(state: dict[str, Any], store: TokenStore, job: Job, *, allow_changes: bool = False) -> list[str]:
-    """The names in which the identity of ``store`` and ``job`` differs from what loader ``state`` is valid for.
-
-    Raises ``UserError``, naming the first of them, unless there is none or ``allow_changes`` is set.
-    """
+def check_identity(state: dict[str, Any], store: TokenStore, job: Job) -> None:
+    """Raise ``UserError`` where the identity of ``store`` and ``job`` is not what loader ``state`` is valid for."""
     saved, current = state["identity"], data_identity(store, job)
     changed = [name for name, value in current.items() if saved.get(name) != value]
-    if changed and not allow_changes:
+    if changed:
         name, *others = changed
         more = f" ({len(others)} more settings differ)" if others else ""
         raise UserError(
             f"the checkpoint was written with {name} = {saved.get(name)!r}, this job has {current[name]!r}{more}; "
-            "resume with what it was written with, start anew with another checkpoint.dir, or set "
-            "checkpoint.allow_changed_data = true to change it on purpose"
+            "resume with what it was written with, or start anew with another checkpoint.dir"
         )
-    return changed
-
-
-def _accepted_changes(state: dict[str, Any], current: dict[str, Any], changed: list[str]) -> str:
-    saved = state["identity"]
-    return ", ".join(f"{name} was {saved.get(name)!r} and is {current[name]!r}" for name in changed)
-
-
-def _continue(planner: StepPlanner, state: dict[str, Any], changed: list[str]) -> str:
-    """Let ``planner`` go on from ``state`` although ``changed`` has; what became of waiting documents, in words."""
-    if _STORE in changed:
-        dropped = planner.begin_with_other_documents(state)
-        return (
-            f"{dropped} documents of the old token store that waited are dropped, the new one starts with a new epoch"
-        )
-    planner.load_state_dict(state, packed_otherwise=bool(changed))
-    return f"{planner.pending_documents} waiting documents are carried over"
 
 
 def _ahead(source: Iterator[T], thread: ThreadPoolExecutor) -> Iterator[T]:

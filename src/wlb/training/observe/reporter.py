@@ -9,7 +9,7 @@ import torch
 from wlb.packing.plan import StepPlan
 from wlb.terminal import next_command, number_of
 from wlb.training.console import say
-from wlb.training.data.loader import LoadedStep, StepLoader
+from wlb.training.data.loader import LoadedStep
 from wlb.training.environment import dense_attention_warning, hardware_name, shared_store_warning, tokenizer_warning
 from wlb.training.observe.imbalance import RankSteps, imbalance_of
 from wlb.training.observe.metrics import MetricsFiles
@@ -46,17 +46,16 @@ class Reporter:
         self._summary |= dict.fromkeys(("last_step", "last_loss", "evaluation_loss"))
         self._unlabelled_reported = False
 
-    def begin(self, loader: StepLoader) -> None:
+    def begin(self) -> None:
         """Say where the job goes on and on what, and what its user should know of that."""
         config, execution = self._config, self._execution
         origin = f"resuming after step {self._first}" if self._first else "starting"
         processes = number_of(self._job.layout.world_size, f"{execution.device.type} process")
         sizes = ", ".join(f"{name} = {size}" for name, size in self._job.sizes.items())
-        say(f"{origin} on {processes}; {number_of(len(self._checked.store), 'document')}; {sizes}")
+        documents, longest = number_of(len(self._checked.store), "document"), self._job.longest_micro_batch
+        say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
         if config.training.steps and self._first >= config.training.steps:
             say(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
-        if loader.changed_data:
-            say(f"wlb: warning: continuing on changed data: {loader.changed_data}")
         dense = dense_attention_warning(execution.dtype, execution.device)
         for warning in filter(
             None, (dense, tokenizer_warning(config.model, self._checked.store), shared_store_warning())

@@ -35,11 +35,6 @@ class JobMesh:
         """The processes that differ from this one in ``dimension`` only."""
         return self.work.get_group(dimension)
 
-    @property
-    def place(self) -> str:
-        """The name of this rank's place but for tp, for checkpoints."""
-        return ".".join(f"{dimension}{self.rank(dimension)}" for dimension in MESH_DIMENSIONS[:3])
-
 
 def build_mesh(layout: Layout, device_type: str) -> JobMesh:
     """Arrange all processes as pp x dp x cp x tp, tensor-parallel ranks next to each other.
