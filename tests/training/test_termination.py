@@ -46,7 +46,7 @@ def test_a_terminated_job_saves_the_step_it_is_in(folder, to, asked):
 
 def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
     config = endless(folder, dp=1, every=10_000, grace_seconds=1.0)
-    with forked("-m", "tests.training.faulty_rank", "sleep", "0", "3", "1", config) as job:
+    with forked("-m", "tests.training.faulty_rank", "sleep", "0", "3", config) as job:
         wait_until(lambda: steps_written(folder) >= 3)
         job.send_signal(signal.SIGTERM)
         _, err = job.communicate()
@@ -79,8 +79,8 @@ def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
 def test_a_job_under_nohup_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signals_to_end() == {signal.SIGTERM}
+        assert signals_to_end() == {signal.SIGTERM, signal.SIGINT}
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert signals_to_end() == {signal.SIGTERM, signal.SIGHUP}
+        assert signals_to_end() == {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -161,7 +161,8 @@ def _end_while_evaluating(config: JobConfig, step: int) -> None:
     trainer = trainer_of(config)
 
     def request() -> bool:
-        trainer.termination.requested |= trainer.step == step and dist.get_rank() == 1
+        if trainer.step == step and dist.get_rank() == 1:
+            trainer.termination.asked.set()
         return trainer.termination.requested
 
     assert trainer.evaluator is not None

@@ -28,7 +28,6 @@ from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.environment import (
     dense_attention_warning,
     hardware_name,
-    shared_store_warning,
     tokenizer_warning,
 )
 from wlb.training.evaluation.held_out import Evaluation
@@ -201,7 +200,6 @@ class Reporter:
         warnings = (
             dense_attention_warning(self._execution.dtype, self._execution.device),
             tokenizer_warning(config.model, self._store),
-            shared_store_warning(),
         )
         yield from filter(None, warnings)
 
