@@ -101,10 +101,7 @@ def _dp_of_this_machine(of_one_rank: int) -> int:
 def _check(config: JobConfig) -> None:
     from wlb.training.preflight import check_job
 
-    def check(_: object) -> None:
-        check_job(config, config.parallel.layout.world_size)
-
-    as_rank(check)
+    as_rank(lambda _: check_job(config, config.parallel.layout.world_size))
 
 
 def _run(processes: int, work: Callable[[JobConfig], Any], config: JobConfig) -> Any:
