@@ -50,9 +50,10 @@ def test_a_rank_hands_its_error_to_the_launcher_or_prints_it(
     assert left_with(error, monkeypatch) == ending.status
     assert capsys.readouterr().err == ""
     assert ending_of(3, ProcessFailure(3, 77, ending.status, str(path))) == ending
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    assert left_with(error, monkeypatch) == ending.status
-    assert capsys.readouterr().err == f"{ending.text}\n"
+    for elsewhere in (tmp_path / "gone" / "error.json", ""):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(elsewhere))
+        assert left_with(error, monkeypatch) == ending.status
+        assert capsys.readouterr().err == f"{ending.text}\n"
 
 
 def test_a_bug_is_told_with_its_traceback(tmp_path, monkeypatch, capsys):

@@ -47,7 +47,7 @@ def leave(error: BaseException) -> NoReturn:
     """
     status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 0)
     try:
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        if os.path.isdir(os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))):
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
             ErrorHandler().record_exception(error)

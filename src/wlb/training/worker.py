@@ -46,7 +46,8 @@ def as_rank(work: Callable[[Termination], Any]) -> Any:
         flush()
         return result
     except Exception as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, TrainingError):  # as where a peer is gone
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        if isinstance(error, RuntimeError) and not isinstance(error, TrainingError) and not alone:  # as of a lost peer
             termination.asked.wait(_LOST_PEER_SECONDS)
         leave(error)
 
