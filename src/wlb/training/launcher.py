@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     require("torch", "train")
     if START_METHOD == "forkserver":
         # Signals stay blocked in the server and all that it forks, so that none is too early for a rank.
+        resource_tracker.ensure_running()  # which unblocks them, and does so for the server if it starts it
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
         forkserver.set_forkserver_preload(["wlb.training.trainer", "wlb.training.worker"])
         forkserver.ensure_running()
