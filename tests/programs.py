@@ -14,16 +14,20 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import IO
+from typing import IO, Any
+
+from wlb.training.termination import signals_to_end
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         *("pytest", "hypothesis", "torch.distributed.pipelining", "wlb.cli.app"),
-        *("wlb.training.trainer", "wlb.training.worker", "wlb.training.preflight", "wlb.training.dry_run"),
+        *("wlb.training.trainer", "wlb.training.worker", "wlb.training.launcher", "wlb.training.dry_run"),
+        "torch.distributed.launcher.api",
         "tests.frozen",  # last
     ]
 )
@@ -129,7 +133,7 @@ def _run(
     os.environ.update(environment)
     ready.send(None)
     ready.close()
-    _fork_ranks_as_if_torch_was_not_imported()
+    _fork_ranks()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.modules.pop(arguments[1], None)
@@ -140,8 +144,26 @@ def _run(
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def _fork_ranks_as_if_torch_was_not_imported() -> None:
-    """The server has imported torch, but nothing has used it."""
-    from wlb.training import forks
+def _fork_ranks() -> None:
+    """The server has imported torch, and so has this fork of it, where nothing has used it: ranks need no server."""
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
-    forks.torch_may_be_in_use = lambda: threading.active_count() > 1
+    from wlb.training import launcher
+
+    start, launcher.START_METHOD = MultiprocessContext._start, "fork"
+
+    def start_held_back(self: MultiprocessContext) -> None:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
+        work = self.entrypoint
+        assert callable(work)
+
+        @wraps(work)
+        def named(*arguments: Any) -> Any:
+            Path("/proc/self/comm").write_text(f"{work.__name__[:5]}-{os.environ['RANK']}")
+            return work(*arguments)
+
+        self.entrypoint = named
+        start(self)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    MultiprocessContext._start = start_held_back  # type: ignore[method-assign]

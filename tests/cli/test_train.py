@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +18,22 @@ from tests.training.jobs import VOCABULARY, write_config, write_store
 from wlb.job.config_file import load_config
 from wlb.models.configured_model import configured_model
 from wlb.training.checkpoint.resuming import model_record
+from wlb.training.termination import signals_to_end
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("wlb.training.launcher._start", _nothing_may_start)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr("wlb.training.launcher.train_as_rank", _nothing_may_start)
     write_store(tmp_path / "store", documents=400)
-    return tmp_path
+    handlers = {asked: signal.getsignal(asked) for asked in signals_to_end()}
+    yield tmp_path
+    logging.disable(logging.NOTSET)
+    for asked, handler in handlers.items():
+        signal.signal(asked, handler)
 
 
 def _nothing_may_start(*_: object, **__: object) -> None:
-    raise AssertionError("processes were started")
+    raise AssertionError("ranks were started")
 
 
 def error_of(*arguments: object) -> str:

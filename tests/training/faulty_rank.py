@@ -1,26 +1,27 @@
-"""``python -m tests.training.faulty_rank FAULT RANK STEP LIMIT CONFIG``: a rank like any other, until its fault.
+"""``python -m tests.training.faulty_rank FAULT RANK STEP ARGUMENTS``: a rank like any other, until its fault.
 
 At the end of step STEP rank RANK begins to ``sleep`` for good, or to ``spin`` in a loop, or sends itself SIGSTOP
-(``stop``). From then on the watchdogs find a hang within LIMIT seconds and wait for all ranks that can answer. Until
-then they find none, however long a busy machine takes.
+(``stop``), once. Only from then on collectives time out, however long a busy machine takes. ARGUMENTS are those of a
+rank, or ``train`` and those of ``wlb train``.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+
+import torch.distributed as dist
 
 from tests.limits import HUNG_SECONDS
 from tests.training.processes import wait_until
-from wlb.training import trainer, watchdog
-from wlb.training.worker import main
+from wlb.training import stalls, trainer, worker
 
 FOREVER = 10_000.0
+LIMIT_SECONDS = 2.0
 
 
 def sleep() -> None:
@@ -37,36 +38,32 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def befall(fault: str, rank: str, step: str, limit: str, config: str) -> None:
-    watchdogs: list[watchdog.Watchdog] = []
-    begun = Path(config).with_name("fault")
+def befall(fault: str, rank: str, step: str, begun: Path) -> None:
     if fault != "stop":
-        watchdog._ANSWER_SECONDS = HUNG_SECONDS
-
-    class Watchdog(watchdog.Watchdog):
-        def __init__(self, store: Any, _: float, pulse: watchdog.Pulse) -> None:
-            super().__init__(store, float(limit), pulse)
-            self._limit_seconds = math.inf
-            watchdogs.append(self)
-
-    train_step = trainer.Trainer._train_step
+        stalls._ANSWER_SECONDS = HUNG_SECONDS
+    train_step, trained = trainer.Trainer._train_step, 0
 
     def faulty(self: trainer.Trainer, *arguments: object) -> None:
+        nonlocal trained
         train_step(self, *arguments)  # type: ignore[arg-type]
-        if self.step != int(step):
+        trained += 1
+        if not trained == self.step == int(step):  # or this process continues from a checkpoint
             return
         if os.environ.get("RANK", "0") == rank:
             begun.touch()
             {"sleep": sleep, "spin": spin, "stop": stop}[fault]()
         wait_until(begun.exists)
-        for of_this_rank in watchdogs:
-            of_this_rank._limit_seconds = float(limit)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_SECONDS))
 
-    watchdog.Watchdog = Watchdog  # type: ignore[misc, assignment]
     trainer.Trainer._train_step = faulty  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
-    befall(*sys.argv[1:6])
-    del sys.argv[1:5]
-    main()
+    befall(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[-1]).with_name("fault"))
+    del sys.argv[1:4]
+    if sys.argv[1] == "train":
+        from wlb.__main__ import main as wlb
+
+        wlb()
+    else:
+        worker.main()

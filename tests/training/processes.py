@@ -111,9 +111,8 @@ def children_of(parent: int) -> list[int]:
 
 
 def _is_rank(child: Path) -> bool:
-    return (child / "comm").read_text().startswith("wlb-rank-") or b"-m\0wlb.training" in (
-        child / "cmdline"
-    ).read_bytes()
+    program = (child / "cmdline").read_bytes()
+    return (child / "comm").read_text().startswith("train-") or b"-m\0wlb.training" in program
 
 
 def is_running(pid: int) -> bool:

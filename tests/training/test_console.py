@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 
 import pytest
 
-from tests.training.terminal import Terminal
-from wlb.training.console import flush, meanwhile, say, show_meanwhile
-
-
-def test_what_shows_while_one_waits_leaves_no_trace_on_a_terminal_and_none_at_all_in_a_log(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def shown(stream: io.StringIO) -> str:
-        monkeypatch.setattr(sys, "stderr", stream)
-        with pytest.raises(RuntimeError), meanwhile("checking"):
-            raise RuntimeError
-        show_meanwhile("starting")
-        say("step 1")
-        return stream.getvalue()
-
-    erase = "\r\x1b[K"
-    assert shown(Terminal()) == f"{erase}checking{erase}{erase}starting{erase}step 1\n"
-    assert shown(io.StringIO()) == "step 1\n"
+from wlb.training.console import flush, say, write
 
 
 def test_lines_are_lost_where_the_reader_has_ended(monkeypatch: pytest.MonkeyPatch):
@@ -57,5 +41,14 @@ def test_streams_that_were_closed_before_the_start_are_passed_over(monkeypatch: 
     monkeypatch.setattr("sys.stdout", None)
     monkeypatch.setattr("sys.stderr", None)
     say("nobody reads this")
-    show_meanwhile("nor this")
     flush()
+
+
+def test_a_summary_without_room_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", full := Full())
+    with pytest.raises(OSError, match="No space left"):
+        write(full, "{}")

@@ -27,7 +27,6 @@ from wlb.training.environment import (
     hardware_name,
     joined_job,
     keep_freed_memory,
-    shared_store_warning,
     threads_per_process,
     tokenizer_warning,
 )
@@ -65,17 +64,6 @@ def test_dense_attention_on_a_gpu_is_told():
     warning = dense_attention_warning(torch.float32, CUDA)
     assert warning is not None
     assert "training.dtype = 'float32' on CUDA" in warning
-
-
-@in_turn(
-    ("nodes", "restarts", "shared", "told"),
-    [("2", "3", "True", True), ("1", "3", "True", False), ("2", "0", "True", False), ("2", "3", "False", False)],
-)
-def test_restarts_on_several_machines_need_a_store_of_their_own(nodes, restarts, shared, told, monkeypatch):
-    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
-    assert (shared_store_warning() is not None) == told
 
 
 @in_turn(("threads", "variable", "expected"), [(3, "5", 3), (None, "5", 5), (None, "4,2", 4), (None, "many", None)])

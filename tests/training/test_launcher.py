@@ -7,33 +7,24 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from shlex import quote
 
 import numpy as np
 import pytest
 
-from tests.limits import HUNG_SECONDS
 from tests.programs import Program, finished, forked
 from tests.training.checkpoint.fakes import damage, write_checkpoint
-from tests.training.jobs import VOCABULARY, endless, read_steps, write_config
+from tests.training.jobs import VOCABULARY, endless, job, read_steps, write_config
 from tests.training.processes import children_of, is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.documents.store.reader import TokenStoreWriter
-from wlb.job.config import JobConfig
-from wlb.job.config_file import load_config
-from wlb.training import launcher as launch_module
+from wlb.training import launcher
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
 from wlb.training.failures import Ending
-from wlb.training.forks import Forks
 
 PARALLEL = {"dp": 2}
-COMMANDS = {
-    "wlb": ("-m", "wlb", "train"),
-    "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "wlb.training"),
-}
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "wlb.training")
 
 
 def started(*arguments: str | Path) -> AbstractContextManager[Program]:
@@ -55,28 +46,35 @@ def test_train_writes_metrics_and_a_summary(folder):
     assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1", "2", "3", "4"]
 
 
-def test_without_restarts_a_killed_rank_ends_the_job_and_resuming_loses_nothing(folder):
+def test_a_killed_launcher_leaves_no_rank_and_resuming_loses_nothing(folder):
     config = endless(folder)
-    with started(config, "--set", "training.max_restarts=0") as process:
+    with process("-m", "wlb", "train", config) as job:
         wait_until(lambda: steps_written(folder) >= 7)
-        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-        _, err = process.communicate()
-    assert process.returncode == 1
-    (line,) = said(err)
-    assert "rank 1" in line
-    assert "was killed by SIGKILL; all ranks were stopped. Run the same command to continue" in line
+        ranks = [rank for server in children_of(job.pid) for rank in children_of(server)]
+        assert len(ranks) == 2
+        job.kill()
+        wait_until(lambda: not any(is_running(rank) for rank in ranks))
     before = {row["step"]: row["document_ids"] for row in read_steps(folder)}
     newest = step_of(complete_checkpoints(folder / "checkpoints")[-1])
-    with started(config, "--set", "training.steps=12", "--json") as process:
-        for stream in (process.stdout, process.stderr):
+    with started(config, "--set", "training.steps=12", "--json") as resumed:
+        for stream in (resumed.stdout, resumed.stderr):
             stream.close()  # nobody reads what the job says any more
-        assert process.wait() == 0
+        assert resumed.wait() == 0
     rows = read_steps(folder)
     assert [row["step"] for row in rows] == list(range(1, max(newest, 12) + 1))
     for row in rows:
         assert row["document_ids"] == before.get(row["step"], row["document_ids"])
     trained = [document for row in rows for document in row["document_ids"]]
     assert len(trained) == len(set(trained))
+
+
+def test_a_killed_rank_ends_a_job_without_checkpoints(folder):
+    with started(write_config(folder, parallel=PARALLEL, training={"steps": 100_000})) as job:
+        wait_until(lambda: steps_written(folder) >= 3)
+        rank = ranks_of(job.pid)[1]
+        os.kill(rank, signal.SIGKILL)
+        _, err = job.communicate()
+    assert (job.returncode, said(err)) == (1, [f"wlb: error: rank 1 (process {rank}) was killed by SIGKILL"])
 
 
 def test_a_store_that_is_overwritten_ends_the_job_and_is_in_no_checkpoint(folder):
@@ -104,28 +102,25 @@ def test_a_store_that_is_overwritten_ends_the_job_and_is_in_no_checkpoint(folder
         assert [row["loss"] for row in rows] == [row["loss"] for row in uninterrupted[: len(rows)]]
 
 
-def test_ctrl_c_ends_the_job_at_once(folder):
-    with started(endless(folder)) as process:
+def test_ctrl_c_ends_the_job_in_good_order(folder):
+    with started(endless(folder)) as job:
         wait_until(lambda: steps_written(folder) >= 7)
-        ranks = ranks_of(process.pid)
+        ranks = ranks_of(job.pid)
         assert len(ranks) == 2
-        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches every process of a terminal
-        _, err = process.communicate()
-    assert process.returncode == 130
-    kept, last = err.splitlines()[-2:]
-    assert last == "wlb: interrupted"
+        os.killpg(job.pid, signal.SIGINT)  # Ctrl-C reaches every process of a terminal
+        _, err = job.communicate()
+    assert job.returncode == 130
+    last = read_steps(folder)[-1]["step"]
     newest = max((folder / "checkpoints").glob("step-*[0-9]"))
-    lost = steps_written(folder) - int(newest.name.removeprefix("step-"))
-    steps = "1 step" if lost == 1 else f"{lost} steps"
-    assert kept == f"wlb: the same command continues from checkpoint {newest}; lost since then: {steps}"
+    kept = f"the same command continues from checkpoint {newest}; lost since then: 0 steps"
+    assert said(err)[-2:] == [f"wlb: terminated after step {last}; {kept}", "wlb: interrupted"]
+    assert step_of(newest) == last
     assert "Traceback" not in err
     assert not any(is_running(rank) for rank in ranks)
 
 
-@pytest.mark.parametrize("launcher", COMMANDS)
-def test_ranks_do_not_outlive_their_launcher(folder, launcher):
-    config = endless(folder)
-    with forked(*COMMANDS[launcher], config) as job:
+def test_ranks_do_not_outlive_torchrun(folder):
+    with forked(*TORCHRUN, endless(folder)) as job:
         wait_until(lambda: len(ranks_of(job.pid)) == 2)
         ranks = ranks_of(job.pid)
         job.kill()
@@ -158,167 +153,60 @@ def test_a_killed_job_that_cannot_start_again_says_why_at_once(folder):
         os.truncate(folder / "store.bin", 100)
         os.kill(rank, signal.SIGKILL)
         _, err = process.communicate()
-    (line,) = said(err)
-    assert (process.returncode, rank) == (2, ranks[1])
-    assert line.startswith(f"wlb: error: rank 1 (process {rank}) was killed by SIGKILL, and the job cannot be started ")
-    assert "store.bin has 100 bytes where its index asks for" in line
+    killed, mistake = said(err)
+    assert process.returncode == 2
+    assert killed.startswith(f"wlb: error: rank 1 (process {ranks[1]}) was killed by SIGKILL; restarting from step ")
+    assert mistake.startswith("wlb: error: ")
+    assert "store.bin has 100 bytes where its index asks for" in mistake
 
 
-class Script:
-    """Stands in for the ranks: shell commands, one a rank. ``record WORDS`` leaves words for the launcher."""
+class Ranks:
+    """Stands in for the processes of a job: a check that passes, and ranks that are killed or hang each time."""
 
-    def __init__(self, *commands: str) -> None:
-        self._commands = commands
-        self._request = launch_module._EndRequest()
-        self.processes: list[subprocess.Popen[bytes]] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, progress: Sequence[int], ending: Ending) -> None:
+        monkeypatch.setattr(launcher, "_run", self._run)
+        self._folder, self._progress, self._ending, self.starts = folder, iter(progress), ending, 0
 
-    def ask_when(self, ready: Callable[[], bool]) -> None:
-        """Ask the job to end once it is ``ready``."""
-
-        def ask() -> None:
-            wait_until(ready)
-            self._request.received = True
-
-        threading.Thread(target=ask, daemon=True).start()
-
-    def run(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> Ending | None:
-        """How a job of these ranks ends; ``seconds`` are the launcher's limits by name, the others are long."""
-        monkeypatch.setattr(launch_module, "_start", self._start)
-        for limit in ("last_words", "lost_peer", "beyond_grace"):
-            monkeypatch.setattr(launch_module, f"_{limit.upper()}_SECONDS", seconds.get(limit, HUNG_SECONDS))
-        ranks = len(self._commands)
-        sections = {"parallel": {"dp": ranks}, "packing": {"micro_batches": ranks}, "training": {"grace_seconds": 0.0}}
-        config = JobConfig.model_validate({"data": {"store": "s"}, **sections})
-        ending = launch_module._run_ranks(config, (), self._request, Forks())
-        assert not any(is_running(process.pid) for process in self.processes)
-        return ending
-
-    def _start(self, *_: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
-        record = f"""record() {{ echo '{{"message": {{"message": "'$1'"}}}}' > {quote(str(error_file))}; }}"""
-        self.processes.append(
-            subprocess.Popen(["sh", "-c", f"{record}; {self._commands[rank]}"], start_new_session=True)
-        )
-        return self.processes[-1]
+    def _run(self, processes: int, *_: object) -> Ending | None:
+        if processes == 1:
+            return None
+        self.starts += 1
+        if step := next(self._progress, 0):
+            write_checkpoint(self._folder, step)
+        return self._ending
 
 
-READY = "until [ -e ready ]; do sleep 0.1; done"
+KILLED = Ending("rank 1 was killed", 1, restart=True)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "seconds", "expected"),
+    ("progress", "ending", "resume", "starts"),
     [
-        pytest.param(["exit 0", "sleep 0.3"], {}, None, id="all end well"),
-        # A rank that does not end is killed when another has failed.
-        (["record hung; exit 124", "kill -STOP $$"], {"last_words": 0.2}, ("hung", 124, True)),
-        (
-            ["record hung; exit 124", "trap '' TERM; while :; do sleep 1; done"],
-            {"last_words": 0.2},
-            ("hung", 124, True),
-        ),
-        # The others have longer to end where a peer may have been killed; their status is not the one of the job.
-        (["kill -KILL $$", f"sleep {HUNG_SECONDS}; exit 2"], {"last_words": 0.2}, ("was killed by SIGKILL", 1, True)),
-        (["exit 1", f"sleep {HUNG_SECONDS}; exit 2"], {"lost_peer": 0.2}, ("exited with status 1", 1, False)),
-        # Ranks that end by themselves after another are heard.
-        (["record lost; exit 1", "sleep 0.2; record mistake; exit 2"], {"last_words": 0.0}, ("mistake", 2, False)),
-        # Where one rank is terminated the others end in good order.
-        (
-            [f"{READY}; exit 143", "trap 'record saved; exit 143' TERM; touch ready; while :; do sleep 0.1; done"],
-            {},
-            ("saved", 143, False),
-        ),
+        ([], KILLED, True, 4),  # three restarts without a checkpoint
+        ([0, 0, 10], KILLED, True, 6),  # a newer checkpoint counts, the same one again does not
+        ([10, 0, 0, 20], KILLED, True, 7),
+        ([], KILLED, False, 1),
+        ([], Ending("rank 1: a mistake", 2), True, 1),
     ],
 )
-def test_a_job_ends_as_its_ranks_do(monkeypatch, tmp_path, ranks, seconds, expected):
-    monkeypatch.chdir(tmp_path)
-    ending = Script(*ranks).run(monkeypatch, **seconds)
-    if expected is None:
-        assert ending is None
-    else:
-        assert ending is not None
-        cause, *others = expected
-        assert cause in ending.cause
-        assert [ending.status, ending.restart] == others
-
-
-def test_ranks_that_pass_over_a_request_to_end_are_killed(monkeypatch, tmp_path):
-    ready = tmp_path / "ready"
-    script = Script(f"trap '' TERM; touch {quote(str(ready))}; kill -STOP $$")
-    script.ask_when(ready.exists)
-    ending = script.run(monkeypatch, beyond_grace=0.2)
-    assert ending is not None
-    words = "wlb: terminated: not all ranks ended within 0.2 s, and were killed; nothing is saved without"
-    assert ending.text.startswith(words)
-    assert (ending.status, ending.restart) == (143, False)
-
-
-def restarts_of(directory: Path | None, most: int = 2, resume: bool = True) -> launch_module.Restarts:
-    sections = {"training": {"max_restarts": most}, "checkpoint": {"dir": directory, "resume": resume}}
-    return launch_module.Restarts(JobConfig.model_validate({"data": {"store": "s"}, **sections}))
-
-
-def test_restarts_are_counted_between_checkpoints(tmp_path):
-    restarts = restarts_of(tmp_path)
-    assert restarts.take() == "the first step, as there is no checkpoint yet"
-    write_checkpoint(tmp_path, 10)
-    assert restarts.take() == "checkpoint step-00000010"
-    assert restarts.left == 1
-    assert restarts.take()
-    assert restarts.take() is None
-    assert restarts.refusal == "there was no newer checkpoint since the last restart, and no restart is left"
-    write_checkpoint(tmp_path, 20)
-    assert restarts.take() == "checkpoint step-00000020"
+def test_restarts_are_counted_between_checkpoints(progress, ending, resume, starts, tmp_path, monkeypatch, capsys):
+    config = job(tmp_path, parallel=PARALLEL, checkpoint={"dir": str(tmp_path / "checkpoints"), "resume": resume})
+    ranks = Ranks(monkeypatch, tmp_path / "checkpoints", progress, ending)
+    assert launcher._train(config, summary=False) == ending.status
+    assert ranks.starts == starts
+    assert capsys.readouterr().err.splitlines()[-1] == ending.text
 
 
 @pytest.mark.parametrize("damaged", ["flipped", "truncated", "manifest.json"])
-def test_a_damaged_newest_checkpoint_is_neither_named_nor_progress(tmp_path, damaged):
-    """Newer ones than the job continues from are progress, also where they are older than the damaged one."""
+def test_a_damaged_checkpoint_is_neither_named_nor_progress(tmp_path, damaged, capsys):
+    config = job(tmp_path, checkpoint={"dir": str(tmp_path)}).checkpoint
+    assert launcher._step_to_continue_from(config) == 0
     damage(write_checkpoint(tmp_path, 30), damaged)
-    restarts = restarts_of(tmp_path, most=1)
-    for step in (10, 12, 14):
-        write_checkpoint(tmp_path, step)
-        assert restarts.take() == f"checkpoint step-{step:08d}"
-    damage(tmp_path / "step-00000014", damaged)
-    assert restarts.take() is None
-
-
-def test_a_job_that_cannot_or_may_not_continue_is_not_restarted(tmp_path):
-    for may_not in (restarts_of(tmp_path, most=0), restarts_of(tmp_path, resume=False), restarts_of(None)):
-        assert (may_not.take(), may_not.refusal) == (None, None)
-    damage(write_checkpoint(tmp_path, 10), "truncated")
-    restarts = restarts_of(tmp_path)
-    assert restarts.take() is None
-    assert "none of the 1 checkpoints" in str(restarts.refusal)
-
-
-def test_what_ctrl_c_loses_without_a_checkpoint(tmp_path):
-    (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics" / "steps.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')  # killed while it wrote
-    without = load_config(write_config(tmp_path))
-    assert launch_module._what_is_kept(without) == "nothing is saved without checkpoint.dir; lost: 2 steps"
-    config = load_config(write_config(tmp_path, checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 5}))
-    assert launch_module._what_is_kept(config) == "there is no checkpoint yet (checkpoint.every = 5); lost: 2 steps"
-
-
-class Interrupted(Script):
-    """Ctrl-C comes when a rank runs and the launcher has yet to hear of it."""
-
-    def _start(self, *arguments: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
-        process = super()._start(*arguments, rank=rank, error_file=error_file)
-        signal.raise_signal(signal.SIGINT)
-        return process
-
-
-def test_ctrl_c_while_ranks_start_leaves_none_of_them(monkeypatch):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    script = Interrupted("sleep 1000", "sleep 1000")
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            script.run(monkeypatch)
-        assert not any(is_running(process.pid) for process in script.processes)
-    finally:
-        signal.signal(signal.SIGINT, before)
-        for process in script.processes:
-            process.kill()
+    write_checkpoint(tmp_path, 10)
+    assert launcher._step_to_continue_from(config) == 10
+    damage(tmp_path / "step-00000010", damaged)
+    assert launcher._step_to_continue_from(config) is None
+    assert "none of the 2 checkpoints" in capsys.readouterr().err
 
 
 def test_a_mistake_found_by_the_ranks_is_told_once(tmp_path):
@@ -337,8 +225,8 @@ def test_a_mistake_found_by_the_ranks_is_told_once(tmp_path):
     assert "Traceback" not in err
 
 
-def test_a_rank_without_arguments_says_what_is_missing_in_one_line():
+def test_a_rank_without_arguments_says_what_is_missing():
     done = subprocess.run([sys.executable, "-m", "wlb.training"], capture_output=True, text=True)
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("wlb: error: the following arguments are required: config")
+    *_, line = done.stderr.splitlines()
+    assert line.endswith("error: the following arguments are required: config")

@@ -38,7 +38,7 @@ COMPARED = ("step", "document_ids", "loss", "grad_norm", "learning_rate", "token
 
 
 @contextmanager
-def running(folder: Path, documents: int, preset: str, restarts: int) -> Iterator[Program]:
+def running(folder: Path, documents: int, preset: str) -> Iterator[Program]:
     """An epoch of short and long ``documents`` on two processes, in small steps."""
     lengths = np.random.default_rng(5).integers(8, 201, documents)
     folder.mkdir()
@@ -50,7 +50,7 @@ def running(folder: Path, documents: int, preset: str, restarts: int) -> Iterato
         preset,
         parallel={"dp": 2},
         packing={"micro_batches": 2},
-        training={"steps": None, "max_restarts": restarts},
+        training={"steps": None},
         checkpoint={"dir": str(folder / "checkpoints"), "every": EVERY},
     )
     with forked("-m", "wlb", "train", config) as program:
@@ -94,10 +94,10 @@ def kill_a_rank(job: Program, folder: Path, moment: str, step: int, rng: random.
 def test_kills_at_random_moments_change_nothing(tmp_path, kills, preset):
     """The same bits as of a job left in peace, and every document exactly once."""
     documents, rng = 30 * kills, random.Random(1)
-    with running(tmp_path / "peaceful", documents, preset, restarts=0) as job:
+    with running(tmp_path / "peaceful", documents, preset) as job:
         assert job.wait() == 0
     expected, disturbed = read_steps(tmp_path / "peaceful"), tmp_path / "disturbed"
-    with running(disturbed, documents, preset, restarts=kills) as job:
+    with running(disturbed, documents, preset) as job:
         steps = [1 + int(kill / kills * (len(expected) - 2 * EVERY)) for kill in range(kills)]
         killed = [kill_a_rank(job, disturbed, MOMENTS[n % 3], step, rng) for n, step in enumerate(steps)]
         assert job.wait() == 0

@@ -9,7 +9,7 @@ import pytest
 
 from tests.programs import forked
 from tests.training.jobs import endless, read_steps
-from tests.training.processes import is_running, ranks_of, steps_written, wait_until
+from tests.training.processes import is_running, process, ranks_of, steps_written, wait_until
 from wlb.training import termination as termination_module
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
 from wlb.training.failures import Terminated
@@ -44,9 +44,21 @@ def test_a_terminated_job_saves_the_step_it_is_in(folder, to, asked):
     assert "Traceback" not in err
 
 
+def test_a_signal_to_all_processes_of_a_job_is_one_to_the_job(folder):
+    """As SLURM sends it; the server that forks the ranks hears it as well."""
+    with process("-m", "wlb", "train", endless(folder, every=10_000)) as job:
+        wait_until(lambda: steps_written(folder) >= 3)
+        os.killpg(job.pid, signal.SIGTERM)
+        _, err = job.communicate()
+    last = read_steps(folder)[-1]["step"]
+    assert (job.returncode, err.count("wlb: terminated")) == (143, 1)
+    assert f"wlb: terminated after step {last}; the same command continues from checkpoint " in err
+    assert "c10d" not in err  # the ranks' store outlives them
+
+
 def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
     config = endless(folder, dp=1, every=10_000, grace_seconds=1.0)
-    with forked("-m", "tests.training.faulty_rank", "sleep", "0", "3", "1", config) as job:
+    with forked("-m", "tests.training.faulty_rank", "sleep", "0", "3", config) as job:
         wait_until(lambda: steps_written(folder) >= 3)
         job.send_signal(signal.SIGTERM)
         _, err = job.communicate()
@@ -79,8 +91,8 @@ def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
 def test_a_job_under_nohup_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signals_to_end() == {signal.SIGTERM}
+        assert signals_to_end() == {signal.SIGTERM, signal.SIGINT}
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert signals_to_end() == {signal.SIGTERM, signal.SIGHUP}
+        assert signals_to_end() == {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
     finally:
         signal.signal(signal.SIGHUP, before)

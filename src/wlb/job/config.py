@@ -236,7 +236,6 @@ class TrainingConfig(Section):
     timeout_seconds: Number = Field(
         300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
     )
-    max_restarts: NonNegativeInt = Field(3, description="Restarts by wlb train without a newer checkpoint in between")
     grace_seconds: Number = Field(
         25.0, ge=0, le=_LONGEST_TIMEOUT_SECONDS, description="Time after SIGTERM to finish the step and save it"
     )

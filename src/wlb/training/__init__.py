@@ -4,6 +4,5 @@ In the order in which a step passes through: ``wlb.job.planner`` has the next do
 ``data`` makes tokens of the plan ahead of time, ``parallel`` runs them forward and backward through the model that it
 spread over the processes, and ``optimizer`` updates it. ``trainer`` is the loop around this, ``phases`` builds what it
 loops over; ``observe`` measures and reports it, ``checkpoint`` saves it, ``evaluation`` scores it on held-out
-documents. ``launcher``, ``forks``, ``preflight``, ``worker`` and ``runtime`` start the processes, watch over them
-and tell the user how they ended.
+documents. ``launcher``, ``preflight``, ``worker`` and ``stalls`` start the processes and tell the user how they ended.
 """

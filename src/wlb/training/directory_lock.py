@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from wlb.errors import UserError
 from wlb.files import open_locked
@@ -20,13 +19,20 @@ def directories_of(config: JobConfig) -> Iterator[None]:
 
     Called by rank 0, which is the one that writes. Raises ``UserError`` when another job holds one of them.
     """
-    named = {"metrics.dir": config.metrics.dir, "checkpoint.dir": config.checkpoint.dir}
-    held: set[Path] = set()
+    directories = {"metrics.dir": config.metrics.dir, "checkpoint.dir": config.checkpoint.dir}
+    names = {directory.resolve(): name for name, directory in directories.items() if directory is not None}
     with ExitStack() as locks:
-        for name, directory in named.items():
-            if directory is not None and directory.resolve() not in held:
-                locks.enter_context(_locked(name, directory))
-                held.add(directory.resolve())
+        for directory, name in names.items():
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                descriptor = open_locked(directory / LOCK_NAME)
+            except OSError as error:
+                raise UserError(f"{name} {directory} cannot be written: {error.strerror}") from error
+            if descriptor is None:
+                raise UserError(
+                    f"another job is writing to {name} {directory}; wait for it or choose another directory"
+                )
+            locks.callback(os.close, descriptor)
         yield
 
 
@@ -35,18 +41,3 @@ def check_shared(config: JobConfig) -> None:
     directory = config.checkpoint.dir
     if directory is not None and not (directory / LOCK_NAME).exists():
         raise UserError(f"checkpoint.dir {directory.absolute()} must be shared by all machines, and is not")
-
-
-@contextmanager
-def _locked(name: str, directory: Path) -> Iterator[None]:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = open_locked(directory / LOCK_NAME)
-    except OSError as error:
-        raise UserError(f"{name} {directory} cannot be written: {error.strerror}") from error
-    if descriptor is None:
-        raise UserError(f"another job is writing to {name} {directory}; wait for it or choose another directory")
-    try:
-        yield
-    finally:
-        os.close(descriptor)

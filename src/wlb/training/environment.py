@@ -21,13 +21,13 @@ from wlb.models.configured_model import configured_model
 from wlb.models.transformer import TransformerConfig, check_built
 from wlb.os_limits import usable_cores
 from wlb.token_count import parse_count
-from wlb.training.watchdog import backend_timeout
+from wlb.training.stalls import record_flight
 from wlb.workload.hardware import HARDWARE
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
-# One forward and two backward of six matrices are 18 for each length of a micro-batch, whatever the number of blocks;
-# attention has more. docs/memory.md compares memory with that of the libraries' 1,024.
+# In half precision on CPU, oneDNN compiles a product for its exact shape, so for every length of a micro-batch anew. It
+# keeps 1,024, PyTorch's layer above it as many: a GiB (docs/memory.md). A length has 18, and those of attention.
 _COMPILED_PRODUCTS = "64"
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -39,12 +39,11 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
 
     Raises ``UserError`` if the number of processes is not the product of ``parallel.*``.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != config.parallel.layout.world_size:
-        sizes = " x ".join(f"{name} {getattr(config.parallel, name)}" for name in ("dp", "pp", "cp", "tp"))
+    world_size, asked = int(os.environ.get("WORLD_SIZE", "1")), config.parallel.layout
+    if world_size != asked.world_size:
         raise UserError(
-            f"{world_size} processes were started, but parallel.* asks for {config.parallel.layout.world_size} "
-            f"({sizes}); start as many, or start them with wlb train"
+            f"{world_size} processes were started, but parallel.* asks for {asked.world_size} (dp {asked.dp} x pp "
+            f"{asked.pp} x cp {asked.cp} x tp {asked.tp}); start as many, or start them with wlb train"
         )
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device(device_type(config.training, local_processes), int(os.environ.get("LOCAL_RANK", "0")))
@@ -52,9 +51,10 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
     bound_compiled_products()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        record_flight(config.metrics.dir)
     else:
         keep_freed_memory()
-    timeout = backend_timeout(config.training.timeout_seconds)
+    timeout = timedelta(seconds=config.training.timeout_seconds)
     store, rank = _meeting_place(timeout)
     dist.init_process_group(_BACKENDS[device.type], timeout=timeout, store=store, rank=rank, world_size=world_size)
     yield device
@@ -62,11 +62,7 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
 
 
 def bound_compiled_products() -> None:
-    """Keep fewer matrix products compiled, where the environment does not say how many; before the first product.
-
-    In half precision on CPU, oneDNN compiles a product for its exact shape, so for every length of a micro-batch anew.
-    It keeps the latest 1,024, PyTorch's layer above it as many again, and each takes about half a MB: a GiB.
-    """
+    """Keep fewer matrix products compiled, where the environment does not say how many; before the first product."""
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(variable, _COMPILED_PRODUCTS)
 
@@ -86,28 +82,15 @@ def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:
     """The store in which the ranks find each other, and this process's rank.
 
     ``torchrun`` keeps its store over restarts, and in it the addresses of ranks that were killed; so on one machine
-    every attempt has keys of its own. Several machines need not agree on the number of restarts; see
-    ``shared_store_warning``.
+    every attempt has keys of its own. Several machines need not agree on the number of restarts.
     """
     if "RANK" not in os.environ:
         return dist.HashStore(), 0
     store, rank, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return store, rank
-
-
-def shared_store_warning() -> str | None:
-    """What to tell the user where ``torchrun`` could not restart the ranks of several machines, or None."""
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if not (several and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
-        return None
-    return (
-        "wlb: warning: torchrun cannot reliably restart ranks on several machines while it shares its store with them; "
-        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them"
-    )
+    attempt = "" if several else f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(attempt, store), rank
 
 
 def device_type(config: TrainingConfig, local_processes: int) -> str:
@@ -140,14 +123,11 @@ def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
     """CPU threads of each process: ``training.threads``, or else what ``OMP_NUM_THREADS`` says, or else an equal share
     of the cores this job may use. Raises ``UserError`` for a setting over the number of the machine's cores."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
     cores = os.cpu_count() or usable_cores()
-    if config.threads and config.threads > cores:
-        raise UserError(
-            f"training.threads = {config.threads} for each process, but this machine has {cores} cores; lower it"
-        )
-    given = min(parse_count(wanted) or 0, cores)
-    return config.threads or given or max(1, usable_cores() // local_processes)
+    if (threads := config.threads) and threads > cores:
+        raise UserError(f"training.threads = {threads} for each process, but this machine has {cores} cores; lower it")
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
+    return threads or min(parse_count(given) or 0, cores) or max(1, usable_cores() // local_processes)
 
 
 def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:

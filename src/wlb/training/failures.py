@@ -1,27 +1,18 @@
-"""Reports the error of a failing rank once, in one line where that is enough.
-
-A rank that fails writes its error where its launcher looks for it (``TORCHELASTIC_ERROR_FILE``) and exits at once;
-the launcher stops the other ranks and tells the user about the first failure only. Without a launcher the
-rank prints.
-"""
+"""How a rank fails and how its launcher tells it: once, and in one line where that is enough."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 import traceback
-from collections.abc import Mapping
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from wlb.errors import UserError
 from wlb.training.console import flush, say
 
-FAILURE_STATUS = 1
-USER_ERROR_STATUS = 2
-HUNG_STATUS = 124  # as timeout(1) has it
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 TERMINATED_STATUS = 128 + signal.SIGTERM  # as shells have it
 
 
@@ -30,132 +21,55 @@ class TrainingError(RuntimeError):
 
 
 class HungError(TrainingError):
-    """A collective did not end within its time limit; the message says which ranks are missing."""
+    """A collective timed out; the message names the ranks that the others waited for."""
 
 
 class Terminated(Exception):
-    """The job was asked to end (SIGTERM); the message says after which step it did and whether that was saved."""
+    """The job was asked to end; the message says after which step it did and whether that was saved."""
+
+
+# What is told in one line, with the status of a rank that leaves with it; 124 as timeout(1) has it. The rest are bugs.
+_STATUSES = {UserError: 2, HungError: 124, TrainingError: 1, Terminated: TERMINATED_STATUS}
 
 
 class Ending(NamedTuple):
-    """How a job ended that did not end well.
+    """How a job failed: what the user is told (nothing if a rank has), the exit status, whether to start again."""
 
-    ``cause`` is one line without a prefix, ``text`` what the user is told when the job is not restarted (empty if a
-    rank has told already), ``status`` the exit status; ``restart`` says whether another attempt makes sense.
-    """
-
-    cause: str
     text: str
     status: int
     restart: bool = False
 
 
-class RankFailure(NamedTuple):
-    """A rank that failed: ``status`` as ``subprocess`` has it, what it recorded if it did, and when (Unix time)."""
-
-    pid: int
-    status: int
-    text: str | None
-    time: float
-
-
-def report_failure(error: BaseException) -> int:
-    """Hand ``error`` to the launcher, or print it where there is none. Returns the exit status.
-
-    That a job was terminated is no failure for a launcher to explain, so rank 0 prints it in any case.
-    """
-    terminated = isinstance(error, Terminated)
-    if terminated:
-        text = f"wlb: {error}"
-    elif isinstance(error, UserError | TrainingError):
-        text = f"wlb: error: {error}"
-    else:
-        text = "".join(traceback.format_exception(error)).rstrip()
-    recorded = _record(text)
-    if not recorded or (terminated and os.environ.get("RANK", "0") == "0"):
-        say(text)
-    return _status_of(error)
-
-
 def leave(error: BaseException) -> NoReturn:
-    """Report ``error`` and end this process at once, from whichever thread, without waiting for peers."""
-    status = _status_of(error)
+    """Hand ``error`` to the launcher, or print it where there is none, and end this process.
+
+    Rank 0 prints in any case that the job was terminated, as a launcher that was asked to end does not look.
+    """
+    status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 0)
     try:
-        report_failure(error)
+        if os.path.isdir(os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))):
+            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+            ErrorHandler().record_exception(error)
+        elif status != TERMINATED_STATUS:
+            say(f"wlb: error: {error}" if status else "".join(traceback.format_exception(error)).rstrip())
+        if status == TERMINATED_STATUS and os.environ.get("RANK", "0") == "0":
+            say(f"wlb: {error}")
         flush()
     finally:
-        os._exit(status)
+        os._exit(status or 1)
 
 
-def recorded_failure(pid: int, status: int, path: Path) -> RankFailure:
-    """The failure of process ``pid``, which ended with ``status`` and recorded why in ``path``, if it had the time."""
-    try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))
-        return RankFailure(pid, status, recorded["message"]["message"], path.stat().st_mtime)
-    except (OSError, ValueError):
-        return RankFailure(pid, status, None, time.time())
-
-
-def explain_failures(failures: Mapping[int, RankFailure]) -> Ending:
-    """What to make of ranks that failed by themselves.
-
-    A rank that was killed comes first, then one with a user's mistake, then one that found the job hung, then the
-    earliest: ranks that lose a peer fail as well, as a consequence.
-    """
-    rank = min(failures, key=lambda rank: (_precedence(failures[rank].status), failures[rank].time))
-    pid, status, text, _ = failures[rank]
+def ending_of(rank: int, failure: ProcessFailure) -> Ending:
+    """What to make of the first ``failure`` of a job, that of ``rank``."""
+    status: int = failure.exitcode
+    message: Any = failure.message  # a string that torch makes, or what the rank has recorded
     if status < 0:
-        cause = f"rank {rank} (process {pid}) {how_it_ended(status)}"
-        return Ending(
-            cause,
-            f"wlb: error: {cause}; all ranks were stopped",
-            FAILURE_STATUS,
-            restart=status != -signal.SIGINT,  # which only a user sends
-        )
-    if text is None:
-        cause = f"rank {rank} {how_it_ended(status)}"
-        return Ending(cause, f"wlb: error: {cause}", FAILURE_STATUS)
-    cause = text.splitlines()[-1].removeprefix("wlb: ").removeprefix("error: ")
-    if status == TERMINATED_STATUS:
-        told = 0 in failures and failures[0].status == TERMINATED_STATUS
-        return Ending(cause, "" if told else text, TERMINATED_STATUS)
-    if status == FAILURE_STATUS:
-        text = f"{text}\nwlb: rank {rank} failed as above; all ranks were stopped"
-    return Ending(cause, text, status, restart=status == HUNG_STATUS)
-
-
-def _record(text: str) -> bool:
-    """Write ``text`` where the launcher looks for it; whether there is one and it could be written."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return False
-    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": details}}, file)
-    except OSError:
-        return False
-    return True
-
-
-def _status_of(error: BaseException) -> int:
-    if isinstance(error, UserError):
-        return USER_ERROR_STATUS
-    if isinstance(error, Terminated):
-        return TERMINATED_STATUS
-    return HUNG_STATUS if isinstance(error, HungError) else FAILURE_STATUS
-
-
-def _precedence(status: int) -> int:
-    order = [USER_ERROR_STATUS, HUNG_STATUS, TERMINATED_STATUS]
-    return -1 if status < 0 else order.index(status) if status in order else len(order)
-
-
-def how_it_ended(status: int) -> str:
-    """What became of a process that left no message, by its ``status`` as ``subprocess`` has it."""
-    if status >= 0:
-        return f"exited with status {status} and no error message"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:  # most real-time signals have no name
-        return f"was killed by signal {-status}"
+        name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
+        return Ending(f"wlb: error: rank {rank} (process {failure.pid}) was killed by {name}", 1, restart=True)
+    if not isinstance(message, dict):
+        return Ending(f"wlb: error: rank {rank} exited with status {status} and no error message", 1)
+    kind, _, text = message["message"].partition(": ")
+    if kind not in {known.__name__ for known in _STATUSES}:
+        return Ending(f"{message['extraInfo']['py_callstack']}wlb: rank {rank} failed as above", status)
+    return Ending("" if kind == "Terminated" else f"wlb: error: {text}", status, restart=kind == "HungError")

@@ -36,9 +36,9 @@ from wlb.training.phases import (
     restore,
 )
 from wlb.training.preflight import CheckedJob, check_agreed, check_job, least_limit
+from wlb.training.stalls import BegunStep, stalls_named
 from wlb.training.step import agree_to_train, train_step
 from wlb.training.termination import Termination
-from wlb.training.watchdog import Pulse, time_outs_are_hangs, watched
 
 
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
@@ -48,16 +48,14 @@ def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     where any rank was asked to end.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    pulse = Pulse()
-    limit = config.training.timeout_seconds
-    with time_outs_are_hangs(limit, pulse), joined_job(config) as device, ExitStack() as held:
-        held.enter_context(watched(limit, pulse))
+    begun, limit = BegunStep(), config.training.timeout_seconds
+    with joined_job(config) as device, stalls_named(limit, begun), ExitStack() as held:
         memory = least_limit(device.type, local_processes)
         checked = on_every_rank(lambda: check_job(config, local_processes, memory))
         check_agreed(checked.job)
         on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)
         on_every_rank(lambda: check_shared(config))
-        return Trainer(checked, device, termination, pulse).run()
+        return Trainer(checked, device, termination, begun).run()
 
 
 class Trainer:
@@ -68,11 +66,11 @@ class Trainer:
         checked: CheckedJob,
         device: torch.device,
         termination: Termination | None = None,
-        pulse: Pulse | None = None,
+        begun: BegunStep | None = None,
     ) -> None:
         self.config = checked.config
         self.termination = termination or Termination()
-        self.pulse = pulse or Pulse()
+        self.begun = begun or BegunStep()
 
         self.model = build_model(checked, device)
         self.runner, self.monitor = build_pipeline(self.model)
@@ -86,8 +84,6 @@ class Trainer:
 
         self._trained = self.loader.state_dict()
         self._last_step = self.config.training.steps or math.inf
-        for stage in self.model.stages:
-            stage.register_forward_pre_hook(self.pulse.beat)  # every micro-batch
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
@@ -111,7 +107,7 @@ class Trainer:
         with self.loader, self.monitor.trace:
             self._evaluate()  # what the job before this one was asked to end in
             while loaded := self._next_step():
-                self.pulse.begin(self.step + 1)
+                self.begun.number = self.step + 1
                 if terminated := not agree_to_train(self.step + 1, loaded, self.model, self.termination.requested):
                     break  # what was loaded is not trained, so it is not in self._trained
                 self.step += 1

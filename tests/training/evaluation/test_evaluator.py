@@ -128,7 +128,8 @@ def _end_while_evaluating(config: JobConfig, step: int) -> None:
     run = trainer.evaluator.run
 
     def asked(_: object) -> dict[str, Any] | None:
-        trainer.termination.requested |= trainer.step == step and dist.get_rank() == 1
+        if trainer.step == step and dist.get_rank() == 1:
+            trainer.termination.asked.set()
         return run(lambda: trainer.termination.requested)
 
     trainer.evaluator.run = asked  # type: ignore[method-assign,assignment]

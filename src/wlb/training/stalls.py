@@ -1,0 +1,85 @@
+"""Names the ranks that others wait for when a collective times out.
+
+A rank that times out knows that it waits, not for whom. So it rings an alarm in the rendezvous store, and a thread of
+every rank answers with the place of its main thread. Who is in no collective, or does not answer, is missing. NCCL ends
+a process that times out, and leaves its last collectives in PyTorch's flight recorder.
+"""
+
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from wlb.training.failures import HungError, TrainingError
+
+_ANSWER_SECONDS = 5.0
+# As gloo, its sockets and the store put it in torch 2.11 to 2.13; none has a type of its own for it.
+_TIMED_OUT = re.compile(r"\btim(ed|ing) out\b|\btimeout\b", re.IGNORECASE)
+_COLLECTIVE = re.compile(r"/torch/distributed/(?!checkpoint/)|/wlb/attention/exchange\.py$")
+_INNERMOST = 3  # frames: a collective may be called through torch/_ops.py and a decorator
+_SILENT, _WAITS = b"does not answer (stopped, or its machine is gone)", b"waits"
+
+
+class BegunStep:
+    """The ``number`` of the step that the main thread has begun; ``lost`` when a collective in it has failed."""
+
+    number = 0
+    lost = False
+
+
+def record_flight(directory: Path) -> None:
+    """Have NCCL write its last collectives into ``directory`` on a time-out, unless the environment says otherwise."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{directory.absolute()}/flight_")
+
+
+@contextmanager
+def stalls_named(limit_seconds: float, begun: BegunStep) -> Iterator[None]:
+    """Raise ``HungError`` where a collective inside the block times out; all ranks enter it after they have met."""
+    # Connections of their own: the main thread may hang while it uses the store.
+    store, alarm = (dist.distributed_c10d._get_default_store().clone() for _ in range(2))  # type: ignore[attr-defined]
+    threading.Thread(target=_answer, args=(alarm, threading.get_ident(), begun), daemon=True).start()
+    try:
+        yield
+    except RuntimeError as error:
+        begun.lost = not isinstance(error, TrainingError)
+        if not begun.lost or not _TIMED_OUT.search(str(error)):
+            raise
+        limit = f"step {begun.number} did not end within training.timeout_seconds = {limit_seconds:g} s"
+        raise HungError(f"{limit}: {_missing(store)}") from error
+
+
+def _answer(store: dist.Store, main_thread: int, begun: BegunStep) -> None:
+    with suppress(RuntimeError):  # the store is gone, and so is the job
+        store.wait(["alarm"], timedelta.max / 2)
+        *_, place = stack = traceback.extract_stack(sys._current_frames()[main_thread])
+        waits = begun.lost or any(_COLLECTIVE.search(frame.filename) for frame in stack[-_INNERMOST:])
+        answer = _WAITS if waits else f"is in {place.name} ({Path(place.filename).name}:{place.lineno})".encode()
+        store.set(f"answer/{dist.get_rank()}", answer)  # type: ignore[arg-type]  # bytes are as good as a string
+
+
+def _missing(store: dist.Store) -> str:
+    """Which ranks are missing, and where they are."""
+    keys = {rank: f"answer/{rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()}
+    missing: dict[bytes, list[str]] = {}
+    try:
+        store.set("alarm", "")
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline and not store.check([*keys.values()]):
+            time.sleep(0.05)
+        for rank, key in keys.items():
+            missing.setdefault(store.get(key) if store.check([key]) else _SILENT, []).append(str(rank))
+    except RuntimeError:
+        return "the rendezvous store does not answer either: its machine is stopped or gone"
+    missing.pop(_WAITS, None)
+    named = [f"rank {', '.join(ranks)} {place.decode()}" for place, ranks in missing.items()]
+    return "; ".join(named) or "all ranks wait: they were suspended, or cannot reach each other"

@@ -1,0 +1,89 @@
+"""A job that hangs ends by itself and says which rank is missing; the faults are real."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cases import in_turn
+from tests.limits import HUNG_SECONDS
+from tests.programs import forked
+from tests.training.jobs import endless, read_steps, write_config
+from tests.training.processes import ranks, said
+from wlb.training.failures import HungError, TrainingError
+from wlb.training.stalls import BegunStep, record_flight, stalls_named
+
+LIMIT = f"wlb: error: step 4 did not end within training.timeout_seconds = {HUNG_SECONDS:g} s: rank 1 "
+
+
+def test_a_stopped_rank_is_named(folder):
+    config = write_config(folder, parallel={"dp": 2}, training={"steps": 100_000})
+    with ranks(2, "-m", "tests.training.faulty_rank", "stop", "1", "3", config) as (waiting, _):
+        _, err = waiting.communicate()
+    assert waiting.returncode == 124
+    assert said(err) == [f"{LIMIT}does not answer (stopped, or its machine is gone)"]
+
+
+def test_a_rank_that_does_something_else_is_named_and_the_job_goes_on(folder):
+    config = endless(folder, every=2, grace_seconds=0.0, steps=6)
+    with forked("-m", "tests.training.faulty_rank", "spin", "1", "3", "train", config) as job:
+        _, err = job.communicate()
+    assert job.returncode == 0
+    (line,) = (line for line in said(err) if "error:" in line)
+    assert re.fullmatch(
+        rf"{re.escape(LIMIT)}is in spin \(faulty_rank.py:\d+\); restarting from step 2, 1 of 3 .*", line
+    )
+    assert [row["step"] for row in read_steps(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def wait_for_a_rank() -> None:
+    store, limit = dist.HashStore(), timedelta(seconds=HUNG_SECONDS)
+    with ThreadPoolExecutor(2) as pool:
+        rank, _ = pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2))
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(milliseconds=10)
+    rank.allreduce([torch.zeros(1)], options).wait()  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
+def wait_for_the_store() -> None:
+    dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).wait(["verdict"], timedelta(milliseconds=10))
+
+
+@pytest.fixture
+def _alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("wait", [wait_for_a_rank, wait_for_the_store])
+def test_a_backend_that_gives_up_waiting_has_found_a_hang(wait):
+    begun = BegunStep()
+    begun.number = 7
+    verdict = "step 7 did not end within training.timeout_seconds = 3 s: all ranks wait: they were suspended, or"
+    with pytest.raises(HungError, match=verdict), stalls_named(3.0, begun):
+        wait()
+
+
+@pytest.mark.usefixtures("_alone")
+@in_turn("error", [RuntimeError("Connection closed by peer"), TrainingError("timed out"), TimeoutError()])
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error)) as raised, stalls_named(3.0, BegunStep()):
+        raise error
+    assert raised.value is error
+
+
+def test_nccl_records_its_last_collectives_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr("wlb.training.stalls.os.environ", environment := {"TORCH_FR_BUFFER_SIZE": "7"})
+    record_flight(tmp_path)
+    assert environment == {
+        "TORCH_FR_BUFFER_SIZE": "7",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight_",
+    }
