@@ -56,7 +56,8 @@ def _measure(plans: Sequence[ShardPlan], setting: Setting) -> dict[Work, float]:
 
 def _work(plan: ShardPlan, rank: int) -> Work:
     layout = shard_layout(plan, rank, torch.device("cpu"))  # of which only the lengths are needed
-    return tuple(runs for runs in (layout.own_runs, *(part.runs for part in layout.parts)) if runs is not None)
+    received = [part.attended.runs for part in layout.parts if part.attended is not None]
+    return tuple(received if layout.own_runs is None else [layout.own_runs, *received])
 
 
 def _case(work: Work, bench: Workbench) -> Case:

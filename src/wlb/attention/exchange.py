@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from wlb.attention.profiler_regions import region
-from wlb.attention.shard_layout import ExchangePart, Rows, ShardLayout
+from wlb.attention.shard_layout import ExchangePart, RowSums, ShardLayout
 
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
@@ -66,41 +67,23 @@ def return_gradients(grad_A2GE: Tensor, part: ExchangePart, ranks: PlanRanks) ->
     return _exchange(grad_A2GE, part.receive_counts, part.send_counts, ranks)
 
 
-def add_returned(grad_TGE: Tensor, returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> Tensor:
-    """Local gradients plus those ``returned`` for each part, (S, G, E), in the type of the local ones."""
-    total_TGE = grad_TGE.to(torch.promote_types(grad_TGE.dtype, torch.float32))
-    for part, share_SGE in zip(parts, returned, strict=True):
-        if part.first_rows is None:
-            by_rank = (tensor.split(part.send_counts) for tensor in (part.send_rows, share_SGE))
-            for rows, share in zip(*by_rank, strict=True):
-                add_rows(total_TGE, rows, share)
-        else:
-            sum_SGE = total_TGE.new_zeros(len(part.first_rows), *total_TGE.shape[1:])
-            for share in share_SGE.split(part.send_counts):
-                sum_SGE[: len(share)] += share
-            add_rows(total_TGE, part.first_rows, sum_SGE)
-    return total_TGE.to(grad_TGE.dtype)
+def add_returned(grads: Sequence[Tensor], returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> list[Tensor]:
+    """Local gradients of keys and values plus those ``returned`` for each part, (S, 2, G, E), in a wide type."""
+    totals = [grad_TGE.to(torch.promote_types(grad_TGE.dtype, torch.float32)) for grad_TGE in grads]
+    for part, share_S2GE in zip(parts, returned, strict=True):
+        sums = part.send_sums
+        rows, share = (part.send_rows, share_S2GE) if sums is None else (sums.rows, sum_rows(share_S2GE, sums))
+        for side, total_TGE in enumerate(totals):
+            total_TGE[rows] += share[:, side]
+    return totals
 
 
-def take_rows(x: Tensor, rows: Rows) -> Tensor:
-    """The ``rows`` of ``x``; a view where they follow each other."""
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def put_rows(x: Tensor, rows: Rows, values: Tensor) -> None:
-    """Make ``values``, which may be of another type, the ``rows`` of ``x``, each named at most once."""
-    if isinstance(rows, slice):
-        x[rows] = values
-    else:
-        x.index_copy_(0, rows, values.to(x.dtype))
-
-
-def add_rows(total: Tensor, rows: Rows, values: Tensor) -> None:
-    """Add ``values`` to the ``rows`` of ``total``, each named at most once; much faster on CPU than ``index_add_``."""
-    if isinstance(rows, slice):
-        total[rows] += values
-    else:
-        total.index_copy_(0, rows, total.index_select(0, rows).add_(values))
+def sum_rows(values: Tensor, sums: RowSums) -> Tensor:
+    """The sum of the ``values`` of each row, in one kernel that adds in float32 or better and in a fixed order."""
+    if len(sums.starts) == len(sums.order):  # a value each
+        return values.index_select(0, sums.order)
+    summed: Tensor = F.embedding_bag(sums.order, values.flatten(1), sums.starts, mode="sum")
+    return summed.view(-1, *values.shape[1:])
 
 
 def _exchange(sent: Tensor, send_counts: list[int], receive_counts: list[int], ranks: PlanRanks) -> Arrival:

@@ -12,12 +12,13 @@ activated, they run it.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from wlb.attention.runs import Runs
+from wlb.attention.shard_layout import on_device
 
 _TYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD_DIM = 256  # of FlashAttention-2, which also wants multiples of 8
@@ -89,7 +90,7 @@ def _mask(runs: Runs) -> tuple[bool, dict[str, int]]:
 def _extents(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Where the runs of queries and of keys begin and end, and the longest of each."""
     queries, keys = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
         for lengths in (runs.query_lengths, runs.key_lengths)
     )
     return queries, keys, max(runs.query_lengths), max(runs.key_lengths)
