@@ -54,7 +54,7 @@ def test_flops_are_those_of_the_pairs(results):
     assert {row["heads"] for row in rows} == {"4/2 x 32", "4/1 x 32"}
     for row in rows:
         queries, keys = row["queries"], row["keys"]
-        pairs = queries * (queries + 1) / 2 if row["kind"] == "document" else queries * keys
+        pairs = queries * (queries + 1) / 2 if row["kind"] == "documents" else queries * keys
         assert row["forward_tflops"] * row["forward_seconds"] * 1e12 == pytest.approx(4 * 4 * 32 * pairs, rel=1e-3)
 
 

@@ -1,7 +1,6 @@
 """Sizes of the GPU suite, for one H100 and toy ones that try the same code on a CPU, and what a section returns.
 
-Times are those of one transformer block on one device. All of a section's work takes turns (``measure_in_turns``),
-within the section's share of the time.
+Times are those of one transformer block on one device. All of a section's work takes turns (``measure_in_turns``).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from wlb.attention.backends import BACKENDS, AttentionBackend
-from wlb.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, measure_in_turns
+from wlb.profiling.timing import Case, Timing, clock_of, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.workload import Costs, ModelShape, model_shape
 from wlb.workload.profile import WorkloadProfile
@@ -25,7 +24,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes in tokens; a section measures for about ``seconds``, and at least for so many ``rounds``."""
+    """Sizes in tokens; a section measures all of its work in each of ``rounds``."""
 
     device: str
     dtype: torch.dtype
@@ -38,7 +37,6 @@ class Setting:
     sharded_window: int
     sharded_micro_batches: int
     cp_sizes: tuple[int, ...]
-    seconds: Mapping[str, float]
     rounds: int
     quick: bool
     seed: int = 0
@@ -67,7 +65,6 @@ H100 = Setting(
     sharded_window=131_072,
     sharded_micro_batches=4,
     cp_sizes=(2, 4, 8, 16),
-    seconds={"kernel": 25.0, "sharding": 80.0},
     rounds=3,
     quick=False,
 )
@@ -83,7 +80,6 @@ TOY = Setting(
     sharded_window=512,
     sharded_micro_batches=2,
     cp_sizes=(2, 4),
-    seconds={"kernel": 0.1, "sharding": 0.1},
     rounds=1,
     quick=True,
 )
@@ -108,8 +104,6 @@ class Result:
     problem: str | None = None
 
 
-def measure(cases: Mapping[K, Case], setting: Setting, section: str) -> dict[K, Timing]:
-    """Median seconds of every case over interleaved rounds, at most about the section's ``seconds`` in all."""
-    clock = CudaClock() if setting.device == "cuda" else ProcessClock()
-    effort = Effort(setting.seconds[section], setting.rounds)
-    return measure_in_turns(cases, clock, effort, lambda done, total: None)
+def measure(cases: Mapping[K, Case], setting: Setting) -> dict[K, Timing]:
+    """Median seconds of every case, forward and backward, over interleaved rounds."""
+    return measure_in_turns(cases, clock_of(torch.device(setting.device)), setting.rounds)

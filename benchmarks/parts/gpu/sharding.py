@@ -50,8 +50,8 @@ def _measure(plans: Sequence[ShardPlan], setting: Setting) -> dict[Work, float]:
     works = {work for plan in plans for rank in range(plan.cp_size) if (work := _work(plan, rank))}
     longest = max(max(sum(runs.query_lengths), sum(runs.key_lengths)) for work in works for runs in work)
     bench = setting.workbench(setting.shape, longest)
-    timings = measure({work: _case(work, bench) for work in works}, setting, "sharding")
-    return {work: timing.both * setting.shape.layers for work, timing in timings.items()}
+    timings = measure({work: _case(work, bench) for work in works}, setting)
+    return {work: float(timing.sum()) * setting.shape.layers for work, timing in timings.items()}
 
 
 def _work(plan: ShardPlan, rank: int) -> Work:

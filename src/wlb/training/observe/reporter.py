@@ -29,6 +29,7 @@ from wlb.training.environment import (
     dense_attention_warning,
     hardware_name,
     shared_store_warning,
+    slow_attention_note,
     tokenizer_warning,
 )
 from wlb.training.evaluation.held_out import Evaluation
@@ -200,6 +201,7 @@ class Reporter:
             yield f"wlb: warning: continuing on changed data: {loader.changed_data}"
         warnings = (
             dense_attention_warning(self._execution.dtype, self._execution.device),
+            slow_attention_note(self._execution.device),
             tokenizer_warning(config.model, self._store),
             shared_store_warning(),
         )
