@@ -19,7 +19,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from benchmarks.parts.gpu.setting import Result, Row, Setting, Workloads, measure
+from benchmarks.parts.gpu.setting import Result, Row, Setting, Workloads, attention_kernels, measure
 from wlb.attention.backends import AttentionBackend, reference
 from wlb.attention.runs import Runs
 from wlb.profiling.timing import Timing
@@ -33,8 +33,9 @@ LARGEST_ERROR = 3e-2
 
 
 def exactness(setting: Setting, workloads: Workloads) -> Result:
-    rows = [
-        _exactness_row(name, runs, heads, setting)
+    rows: list[Row] = [
+        {"kernel": kernel_name} | _exactness_row(name, runs, heads, setting)
+        for kernel_name in attention_kernels(setting)
         for name, runs in _runs(setting.exact_tokens).items()
         for heads in HEADS
     ]
@@ -93,7 +94,14 @@ def _error(actual: Tensor, exact: Tensor) -> float:
 
 def kernel(setting: Setting, workloads: Workloads) -> Result:
     grouped = replace(setting.shape, kv_heads=max(1, setting.shape.heads // 4))
-    return Result([row for shape in (setting.shape, grouped) for row in _kernel_rows(shape, setting)])
+    return Result(
+        [
+            {"kernel": name} | row
+            for name in attention_kernels(setting)
+            for shape in (setting.shape, grouped)
+            for row in _kernel_rows(shape, setting)
+        ]
+    )
 
 
 def _kernel_rows(shape: ModelShape, setting: Setting) -> Iterator[Row]:

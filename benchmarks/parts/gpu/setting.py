@@ -5,11 +5,13 @@ Times are those of one transformer block on one device. All of a section's work 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import sys
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from wlb.attention.backends import BACKENDS, AttentionBackend
 from wlb.profiling.timing import Case, Timing, clock_of, measure_in_turns
@@ -37,6 +39,8 @@ class Setting:
     sharded_window: int
     sharded_micro_batches: int
     cp_sizes: tuple[int, ...]
+    trained: ModelShape
+    trained_tokens: int
     rounds: int
     quick: bool
     seed: int = 0
@@ -65,6 +69,9 @@ H100 = Setting(
     sharded_window=131_072,
     sharded_micro_batches=4,
     cp_sizes=(2, 4, 8, 16),
+    # 1.1 billion weights, whose training state takes 17 GB
+    trained=ModelShape(hidden=2048, layers=20, heads=16, kv_heads=8, head_dim=128, ffn_hidden=5632, vocab_size=32_000),
+    trained_tokens=16_384,
     rounds=3,
     quick=False,
 )
@@ -80,9 +87,26 @@ TOY = Setting(
     sharded_window=512,
     sharded_micro_batches=2,
     cp_sizes=(2, 4),
+    trained=model_shape("tiny"),
+    trained_tokens=256,
     rounds=1,
     quick=True,
 )
+
+
+def attention_kernels(setting: Setting) -> Iterator[str]:
+    """The names of the attention kernels that this device has, each while it is the one that runs."""
+    yield "default"
+    if setting.device == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+        try:
+            activate_flash_attention_impl("FA3")
+        except (ImportError, RuntimeError) as error:
+            print(f"FlashAttention 3 is left out: {error}", file=sys.stderr)
+            return
+        try:
+            yield "FA3"
+        finally:
+            restore_flash_attention_impl()
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ piece of a segment, not the whole segment as an all-gather would bring it, and r
 tokens. Gradients go the opposite way and are added where they arrive, rank after rank, so that the sum has the same
 rounding every time.
 
-Where a plan is for a whole process group this is an all-to-all. NCCL makes it of messages between the ranks that share
-a segment, and no rank waits for others; gloo sends empty messages too. Where it is for some ranks of a group, these
-send each other messages, while the others do something else. (Messages alone would do for both. But with gloo, small
-ones among four processes take about twice the CPU time, and with NCCL a group must first have had a call of all ranks.)
-Two ranks find each other's messages by their order, which is the same on both: they run the plans that they share in
-the same order, each layer by layer, forward, backward and where it is computed again.
+Where a plan is for a whole process group this is an all-to-all; gloo sends empty messages too. Where it is for some
+ranks of a group, these send each other messages in one batch, while the others do something else. (Messages alone would
+do for both, but with gloo, small ones take about twice the CPU time.)
+
+NCCL hangs where one side of a batch has a message that the other's lacks (nccl#2130), and in a group whose first batch
+not all ranks join (pytorch#74701). Counts of both sides are a row and a column of one matrix of the plan, empty messages
+are left out by both, and gradients go the same ways back; ``build_mesh`` gives every group its first call. Two ranks
+find each other's messages by their order: they run the plans that they share in the same order, each layer by layer.
 """
 
 from __future__ import annotations
@@ -31,10 +33,7 @@ _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
 
 class PlanRanks(NamedTuple):
-    """The ranks of a shard plan, in its order: all of ``group``, or those that are numbered ``members`` in it.
-
-    Without a group they are those of the default one.
-    """
+    """The ranks of a shard plan, in its order: all of ``group``, by default the default one, or its ``members``."""
 
     group: dist.ProcessGroup | None
     members: Sequence[int] | None = None

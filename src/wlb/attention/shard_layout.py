@@ -32,9 +32,9 @@ Rows = Tensor | slice  # of a tensor: int64 on its device, or where they follow 
 
 
 class RowSums(NamedTuple):
-    """How to sum values that belong to the same row: those of ``rows[i]`` are ``order[starts[i]:starts[i + 1]]``.
+    """Values that belong to the same row, in the order in which they are stored.
 
-    Values of a row are summed in the order in which they are stored, so that the sum has the same rounding every time.
+    Those of ``rows[i]`` are ``order[starts[i]:starts[i + 1]]``.
     """
 
     rows: Rows  # distinct, ascending

@@ -5,8 +5,8 @@ used as it is, because the output and log-sum-exp of queries that attend two set
 forward pass: from torch 2.15 on it may run cuDNN's kernel on GPUs of compute capability 9.0 and 10.0, whose log-sum-exp
 is meant for cuDNN's own backward.
 
-Both follow ``torch.nn.attention.activate_flash_attention_impl``: where FlashAttention 3 or 4 is installed and
-activated, they run it.
+Both follow ``torch.nn.attention.activate_flash_attention_impl``, and the backward of FlashAttention 2 is deterministic
+under ``torch.use_deterministic_algorithms(True)``; that of 3 (hopper/flash_bwd_launch_template.h) is not.
 """
 
 from __future__ import annotations
