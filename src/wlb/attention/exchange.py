@@ -5,14 +5,13 @@ piece of a segment, not the whole segment as an all-gather would bring it, and r
 tokens. Gradients go the opposite way and are added where they arrive, rank after rank, so that the sum has the same
 rounding every time.
 
-Where a plan is for a whole process group this is an all-to-all; gloo sends empty messages too. Where it is for some
-ranks of a group, these send each other messages in one batch, while the others do something else. (Messages alone would
-do for both, but with gloo, small ones take about twice the CPU time.)
+Where a plan is for a whole process group this is an all-to-all, which takes gloo half the CPU time of small messages.
+Where it is for some ranks of a group, these send each other messages in one batch.
 
-NCCL hangs where one side of a batch has a message that the other's lacks (nccl#2130), and in a group whose first batch
-not all ranks join (pytorch#74701). Counts of both sides are a row and a column of one matrix of the plan, empty messages
-are left out by both, and gradients go the same ways back; ``build_mesh`` gives every group its first call. Two ranks
-find each other's messages by their order: they run the plans that they share in the same order, each layer by layer.
+NCCL hangs where one side of a batch has a message that the other side lacks (nccl#2130), and in a group whose first
+batch not all ranks join (pytorch#74701). Here both sides take their counts from one matrix of the plan, leave out empty
+messages, and return gradients the same way; ``build_mesh`` makes the first call. Two ranks find each other's messages
+by their order: they run the plans that they share in the same order, each layer by layer.
 """
 
 from __future__ import annotations
@@ -71,9 +70,9 @@ def add_returned(grads: Sequence[Tensor], returned: Sequence[Tensor], parts: Seq
     totals = [grad_TGE.to(torch.promote_types(grad_TGE.dtype, torch.float32)) for grad_TGE in grads]
     for part, share_S2GE in zip(parts, returned, strict=True):
         sums = part.send_sums
-        rows, share = (part.send_rows, share_S2GE) if sums is None else (sums.rows, sum_rows(share_S2GE, sums))
-        for side, total_TGE in enumerate(totals):
-            total_TGE[rows] += share[:, side]
+        rows = part.send_rows if sums is None else sums.rows
+        for total_TGE, share_SGE in zip(totals, share_S2GE.unbind(1), strict=True):
+            total_TGE[rows] += share_SGE if sums is None else sum_rows(share_SGE.to(total_TGE.dtype), sums)
     return totals
 
 

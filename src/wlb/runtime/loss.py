@@ -39,7 +39,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         log_sums_T = scores_TV.new_empty(len(labels_T), dtype=wide)
         for log_sums, scores in zip(log_sums_T.split(chunk), scores_TV.split(chunk), strict=True):
             log_sums.copy_(scores.to(wide).logsumexp(dim=-1))
-        scores_of_target_T = scores_TV.gather(1, target_T[:, None])[:, 0].to(wide)
+        scores_of_target_T = scores_TV[torch.arange(len(target_T), device=target_T.device), target_T].to(wide)
         ctx.save_for_backward(scores_TV, target_T, labelled_T, log_sums_T)
         ctx.chunk = chunk
         return (log_sums_T - scores_of_target_T).where(labelled_T, 0.0).sum()
@@ -52,6 +52,6 @@ class _SummedCrossEntropy(torch.autograd.Function):
         chunks = zip(*(x.split(ctx.chunk) for x in (grad_TV, scores_TV, *of_rows)), strict=True)
         for grad_scores, scores, target, labelled, log_sums in chunks:
             shares = (scores.to(log_sums.dtype) - log_sums[:, None]).exp_()
-            shares.scatter_(1, target[:, None], shares.gather(1, target[:, None]) - 1.0)
+            shares[torch.arange(len(target), device=target.device), target] -= 1.0  # scatter_ is not deterministic
             grad_scores.copy_(shares.mul_((grad * labelled)[:, None]))
         return grad_TV, None, None, None
