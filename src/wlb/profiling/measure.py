@@ -24,7 +24,7 @@ from wlb.errors import UserError
 from wlb.models.transformer import check_built
 from wlb.profiling.timing import Timing, clock_of, measure_in_turns
 from wlb.profiling.workbench import Key, Workbench
-from wlb.training.environment import keep_freed_memory
+from wlb.training.environment import activate_fast_attention, keep_freed_memory
 from wlb.workload import Costs, ModelShape
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
 
@@ -90,8 +90,7 @@ def tensor_parallel_shard(shape: ModelShape, tp: int) -> ModelShape:
     """
     check_built(shape)
     if shape.sliding_window is not None:
-        window = f"sliding_window = {shape.sliding_window}"
-        raise UserError(f"profiles measure full attention, and the model has {window}; simulate it by its preset")
+        raise UserError(f"profiles leave out sliding_window = {shape.sliding_window}; simulate the model by its preset")
     names = ("heads", "kv_heads", "ffn_hidden", "vocab_size")
     for name in names:
         if getattr(shape, name) % tp:
@@ -145,6 +144,8 @@ def _measure(
     """Seconds of every case over all layers of the model, and of "linear" and "block" with what surrounds them."""
     if settings.device.type == "cpu":
         keep_freed_memory()  # as ranks do
+    else:
+        activate_fast_attention(settings.device)
     threads, rounds = torch.get_num_threads(), _QUICK_ROUNDS if settings.quick else _ROUNDS
     torch.set_num_threads(settings.threads)
     try:
@@ -153,8 +154,9 @@ def _measure(
         clock = clock_of(settings.device, settings.threads)
         measured = measure_in_turns({key: case for key, (case, _) in cases.items()}, clock, rounds, on_progress)
     except torch.OutOfMemoryError:
-        too_much = f"the device has too little memory for {settings.max_length} tokens"
-        raise UserError(f"{too_much}; lower --max-length or raise --tp") from None
+        raise UserError(
+            f"too little memory for {settings.max_length} tokens; lower --max-length or raise --tp"
+        ) from None
     finally:
         torch.set_num_threads(threads)
     one = {key: timing / cases[key][1] for key, timing in measured.items()}

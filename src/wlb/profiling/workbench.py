@@ -79,12 +79,9 @@ class Workbench:
     def attention(self, runs: Runs) -> Case:
         """Attention of any runs of at most ``max_tokens`` queries and keys."""
         queries, keys = sum(runs.query_lengths), sum(runs.key_lengths)
-        inputs = self._query[:queries], self._key[:keys], self._value[:keys]
-
-        def backward(forward_result: tuple[Tensor, Tensor]) -> None:
-            self._backend.backward(self._grad_out[:queries], *inputs, *forward_result, runs)
-
-        return Case(lambda: self._backend.forward(*inputs, runs), backward)
+        grad_out, inputs = self._grad_out[:queries], (self._query[:queries], self._key[:keys], self._value[:keys])
+        forward, backward = self._backend.forward, self._backend.backward
+        return Case(lambda: forward(*inputs, runs), lambda made: backward(grad_out, *inputs, made[0], made[1], runs))
 
     def _through(self, tokens: int, attend: Attend) -> Case:
         rotation = self._rotation(self._positions[:tokens])

@@ -61,6 +61,7 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
         keep_freed_memory()
     timeout = backend_timeout(config.training.timeout_seconds)
     store, rank = _meeting_place(timeout)
+    # Without device_id, with which messages between two ranks would wait for each other (pytorch#154132).
     dist.init_process_group(_BACKENDS[device.type], timeout=timeout, store=store, rank=rank, world_size=world_size)
     yield device
     dist.destroy_process_group()  # not after an error: peers may be gone, and the process ends anyway
