@@ -11,7 +11,8 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # DCP's
 
 # GPT-2's scheme: normal of this deviation, the projections back into the residual stream scaled down by
 # sqrt(2 * layers), so that the stream's variance does not grow with depth.
@@ -39,25 +40,14 @@ def initialise_weights(module: nn.Module, *, layers: int, seed: int) -> None:
 
 def _held_normals(key: str, matrix: Tensor) -> Tensor:
     """What this rank holds of a matrix of standard normal numbers of the shape of ``matrix``."""
-    rows, columns = _held_indices(matrix, 0), _held_indices(matrix, 1)
-    values = torch.empty(len(rows), len(columns))
-    blocks, counts = torch.unique_consecutive(rows // _BLOCK_ROWS, return_counts=True)
-    here = counts.tolist()
-    for block, rows_here, values_here in zip(blocks.tolist(), rows.split(here), values.split(here), strict=True):
-        digest = hashlib.sha256(f"{key}/{block}".encode()).digest()
+    (height, width), (top, left) = matrix.shape, (0, 0)
+    if isinstance(matrix, DTensor):  # from numbers alone, as in a dry run tensors have no values
+        of_mesh = matrix.device_mesh, matrix.placements
+        (height, width), (top, left) = compute_local_shape_and_global_offset(matrix.shape, *of_mesh)
+    drawn = [torch.empty(0, width)]
+    for begin in range(top - top % _BLOCK_ROWS, top + height, _BLOCK_ROWS):
+        digest = hashlib.sha256(f"{key}/{begin}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        drawn = torch.randn(_BLOCK_ROWS, matrix.shape[1], generator=generator)
-        values_here.copy_(drawn[rows_here - block * _BLOCK_ROWS][:, columns])
-    return values
-
-
-def _held_indices(matrix: Tensor, dimension: int) -> Tensor:
-    """The rows (0) or columns (1) of ``matrix`` that this rank holds."""
-    indices = torch.arange(matrix.shape[dimension])
-    if not isinstance(matrix, DTensor):
-        return indices
-    divided = [getattr(place, "dim", None) == dimension for place in matrix.placements]  # by Shard or _StridedShard
-    along = [Shard(0) if dimension else place for place in matrix.placements]
-    places = [place if cut else Replicate() for place, cut in zip(along, divided, strict=True)]
-    # Every rank has the same numbers; src_data_rank=None cuts out the local part, no broadcast.
-    return distribute_tensor(indices, matrix.device_mesh, places, src_data_rank=None).to_local().cpu()
+        block = torch.randn(_BLOCK_ROWS, matrix.shape[1], generator=generator)
+        drawn.append(block[max(0, top - begin) : top + height - begin, left : left + width])
+    return torch.cat(drawn)
