@@ -1,12 +1,14 @@
-"""Everything here that only a GPU can tell, measured by one command on one H100 or H200 in under 8 minutes.
+"""Everything here that only GPUs can tell, measured by one command: on one of them, and where there are more on all.
 
     python -m benchmarks.gpu_suite [--sections NAME,..] [--out FILE]
     python -m benchmarks.gpu_suite --device cpu --quick                  # tries the code, at toy sizes
 
 Sections: ``exactness`` of the attention back end, ``kernel`` times over queries and keys, the workload ``profile`` of a
-block, ``sharding`` (attention of every context-parallel rank). Seconds are compared with what the workload model
-predicts: the preset of this hardware, and the profile where it was measured. Both packages of the project must be
-installed, or their sources be on PYTHONPATH.
+block, ``sharding`` (attention of every context-parallel rank), a training ``step`` (MFU, memory beside its prediction,
+the bits of two runs), and on two or more GPUs the ``exchange`` of keys and values, and ``levels``, level steps beside
+lock step. Attention runs on FlashAttention 2 and, where it is installed, 3. Seconds are compared with what the workload
+model predicts: the preset of this hardware, and the profile where it was measured. Both packages of the project must
+be installed, or their sources be on PYTHONPATH.
 
 One JSON file has all of it, written after every section, so that a run that is cut short leaves what it had. A section
 that fails is named, the others run, and the exit status is 1. ``wlb check --profile FILE`` reads the profile in it.
@@ -30,6 +32,7 @@ from benchmarks.parts.gpu.attention import exactness, kernel
 from benchmarks.parts.gpu.profile import PROFILE, profile
 from benchmarks.parts.gpu.setting import H100, TOY, Comparison, Result, Row, Setting, Workloads
 from benchmarks.parts.gpu.sharding import sharding
+from benchmarks.parts.gpu.steps import exchange, levels, step
 from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, write
 from wlb.errors import UserError
 from wlb.training.environment import hardware_name
@@ -41,6 +44,9 @@ SECTIONS: dict[str, Callable[[Setting, Workloads], Result]] = {
     "kernel": kernel,
     "profile": profile,
     "sharding": sharding,
+    "step": step,
+    "exchange": exchange,
+    "levels": levels,
 }
 
 

@@ -1,4 +1,4 @@
-"""Real processes of one thread each, joined by gloo: ranks of a benchmark on this machine's CPU."""
+"""Real processes of one thread each: ranks of a benchmark on this machine's CPU, joined by gloo, or on its GPUs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from wlb.training.environment import set_gpu_defaults
+
 R = TypeVar("R")
 _TIMEOUT = timedelta(minutes=30)
 
 
-def on_ranks(processes: int, function: Callable[..., R], *arguments: Any) -> list[R]:
-    """What ``function(*arguments)`` returns on each of so many ranks of a new process group."""
+def on_ranks(processes: int, function: Callable[..., R], *arguments: Any, device: str = "cpu") -> list[R]:
+    """What ``function(*arguments)`` returns on each of so many ranks of a new process group, one a GPU on "cuda"."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_run, (processes, folder, function, arguments), nprocs=processes)
+        torch.multiprocessing.spawn(_run, (processes, folder, device, function, arguments), nprocs=processes)
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(processes)]
 
 
-def _run(rank: int, processes: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int, processes: int, folder: str, device: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=_TIMEOUT)
+    store, backend = f"file://{folder}/store", "gloo"
+    if device == "cuda":
+        set_gpu_defaults()
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=processes, timeout=_TIMEOUT)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
     dist.barrier()
     dist.destroy_process_group()

@@ -34,7 +34,7 @@ def results(smoke):
 
 
 def test_every_section_has_results(smoke, results):
-    assert list(results["sections"]) == ["exactness", "kernel", "profile", "sharding"]
+    assert list(results["sections"]) == [*gpu_suite.SECTIONS]
     for section in results["sections"].values():
         assert section["problem"] is None
         assert section["rows"]
@@ -49,12 +49,20 @@ def test_attention_is_as_exact_as_float32(results):
     assert max(row["largest"] for row in rows) < 1e-5
 
 
+def test_steps_repeat_and_ranks_work_together(results):
+    step, exchange, levels = (results["sections"][name]["rows"] for name in ("step", "exchange", "levels"))
+    assert [row["same bits twice"] for row in step] == [True, True]  # on a CPU in any case
+    assert all(row["mfu"] > 0 and row["predicted_bytes"] > 0 for row in step)
+    assert [(row["ranks"], row["strategy"]) for row in exchange] == [(2, "per_sequence"), (2, "per_document")]
+    assert [row["steps"] for row in levels] == ["level steps", "lock step"]
+
+
 def test_flops_are_those_of_the_pairs(results):
     rows = results["sections"]["kernel"]["rows"]
     assert {row["heads"] for row in rows} == {"4/2 x 32", "4/1 x 32"}
     for row in rows:
         queries, keys = row["queries"], row["keys"]
-        pairs = queries * (queries + 1) / 2 if row["kind"] == "document" else queries * keys
+        pairs = queries * (queries + 1) / 2 if row["kind"] == "documents" else queries * keys
         assert row["forward_tflops"] * row["forward_seconds"] * 1e12 == pytest.approx(4 * 4 * 32 * pairs, rel=1e-3)
 
 

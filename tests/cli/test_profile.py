@@ -8,14 +8,13 @@ import pytest
 
 from tests.cases import in_turn
 from tests.cli.conftest import printed, refusal
-from wlb.profiling.timing import Effort
 from wlb.workload.profile import read_profile
 
 
 @pytest.fixture(autouse=True)
 def _one_round(monkeypatch):
     """Accuracy is tested in ``tests/profiling``."""
-    monkeypatch.setattr("wlb.profiling.measure._QUICK_EFFORT", Effort(0.0, fewest_rounds=1))
+    monkeypatch.setattr("wlb.profiling.measure._QUICK_ROUNDS", 1)
 
 
 def test_profile_writes_what_check_reads(tmp_path: Path):

@@ -19,7 +19,7 @@ from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.job.config import JobConfig
-from wlb.job.job import USABLE_SHARE, Job
+from wlb.job.job import NCCL_BYTES, USABLE_SHARE, Job
 from wlb.job.memory.fit import fits, predicted_memory
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
@@ -212,6 +212,7 @@ def decided_by_batches(case: Case) -> Decided:
     """Of a case without pipeline and tensor parallelism, of the order that loops which run in lock-step have."""
     config, job = case.config, trained_job(case)
     parallel, packing = config.parallel, config.packing.model_dump(exclude_unset=True)
+    memory = (config.training.memory_gib or 1.0) * 2**30 + NCCL_BYTES * (job.hardware.device_type == "cuda")
     sampler = PlannedBatchSampler(
         case.documents.lengths,
         context_window=config.data.context_window,
@@ -221,7 +222,7 @@ def decided_by_batches(case: Case) -> Decided:
         pool=parallel.pool,
         rank=0,
         model=job.shape,
-        hardware=replace(job.hardware, memory_bytes=(config.training.memory_gib or 1.0) * 2**30 / USABLE_SHARE),
+        hardware=replace(job.hardware, memory_bytes=memory / USABLE_SHARE),
         preset=config.preset,
         seed=config.data.seed,
         shuffle=config.data.shuffle,

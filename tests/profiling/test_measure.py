@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from wlb.errors import UserError
-from wlb.profiling import (
-    HeldOutSeconds,
+from wlb.profiling.measure import (
     ProfileSettings,
     crossover_tokens,
+    held_out_sizes,
     measure_profile,
+    micro_batch_seconds,
     prediction_errors,
+    profiled_sizes,
     tensor_parallel_shard,
 )
-from wlb.profiling.measure import held_out_sizes, profiled_sizes
 from wlb.profiling.workbench import Workbench
 from wlb.workload import make_workload, model_shape
 from wlb.workload.profile import read_profile, write_profile
@@ -57,50 +58,37 @@ def test_what_was_held_out_is_not_in_the_profile(measured):
     done, total = zip(*reports, strict=True)
     assert done == tuple(range(1, len(done) + 1))
     assert done[-1] == total[-1]
-    sizes = held_out.sizes
-    assert not set(sizes.documents) & set(profile.attention.tokens)
-    for result, expected in (
-        (held_out.documents, sizes.documents),
-        (held_out.pieces, sizes.pieces),
-        (held_out.micro_batches, sizes.micro_batches),
-    ):
-        assert len(result) == len(expected) >= 2
-        assert min(result) > 0
+    assert not set(held_out["documents"]) & set(profile.attention.tokens)
+    for seconds in held_out.values():
+        assert len(seconds) >= 2
+        assert min(seconds.values()) > 0
 
 
 @pytest.mark.parametrize("max_length", [256, 4096, 131_072])
 @pytest.mark.parametrize("quick", [False, True])
 def test_sizes_fit_the_longest_document(max_length, quick):
-    profiled, held_out = profiled_sizes(max_length, quick), held_out_sizes(max_length, quick)
-    for axis in (profiled.documents, profiled.micro_batches, profiled.queries, profiled.keys):
+    _, pieces, micro_batches = held_out_sizes(max_length, quick)
+    for axis in profiled_sizes(max_length, quick):
         assert list(axis) == sorted(set(axis))
         assert len(axis) >= 2
         assert axis[-1] <= max_length
-    assert all(0 < piece.start < piece.stop <= max_length for piece in held_out.pieces)
-    for lengths in held_out.micro_batches:
+    assert all(0 < start < stop <= max_length for start, stop in pieces)
+    for lengths in micro_batches:
         assert min(lengths) > 0
         assert max_length // 2 <= sum(lengths) <= max_length
 
 
 def test_errors_are_zero_for_the_workload_that_was_measured_and_as_large_as_its_change():
-    sizes = held_out_sizes(4096, quick=False)
+    documents, pieces, micro_batches = held_out_sizes(4096, quick=False)
     workload = make_workload("tiny", "cpu")
-
-    def held_out(factor: float) -> HeldOutSeconds:
-        starts, stops = np.array(sizes.pieces).T
-        return HeldOutSeconds(
-            sizes,
-            tuple(workload.attention_seconds(sizes.documents) / factor),
-            tuple(workload.piece_seconds(starts, stops) / factor),
-            tuple(
-                (workload.attention_seconds(lengths).sum() + workload.linear_seconds(sum(lengths))) / factor
-                for lengths in sizes.micro_batches
-            ),
-        )
-
     for factor in (1.0, 1.25):
-        for row in prediction_errors(workload, held_out(factor)):
-            assert (row.median, row.worst) == pytest.approx((factor - 1, factor - 1))
+        held_out: dict[str, dict[Any, float]] = {
+            "documents": {n: float(workload.attention_seconds([n])[0]) / factor for n in documents},
+            "pieces of documents": {(a, b): float(workload.piece_seconds(a, b)) / factor for a, b in pieces},
+            "micro-batches": {lengths: micro_batch_seconds(workload, lengths) / factor for lengths in micro_batches},
+        }
+        for row in prediction_errors(workload, held_out):
+            assert (row["median"], row["worst"]) == pytest.approx((factor - 1, factor - 1))
 
 
 def test_crossover_is_where_both_parts_meet():
@@ -113,25 +101,24 @@ def test_crossover_is_where_both_parts_meet():
 
 def test_the_work_is_the_trainers_own():
     bench = Workbench(TINY, 256, CPU, torch.float64)
-    lengths = (100, 1, 99)
-    block = bench.block(lengths)
-    linear = bench.linear(200)
+    block, _ = bench.case("block", (100, 1, 99))
+    linear, _ = bench.case("linear", (200,))
     with_attention, without = block.forward(), linear.forward()
     assert with_attention.shape == without.shape == (200, TINY.hidden)
     assert not torch.equal(with_attention, without)
-    block.backward(with_attention)
-    linear.backward(without)
-    for module in (bench._block, bench._linear_block):
-        assert {name for name, p in module.named_parameters() if p.grad is None} == set()
-    case, count = bench.documents(64)
+    for case, out in ((block, with_attention), (linear, without)):
+        bench._block.zero_grad()
+        case.backward(out)
+        assert {name for name, p in bench._block.named_parameters() if p.grad is None} == set()
+    case, count = bench.case("documents", (64,))
     out, log_sum_exp = case.forward()
     assert count == 4
     assert out.shape == (256, TINY.heads, TINY.head_dim)
     assert log_sum_exp.shape == (TINY.heads, 256)
-    case, count = bench.prefix(32, 128)
+    case, count = bench.case("prefix", (32, 128))
     assert count == 2
     assert case.forward()[0].shape == (64, TINY.heads, TINY.head_dim)
-    case, share = bench.ends(128)
+    case, share = bench.case("ends", (128,))
     case.backward(case.forward())
     assert share == 1
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
-from wlb.runtime.collectives import gathered, on_every_rank
+from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
 
 
 def _check(wrong: int) -> str:
@@ -29,9 +30,10 @@ def test_without_a_problem_every_rank_gets_its_own_result():
     assert run_ranks(2, _check, 2) == ["rank 0 is fine", "rank 1 is fine"]
 
 
-def _ranks() -> list[int]:
-    return gathered(dist.get_rank())
+def _ranks() -> tuple[list[int], list[list[int]]]:
+    rank = dist.get_rank()
+    return gathered(rank), gathered_rows([rank, 2**62 + rank], torch.int64, torch.device("cpu")).tolist()
 
 
 def test_values_are_gathered_in_rank_order():
-    assert run_ranks(2, _ranks) == [[0, 1], [0, 1]]
+    assert run_ranks(2, _ranks) == [([0, 1], [[0, 2**62], [1, 2**62 + 1]])] * 2

@@ -27,6 +27,8 @@ from wlb.training.environment import (
     hardware_name,
     joined_job,
     keep_freed_memory,
+    set_gpu_defaults,
+    slow_attention_note,
     threads_per_process,
     tokenizer_warning,
 )
@@ -88,6 +90,37 @@ def test_a_wrong_number_of_processes_is_refused(tmp_path, monkeypatch):
     refused = r"3 processes were started, but parallel.\* asks for 4 \(dp 2 x pp 2 x cp 1 x tp 1\)"
     with pytest.raises(UserError, match=refused), joined_job(job(tmp_path, parallel={"dp": 2, "pp": 2})):
         pass
+
+
+@in_turn(("name", "value"), [("PYTORCH_ALLOC_CONF", "a:1"), ("PYTORCH_CUDA_ALLOC_CONF", "b:2"), (None, None)])
+def test_gpu_defaults_leave_what_the_user_set(name, value, monkeypatch):
+    settings = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_LAUNCH_ORDER_IMPLICIT"}
+    for variable in settings:
+        monkeypatch.setenv(variable, "")  # restored afterwards
+        monkeypatch.delenv(variable)
+    if name:
+        monkeypatch.setenv(name, value)
+    set_gpu_defaults()
+    found = {variable: os.environ[variable] for variable in settings & os.environ.keys()}
+    allocator = {name: value} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert found == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"} | allocator
+
+
+def _deterministic_job(folder: Path) -> bool:
+    with joined_job(job(folder, training={"deterministic": True})):
+        return torch.are_deterministic_algorithms_enabled() and bool(os.environ["CUBLAS_WORKSPACE_CONFIG"])
+
+
+def test_deterministic_kernels_are_set_on_request(tmp_path):
+    with ProcessPoolExecutor(1, get_context("forkserver")) as alone:
+        assert alone.submit(_deterministic_job, tmp_path).result()
+
+
+def test_a_hopper_gpu_without_flash_attention_3_is_told(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    assert "FlashAttention-2" in (slow_attention_note(CUDA) or "")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    assert slow_attention_note(CUDA) is slow_attention_note(CPU) is None
 
 
 def _faults_of_large_tensors() -> int:

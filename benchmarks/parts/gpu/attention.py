@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from benchmarks.parts.gpu.setting import Result, Row, Setting, Workloads, measure
+from benchmarks.parts.gpu.setting import Result, Row, Setting, Workloads, attention_kernels, measure
 from wlb.attention.backends import AttentionBackend, reference
 from wlb.attention.runs import Runs
-from wlb.profiling.timing import Case, Timing
+from wlb.profiling.timing import Timing
+from wlb.profiling.workbench import Key
 from wlb.workload import ModelShape
 from wlb.workload.flops import ATTENTION_BACKWARD_FACTOR, attended_pairs
 
@@ -29,12 +31,11 @@ HEADS = ((8, 8, 128), (8, 2, 128), (8, 1, 64))  # query heads, key/value heads, 
 TENSORS = ("output", "log-sum-exp", "query gradient", "key gradient", "value gradient")
 LARGEST_ERROR = 3e-2
 
-Key = tuple[str, int, int]  # kind, queries, keys
-
 
 def exactness(setting: Setting, workloads: Workloads) -> Result:
-    rows = [
-        _exactness_row(name, runs, heads, setting)
+    rows: list[Row] = [
+        {"kernel": kernel_name} | _exactness_row(name, runs, heads, setting)
+        for kernel_name in attention_kernels(setting)
         for name, runs in _runs(setting.exact_tokens).items()
         for heads in HEADS
     ]
@@ -93,25 +94,29 @@ def _error(actual: Tensor, exact: Tensor) -> float:
 
 def kernel(setting: Setting, workloads: Workloads) -> Result:
     grouped = replace(setting.shape, kv_heads=max(1, setting.shape.heads // 4))
-    return Result([row for shape in (setting.shape, grouped) for row in _kernel_rows(shape, setting)])
+    return Result(
+        [
+            {"kernel": name} | row
+            for name in attention_kernels(setting)
+            for shape in (setting.shape, grouped)
+            for row in _kernel_rows(shape, setting)
+        ]
+    )
 
 
 def _kernel_rows(shape: ModelShape, setting: Setting) -> Iterator[Row]:
     bench = setting.workbench(shape, max(*setting.kernel_documents, *setting.kernel_keys))
-    cases: dict[Key, tuple[Case, int]] = {
-        ("document", length, length): bench.documents(length) for length in setting.kernel_documents
-    }
-    for queries in setting.kernel_queries:
-        for keys in setting.kernel_keys:
-            cases["prefix", queries, keys] = bench.prefix(queries, keys)
-    timings = measure({key: case for key, (case, _) in cases.items()}, setting, "kernel")
-    for key, timing in timings.items():
-        yield _kernel_row(key, shape, timing * (1 / cases[key][1]), cases[key][1])
+    sizes: list[Key] = [("documents", (length,)) for length in setting.kernel_documents]
+    sizes += [("prefix", both) for both in product(setting.kernel_queries, setting.kernel_keys)]
+    cases = {key: bench.case(*key) for key in sizes}
+    for key, timing in measure({key: case for key, (case, _) in cases.items()}, setting).items():
+        yield _kernel_row(key, shape, timing / cases[key][1], int(cases[key][1]))
 
 
 def _kernel_row(key: Key, shape: ModelShape, timing: Timing, together: int) -> Row:
-    kind, queries, keys = key
-    pairs = float(attended_pairs(queries)) if kind == "document" else queries * keys
+    (kind, (queries, *_)), keys = key, key[1][-1]
+    forward, backward = timing.tolist()
+    pairs = float(attended_pairs(queries)) if kind == "documents" else queries * keys
     flops = 4.0 * shape.heads * shape.head_dim * pairs
     return {
         "heads": f"{shape.heads}/{shape.kv_heads} x {shape.head_dim}",
@@ -119,8 +124,8 @@ def _kernel_row(key: Key, shape: ModelShape, timing: Timing, together: int) -> R
         "queries": queries,
         "keys": keys,
         "together": together,
-        "forward_seconds": timing.forward,
-        "backward_seconds": timing.backward,
-        "forward_tflops": flops / timing.forward / 1e12,
-        "backward_tflops": ATTENTION_BACKWARD_FACTOR * flops / timing.backward / 1e12,
+        "forward_seconds": forward,
+        "backward_seconds": backward,
+        "forward_tflops": flops / forward / 1e12,
+        "backward_tflops": ATTENTION_BACKWARD_FACTOR * flops / backward / 1e12,
     }

@@ -1,19 +1,20 @@
 """Sizes of the GPU suite, for one H100 and toy ones that try the same code on a CPU, and what a section returns.
 
-Times are those of one transformer block on one device. All of a section's work takes turns (``measure_in_turns``),
-within the section's share of the time.
+Times are those of one transformer block on one device. All of a section's work takes turns (``measure_in_turns``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import sys
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from wlb.attention.backends import BACKENDS, AttentionBackend
-from wlb.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, measure_in_turns
+from wlb.profiling.timing import Case, Timing, clock_of, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.workload import Costs, ModelShape, model_shape
 from wlb.workload.profile import WorkloadProfile
@@ -25,7 +26,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes in tokens; a section measures for about ``seconds``, and at least for so many ``rounds``."""
+    """Sizes in tokens; a section measures all of its work in each of ``rounds``."""
 
     device: str
     dtype: torch.dtype
@@ -38,7 +39,8 @@ class Setting:
     sharded_window: int
     sharded_micro_batches: int
     cp_sizes: tuple[int, ...]
-    seconds: Mapping[str, float]
+    trained: ModelShape
+    trained_tokens: int
     rounds: int
     quick: bool
     seed: int = 0
@@ -67,7 +69,9 @@ H100 = Setting(
     sharded_window=131_072,
     sharded_micro_batches=4,
     cp_sizes=(2, 4, 8, 16),
-    seconds={"kernel": 25.0, "sharding": 80.0},
+    # 1.1 billion weights, whose training state takes 17 GB
+    trained=ModelShape(hidden=2048, layers=20, heads=16, kv_heads=8, head_dim=128, ffn_hidden=5632, vocab_size=32_000),
+    trained_tokens=16_384,
     rounds=3,
     quick=False,
 )
@@ -83,10 +87,26 @@ TOY = Setting(
     sharded_window=512,
     sharded_micro_batches=2,
     cp_sizes=(2, 4),
-    seconds={"kernel": 0.1, "sharding": 0.1},
+    trained=model_shape("tiny"),
+    trained_tokens=256,
     rounds=1,
     quick=True,
 )
+
+
+def attention_kernels(setting: Setting) -> Iterator[str]:
+    """The names of the attention kernels that this device has, each while it is the one that runs."""
+    yield "default"
+    if setting.device == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+        try:
+            activate_flash_attention_impl("FA3")
+        except (ImportError, RuntimeError) as error:
+            print(f"FlashAttention 3 is left out: {error}", file=sys.stderr)
+            return
+        try:
+            yield "FA3"
+        finally:
+            restore_flash_attention_impl()
 
 
 @dataclass(frozen=True)
@@ -108,8 +128,6 @@ class Result:
     problem: str | None = None
 
 
-def measure(cases: Mapping[K, Case], setting: Setting, section: str) -> dict[K, Timing]:
-    """Median seconds of every case over interleaved rounds, at most about the section's ``seconds`` in all."""
-    clock = CudaClock() if setting.device == "cuda" else ProcessClock()
-    effort = Effort(setting.seconds[section], setting.rounds)
-    return measure_in_turns(cases, clock, effort, lambda done, total: None)
+def measure(cases: Mapping[K, Case], setting: Setting) -> dict[K, Timing]:
+    """Median seconds of every case, forward and backward, over interleaved rounds."""
+    return measure_in_turns(cases, clock_of(torch.device(setting.device)), setting.rounds)

@@ -50,13 +50,14 @@ def _measure(plans: Sequence[ShardPlan], setting: Setting) -> dict[Work, float]:
     works = {work for plan in plans for rank in range(plan.cp_size) if (work := _work(plan, rank))}
     longest = max(max(sum(runs.query_lengths), sum(runs.key_lengths)) for work in works for runs in work)
     bench = setting.workbench(setting.shape, longest)
-    timings = measure({work: _case(work, bench) for work in works}, setting, "sharding")
-    return {work: timing.both * setting.shape.layers for work, timing in timings.items()}
+    timings = measure({work: _case(work, bench) for work in works}, setting)
+    return {work: float(timing.sum()) * setting.shape.layers for work, timing in timings.items()}
 
 
 def _work(plan: ShardPlan, rank: int) -> Work:
     layout = shard_layout(plan, rank, torch.device("cpu"))  # of which only the lengths are needed
-    return tuple(runs for runs in (layout.own_runs, *(part.runs for part in layout.parts)) if runs is not None)
+    received = [part.attended.runs for part in layout.parts if part.attended is not None]
+    return tuple(received if layout.own_runs is None else [layout.own_runs, *received])
 
 
 def _case(work: Work, bench: Workbench) -> Case:

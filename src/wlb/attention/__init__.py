@@ -10,8 +10,6 @@ those:
 - ``cpu``: PyTorch's flash attention for CPU, run by run, in time proportional to the attended area;
 - ``cuda``: PyTorch's variable-length flash attention, one kernel for all runs.
 
-A new back end is one new file and one line in ``backends/__init__.py``.
-
 Names of tensors end in their shape: T tokens that a rank holds · A tokens that arrive there · S tokens that it sends ·
 Q queries and K keys of one call of a back end · H query heads · G key/value heads · E head_dim. x_A2GE holds keys and
 values side by side.

@@ -5,12 +5,13 @@ piece of a segment, not the whole segment as an all-gather would bring it, and r
 tokens. Gradients go the opposite way and are added where they arrive, rank after rank, so that the sum has the same
 rounding every time.
 
-Where a plan is for a whole process group this is an all-to-all. NCCL makes it of messages between the ranks that share
-a segment, and no rank waits for others; gloo sends empty messages too. Where it is for some ranks of a group, these
-send each other messages, while the others do something else. (Messages alone would do for both. But with gloo, small
-ones among four processes take about twice the CPU time, and with NCCL a group must first have had a call of all ranks.)
-Two ranks find each other's messages by their order, which is the same on both: they run the plans that they share in
-the same order, each layer by layer, forward, backward and where it is computed again.
+Where a plan is for a whole process group this is an all-to-all, which takes gloo half the CPU time of small messages.
+Where it is for some ranks of a group, these send each other messages in one batch.
+
+NCCL hangs where one side of a batch has a message that the other side lacks (nccl#2130), and in a group whose first
+batch not all ranks join (pytorch#74701). Here both sides take their counts from one matrix of the plan, leave out empty
+messages, and return gradients the same way; ``build_mesh`` makes the first call. Two ranks find each other's messages
+by their order: they run the plans that they share in the same order, each layer by layer.
 """
 
 from __future__ import annotations
@@ -21,19 +22,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from wlb.attention.profiler_regions import region
-from wlb.attention.shard_layout import ExchangePart, Rows, ShardLayout
+from wlb.attention.shard_layout import ExchangePart, RowSums, ShardLayout
 
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
 
 class PlanRanks(NamedTuple):
-    """The ranks of a shard plan, in its order: all of ``group``, or those that are numbered ``members`` in it.
-
-    Without a group they are those of the default one.
-    """
+    """The ranks of a shard plan, in its order: all of ``group``, by default the default one, or its ``members``."""
 
     group: dist.ProcessGroup | None
     members: Sequence[int] | None = None
@@ -66,41 +65,23 @@ def return_gradients(grad_A2GE: Tensor, part: ExchangePart, ranks: PlanRanks) ->
     return _exchange(grad_A2GE, part.receive_counts, part.send_counts, ranks)
 
 
-def add_returned(grad_TGE: Tensor, returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> Tensor:
-    """Local gradients plus those ``returned`` for each part, (S, G, E), in the type of the local ones."""
-    total_TGE = grad_TGE.to(torch.promote_types(grad_TGE.dtype, torch.float32))
-    for part, share_SGE in zip(parts, returned, strict=True):
-        if part.first_rows is None:
-            by_rank = (tensor.split(part.send_counts) for tensor in (part.send_rows, share_SGE))
-            for rows, share in zip(*by_rank, strict=True):
-                add_rows(total_TGE, rows, share)
-        else:
-            sum_SGE = total_TGE.new_zeros(len(part.first_rows), *total_TGE.shape[1:])
-            for share in share_SGE.split(part.send_counts):
-                sum_SGE[: len(share)] += share
-            add_rows(total_TGE, part.first_rows, sum_SGE)
-    return total_TGE.to(grad_TGE.dtype)
+def add_returned(grads: Sequence[Tensor], returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> list[Tensor]:
+    """Local gradients of keys and values plus those ``returned`` for each part, (S, 2, G, E), in a wide type."""
+    totals = [grad_TGE.to(torch.promote_types(grad_TGE.dtype, torch.float32)) for grad_TGE in grads]
+    for part, share_S2GE in zip(parts, returned, strict=True):
+        sums = part.send_sums
+        rows = part.send_rows if sums is None else sums.rows
+        for total_TGE, share_SGE in zip(totals, share_S2GE.unbind(1), strict=True):
+            total_TGE[rows] += share_SGE if sums is None else sum_rows(share_SGE.to(total_TGE.dtype), sums)
+    return totals
 
 
-def take_rows(x: Tensor, rows: Rows) -> Tensor:
-    """The ``rows`` of ``x``; a view where they follow each other."""
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def put_rows(x: Tensor, rows: Rows, values: Tensor) -> None:
-    """Make ``values``, which may be of another type, the ``rows`` of ``x``, each named at most once."""
-    if isinstance(rows, slice):
-        x[rows] = values
-    else:
-        x.index_copy_(0, rows, values.to(x.dtype))
-
-
-def add_rows(total: Tensor, rows: Rows, values: Tensor) -> None:
-    """Add ``values`` to the ``rows`` of ``total``, each named at most once; much faster on CPU than ``index_add_``."""
-    if isinstance(rows, slice):
-        total[rows] += values
-    else:
-        total.index_copy_(0, rows, total.index_select(0, rows).add_(values))
+def sum_rows(values: Tensor, sums: RowSums) -> Tensor:
+    """The sum of the ``values`` of each row, in one kernel that adds in float32 or better and in a fixed order."""
+    if len(sums.starts) == len(sums.order):  # a value each
+        return values.index_select(0, sums.order)
+    summed: Tensor = F.embedding_bag(sums.order, values.flatten(1), sums.starts, mode="sum")
+    return summed.view(-1, *values.shape[1:])
 
 
 def _exchange(sent: Tensor, send_counts: list[int], receive_counts: list[int], ranks: PlanRanks) -> Arrival:

@@ -29,14 +29,12 @@ from wlb.attention.exchange import (
     Resend,
     Resends,
     add_returned,
-    add_rows,
-    put_rows,
     return_gradients,
     send_keys,
-    take_rows,
+    sum_rows,
 )
 from wlb.attention.profiler_regions import region
-from wlb.attention.shard_layout import ExchangePart, Rows, ShardLayout
+from wlb.attention.shard_layout import Attended, Rows, ShardLayout
 
 _OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
 
@@ -107,11 +105,12 @@ class AttendPacked(torch.autograd.Function):
         if layout.window_rows is None:
             again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, ranks)).take()
             for part, x_A2GE in zip(layout.parts, received or (arrival.wait() for arrival in again), strict=True):
+                grad_A2GE = x_A2GE  # nothing
                 with region(_RECEIVED):
-                    grad_QHE, grad_A2GE = _received_gradients(
-                        grad_THE, q_THE, x_A2GE, out_THE, log_sum_exp_HT, part, backend
-                    )
-                merged.append((part.query_rows, grad_QHE))
+                    if part.attended is not None:
+                        results = q_THE, x_A2GE, out_THE, log_sum_exp_HT
+                        grad_QHE, grad_A2GE = _received_gradients(grad_THE, *results, part.attended, backend)
+                        merged.append((part.attended.query_rows, grad_QHE))
                 homeward.append(return_gradients(grad_A2GE, part, ranks))
         if resend is not None:
             ctx.resends.go_on_below(resend)
@@ -126,10 +125,9 @@ class AttendPacked(torch.autograd.Function):
             grads, grad_A2GE = _window_gradients(grads, layout, len(k_TGE))
             homeward = [return_gradients(grad_A2GE, part, ranks) for part in layout.parts]
         for rows, grad_QHE in merged:
-            add_rows(grad_q_THE, rows, grad_QHE)
+            grad_q_THE[rows] += grad_QHE
         if layout.parts:
-            returned = [arrival.wait() for arrival in homeward]
-            grads = [add_returned(x, [of[:, side] for of in returned], layout.parts) for side, x in enumerate(grads)]
+            grads = add_returned(grads, [arrival.wait() for arrival in homeward], layout.parts)
         return grad_q_THE, grads[0].to(k_TGE.dtype), grads[1].to(v_TGE.dtype), None, None, None, None, None
 
 
@@ -152,11 +150,15 @@ def _attend(
         keys = _own_keys(k_TGE, v_TGE, arrived, layout)
         with region(_OWN):
             out_THE, log_sum_exp_HT = backend.forward(q_THE, *keys, layout.own_runs)
+    if sum(part.attended is not None for part in layout.parts) > 1:  # a narrow type would round with every part
+        out_THE = out_THE.to(torch.promote_types(out_THE.dtype, torch.float32))
     for part, arrival in zip(layout.parts, arrivals, strict=True):
         x_A2GE = arrival.wait()
-        with region(_RECEIVED):
-            _attend_received(q_THE, x_A2GE, out_THE, log_sum_exp_HT, part, backend)
-    return AttentionResults(out_THE, log_sum_exp_HT, tuple([it.received for it in arrivals]) if keeps else ())
+        if part.attended is not None:
+            with region(_RECEIVED):
+                _attend_received(q_THE, x_A2GE, out_THE, log_sum_exp_HT, part.attended, backend)
+    received = tuple([arrival.received for arrival in arrivals]) if keeps else ()
+    return AttentionResults(out_THE.to(q_THE.dtype), log_sum_exp_HT, received)
 
 
 def _own_keys(k_TGE: Tensor, v_TGE: Tensor, received: Sequence[Tensor], layout: ShardLayout) -> tuple[Tensor, Tensor]:
@@ -172,13 +174,10 @@ def _own_keys(k_TGE: Tensor, v_TGE: Tensor, received: Sequence[Tensor], layout: 
 
 def _window_gradients(grads: Sequence[Tensor], layout: ShardLayout, tokens: int) -> tuple[list[Tensor], Tensor]:
     """Gradients of local keys and values in a wide type, and of the received ones, (A, 2, G, E), from (K, G, E)."""
-    assert layout.window_rows is not None
-    held = tokens + sum(sum(part.receive_counts) for part in layout.parts)
+    assert layout.window_sums is not None
     # Summed over the pieces that see a key, and over ranks; a narrow type would round each time.
     wide = torch.promote_types(grads[0].dtype, torch.float32)
-    totals = [grad.new_zeros(held, *grad.shape[1:], dtype=wide) for grad in grads]
-    for total, grad_KGE in zip(totals, grads, strict=True):
-        total.index_add_(0, layout.window_rows, grad_KGE.to(wide))
+    totals = [sum_rows(grad_KGE.to(wide), layout.window_sums) for grad_KGE in grads]
     grad_A2GE = torch.stack([total[tokens:] for total in totals], dim=1).to(grads[0].dtype)
     return [total[:tokens] for total in totals], grad_A2GE
 
@@ -188,21 +187,19 @@ def _attend_received(
     x_A2GE: Tensor,
     out_THE: Tensor,
     log_sum_exp_HT: Tensor,
-    part: ExchangePart,
+    attended: Attended,
     backend: AttentionBackend,
 ) -> None:
     """Fold attention over the received keys into ``out_THE`` and ``log_sum_exp_HT``, in place."""
-    if part.runs is None:
-        return
-    rows, log_sum_exp_TH = part.query_rows, log_sum_exp_HT.T
-    k_KGE, v_KGE = x_A2GE.index_select(0, part.key_rows).unbind(1)
-    result_QHE, its_log_sum_exp_HQ = backend.forward(take_rows(q_THE, rows), k_KGE, v_KGE, part.runs)
+    rows, log_sum_exp_TH = attended.query_rows, log_sum_exp_HT.T
+    k_KGE, v_KGE = x_A2GE[attended.key_rows].unbind(1)
+    result_QHE, its_log_sum_exp_HQ = backend.forward(q_THE[rows], k_KGE, v_KGE, attended.runs)
     # Softmax over both sets of keys weights each set's output with its share of the summed exponentials.
-    before_QH, its_QH = take_rows(log_sum_exp_TH, rows), its_log_sum_exp_HQ.T
+    before_QH, its_QH = log_sum_exp_TH[rows], its_log_sum_exp_HQ.T
     share_QH1, other_QH1 = (torch.sigmoid(x)[..., None] for x in (its_QH - before_QH, before_QH - its_QH))
     result_QHE = result_QHE * share_QH1
-    put_rows(out_THE, rows, result_QHE.addcmul_(take_rows(out_THE, rows), other_QH1))
-    put_rows(log_sum_exp_TH, rows, torch.logaddexp(before_QH, its_QH))
+    out_THE[rows] = result_QHE.addcmul_(out_THE[rows], other_QH1).to(out_THE.dtype)
+    log_sum_exp_TH[rows] = torch.logaddexp(before_QH, its_QH)
 
 
 def _received_gradients(
@@ -211,19 +208,12 @@ def _received_gradients(
     x_A2GE: Tensor,
     out_THE: Tensor,
     log_sum_exp_HT: Tensor,
-    part: ExchangePart,
+    attended: Attended,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the queries in ``part.query_rows``, (Q, H, E), and of the received keys and values, (A, 2, G, E)."""
-    grad_A2GE = torch.zeros_like(x_A2GE)
-    if part.runs is None:
-        return q_THE[:0], grad_A2GE
-    grad_QHE, q_QHE, out_QHE = (take_rows(x_THE, part.query_rows) for x_THE in (grad_THE, q_THE, out_THE))
-    k_KGE, v_KGE = x_A2GE.index_select(0, part.key_rows).unbind(1)
-    log_sum_exp_HQ = take_rows(log_sum_exp_HT.T, part.query_rows).T
-    grad_q_QHE, *grads = backend.backward(grad_QHE, q_QHE, k_KGE, v_KGE, out_QHE, log_sum_exp_HQ, part.runs)
-    once = len(part.key_rows) == len(x_A2GE)  # each is attended by one piece only
-    for side, grad_KGE in enumerate(grads):
-        put = grad_A2GE[:, side].index_copy_ if once else grad_A2GE[:, side].index_add_
-        put(0, part.key_rows, grad_KGE)
-    return grad_q_QHE, grad_A2GE
+    """Gradients of the queries in ``attended``, (Q, H, E), and of the received keys and values, (A, 2, G, E)."""
+    grad_QHE, q_QHE, out_QHE = (x_THE[attended.query_rows] for x_THE in (grad_THE, q_THE, out_THE))
+    k_KGE, v_KGE = x_A2GE[attended.key_rows].unbind(1)
+    log_sum_exp_HQ = log_sum_exp_HT.T[attended.query_rows].T
+    grad_q_QHE, *grads = backend.backward(grad_QHE, q_QHE, k_KGE, v_KGE, out_QHE, log_sum_exp_HQ, attended.runs)
+    return grad_q_QHE, sum_rows(torch.stack(grads, dim=1), attended.key_sums)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,26 @@ Indices = NDArray[np.int64]
 Rows = Tensor | slice  # of a tensor: int64 on its device, or where they follow each other
 
 
+class RowSums(NamedTuple):
+    """Values that belong to the same row, in the order in which they are stored.
+
+    Those of ``rows[i]`` are ``order[starts[i]:starts[i + 1]]``.
+    """
+
+    rows: Rows  # distinct, ascending
+    order: Tensor
+    starts: Tensor
+
+
+class Attended(NamedTuple):
+    """Local pieces against the keys before them on other ranks."""
+
+    runs: Runs
+    query_rows: Rows  # local tokens that attend received keys, run after run
+    key_rows: Tensor  # received tokens that they attend, run after run
+    key_sums: RowSums  # of ``key_rows``, which name every received token
+
+
 @dataclass(frozen=True)
 class ExchangePart:
     """Keys and values to and from every rank, and who attends what arrives; tensors are int64 on the rank's device."""
@@ -37,10 +58,8 @@ class ExchangePart:
     send_rows: Tensor  # local tokens to send, destination after destination
     send_counts: list[int]  # tokens for each rank
     receive_counts: list[int]  # tokens from each rank
-    runs: Runs | None  # local pieces against the keys before them on other ranks; None where there are none
-    query_rows: Rows  # local tokens that attend received keys, run after run
-    key_rows: Tensor  # received tokens that they attend, run after run
-    first_rows: Tensor | None = None  # where a segment is alone: local tokens of which every rank gets the first ones
+    send_sums: RowSums | None  # of ``send_rows``; None where no token goes to several ranks
+    attended: Attended | None = None  # None where nothing arrives, and in windows
 
 
 @dataclass(frozen=True)
@@ -49,6 +68,7 @@ class ShardLayout:
 
     own_runs: Runs | None  # this rank's tokens of each segment, or its pieces; None where it has no tokens
     window_rows: Tensor | None = None  # keys of ``own_runs`` in a window: rows of local tokens, then received ones
+    window_sums: RowSums | None = None  # of ``window_rows``, which name every local and every received token
     parts: tuple[ExchangePart, ...] = ()  # in the order in which they are sent; none where no rank sends anything
     keeps_received: bool = True  # until the backward; the same on all
 
@@ -88,19 +108,14 @@ def _part(plan: ShardPlan, rank: int, device: torch.device, begin: Indices, leng
     """A message, as ``_message``, whose keys the later pieces of this rank attend."""
     own = plan.pieces[rank]
     message, received = _message(plan, rank, device, begin, lengths)
-    if len(plan.segment_lengths) == 1:  # a later piece needs all that an earlier one does
-        to_ranks = message.send_rows.split(message.send_counts)
-        message = replace(message, first_rows=max(to_ranks, key=len))
     key_rows, key_lengths = _keys_seen(own, received)
     if not len(key_rows):
         return message
     own_lengths, attending = _lengths(own), np.flatnonzero(key_lengths)
-    return replace(
-        message,
-        runs=Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False),
-        query_rows=_rows(device, ranges(_starts(own_lengths)[attending], own_lengths[attending])),
-        key_rows=_on(device, key_rows),
-    )
+    runs = Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False)
+    queries = _rows(device, ranges(_starts(own_lengths)[attending], own_lengths[attending]))
+    attended = Attended(runs, queries, on_device(key_rows, device), _row_sums(device, key_rows))
+    return replace(message, attended=attended)
 
 
 def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int) -> ShardLayout:
@@ -110,7 +125,8 @@ def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int
     message, received = _message(plan, rank, device, table[:, 2] - reached, reached)
     key_rows, key_lengths = _keys_seen(own, np.concatenate([own, received]), window)
     runs = Runs(tuple(_lengths(own).tolist()), tuple(key_lengths.tolist()), True, window) if len(own) else None
-    return ShardLayout(runs, _on(device, key_rows), parts=(message,) if reached.any() else ())
+    sums = _row_sums(device, key_rows)
+    return ShardLayout(runs, on_device(key_rows, device), sums, parts=(message,) if reached.any() else ())
 
 
 def _message(
@@ -124,10 +140,11 @@ def _message(
     counts = np.zeros((plan.cp_size, plan.cp_size), np.int64)  # from i to j
     np.add.at(counts, owner, lengths.T)
     mine, arriving = owner == rank, np.flatnonzero(lengths[rank])
-    rows = _starts(_lengths(plan.pieces[rank])) + (begin - table[:, 1])[:, mine]
+    first_rows = _starts(_lengths(plan.pieces[rank])) + (begin - table[:, 1])[:, mine]
     first, tokens = begin[rank, arriving], lengths[rank, arriving]
-    send_rows, nothing = _on(device, ranges(rows.ravel(), lengths[:, mine].ravel())), _on(device, np.zeros(0, np.int64))
-    message = ExchangePart(send_rows, counts[rank].tolist(), counts[:, rank].tolist(), None, nothing, nothing)
+    rows = ranges(first_rows.ravel(), lengths[:, mine].ravel())
+    sums = _row_sums(device, rows) if len(np.unique(rows)) < len(rows) else None
+    message = ExchangePart(on_device(rows, device), counts[rank].tolist(), counts[:, rank].tolist(), sums)
     return message, np.stack([table[arriving, 0], first, first + tokens], axis=1)
 
 
@@ -180,13 +197,23 @@ def _starts(lengths: Indices) -> Indices:
     return np.cumsum(lengths) - lengths
 
 
-def _on(device: torch.device, indices: Indices) -> Tensor:
-    return torch.from_numpy(indices).to(device)
+def on_device(indices: NDArray[np.integer[Any]], device: torch.device) -> Tensor:
+    """``indices`` on ``device``; the copy to a GPU waits for nothing that runs there."""
+    tensor = torch.from_numpy(indices)
+    if device.type == "cuda" and torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _row_sums(device: torch.device, rows: Indices) -> RowSums:
+    order = np.argsort(rows, kind="stable")
+    distinct, starts = np.unique(rows[order], return_index=True)
+    return RowSums(_rows(device, distinct), on_device(order, device), on_device(starts, device))
 
 
 def _rows(device: torch.device, indices: Indices) -> Rows:
     follow = len(indices) > 0 and indices[-1] - indices[0] == len(indices) - 1
-    return slice(int(indices[0]), int(indices[-1]) + 1) if follow else _on(device, indices)
+    return slice(int(indices[0]), int(indices[-1]) + 1) if follow else on_device(indices, device)
 
 
 def _check_order(table: Table, rank: int) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
 from wlb.errors import UserError, require
 
 if TYPE_CHECKING:
-    from wlb.profiling import Accuracy, ProfileSettings
+    from wlb.profiling.measure import ProfileSettings
 
 # Model, compute type and longest document, by device.
 _DEFAULTS = {"cpu": ("tiny", "float32", 4096), "cuda": (options.DEFAULT_MODEL, "bfloat16", 131_072)}
@@ -45,7 +45,7 @@ class ProfileOptions:
     def settings(self) -> ProfileSettings:
         """What the options ask for; raises ``UserError`` for a model, tp or device that there is not."""
         torch = require("torch", "train")
-        from wlb.profiling import ProfileSettings, tensor_parallel_shard
+        from wlb.profiling.measure import ProfileSettings, tensor_parallel_shard
         from wlb.workload import model_shape
 
         device = self.device.value
@@ -82,7 +82,7 @@ def profile(
     options.check_picture(plot)
     settings = asked.settings()
 
-    from wlb.profiling import crossover_tokens, measure_profile, prediction_errors, tensor_parallel_shard
+    from wlb.profiling.measure import crossover_tokens, measure_profile, prediction_errors, tensor_parallel_shard
     from wlb.training.environment import hardware_name
     from wlb.workload import make_workload
     from wlb.workload.profile import write_profile
@@ -112,7 +112,7 @@ def profile(
                 "machine": measured.machine,
                 "clock": measured.clock,
                 "dtype": measured.dtype,
-                "accuracy": {name: [asdict(row) for row in rows] for name, rows in accuracy.items()},
+                "accuracy": accuracy,
                 "crossover_tokens": crossover,
             }
         )
@@ -125,9 +125,9 @@ def profile(
     show_next("check", documents, "--profile", out, "--hardware", preset)
 
 
-def _show(accuracy: dict[str, list[Accuracy]], title: str) -> None:
+def _show(accuracy: dict[str, list[dict[str, Any]]], title: str) -> None:
     sizes = next(iter(accuracy.values()))
-    columns = {"sizes": [row.shapes for row in sizes], "measured": [str(row.count) for row in sizes]}
-    columns |= {name: [f"{row.median:.1%} ({row.worst:.0%})" for row in rows] for name, rows in accuracy.items()}
+    columns = {"sizes": [row["shapes"] for row in sizes], "measured": [str(row["count"]) for row in sizes]}
+    columns |= {name: [f"{row['median']:.1%} ({row['worst']:.0%})" for row in rows] for name, rows in accuracy.items()}
     caption = "held-out sizes, forward and backward, predicted against measured: median error (worst)"
     show_columns(columns, title=title, notes={"sizes": caption})

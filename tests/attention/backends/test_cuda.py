@@ -85,17 +85,17 @@ def test_received_keys_are_attended_and_merged(rank: int):
     out, log_sum_exp = cuda.forward(query, key, value, layout.own_runs)
     for part in layout.parts:
         received = tensor(sum(part.receive_counts), 2, 2, HEAD_DIM, device=ADDED_ON)
-        _attend_received(query, received, out, log_sum_exp, part, cuda)
+        assert part.attended is not None
+        _attend_received(query, received, out, log_sum_exp, part.attended, cuda)
         grad_rows, grad_received = _received_gradients(
-            torch.empty_like(out), query, received, out, log_sum_exp, part, cuda
+            torch.empty_like(out), query, received, out, log_sum_exp, part.attended, cuda
         )
         assert grad_received.shape == received.shape
         assert grad_received.is_contiguous()
-        assert part.runs is not None
-        assert len(grad_rows) == sum(part.runs.query_lengths)
-        returned = tensor(sum(part.send_counts), 2, HEAD_DIM, device=ADDED_ON)
-        grad = add_returned(torch.empty_like(key), [returned], [part])
-        assert (grad.shape, grad.dtype) == (key.shape, torch.bfloat16)
+        assert len(grad_rows) == sum(part.attended.runs.query_lengths)
+        returned = tensor(sum(part.send_counts), 2, 2, HEAD_DIM, device=ADDED_ON)
+        for grad in add_returned([torch.empty_like(key), torch.empty_like(value)], [returned], [part]):
+            assert (grad.shape, grad.dtype) == (key.shape, torch.float32)
 
 
 @pytest.mark.parametrize("members", [None, (0, 1)])

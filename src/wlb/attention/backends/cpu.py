@@ -1,7 +1,6 @@
 """PyTorch's flash attention for CPU, one call per run, in time proportional to the attended area.
 
-The operator returns the log-sum-exp of each query's scores beside the output, and its backward twin takes
-both. That is why it is called directly instead of through ``scaled_dot_product_attention``.
+It is called directly as ``scaled_dot_product_attention`` does not return the log-sum-exp of each query's scores.
 
 The operator wants (batch, heads, tokens, head_dim); slices of our tensors are handed to it as transposed views, so
 nothing is copied on the way in, and each run's result is copied to its place before the next run is computed. It has no

@@ -5,19 +5,20 @@ used as it is, because the output and log-sum-exp of queries that attend two set
 forward pass: from torch 2.15 on it may run cuDNN's kernel on GPUs of compute capability 9.0 and 10.0, whose log-sum-exp
 is meant for cuDNN's own backward.
 
-Both follow ``torch.nn.attention.activate_flash_attention_impl``: where FlashAttention 3 or 4 is installed and
-activated, they run it.
+Both follow ``torch.nn.attention.activate_flash_attention_impl``, and the backward of FlashAttention 2 is deterministic
+under ``torch.use_deterministic_algorithms(True)``; that of 3 (hopper/flash_bwd_launch_template.h) is not.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from wlb.attention.runs import Runs
+from wlb.attention.shard_layout import on_device
 
 _TYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD_DIM = 256  # of FlashAttention-2, which also wants multiples of 8
@@ -89,7 +90,7 @@ def _mask(runs: Runs) -> tuple[bool, dict[str, int]]:
 def _extents(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Where the runs of queries and of keys begin and end, and the longest of each."""
     queries, keys = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
         for lengths in (runs.query_lengths, runs.key_lengths)
     )
     return queries, keys, max(runs.query_lengths), max(runs.key_lengths)

@@ -139,16 +139,29 @@ class LayerMemory:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
 
         A run's result lies beside its place for a moment. Under context parallelism a rank sends, receives and lines up
-        keys and values; where these are latents, it expands them too.
+        keys and values, and merges parts in a wide type; where these are latents, it expands them too.
         """
         own = self.rows * self.out * self.compute + self.log_sum_exp
-        own_grads = self.rows * (self.query + self.key_value) * self.compute
+        own_grads = self.rows * (self.query + self.key_value) * self.compute + self._kernel_workspace()
         if self.job.layout.cp == 1:
             return own, own_grads
         moved = self.exchange.moved * self.compute
         exchanged = 3 * moved * self.exchanged
         expanded = moved * self.key_value if self.job.shape.latent is not None else 0
-        return own + 2 * own + exchanged + expanded, own_grads + 4 * own + 2 * (exchanged + expanded)
+        merged = self.rows * self.out * self.master if self.compute < self.master else 0
+        return own + 2 * own + merged + exchanged + expanded, own_grads + 4 * own + 2 * (exchanged + expanded)
+
+    def _kernel_workspace(self) -> int:
+        """What FlashAttention-2's backward allocates on a GPU beside gradients (``mha_varlen_bwd``, torch 2.13).
+
+        Gradients of queries in float32, and where heads are grouped, of keys and values for every query head. What is
+        received comes in parts, the largest of at most half of it where a rank may receive more than its own tokens.
+        """
+        if self.job.hardware.device_type != "cuda":
+            return 0
+        keys = max(self.rows, self.exchange.moved // 2)
+        expanded = 2 * keys * self.query * self.compute if self.job.shape.kv_heads < self.job.shape.heads else 0
+        return self.rows * self.query * self.master + expanded
 
     def embedding(self) -> Unit:
         """The lookup keeps token ids only.

@@ -1,0 +1,57 @@
+"""Cross entropy of many tokens over a large vocabulary, without a float32 copy of all scores.
+
+The plain loss casts scores (T, V) to float32, keeps their log-probabilities and makes gradients of both types, which at
+long context is most of a rank's memory. Here scores are cast a chunk of rows at a time, once forward and once backward,
+so that beside them only their gradient is held, in their own type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_ROWS = 1024  # 0.5 GiB of float32 scores for 128,000 words
+
+
+def summed_cross_entropy(
+    scores_TV: Tensor, labels_T: Tensor, *, chunk: int = _CHUNK_ROWS, ignore_label: int = -100
+) -> Tensor:
+    """Cross entropy summed over the rows whose label is not ``ignore_label``, in float32 or better, a scalar.
+
+    ``scores_TV`` is a plain tensor of any floating type, ``labels_T`` int64. At most ``chunk`` rows are held in the
+    wide type at a time. Raises ``ValueError`` for a ``chunk`` below 1.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk = {chunk} holds no row; it must be at least 1")
+    total: Tensor = _SummedCrossEntropy.apply(scores_TV, labels_T, chunk, ignore_label)
+    return total
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_TV: Tensor, labels_T: Tensor, chunk: int, ignore_label: int) -> Tensor:
+        labelled_T = labels_T != ignore_label
+        target_T = labels_T.where(labelled_T, 0)
+        wide = torch.promote_types(scores_TV.dtype, torch.float32)
+        log_sums_T = scores_TV.new_empty(len(labels_T), dtype=wide)
+        for log_sums, scores in zip(log_sums_T.split(chunk), scores_TV.split(chunk), strict=True):
+            log_sums.copy_(scores.to(wide).logsumexp(dim=-1))
+        scores_of_target_T = scores_TV[torch.arange(len(target_T), device=target_T.device), target_T].to(wide)
+        ctx.save_for_backward(scores_TV, target_T, labelled_T, log_sums_T)
+        ctx.chunk = chunk
+        return (log_sums_T - scores_of_target_T).where(labelled_T, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        scores_TV, *of_rows = ctx.saved_tensors
+        grad_TV = torch.empty_like(scores_TV)
+        chunks = zip(*(x.split(ctx.chunk) for x in (grad_TV, scores_TV, *of_rows)), strict=True)
+        for grad_scores, scores, target, labelled, log_sums in chunks:
+            shares = (scores.to(log_sums.dtype) - log_sums[:, None]).exp_()
+            shares[torch.arange(len(target), device=target.device), target] -= 1.0  # scatter_ is not deterministic
+            grad_scores.copy_(shares.mul_((grad * labelled)[:, None]))
+        return grad_TV, None, None, None
