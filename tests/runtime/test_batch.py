@@ -15,15 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import in_turn
-from tests.limits import HUNG_SECONDS, examples
+from tests.limits import HUNG_SECONDS
 from tests.training.documents import RandomDocuments
 from tests.training.jobs import VOCABULARY, write_store
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime import batch as batch_module
-from wlb.runtime.batch import IGNORE_LABEL, check_first_tokens, labelled_tokens, make_batch, read_batch
+from wlb.runtime.batch import IGNORE_LABEL, labelled_tokens, make_batch, read_batch
 
 STORE = RandomDocuments(np.array([1, 9, 2, 30, 17]), vocab_size=50_000)
 MASKED = RandomDocuments(STORE.lengths, STORE.vocab_size, labelled=0.4)
@@ -161,27 +160,3 @@ def test_a_store_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch)
     monkeypatch.setattr(store, "read", read_late)
     with pytest.raises(UserError, match=r"store\.bin changed while it was in use"):
         read_batch(MicroBatch((Segment(0, 0, 1),), 0.0), store, VOCABULARY)
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1), st.integers(1, 9), st.integers(1, 11))
-def test_the_first_tokens_of_a_store_without_a_vocabulary_are_inside_that_of_the_model(
-    documents, looked_at, vocabulary
-):
-    lengths, tokens = np.array([*map(len, documents)]), [token for document in documents for token in document]
-
-    class InMemory(RandomDocuments):
-        prefix = "store"
-        firsts = (0, len(documents))
-
-        def read(self, document, start=0, length=None):
-            return np.array(documents[document][start : start + length], np.uint16)
-
-    store: Any = InMemory(lengths, vocab_size=None)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(batch_module, "_FIRST_TOKENS", looked_at)
-        if max(tokens[:looked_at], default=0) < vocabulary:
-            check_first_tokens(store, vocabulary)
-        else:
-            with pytest.raises(UserError, match=rf"has token \d, outside .* model.vocab_size = {vocabulary}; raise it"):
-                check_first_tokens(store, vocabulary)

@@ -22,13 +22,12 @@ from wlb.errors import UserError
 from wlb.job.config import ModelConfig, TrainingConfig
 from wlb.os_limits import usable_cores
 from wlb.training.environment import (
+    attention_note,
     compute_dtype,
-    dense_attention_warning,
     hardware_name,
     joined_job,
     keep_freed_memory,
     set_gpu_defaults,
-    slow_attention_note,
     threads_per_process,
     tokenizer_warning,
 )
@@ -61,9 +60,8 @@ def test_a_gpu_is_priced_by_its_own_preset(gpu, preset, monkeypatch):
 
 
 def test_dense_attention_on_a_gpu_is_told():
-    assert dense_attention_warning(torch.bfloat16, CUDA) is None
-    assert dense_attention_warning(torch.float32, CPU) is None
-    warning = dense_attention_warning(torch.float32, CUDA)
+    assert attention_note(torch.float32, CPU) is None
+    warning = attention_note(torch.float32, CUDA)
     assert warning is not None
     assert "training.dtype = 'float32' on CUDA" in warning
 
@@ -76,13 +74,11 @@ def test_threads_are_the_settings_then_the_variables_then_a_share(threads, varia
     assert threads_per_process(config, 1) == (expected or usable_cores())
 
 
-def test_more_threads_than_cores_are_refused(monkeypatch):
+def test_a_rank_has_no_more_threads_than_the_machine_has_cores(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # set for all machines, larger ones too
     assert threads_per_process(TrainingConfig(), 1) == 4
-    with pytest.raises(UserError, match=r"training\.threads = 1000000 for each process"):
-        threads_per_process(TrainingConfig(threads=1_000_000), 1)
-    assert threads_per_process(TrainingConfig(threads=4), 1) == 4
+    assert threads_per_process(TrainingConfig(threads=1_000_000), 1) == 4
 
 
 def test_a_wrong_number_of_processes_is_refused(tmp_path, monkeypatch):
@@ -118,9 +114,9 @@ def test_deterministic_kernels_are_set_on_request(tmp_path):
 
 def test_a_hopper_gpu_without_flash_attention_3_is_told(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    assert "FlashAttention-2" in (slow_attention_note(CUDA) or "")
+    assert "FlashAttention-2" in (attention_note(torch.bfloat16, CUDA) or "")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
-    assert slow_attention_note(CUDA) is slow_attention_note(CPU) is None
+    assert attention_note(torch.bfloat16, CUDA) is attention_note(torch.bfloat16, CPU) is None
 
 
 def _faults_of_large_tensors() -> int:

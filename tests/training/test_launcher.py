@@ -112,7 +112,7 @@ def test_ctrl_c_ends_the_job_in_good_order(folder):
     assert job.returncode == 130
     last = read_steps(folder)[-1]["step"]
     newest = max((folder / "checkpoints").glob("step-*[0-9]"))
-    kept = f"the same command continues from checkpoint {newest}; lost since then: 0 steps"
+    kept = f"the same command continues from the newest checkpoint in {newest.parent}, if there is one"
     assert said(err)[-2:] == [f"wlb: terminated after step {last}; {kept}", "wlb: interrupted"]
     assert step_of(newest) == last
     assert "Traceback" not in err

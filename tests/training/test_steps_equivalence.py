@@ -79,7 +79,7 @@ def trained_as_single_documents(config: JobConfig, folder: Path) -> list[StepPla
     plans: list[StepPlan] = run_ranks(config.parallel.layout.world_size, _train, config)[0]
     losses = [row["loss"] for row in read_steps(folder)]
     assert len(losses) == config.training.steps
-    assert losses[-1] < losses[0]
+    assert len(set(losses)) == len(losses)  # weights change
     assert losses == pytest.approx(losses_of_single_documents(config, plans), rel=1e-9)
     return plans
 

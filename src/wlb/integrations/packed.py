@@ -16,7 +16,6 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -33,6 +32,7 @@ from wlb.job.job import Job
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch, read_batch
 from wlb.runtime.collectives import device_of, gathered_rows, sharing_group
+from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import check_same_plan, own_batches
 from wlb.runtime.sharded_batch import RankShare, ShardedAttention
 from wlb.sharding import ShardPlan
@@ -87,8 +87,7 @@ class PackedBatch:
         """
         if self.loss_tokens == 0:
             warn_of_no_labels()
-        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = F.cross_entropy(exact, self.labels, ignore_index=IGNORE_LABEL, reduction="sum")
+        total = summed_cross_entropy(logits, self.labels)
         return total * (1 if summed else self.ranks) / max(self.loss_tokens, 1)
 
     def hf_kwargs(self) -> dict[str, Any]:

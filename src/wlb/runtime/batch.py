@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -28,7 +27,6 @@ from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 
 IGNORE_LABEL = -100  # cross_entropy's default ignore_index
-_FIRST_TOKENS, _FIRST_DOCUMENTS = 1 << 20, 1 << 12  # that are looked at before a job starts; takes some milliseconds
 _REQUESTS = 16  # that a rank has under way at a server of token stores
 
 _T = TypeVar("_T")
@@ -125,26 +123,6 @@ def check_vocabulary(batch: TokenBatch, micro_batch: MicroBatch, vocab_size: int
             f"token {largest} is outside the vocabulary of model.vocab_size = {vocab_size}; it is in one of "
             f"the documents {documents}"
         )
-
-
-def check_first_tokens(store: TokenStore, vocab_size: int) -> None:
-    """Raise ``UserError`` where a store that does not say its vocabulary begins with a token outside ``vocab_size``.
-
-    So a wrong ``model.vocab_size`` nearly always shows before a job starts; ``read_batch`` finds what is left.
-    """
-    if store.vocab_size is not None:
-        return
-    for first, stop in pairwise(store.firsts):
-        left = _FIRST_TOKENS
-        for document in range(first, min(stop, first + _FIRST_DOCUMENTS)):
-            length = min(left, int(store.lengths_of(np.array([document]))[0]))
-            largest = int(store.read(document, 0, length).max(initial=0))
-            if largest >= vocab_size:
-                raise UserError(
-                    f"document {document} of {store.prefix} has token {largest}, outside the vocabulary of "
-                    f"model.vocab_size = {vocab_size}; raise it"
-                )
-            left -= length
 
 
 def labelled_tokens(step_plan: StepPlan, store: TokenSource) -> int:

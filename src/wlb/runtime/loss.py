@@ -51,7 +51,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         grad_TV = torch.empty_like(scores_TV)
         chunks = zip(*(x.split(ctx.chunk) for x in (grad_TV, scores_TV, *of_rows)), strict=True)
         for grad_scores, scores, target, labelled, log_sums in chunks:
-            shares = (scores.to(log_sums.dtype) - log_sums[:, None]).exp_()
+            shares = scores.to(log_sums.dtype, copy=True).sub_(log_sums[:, None]).exp_()
             shares[torch.arange(len(target), device=target.device), target] -= 1.0  # scatter_ is not deterministic
             grad_scores.copy_(shares.mul_((grad * labelled)[:, None]))
+            del shares  # or two chunks would be held
         return grad_TV, None, None, None

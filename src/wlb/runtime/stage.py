@@ -15,7 +15,6 @@ and otherwise through ``_step_microbatches``.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -182,14 +181,5 @@ def run_order(
         gather_weights(stage.submod)
     losses: list[Tensor] = []
     arguments, schedule = [(tokens,) for tokens in inputs], order.schedule
-    if "arg_mbs" in inspect.signature(schedule.step).parameters:
-        schedule.step(
-            arg_mbs=arguments,
-            kwarg_mbs=list(keywords),
-            target_mbs=list(targets),
-            losses=losses,
-            return_outputs=False,
-        )
-    else:
-        schedule._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
+    schedule._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
     return losses

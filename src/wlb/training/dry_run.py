@@ -6,10 +6,8 @@ is elsewhere, synthetic documents stand for it: their tokens are all zero and ta
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -93,7 +91,7 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
         limit = memory_limit("cpu", config.parallel.layout.world_size)
     stored = tried(lambda: TokenStore.open(*config.data.stores))
     store = stored or synthetic_store(config)
-    job = checked(config, store, hardware, limit, _check_could_write, tried)
+    job = checked(config, store, hardware, limit, tried)
     if stored:
         tried(job.check_data)
     return FoundJob(**vars(job), hardware=hardware, problems=tuple(problems), synthetic=stored is None)
@@ -148,13 +146,3 @@ def _speed(found: FoundJob, lengths: Lengths) -> float:
     """What ``wlb simulate`` says of the configuration."""
     job = Job.from_config(found.config, found.hardware, vocab_size=found.model.shape.vocab_size)
     return judge_config(found.config, job, lengths).speed(CONFIGURED)
-
-
-def _check_could_write(name: str, directory: Path) -> None:
-    """Raise ``UserError`` unless ``directory`` can be written, or made where it does not exist."""
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        what = "" if existing == directory.absolute() else f": {existing} is not a directory that can be written"
-        raise UserError(f"{name} {directory} cannot be written{what}")

@@ -27,8 +27,8 @@ from wlb.workload.hardware import HARDWARE
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
-# In half precision on CPU, oneDNN compiles a product for its exact shape, so for every length of a micro-batch anew. It
-# keeps 1,024, PyTorch's layer above it as many: a GiB (docs/memory.md). A length has 18, and those of attention.
+# Matrix products that oneDNN keeps compiled in half precision on CPU, one for each length of a micro-batch. By default
+# it keeps 1,024, and PyTorch's layer above it as many: a GiB (docs/memory.md).
 _COMPILED_PRODUCTS = "64"
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -104,7 +104,7 @@ def compute_deterministically() -> None:
 
 
 def activate_fast_attention(device: torch.device) -> None:
-    """Have FlashAttention 3 attend on a Hopper GPU where it is installed; ``slow_attention_note`` tells where not.
+    """Have FlashAttention 3 attend on a Hopper GPU where it is installed; ``attention_note`` tells where not.
 
     Not under deterministic algorithms, which its backward ignores.
     """
@@ -113,8 +113,13 @@ def activate_fast_attention(device: torch.device) -> None:
             activate_flash_attention_impl("FA3")
 
 
-def slow_attention_note(device: torch.device) -> str | None:
+def attention_note(dtype: torch.dtype, device: torch.device) -> str | None:
     """What to tell the user where a faster attention kernel than the one that runs exists for this GPU, or None."""
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        return (
+            f"wlb: warning: training.dtype = '{str(dtype).removeprefix('torch.')}' on CUDA runs attention on the dense "
+            "reference back end, whose memory grows with the square of a document's tokens; set it to 'bfloat16'"
+        )
     if not _prefers_fa3(device) or current_flash_attention_impl() is not None:
         return None
     return (
@@ -172,29 +177,16 @@ def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
     """CPU threads of each process: ``training.threads``, or else what ``OMP_NUM_THREADS`` says, or else an equal share
-    of the cores this job may use. Raises ``UserError`` for a setting over the number of the machine's cores."""
-    cores = os.cpu_count() or usable_cores()
-    if (threads := config.threads) and threads > cores:
-        raise UserError(f"training.threads = {threads} for each process, but this machine has {cores} cores; lower it")
+    of the cores that this job may use; never more than the machine has."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
-    return threads or min(parse_count(given) or 0, cores) or max(1, usable_cores() // local_processes)
+    wanted = config.threads or parse_count(given) or usable_cores() // local_processes
+    return min(max(1, wanted), os.cpu_count() or 1)
 
 
 def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
     """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
     dtype: torch.dtype = getattr(torch, compute_type(config, device.type))
     return dtype
-
-
-def dense_attention_warning(dtype: torch.dtype, device: torch.device) -> str | None:
-    """What to tell the user where no fast attention runs in ``dtype``, or None."""
-    if device.type != "cuda" or dtype == torch.bfloat16:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    return (
-        f"wlb: warning: training.dtype = '{name}' on CUDA runs attention on the dense reference back end, whose memory "
-        "grows with the square of a document's tokens; set training.dtype = 'bfloat16' for flash attention"
-    )
 
 
 def tokenizer_warning(model: ModelConfig, store: TokenStore) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from wlb.job.memory.fit import too_large
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import TransformerConfig
 from wlb.os_limits import usable_memory
-from wlb.runtime.batch import check_first_tokens
 from wlb.runtime.collectives import gathered
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
@@ -89,7 +88,7 @@ def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None
     device = torch.device(device_type(config.training, local_processes))
     limit = limit or memory_limit(device.type, local_processes)
     store = TokenStore.open(*config.data.stores)
-    job = checked(config, store, hardware_name(device), limit, _check_writable, lambda check: check())
+    job = checked(config, store, hardware_name(device), limit, lambda check: check())
     job.check_data()
     return job
 
@@ -99,7 +98,6 @@ def checked(
     store: TokenStore,
     hardware: str,
     limit: MemoryLimit,
-    check_writable: Callable[[str, Path], object],
     tried: Callable[[Callable[[], Any]], Any],
 ) -> CheckedJob:
     """The job that ``config`` comes to on ``store`` and ``hardware``.
@@ -112,7 +110,7 @@ def checked(
         tried(check)
     for name, directory in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if directory is not None:
-            tried(partial(check_writable, name, directory))
+            tried(partial(_check_could_write, name, directory))
     saved = tried(lambda: _saved_loader_state(config, model))
     if saved is not None:
         job = _as_saved(job, saved["identity"])
@@ -128,7 +126,6 @@ def _settings_checks(config: JobConfig, store: TokenStore, model: TransformerCon
         lambda: DocumentStream(store.stored_lengths, config.data),  # refuses what leaves nothing to train on
         store.check_labels,
         lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size),
-        partial(check_first_tokens, store, model.shape.vocab_size),
     ]
     if config.packing.method == "fixed_solver":
         checks.append(lambda: require("scipy.optimize", "solver"))
@@ -167,10 +164,11 @@ def _check_memory(job: Job, *, resumes: bool) -> None:
         raise UserError(problem)
 
 
-def _check_writable(name: str, directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise UserError(f"{name} {directory} cannot be written: {error.strerror}") from error
+def _check_could_write(name: str, directory: Path) -> None:
+    """Raise ``UserError`` unless ``directory`` can be written, or made where it does not exist."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        what = "" if existing == directory.absolute() else f": {existing} is not a directory that can be written"
+        raise UserError(f"{name} {directory} cannot be written{what}")

@@ -6,7 +6,6 @@ A thread waits for the signals, so that neither a collective nor a long kernel i
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 from wlb.training.failures import Terminated, leave
 
@@ -35,9 +34,9 @@ class Termination:
         signal.pthread_sigmask(signal.SIG_BLOCK, asked)
         threading.Thread(target=self._answer, args=(asked,), name="wlb-termination", daemon=True).start()
 
-    def allow(self, seconds: float, what_is_kept: Callable[[], str]) -> None:
-        """From now on a signal leaves ``seconds`` to end in good order; ``what_is_kept`` says what stands if not."""
-        self._grace_seconds, self._what_is_kept = seconds, what_is_kept
+    def allow(self, seconds: float, kept: str) -> None:
+        """From now on a signal leaves ``seconds`` to end in good order; ``kept`` says what stands if not."""
+        self._grace_seconds, self._kept = seconds, kept
 
     def _answer(self, asked: set[signal.Signals]) -> None:
         signal.sigwait(asked)
@@ -46,4 +45,4 @@ class Termination:
             leave(Terminated("terminated before the first step"))
         time.sleep(self._grace_seconds)
         few = f"training.grace_seconds = {self._grace_seconds:g} were too few to finish the step and save it"
-        leave(Terminated(f"terminated: {few}; {self._what_is_kept()}"))
+        leave(Terminated(f"terminated: {few}; {self._kept}"))

@@ -11,34 +11,37 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from wlb.attention.profiler_regions import region
 from wlb.job.config import JobConfig
-from wlb.runtime.collectives import on_every_rank
-from wlb.training.checkpoint.checkpointer import Progress
-from wlb.training.checkpoint.resuming import what_is_kept
-from wlb.training.data.loader import LoadedStep
+from wlb.models.huggingface.weights import PretrainedWeights
+from wlb.packing.plan import StepPlan
+from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
+from wlb.runtime.own_lists import own_micro_batches
+from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
+from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.directory_lock import check_shared, directories_of
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
-from wlb.training.failures import Terminated
-from wlb.training.phases import (
-    build_loader,
-    build_model,
-    build_pipeline,
-    build_reporter,
-    restore,
-)
+from wlb.training.failures import Terminated, TrainingError
+from wlb.training.observe.imbalance import RankSteps
+from wlb.training.observe.monitor import Monitor
+from wlb.training.observe.reporter import Reporter, StepOutcome
+from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
+from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.preflight import CheckedJob, check_agreed, check_job, least_limit
+from wlb.training.rank_model import RankModel, build_model
 from wlb.training.stalls import BegunStep, stalls_named
-from wlb.training.step import agree_to_train, train_step
 from wlb.training.termination import Termination
+
+_DOCUMENTS_NAMED = 50  # in a message
 
 
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
@@ -72,16 +75,31 @@ class Trainer:
         self.termination = termination or Termination()
         self.begun = begun or BegunStep()
 
-        self.model = build_model(checked, device)
-        self.runner, self.monitor = build_pipeline(self.model)
-        self.checkpointer, progress = restore(self.model)
-        self.step = progress.step if progress else 0
-        self.loader = build_loader(self.model, progress)
-        self.reporter = build_reporter(self.model, self.step)
+        config, job, training = checked.config, checked.job, checked.config.training
+        self.model = model = build_model(checked, device)
+        self.monitor = Monitor(config.metrics, job, model.mesh, device)
+        self.runner = PipelineRunner(
+            model.stages, job.layout, model.mesh, job.micro_batches_per_rank, model.execution, clock=self.monitor.clock
+        )
+        self.checkpointer = Checkpointer(config.checkpoint, checked.model, model.stages, model.optimizers)
+        progress = Progress(0, None)
+        if model.checkpoints:
+            progress = self.checkpointer.load(model.checkpoints)
+        elif config.model.pretrained is not None:
+            PretrainedWeights(config.model.pretrained).load(*model.stages)
+        self.step = progress.step
+        self.loader = StepLoader(checked.store, job, training, share=model.share, state=progress.loader)
+        self.reporter = Reporter(checked, model.execution, self.step) if dist.get_rank() == 0 else None
         self.evaluator: Evaluator | None = None
         if self.config.evaluation.store is not None:
             self.evaluator = Evaluator(self.model, self.reporter.evaluated if self.reporter else 0)
 
+        directory = config.checkpoint.dir
+        self._kept = (
+            f"the same command continues from the newest checkpoint in {directory}, if there is one"
+            if directory
+            else "nothing is saved without checkpoint.dir"
+        )
         self._trained = self.loader.state_dict()
         self._last_step = self.config.training.steps or math.inf
 
@@ -103,7 +121,7 @@ class Trainer:
         """
         saved = self.step
         terminated = False
-        self.termination.allow(self.config.training.grace_seconds, self._what_is_kept)
+        self.termination.allow(self.config.training.grace_seconds, self._kept)
         with self.loader, self.monitor.trace:
             self._evaluate()  # what the job before this one was asked to end in
             while loaded := self._next_step():
@@ -124,7 +142,7 @@ class Trainer:
                 self._save()
             self.checkpointer.finish()
         if terminated:
-            raise Terminated(f"terminated after step {self.step}; {self._what_is_kept()}")
+            raise Terminated(f"terminated after step {self.step}; {self._kept}")
 
     def _next_step(self) -> LoadedStep | None:
         with region("data"):
@@ -150,5 +168,62 @@ class Trainer:
         with region("checkpoint"):
             self.checkpointer.save(Progress(self.step, self._trained))
 
-    def _what_is_kept(self) -> str:
-        return what_is_kept(self.config.checkpoint, self.step)
+
+def agree_to_train(step: int, loaded: LoadedStep, model: RankModel, asked_to_end: bool) -> bool:
+    """Whether the ranks train ``loaded`` as step ``step``: not where any of them was ``asked_to_end``.
+
+    Raises ``TrainingError`` where they planned different steps, or shards of them.
+    """
+    row = (loaded.fingerprint, loaded.shard_fingerprint, asked_to_end)
+    with region("plan agreement"):
+        plans, shards, ending = gathered_rows(row, torch.int64, model.execution.device).T
+    by_dp = shards[model.mesh.work.mesh.movedim(1, 0).flatten(1)]  # (dp, the other ranks)
+    same_plans = bool((plans == plans[0]).all())
+    if not (same_plans and (by_dp == by_dp[:, :1]).all()):
+        raise TrainingError(
+            f"step {step}: ranks planned different {'shards' if same_plans else 'steps'}; the token store, "
+            "the configuration and the version of wlb-llm must be the same on all machines"
+        )
+    return not ending.any()
+
+
+def train_step(
+    step: int,
+    loaded: LoadedStep,
+    model: RankModel,
+    runner: PipelineRunner,
+    monitor: Monitor,
+) -> tuple[StepOutcome, RankSteps]:
+    """Train ``loaded`` as step ``step``; what came of it, and the rows of all ranks. Its seconds are not known here.
+
+    Raises ``TrainingError``, with weights as they were, where the loss or the gradient norm is not finite.
+    """
+    training = model.checked.config.training
+    rate = learning_rate(step, training)
+    set_learning_rate(model.optimizers, rate)
+    for optimizer in model.optimizers:
+        optimizer.zero_grad()
+    share = runner.run_step(loaded.batches, loaded.loss_tokens)
+    rows = monitor.exchange(loaded, share)
+    loss = float(rows.loss_share.sum())
+    with region("gradient norm"):
+        grad_norm = clip_gradients(model.stages, training.gradient_clip)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # on every rank alike
+        documents = _documents_to_blame(loaded.plan, model, runner.losses)
+        raise TrainingError(f"step {step}: loss is {loss} and gradient norm {grad_norm}; {documents}")
+    with region("optimizer"):
+        for optimizer in model.optimizers:
+            optimizer.step()
+    return StepOutcome(loss, grad_norm, rate), rows
+
+
+def _documents_to_blame(plan: StepPlan, model: RankModel, losses: Sequence[Tensor]) -> str:
+    """Those of micro-batches whose loss is not finite; ``losses`` are this rank's, on ranks of the last stage."""
+    mine = zip(own_micro_batches(plan, model.share.dp_rank, model.share.cp_rank), losses, strict=False)
+    found = [segment.document for part, loss in mine if not torch.isfinite(loss) for segment in part.segments]
+    documents = {document for of_rank in gathered(found) for document in of_rank}
+    if not documents:
+        return "the loss of every micro-batch is finite"
+    named = ", ".join(map(str, sorted(documents)[:_DOCUMENTS_NAMED]))
+    more = f" and {len(documents) - _DOCUMENTS_NAMED} more" if len(documents) > _DOCUMENTS_NAMED else ""
+    return f"not finite in the micro-batches of documents {named}{more}"

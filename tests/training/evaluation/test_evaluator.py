@@ -27,8 +27,8 @@ from wlb.models.transformer import Transformer
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.evaluation.held_out import HeldOut
 from wlb.training.failures import Terminated
-from wlb.training.phases import build_model
 from wlb.training.preflight import check_job
+from wlb.training.rank_model import build_model
 
 CPU = torch.device("cpu")
 INTERLEAVED = {"cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}

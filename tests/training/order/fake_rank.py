@@ -35,9 +35,12 @@ from wlb.job.config import JobConfig
 from wlb.os_limits import usable_cores
 from wlb.packing.plan import StepPlan
 from wlb.runtime.sharded_batch import ShardedBatch
+from wlb.training.data.loader import StepLoader
 from wlb.training.dry_run import find_problems
-from wlb.training.phases import build_loader, build_model, build_pipeline
-from wlb.training.step import agree_to_train, train_step
+from wlb.training.observe.monitor import Monitor
+from wlb.training.parallel.pipeline import PipelineRunner
+from wlb.training.rank_model import build_model
+from wlb.training.trainer import agree_to_train, train_step
 
 _ON_DEVICE = ("tokens", "labels", "positions")
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -74,14 +77,21 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
     with fake_process_group(rank, checked.job.layout.world_size), as_on_a_gpu() if on_gpu else nullcontext():
         with watcher, fake_weights(fake):
             model = build_model(checked, torch.device("cpu"))
-        runner, monitor = build_pipeline(model)
+        job, cpu = checked.job, torch.device("cpu")
+        monitor = Monitor(config.metrics, job, model.mesh, cpu)
+        per_rank = job.micro_batches_per_rank
+        runner = PipelineRunner(model.stages, job.layout, model.mesh, per_rank, model.execution, monitor.clock)
         monitor.exchange = unset_fake_temporarily()(monitor.exchange)  # type: ignore[method-assign]
         for optimizer in model.optimizers:
             for group in optimizer.param_groups:
                 group["foreach"] = on_gpu  # as it is chosen by the device of the weights
         memory.track_external(*model.stages, *model.optimizers)
         counts = [len(log.calls)]
-        with build_loader(model, None) as loader, log.listening(), memory.without_trials():
+        with (
+            StepLoader(checked.store, job, config.training, share=model.share) as loader,
+            log.listening(),
+            memory.without_trials(),
+        ):
             for step, planned in enumerate(islice(loader, steps), 1):
                 loaded = replace(planned, batches=tuple(_on_device(batch, fake) for batch in planned.batches))
                 memory.track_external(*(getattr(batch, name) for batch in loaded.batches for name in _ON_DEVICE))

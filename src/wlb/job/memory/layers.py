@@ -17,6 +17,9 @@ from wlb.workload.costs import MASTER_BYTES
 from wlb.workload.shapes import DENSE, BlockKind
 from wlb.workload.weights import block_weights, feed_forward_width
 
+# wlb.runtime.loss has so many rows of scores in a wide type at a time, and keeps of each its label and its sum.
+_CHUNK_ROWS, _ROW_BYTES = 1024, 13
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -175,21 +178,27 @@ class LayerMemory:
         return Unit(weights, matrix, 0, self.gathered, matrix * self.compute, root=True)
 
     def head(self) -> Unit:
-        """Final norm, scores, and the loss: log-probabilities are kept, and their two gradients come on top.
+        """Final norm, scores, and the loss, which keeps the scores and makes their gradient chunk by chunk.
 
-        Where the vocabulary is split, the loss is composed of operators, whose results are one more of each (DTensor's
-        ``loss_parallel``, torch 2.13).
+        Where the vocabulary is split, the loss is composed of operators (DTensor's ``loss_parallel``, torch 2.13):
+        log-probabilities are kept, and two gradients and what comes between are on top.
         """
         shape, layout = self.job.shape, self.job.layout
         scores = self.rows * shape.vocab_size // layout.tp
         matrix = shape.vocab_size * shape.hidden // layout.tp
-        pipelined = scores * self.compute if layout.pp > 1 else 0  # the stage keeps its output
-        held = self.norm + self.gathered + scores * self.master + pipelined
+        if layout.tp == 1:
+            chunk = min(self.rows, _CHUNK_ROWS) * shape.vocab_size * self.master
+            kept, loss = scores * self.compute + _ROW_BYTES * self.rows, chunk if self.compute < self.master else 0
+            losing = scores * self.compute + chunk
+        else:
+            pipelined = scores * self.compute if layout.pp > 1 else 0  # the stage keeps its output
+            kept, loss = scores * self.master + pipelined, 2 * scores * self.master
+            losing = 3 * scores * self.master
+        held = self.norm + self.gathered + kept
         tied = self.job.tied_embeddings and layout.stages == 1
-        between = scores * self.master if layout.tp > 1 else 0
-        backward = max(2 * scores * self.master + between, scores * self.compute + matrix * self.compute)
-        weights, forward = (0 if tied else matrix) + shape.hidden, held + scores * self.master + between
-        return Unit(weights, weights, held, forward, backward, scores=scores * self.master + pipelined, root=True)
+        backward = max(losing, scores * self.compute + matrix * self.compute)
+        weights = (0 if tied else matrix) + shape.hidden
+        return Unit(weights, weights, held, held + loss, backward, scores=kept, root=True)
 
     def ends(self) -> int:
         """What a stage keeps beside its layers: rotary angles, and what it sent on; a block keeps what it received."""

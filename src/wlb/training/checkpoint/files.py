@@ -26,10 +26,10 @@ _PREFIX = "step-"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a job stands: steps trained, and the loader's state after them."""
+    """Where a job stands: steps trained, and the loader's state after them; None before the first."""
 
     step: int
-    loader: dict[str, Any]
+    loader: dict[str, Any] | None
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:

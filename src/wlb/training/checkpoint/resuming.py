@@ -12,8 +12,7 @@ from typing import Any
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
-from wlb.terminal import number_of
-from wlb.training.checkpoint.files import complete_checkpoints, find_damage, step_of
+from wlb.training.checkpoint.files import complete_checkpoints, find_damage
 
 
 def candidates(config: CheckpointConfig) -> list[Path]:
@@ -47,20 +46,6 @@ def newest_usable(found: list[Path], damage_of: Callable[[Path], str | None]) ->
 def newest_checkpoint(config: CheckpointConfig, *, contents: bool = False) -> Path | None:
     """The ``newest_usable`` of ``candidates`` by names and sizes of files, with ``contents`` by checksums too."""
     return newest_usable(candidates(config), partial(find_damage, contents=contents))
-
-
-def what_is_kept(config: CheckpointConfig, step: int) -> str:
-    """What the same command continues from when a job ends after ``step``, and how many steps it repeats."""
-    if config.dir is None:
-        return f"nothing is saved without checkpoint.dir; lost: {number_of(step, 'step')}"
-    try:
-        newest = newest_checkpoint(config)
-    except (UserError, OSError) as error:
-        return str(error)
-    if newest is None:
-        return f"there is no checkpoint yet (checkpoint.every = {config.every}); lost: {number_of(step, 'step')}"
-    lost = number_of(max(0, step - step_of(newest)), "step")
-    return f"the same command continues from checkpoint {newest}; lost since then: {lost}"
 
 
 def model_record(model: TransformerConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from wlb.runtime.collectives import gathered, gathered_rows
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.training.evaluation.held_out import HeldOut
 from wlb.training.parallel.parallelize import master_dtype
-from wlb.training.phases import RankModel
+from wlb.training.rank_model import RankModel
 
 
 class Evaluator:

@@ -23,7 +23,7 @@ from wlb.job.job import Job
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch
 from wlb.packing.registry import make_packer
-from wlb.runtime.batch import check_first_tokens, labels_of_segments
+from wlb.runtime.batch import labels_of_segments
 
 
 class HeldOut:
@@ -76,7 +76,6 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: To
             f"evaluation.store {store.prefix} was prepared with another tokenizer than {trained.prefix} of [data]; "
             "prepare both with the same"
         )
-    check_first_tokens(store, vocab_size)
     if not labels_of_segments(_segments(store, evaluation, data), store).any():
         raise UserError(f"evaluation.store {store.prefix} has no label, so there is no loss to take; prepare it again")
 

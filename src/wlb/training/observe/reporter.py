@@ -10,7 +10,7 @@ from wlb.packing.plan import StepPlan
 from wlb.terminal import next_command, number_of
 from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep
-from wlb.training.environment import dense_attention_warning, hardware_name, slow_attention_note, tokenizer_warning
+from wlb.training.environment import attention_note, hardware_name, tokenizer_warning
 from wlb.training.observe.imbalance import RankSteps, imbalance_of
 from wlb.training.observe.metrics import MetricsFiles
 from wlb.training.parallel.mesh import mesh_shape
@@ -56,9 +56,8 @@ class Reporter:
         say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
         if config.training.steps and self._first >= config.training.steps:
             say(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
-        dense = dense_attention_warning(execution.dtype, execution.device)
-        slow = slow_attention_note(execution.device)
-        for warning in filter(None, (dense, slow, tokenizer_warning(config.model, self._checked.store))):
+        note = attention_note(execution.dtype, execution.device)
+        for warning in filter(None, (note, tokenizer_warning(config.model, self._checked.store))):
             say(warning)
 
     def record(self, step: int, loaded: LoadedStep, outcome: StepOutcome, rows: RankSteps) -> None:

@@ -78,11 +78,9 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 def compile_blocks(module: Transformer, backend: str = "inductor") -> None:
     """Have every block of ``module`` compiled when it first runs; call it before ``apply_activation_checkpointing``.
 
-    Micro-batches differ in length from step to step, so the token count is a symbol in the compiled code from the
-    start: a block is compiled for its first micro-batch and never again, except that PyTorch may take a length of 1 and
-    one that equals a width of the model apart, once. Attention stays outside: its runs, shards and exchanges follow
-    from the plan of each micro-batch, and its kernels are compiled already. So a block becomes a few graphs before and
-    after attention, and all blocks of a stage share them. ``backend`` is one of ``torch.compile``.
+    The token count is dynamic, so a block is compiled for its first micro-batch and never again, except that PyTorch
+    may compile once more for a length of 1 and one that equals a width of the model. Attention stays outside, because
+    its runs and exchanges follow from each plan. ``backend`` is one of ``torch.compile``.
     """
     for block in _blocks(module):
         block.forward = _compiled(block.forward, backend)  # type: ignore[method-assign]
@@ -108,14 +106,11 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
 
     Without it a block keeps everything its backward pass reads. Under ``full`` it keeps its input only and is computed
     a second time right before its backward pass. Under ``selective`` it also keeps the output of attention and its
-    log-sum-exp: norms, projections and feed-forward layer are computed again, attention and the exchange of keys and
-    values are not (Korthikanti et al., arXiv 2205.05198, section 5, recompute attention instead: there its scores are
-    what takes memory, which flash attention never stores). The attention function that comes with a micro-batch must
-    take ``kept`` as ``context_parallel_attention`` does.
+    log-sum-exp, so attention and the exchange of keys and values are not repeated (Korthikanti et al., arXiv
+    2205.05198, section 5, recompute attention instead, whose scores flash attention never stores). The attention
+    function must take ``kept`` as ``context_parallel_attention`` does. ``docs/memory.md`` says what each kind keeps.
 
-    Only the block's ``forward`` is replaced, so what wraps the block as a module (FSDP's gathering of weights,
-    tensor-parallel hooks) stays around it. Numbers do not change by a bit: the same operations run on the same inputs.
-    ``docs/memory.md`` says what each kind keeps.
+    Only the block's ``forward`` is replaced, so FSDP's and tensor-parallel hooks stay around it.
     """
     if kind == "none":
         return

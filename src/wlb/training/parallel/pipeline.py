@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.models.transformer import Transformer
 from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import in_turn
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.runtime.stage import PipelineOrder, pipeline_order, run_order, variable_length_stage
@@ -46,10 +47,12 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 
     ``scores_TV`` may be split over tensor-parallel ranks by vocabulary; every one of them then gets the loss.
     """
-    scores_TV = scores_TV.to(master_dtype(scores_TV.dtype))
-    total = F.cross_entropy(scores_TV, target.labels, ignore_index=IGNORE_LABEL, reduction="sum")
-    if isinstance(total, DTensor):
-        total = total.to_local()
+    if isinstance(scores_TV, DTensor):  # under ``loss_parallel``
+        wide = scores_TV.to(master_dtype(scores_TV.dtype))
+        split: Any = F.cross_entropy(wide, target.labels, ignore_index=IGNORE_LABEL, reduction="sum")
+        total: Tensor = split.to_local()
+    else:
+        total = summed_cross_entropy(scores_TV, target.labels)
     return total / max(target.loss_tokens, 1)
 
 

@@ -16,7 +16,7 @@ from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
-from wlb.training import step as step_module
+from wlb.training import trainer as trainer_module
 from wlb.training.failures import TrainingError
 from wlb.training.trainer import Trainer
 
@@ -73,7 +73,7 @@ def test_a_loss_that_is_not_finite_ends_the_job_and_names_the_documents(folder, 
 
 
 def _train_with_an_infinite_gradient(config: JobConfig) -> None:
-    step_module.clip_gradients = lambda *_: math.inf  # in this process only
+    trainer_module.clip_gradients = lambda *_: math.inf  # in this process only
     with pytest.raises(TrainingError, match=r"step 1: loss is 4\.\d+ and gradient norm inf; the loss of every micro-"):
         trainer_of(config).run()
 

@@ -1,0 +1,58 @@
+"""What a rank holds of the model, built by every rank together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from wlb.models.transformer import Transformer
+from wlb.runtime.collectives import gathered, on_every_rank
+from wlb.runtime.sharded_batch import RankShare
+from wlb.training.checkpoint.resuming import candidates
+from wlb.training.data.loader import share_in
+from wlb.training.environment import compute_dtype
+from wlb.training.optimizer import build_optimizer
+from wlb.training.parallel.mesh import JobMesh, build_mesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
+from wlb.training.preflight import CheckedJob
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What a rank holds of the model of ``checked``, its place among the ranks, and how it computes.
+
+    The ranks continue from the newest of ``checkpoints`` that is whole, if there are any. Weights have their initial
+    values, unless they are yet to come from a checkpoint or from a pretrained model.
+    """
+
+    checked: CheckedJob
+    mesh: JobMesh
+    share: RankShare
+    execution: Execution
+    checkpoints: list[Path]
+    stages: list[Transformer]
+    optimizers: list[torch.optim.AdamW]
+
+
+def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
+    """Arrange the ranks, agree on where the job starts from, and build this rank's stages and their optimizers."""
+    config, job, training = checked.config, checked.job, checked.config.training
+    execution = Execution(device, compute_dtype(training, torch.device(job.hardware.device_type)))
+    mesh = build_mesh(job.layout, device.type)
+    torch.manual_seed(training.seed)
+    checkpoints = gathered(on_every_rank(lambda: candidates(config.checkpoint)))[0]
+    initialise = not checkpoints and config.model.pretrained is None
+    stages = build_stage_modules(
+        checked.model,
+        job.layout,
+        mesh,
+        execution,
+        seed=training.seed if initialise else None,
+        activation_checkpointing=job.activation_checkpointing,
+        compiled=training.compile,
+    )
+    optimizers = [build_optimizer(stage, training) for stage in stages]
+    share = share_in(job, mesh.rank("dp"), mesh.rank("cp"))
+    return RankModel(checked, mesh, share, execution, checkpoints, stages, optimizers)
