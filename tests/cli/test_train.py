@@ -17,7 +17,7 @@ from tests.training.checkpoint.fakes import write_checkpoint
 from tests.training.jobs import VOCABULARY, write_config, write_store
 from wlb.job.config_file import load_config
 from wlb.models.configured_model import configured_model
-from wlb.training.checkpoint.resuming import model_record
+from wlb.training.checkpoint.files import model_record
 from wlb.training.termination import signals_to_end
 
 

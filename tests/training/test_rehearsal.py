@@ -21,7 +21,7 @@ from tests.training.oracle import losses_of_single_documents, remembered_plans
 from tests.training.processes import wait_until
 from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
-from wlb.training.checkpoint.resuming import newest_checkpoint
+from wlb.training.checkpoint.files import newest_checkpoint
 
 STEPS, LOST_AFTER, CHECKPOINT_EVERY = 5, 3, 2
 WINDOW = 64

@@ -90,7 +90,9 @@ def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
 def test_a_job_under_nohup_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signals_to_end() - {signal.SIGINT} == {signal.SIGTERM}  # what was started in the background has no SIGINT
+        assert signals_to_end() - {signal.SIGINT} == {
+            signal.SIGTERM
+        }  # what was started in the background has no SIGINT
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         assert signals_to_end() - {signal.SIGINT} == {signal.SIGTERM, signal.SIGHUP}
     finally:

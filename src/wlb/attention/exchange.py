@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import record_function
 
-from wlb.attention.profiler_regions import region
 from wlb.attention.shard_layout import ExchangePart, RowSums, ShardLayout
 
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
@@ -47,7 +47,7 @@ class Arrival:
     sent: Tensor
 
     def wait(self) -> Tensor:
-        with region(_REGION):
+        with record_function(_REGION):
             for work in self.work:
                 work.wait()
         self.work = ()  # gloo would wait for a second message
@@ -87,7 +87,7 @@ def sum_rows(values: Tensor, sums: RowSums) -> Tensor:
 def _exchange(sent: Tensor, send_counts: list[int], receive_counts: list[int], ranks: PlanRanks) -> Arrival:
     received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
     group, members = ranks
-    with region(_REGION):
+    with record_function(_REGION):
         if members is None:
             work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group, async_op=True)
             assert work is not None

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 
 from wlb.attention.backends import AttentionBackend
 from wlb.attention.exchange import (
@@ -33,7 +34,6 @@ from wlb.attention.exchange import (
     send_keys,
     sum_rows,
 )
-from wlb.attention.profiler_regions import region
 from wlb.attention.shard_layout import Attended, Rows, ShardLayout
 
 _OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
@@ -106,7 +106,7 @@ class AttendPacked(torch.autograd.Function):
             again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, ranks)).take()
             for part, x_A2GE in zip(layout.parts, received or (arrival.wait() for arrival in again), strict=True):
                 grad_A2GE = x_A2GE  # nothing
-                with region(_RECEIVED):
+                with record_function(_RECEIVED):
                     if part.attended is not None:
                         results = q_THE, x_A2GE, out_THE, log_sum_exp_HT
                         grad_QHE, grad_A2GE = _received_gradients(grad_THE, *results, part.attended, backend)
@@ -119,7 +119,7 @@ class AttendPacked(torch.autograd.Function):
         if layout.own_runs is None:
             grad_q_THE, *grads = (torch.zeros_like(tensor) for tensor in (q_THE, *keys))
         else:
-            with region(_OWN):
+            with record_function(_OWN):
                 grad_q_THE, *grads = backend.backward(grad_THE, q_THE, *keys, out_THE, log_sum_exp_HT, layout.own_runs)
         if layout.window_rows is not None:
             grads, grad_A2GE = _window_gradients(grads, layout, len(k_TGE))
@@ -148,14 +148,14 @@ def _attend(
     else:
         arrived = [] if layout.window_rows is None else [arrival.wait() for arrival in arrivals]
         keys = _own_keys(k_TGE, v_TGE, arrived, layout)
-        with region(_OWN):
+        with record_function(_OWN):
             out_THE, log_sum_exp_HT = backend.forward(q_THE, *keys, layout.own_runs)
     if sum(part.attended is not None for part in layout.parts) > 1:  # a narrow type would round with every part
         out_THE = out_THE.to(torch.promote_types(out_THE.dtype, torch.float32))
     for part, arrival in zip(layout.parts, arrivals, strict=True):
         x_A2GE = arrival.wait()
         if part.attended is not None:
-            with region(_RECEIVED):
+            with record_function(_RECEIVED):
                 _attend_received(q_THE, x_A2GE, out_THE, log_sum_exp_HT, part.attended, backend)
     received = tuple([arrival.received for arrival in arrivals]) if keeps else ()
     return AttentionResults(out_THE.to(q_THE.dtype), log_sum_exp_HT, received)

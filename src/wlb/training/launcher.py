@@ -81,7 +81,7 @@ def _train(config: JobConfig, summary: bool) -> int:
 
 def _step_to_continue_from(config: CheckpointConfig) -> int | None:
     """0 where there is no checkpoint yet, None where the job does not continue by itself."""
-    from wlb.training.checkpoint.resuming import newest_checkpoint
+    from wlb.training.checkpoint.files import newest_checkpoint
 
     if config.dir is None or not config.resume:
         return None

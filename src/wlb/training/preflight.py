@@ -23,8 +23,7 @@ from wlb.models.transformer import TransformerConfig
 from wlb.os_limits import usable_memory
 from wlb.runtime.collectives import gathered
 from wlb.simulate.decide import decide
-from wlb.training.checkpoint.files import read_manifest
-from wlb.training.checkpoint.resuming import check_model, newest_checkpoint
+from wlb.training.checkpoint.files import check_model, newest_checkpoint, read_manifest
 from wlb.training.data.loader import check_identity
 from wlb.training.environment import device_type, hardware_name, trained_model
 from wlb.training.evaluation.held_out import check_evaluation

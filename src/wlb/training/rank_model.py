@@ -10,7 +10,7 @@ import torch
 from wlb.models.transformer import Transformer
 from wlb.runtime.collectives import gathered, on_every_rank
 from wlb.runtime.sharded_batch import RankShare
-from wlb.training.checkpoint.resuming import candidates
+from wlb.training.checkpoint.files import candidates
 from wlb.training.data.loader import share_in
 from wlb.training.environment import compute_dtype
 from wlb.training.optimizer import build_optimizer

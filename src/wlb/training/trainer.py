@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
-from wlb.attention.profiler_regions import region
 from wlb.job.config import JobConfig
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.packing.plan import StepPlan
@@ -145,7 +145,7 @@ class Trainer:
             raise Terminated(f"terminated after step {self.step}; {self._kept}")
 
     def _next_step(self) -> LoadedStep | None:
-        with region("data"):
+        with record_function("data"):
             return next(self.loader, None) if self.step < self._last_step else None
 
     def _train_step(self, loaded: LoadedStep) -> None:
@@ -165,7 +165,7 @@ class Trainer:
         return self.evaluator.broken_off
 
     def _save(self) -> None:
-        with region("checkpoint"):
+        with record_function("checkpoint"):
             self.checkpointer.save(Progress(self.step, self._trained))
 
 
@@ -175,7 +175,7 @@ def agree_to_train(step: int, loaded: LoadedStep, model: RankModel, asked_to_end
     Raises ``TrainingError`` where they planned different steps, or shards of them.
     """
     row = (loaded.fingerprint, loaded.shard_fingerprint, asked_to_end)
-    with region("plan agreement"):
+    with record_function("plan agreement"):
         plans, shards, ending = gathered_rows(row, torch.int64, model.execution.device).T
     by_dp = shards[model.mesh.work.mesh.movedim(1, 0).flatten(1)]  # (dp, the other ranks)
     same_plans = bool((plans == plans[0]).all())
@@ -206,12 +206,12 @@ def train_step(
     share = runner.run_step(loaded.batches, loaded.loss_tokens)
     rows = monitor.exchange(loaded, share)
     loss = float(rows.loss_share.sum())
-    with region("gradient norm"):
+    with record_function("gradient norm"):
         grad_norm = clip_gradients(model.stages, training.gradient_clip)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # on every rank alike
         documents = _documents_to_blame(loaded.plan, model, runner.losses)
         raise TrainingError(f"step {step}: loss is {loss} and gradient norm {grad_norm}; {documents}")
-    with region("optimizer"):
+    with record_function("optimizer"):
         for optimizer in model.optimizers:
             optimizer.step()
     return StepOutcome(loss, grad_norm, rate), rows

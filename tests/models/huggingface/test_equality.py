@@ -21,9 +21,9 @@ from tests.models.huggingface.models import (
 )
 from wlb.errors import UserError
 from wlb.models.huggingface.config_json import read_config
-from wlb.models.huggingface.export import export_model
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
+from wlb.training.checkpoint.export import export_model
 from wlb.workload.model_json import read_config_json
 
 # Written with YaRN's defaults, with the length that follows from mscale, and as Llama, which computes the same.

@@ -15,7 +15,7 @@ from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig
 from wlb.job.rope_scaling import RopeScalingConfig
 from wlb.models.transformer import TransformerConfig
-from wlb.training.checkpoint.resuming import (
+from wlb.training.checkpoint.files import (
     check_model,
     model_record,
     newest_checkpoint,

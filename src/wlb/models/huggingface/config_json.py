@@ -13,7 +13,7 @@ from typing import Any
 
 from wlb.errors import UserError
 from wlb.job.rope_scaling import ROPE_REQUIRED, RopeScalingConfig
-from wlb.models.transformer import TransformerConfig, yarn_length
+from wlb.models.transformer import TransformerConfig
 from wlb.workload.model_json import Keys, flag, naming, read_config_json, shape_of, size
 
 _TRAINED = {
@@ -132,14 +132,7 @@ def _rotary(document: Keys) -> tuple[float, RopeScalingConfig | None]:
     if missing := [name for name in ROPE_REQUIRED[kind] if name not in rope]:
         raise UserError(f"rope_type {kind!r} has no {missing[0]}; complete it")
     size(rope, "original_max_position_embeddings", 1)  # a file of settings may say "8K"
-    # DeepSeek's way to say yarn's attention_factor.
-    scales = [_number(rope, name, 0) for name in ("mscale", "mscale_all_dim")] if kind == "yarn" else []
-    settings = {name: value for name, value in rope.items() if not scales or not name.startswith("mscale")}
-    scaling = RopeScalingConfig.of(settings, "rope_scaling", strict=True)
-    if scales and all(scales) and scaling.attention_factor is None:
-        above, below = (yarn_length(scaling.factor, scale) for scale in scales)
-        scaling = scaling.changed(attention_factor=above / below)
-    return theta, scaling
+    return theta, RopeScalingConfig.of(rope, "rope_scaling", strict=True)
 
 
 def _number(keys: Keys, name: str, default: float) -> float:

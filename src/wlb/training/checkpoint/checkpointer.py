@@ -27,8 +27,7 @@ from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.runtime.collectives import gathered
 from wlb.training.checkpoint import files
-from wlb.training.checkpoint.files import Progress
-from wlb.training.checkpoint.resuming import check_model, model_record, newest_usable
+from wlb.training.checkpoint.files import Progress, check_model, model_record, newest_usable
 from wlb.training.console import say
 from wlb.training.failures import TrainingError
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.profiler import record_function
 
-from wlb.attention.profiler_regions import region
 from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import IGNORE_LABEL, read_batch
 from wlb.runtime.collectives import gathered, gathered_rows
@@ -43,7 +43,7 @@ class Evaluator:
         due = last or step % self._model.checked.config.evaluation.every == 0
         if not due or step in (0, self._evaluated):
             return None
-        with region("evaluation"):
+        with record_function("evaluation"):
             evaluation = self.run(asked_to_end)
         self._evaluated = step if evaluation else self._evaluated
         return evaluation

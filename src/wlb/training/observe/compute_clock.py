@@ -15,8 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from wlb.attention.profiler_regions import region
+from torch.profiler import record_function
 
 Seconds = NDArray[np.float64]
 thread_seconds = time.thread_time  # CPU seconds of the calling thread
@@ -31,7 +30,7 @@ class ThreadClock:
     @contextmanager
     def measuring(self, phase: str, micro_batch: int) -> Iterator[None]:
         """Count what runs inside for ``micro_batch``; a trace shows it as "PHASE micro-batch N"."""
-        with region(f"{phase} micro-batch {micro_batch}"):
+        with record_function(f"{phase} micro-batch {micro_batch}"):
             before = thread_seconds()
             yield
             self._seconds[micro_batch] += thread_seconds() - before
@@ -51,7 +50,7 @@ class EventClock(ThreadClock):
     @contextmanager
     def measuring(self, phase: str, micro_batch: int) -> Iterator[None]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with region(f"{phase} micro-batch {micro_batch}"):
+        with record_function(f"{phase} micro-batch {micro_batch}"):
             start.record()
             yield
             end.record()

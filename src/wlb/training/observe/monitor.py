@@ -34,7 +34,7 @@ class Monitor:
     """One rank's; every rank calls every method. ``clock`` is for the pipeline to start and stop.
 
     ``trace`` is the profiler around the steps, to be told when one ends: with ``metrics.profile`` it leaves a Chrome
-    trace of steps 3 and 4 of a run in ``metrics.dir``/trace, where ``profiler_regions.region`` names what a step does.
+    trace of steps 3 and 4 of a run in ``metrics.dir``/trace, where ``record_function`` names what a step does.
     """
 
     def __init__(self, metrics: MetricsConfig, job: Job, mesh: JobMesh, device: torch.device) -> None:
