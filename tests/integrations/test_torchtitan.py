@@ -115,11 +115,51 @@ def test_what_cannot_be_trained_is_refused(store: str):
         _loader(store).load_state_dict({"wlb": json.dumps(state)})
 
 
-def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store: str):
-    """Two processes, FSDP2 over gloo."""
-    report = _run(2, "-m", "tests.integrations.torchtitan_steps", store, "--seq-len", str(SEQ_LEN), "--steps", "3")
+@pytest.mark.parametrize(
+    "level", [False, pytest.param(True, marks=pytest.mark.skipif(not IN_ROWS, reason="0.3.0 only"))]
+)
+def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store: str, level: bool):
+    """Two processes, FSDP2 over gloo. In level steps they share some micro-batches and differ in how many they run."""
+    program = ("-m", "tests.integrations.torchtitan_steps", store, "--seq-len", str(SEQ_LEN), "--steps", "3")
+    report = _run(2, *program, *["--level"] * level)
     assert report["documents_once"]
-    assert report["gradient_error"] < 1e-5
+    assert report["continues"]
+    assert report["error"] < 1e-6
+    assert (report["shared"] > 0) == level
+    first, second = report["micro_batches"]
+    assert (first != second) == level
+
+
+def level_debugmodel() -> Any:
+    """A configuration as torchtitan finds it by its command line."""
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from wlb.integrations.torchtitan_level import level_steps
+
+    return level_steps(llama3_debugmodel(), store="documents", micro_batches=2)
+
+
+@pytest.mark.skipif(not IN_ROWS, reason="0.3.0 only")
+def test_the_command_line_takes_level_steps_and_what_they_exclude_is_refused():
+    from torchtitan.config import ConfigManager
+
+    from wlb.integrations.torchtitan_level import LevelAttention, LevelTrainer
+
+    unfit = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2", "--compile.enable"]
+    arguments = ["--module", __name__, "--config", "level_debugmodel", *unfit, "--training.disable_cuda_graphs"]
+    config = ConfigManager().parse_args(arguments)
+    assert isinstance(config, LevelTrainer.Config)
+    assert config.dataloader.own_lists
+    assert all(
+        isinstance(layer.attention.inner_attention, LevelAttention.Config) for layer in config.model_spec.model.layers
+    )
+    with pytest.raises(
+        UserError, match=r"switch off tensor parallelism, pipeline parallelism, torch.compile of the model$"
+    ):
+        config.build()
+    config.training.disable_cuda_graphs, config.parallelism.pipeline_parallel_degree = False, 1
+    with pytest.raises(UserError, match="CUDA graphs"):
+        config.build()
 
 
 def _run(processes: int, *program: str) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from wlb.attention import segment_attention  # noqa: E402
 from wlb.documents.store.reader import TokenStore  # noqa: E402
 from wlb.integrations.torchtitan import BaseDataLoader  # noqa: E402
 
-IN_ROWS = BaseDataLoader.__module__ == "torchtitan.components.dataloader"  # 0.3.0, not main
+if IN_ROWS := BaseDataLoader.__module__ == "torchtitan.components.dataloader":  # 0.3.0, not main
+    from wlb.integrations.torchtitan_level import level_steps
 
 
 class _NoMemoryMonitor:
@@ -57,11 +58,11 @@ class SegmentAttention(VarlenAttention):
         torch.nn.Module.__init__(self)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, attention_masks: VarlenMetadata, **_: Any
+        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: VarlenMetadata, **_: Any
     ) -> Tensor:
         lengths = [length for length in attention_masks.cu_seq_q.diff().tolist() if length]
-        out = segment_attention(query.flatten(0, -3), key.flatten(0, -3), value.flatten(0, -3), lengths)
-        return out.view_as(query)
+        out = segment_attention(q_BLNH.flatten(0, -3), k_BLNH.flatten(0, -3), v_BLNH.flatten(0, -3), lengths)
+        return out.view_as(q_BLNH)
 
 
 class StoredTokens(BaseTokenizer):
@@ -86,15 +87,17 @@ class StoredTokens(BaseTokenizer):
         return 2048
 
 
-def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int) -> Trainer.Config:
+def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int, level: bool = False) -> Trainer.Config:
     """torchtitan's debug Llama with our batches of ``store`` on the processes of this job, with FSDP2."""
     config = llama3_debugmodel_varlen_attn()
     for _, attention, parent, name in list(config.model_spec.model.traverse(VarlenAttention.Config)):
         setattr(parent, name, SegmentAttention.Config(window_size=attention.window_size))
-    config.loss = CrossEntropyLoss.Config(global_vocab_size=config.loss.loss_fn.global_vocab_size)
+    if not level:  # which trains with the loss in chunks, for which it pads
+        config.loss = CrossEntropyLoss.Config(global_vocab_size=config.loss.loss_fn.global_vocab_size)
     config.tokenizer = StoredTokens.Config(store=store)
-    settings = {"store": store, "micro_batches": micro_batches, "model": "tiny", "hardware": "cpu", "multiple_of": 1}
-    config.override.imports = [("wlb.integrations.torchtitan.balance", settings)]
+    settings = {"store": store, "micro_batches": micro_batches, "model": "tiny", "hardware": "cpu"}
+    settings["multiple_of"] = 8 if level else 1
+    config.override.imports = [] if level else [("wlb.integrations.torchtitan.balance", settings)]
     config.training.steps = steps
     rows = micro_batches * int(os.environ.get("WORLD_SIZE", "1"))
     if IN_ROWS:
@@ -103,12 +106,12 @@ def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int) -> T
     else:
         config.training.max_context_length = config.training.num_tokens_per_microbatch_per_dp_rank = seq_len
         config.training.num_tokens_per_train_step = rows * seq_len
-    config.training.mixed_precision_param = "float32"
+    config.training.mixed_precision_param, config.training.max_norm = "float32", 1e9  # gradients are not clipped
     config.training.disable_cuda_graphs = True
     config.parallelism.spmd_backend = "partial_dtensor"
     config.validator.enable = config.checkpoint.enable = False
     config.hf_assets_path = None
-    return config
+    return level_steps(config, **settings) if level else config
 
 
 class RecordingTrainer:
@@ -123,7 +126,8 @@ class RecordingTrainer:
         self.trained: list[tuple[Tensor, Tensor]] = []  # tokens and positions of each micro-batch
         self.forward_backward = self.trainer.forward_backward_step
         self.trainer.forward_backward_step = self._recorded
-        self.trainer.metrics_processor.log = lambda *_, **__: None
+        self.losses: list[float] = []
+        self.trainer.metrics_processor.log = lambda step, loss, *_, **__: self.losses.append(loss)
         self._batches = self.trainer.batch_generator(self.trainer.dataloader)
 
     def step(self) -> None:

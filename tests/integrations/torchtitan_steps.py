@@ -1,4 +1,4 @@
-"""torchtitan's Trainer with our micro-batches on CPUs: prints what it trained and how exact its first gradients are.
+"""torchtitan's Trainer with our micro-batches on CPUs: prints what it trained and how exact losses and gradients are.
 
 torchrun --standalone --nproc-per-node 2 -m tests.integrations.torchtitan_steps STORE --seq-len N --steps N
 """
@@ -6,10 +6,9 @@ torchrun --standalone --nproc-per-node 2 -m tests.integrations.torchtitan_steps 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from collections.abc import Iterable
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from tests.integrations.torchtitan_cpu import IN_ROWS, RecordingTrainer, Trainer, cpu_config
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
-from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.batch import make_batch
+from wlb.integrations.torchtitan import BalancedDataLoader
+from wlb.packing.plan import MicroBatch
+from wlb.runtime.batch import TokenBatch, make_batch
 
 MICRO_BATCHES = 4
 
@@ -32,25 +32,33 @@ def main() -> None:
     parser.add_argument("store", type=Path)
     parser.add_argument("--seq-len", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--level", action="store_true", help="level steps")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with TemporaryDirectory() as folder:
         prefix = one_epoch(arguments.store, Path(folder), arguments.steps * arguments.seq_len * MICRO_BATCHES)
-        store = TokenStore.open(prefix)
-        recorder = RecordingTrainer(
-            cpu_config(prefix, seq_len=arguments.seq_len, micro_batches=MICRO_BATCHES, steps=arguments.steps)
-        )
-        plans = planned(recorder.trainer, arguments.steps)
-        gradients = one_document_at_a_time(recorder, plans[0], store)
-        recorder.step()
-        error = gradient_error(recorder.trainer, gradients)
-        for _ in range(arguments.steps - 1):
+        store, sizes = TokenStore.open(prefix), {"seq_len": arguments.seq_len, "steps": arguments.steps}
+        alone = RecordingTrainer(cpu_config(prefix, micro_batches=MICRO_BATCHES, **sizes))
+        recorder = RecordingTrainer(cpu_config(prefix, micro_batches=MICRO_BATCHES, level=arguments.level, **sizes))
+        loader = another_loader(recorder.trainer)
+        plans = list(islice(loader.steps(), arguments.steps))
+        steps = [[make_batch(MicroBatch((part,), 0.0), store) for part in plan.segments] for plan in plans]
+        trained, errors = recorder.trained, []
+        for segments in steps:
+            state, taken = recorder.trainer.dataloader.state_dict(), len(trained)
+            loss, gradients = one_document_at_a_time(alone, recorder.trainer, segments)
             recorder.step()
-        expected = digest(store.read(d % len(store), s, n) for plan in plans for d, s, n in plan.segments)
+            errors += [gradient_error(recorder.trainer, gradients), abs(recorder.losses[-1] / loss - 1)]
+        loader.load_state_dict(state)
+        last_step = [batch["input"].flatten() for batch, _ in islice(loader, len(trained) - taken)]
+        planned = [(batch.tokens, batch.positions) for segments in steps for batch in segments]
         report = {
-            "documents_once": digest(gathered(pieces(recorder))) == expected,
-            "gradient_error": error,
+            "error": max(errors),
+            "documents_once": rows_of(gathered(trained)) == rows_of(planned),
+            "micro_batches": gathered([len(trained)]),
+            "shared": sum(len(part.ranks) > 1 for plan in plans for part in plan.micro_batches),
+            "continues": all(map(torch.equal, last_step, [tokens for tokens, _ in trained[taken:]])),
         }
         if dist.get_rank() == 0:
             print(json.dumps(report, indent=2))
@@ -67,60 +75,60 @@ def one_epoch(whole: Path, folder: Path, tokens_per_rank: int) -> str:
     return str(prefix)
 
 
-def planned(trainer: Trainer, steps: int) -> list[StepPlan]:
-    """What the balanced loader plans, from another one that is built the same."""
+def another_loader(trainer: Trainer) -> BalancedDataLoader:
+    """A loader that is built like the trainer's."""
     training = trainer.config.training
     if IN_ROWS:
         sizes = {"seq_len": training.seq_len, "local_batch_size": 1}
     else:
         sizes = {"max_context_length": training.max_context_length, "num_tokens_per_batch": training.max_context_length}
-    loader = trainer.config.dataloader.build(dp_world_size=dist.get_world_size(), dp_rank=dist.get_rank(), **sizes)
-    return list(islice(loader.steps(), steps))
+    loader: BalancedDataLoader = trainer.config.dataloader.build(
+        dp_world_size=dist.get_world_size(), dp_rank=dist.get_rank(), **sizes
+    )
+    return loader
 
 
-def one_document_at_a_time(recorder: RecordingTrainer, plan: StepPlan, store: TokenStore) -> list[Tensor]:
-    """Gradients of a step from each of its documents alone, on every rank; they are summed over ranks, so divided."""
-    batches = [make_batch(MicroBatch((segment,), 0.0), store) for segment in plan.segments]
-    labels = sum(int((batch.labels >= 0).sum()) for batch in batches)
+def one_document_at_a_time(
+    alone: RecordingTrainer, trainer: Trainer, segments: list[TokenBatch]
+) -> tuple[float, list[Tensor]]:
+    """Loss and gradients of a step at the weights of ``trainer``, every document on every rank by itself."""
+    weights, copies = weights_of(trainer), weights_of(alone.trainer)
+    for weight, copy in zip(weights, copies, strict=True):
+        copy.data.to_local().copy_(weight.data.to_local())
+    labels = sum(int((batch.labels >= 0).sum()) for batch in segments)
     rows = None if IN_ROWS else ...  # a dimension more, or none
-    for batch in batches:
-        recorder.forward_backward(
+    loss = 0.0
+    for batch in segments:
+        loss += alone.forward_backward(
             input_dict={"input": batch.tokens[rows], "positions": batch.positions[rows]},
             labels=batch.labels[rows],
-            global_valid_tokens=torch.tensor(labels * dist.get_world_size()),
-        )
-    gradients = [weight.grad.to_local().clone() for weight in recorder.trainer.model_parts[0].parameters()]
-    recorder.trainer.optimizers.zero_grad()
-    return gradients
+            global_valid_tokens=torch.tensor(labels * dist.get_world_size()),  # gradients are summed over ranks
+        ).item()
+    gradients = [weight.grad.to_local().clone() for weight in copies]
+    alone.trainer.optimizers.zero_grad()
+    return loss * dist.get_world_size(), gradients
 
 
 def gradient_error(trainer: Trainer, gradients: list[Tensor]) -> float:
-    """Relative, of this rank's share; torchtitan has clipped its gradients to a norm of ``max_norm``."""
-    theirs = torch.cat([weight.grad.to_local().flatten() for weight in trainer.model_parts[0].parameters()])
+    """Relative, of this rank's share."""
+    theirs = torch.cat([weight.grad.to_local().flatten() for weight in weights_of(trainer)])
     ours = torch.cat([gradient.flatten() for gradient in gradients])
-    theirs, ours = theirs / theirs.norm(), ours / ours.norm()
-    return float((theirs - ours).norm())
+    return float((theirs - ours).norm() / ours.norm())
 
 
-def pieces(recorder: RecordingTrainer) -> list[list[int]]:
-    """The documents, or pieces of them, that this rank trained."""
-    found = []
-    for tokens, positions in recorder.trained:
-        starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(tokens)]
-        found += [tokens[a:b].tolist() for a, b in pairwise(starts)]
-    return found
+def weights_of(trainer: Trainer) -> list[Any]:
+    return list(trainer.model_parts[0].parameters())
 
 
-def gathered(mine: Any) -> list[Any]:
+def rows_of(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[int, int]]:
+    """The tokens of micro-batches with their positions, in an order of their own; without padding."""
+    return sorted(row for batch in batches for row in zip(*(each.tolist() for each in batch), strict=True) if row[0])
+
+
+def gathered(mine: list[Any]) -> list[Any]:
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
     return [item for of_rank in of_ranks for item in of_rank]
-
-
-def digest(trained: Iterable[Any]) -> str:
-    """Of a set of documents: the same whoever trained them, and in which order."""
-    one_by_one = sorted(hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest() for tokens in trained)
-    return hashlib.sha256("".join(one_by_one).encode()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -34,6 +35,9 @@ from wlb.integrations.batches import ItemsOfSteps, WholeSteps, balanced_job
 from wlb.integrations.batches.processes import Processes, digest
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, read_batch
+from wlb.runtime.collectives import device_of, sharing_group
+from wlb.runtime.own_lists import check_same_plan
+from wlb.runtime.sharded_batch import RankShare, ShardedAttention
 
 _VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"
 
@@ -48,6 +52,7 @@ except ImportError as error:
     raise UserError(f"{error}; wlb.integrations.torchtitan needs {_VERSIONS}") from error
 
 _STATE = "wlb"
+Batch = tuple[dict[str, Any], Tensor]
 
 
 class BalancedDataLoader(BaseDataLoader):
@@ -79,6 +84,9 @@ class BalancedDataLoader(BaseDataLoader):
         """Tokens of a micro-batch are padded to a multiple of this: of what tensor parallelism divides by, and of 128
         times the context-parallel degree. Padding has no labels and is a document of its own."""
 
+        own_lists: bool = False
+        """Whether ranks run different numbers of micro-batches; ``wlb.integrations.torchtitan_level`` sets it."""
+
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **sizes: Any) -> None:
         prefix = config.store or getattr(config, "dataset_path", None)
         if prefix is None:
@@ -94,15 +102,26 @@ class BalancedDataLoader(BaseDataLoader):
             model=config.model,
             hardware=config.hardware,
             seed=config.seed,
+            max_length_factor=1.5,
+            own_lists=config.own_lists,
         )
         self._processes = Processes(dp_rank, dp_world_size, 1)
+        layout = replace(job.layout, tp=config.multiple_of)  # pads shares to a multiple of it
+        self._share = RankShare(*divmod(dp_rank, layout.cp), layout, job.packing.method, job.costs)
+        self._sharing: dist.ProcessGroup | None = None
         steps = WholeSteps(job, self._store.lengths, epochs=None)
-        self._micro_batches = ItemsOfSteps[MicroBatch](steps, lambda plan: plan.ranks[dp_rank])
+        items = self._own_list if config.own_lists else lambda plan: [*map(self._tensors, plan.ranks[dp_rank])]
+        self._micro_batches = ItemsOfSteps[Batch](steps, items)
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         begin = {"state": digest(self._micro_batches.state_dict())}
         self._processes.agree(self._micro_batches.steps.settings | begin, self._rank)
-        return map(self._tensors, self._micro_batches)
+        return self._micro_batches
+
+    @property
+    def of_step(self) -> int:
+        """Micro-batches of this rank in the step that is being yielded."""
+        return self._micro_batches.of_step
 
     def steps(self) -> Iterator[StepPlan]:
         """The plans of all ranks, after the one that is being yielded."""
@@ -119,7 +138,20 @@ class BalancedDataLoader(BaseDataLoader):
         if state_dict:
             self._micro_batches.load_state_dict(json.loads(state_dict[_STATE]))
 
-    def _tensors(self, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor]:
+    def _own_list(self, plan: StepPlan) -> list[Batch]:
+        """What this rank holds of its micro-batches, and ``attend``, the attention over it; a collective call."""
+        if self._processes.ranks > 1 and dist.is_initialized():
+            self._sharing = self._sharing or sharing_group(self._processes.ranks)
+            check_same_plan(plan, device_of(self._sharing), self._sharing)
+        batches = []
+        for share in self._share.batches(plan, lambda part: read_batch(part, self._store)):
+            group = self._sharing if share.shard_plan.cp_size > 1 else None
+            attend = ShardedAttention(share.local_tokens, share.shard_plan, group, share.ranks or None)
+            inputs = {"input": share.tokens[None], "positions": share.positions[None], "attend": attend}
+            batches.append((inputs, share.labels[None]))
+        return batches
+
+    def _tensors(self, micro_batch: MicroBatch) -> Batch:
         batch = read_batch(micro_batch, self._store)
         padding = -len(batch.tokens) % self._multiple_of
         inputs = {
