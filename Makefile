@@ -37,11 +37,11 @@ PYTEST := $(ENVIRONMENT) $(BIN)/pytest -n 3 --dist worksteal
 pytest: setup
 	$(PYTEST) $(CHOSEN)
 
-# The suite on another torch: make test-torch VERSION=2.15.0 [TESTS='tests/attention tests/integrations'].
+# The suite on another torch: make test-torch VERSION=2.14.1 [TESTS='tests/attention tests/integrations'].
 # The environment is its own, with every other dependency as pinned; the registry's builds of torch bring CUDA along.
 TESTS ?= tests studies/tests
 test-torch:
-	@test -n '$(VERSION)' || { echo 'name the torch: make test-torch VERSION=2.15.0'; exit 2; }
+	@test -n '$(VERSION)' || { echo 'name the torch: make test-torch VERSION=2.14.1'; exit 2; }
 	test -d .venv-torch-$(VERSION) || $(PYTHON) -m venv .venv-torch-$(VERSION)
 	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
 	.venv-torch-$(VERSION)/bin/pip install --quiet --disable-pip-version-check \

@@ -42,7 +42,7 @@ def llama() -> Any:
 
 def steps_of(documents: Any = DOCUMENTS, **settings: Any) -> PackedSteps:
     """No rank holds a document of a whole window, so some are shared."""
-    sizes: dict[str, Any] = {"context_window": 256, "micro_batches": 1, "max_length_factor": 1.0}
+    sizes: dict[str, Any] = {"context_window": 256, "micro_batches": 1, "max_length_factor": 0.5}
     return packed_batches(documents, model="tiny", own_lists=True, **sizes, **settings)
 
 

@@ -20,10 +20,10 @@ from tests.training.jobs import job
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config import ModelConfig, TrainingConfig
+from wlb.job.job import compute_type
 from wlb.os_limits import usable_cores
 from wlb.training.environment import (
     attention_note,
-    compute_dtype,
     hardware_name,
     joined_job,
     keep_freed_memory,
@@ -36,9 +36,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_auto_is_the_type_the_device_is_fast_in():
-    assert compute_dtype(TrainingConfig(dtype="auto"), CPU) == torch.float32
-    assert compute_dtype(TrainingConfig(dtype="auto"), CUDA) == torch.bfloat16
-    assert compute_dtype(TrainingConfig(dtype="float32"), CUDA) == torch.float32
+    kinds = [
+        (kind, compute_type(TrainingConfig(dtype=kind), device))
+        for kind in ("auto", "float32")
+        for device in ("cpu", "cuda")
+    ]
+    assert kinds == [("auto", "float32"), ("auto", "bfloat16"), ("float32", "float32"), ("float32", "float32")]
 
 
 @in_turn(

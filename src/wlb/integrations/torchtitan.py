@@ -102,7 +102,6 @@ class BalancedDataLoader(BaseDataLoader):
             model=config.model,
             hardware=config.hardware,
             seed=config.seed,
-            max_length_factor=1.5,
             own_lists=config.own_lists,
         )
         self._processes = Processes(dp_rank, dp_world_size, 1)

@@ -230,7 +230,7 @@ def rotary_angles(
             frequencies = frequencies / scaling.factor
         else:
             frequencies = _yarn(frequencies, scaling, theta)
-            length = scaling.attention_factor or yarn_length(scaling.factor)
+            length = scaling.attention_factor or 0.1 * math.log(max(1.0, scaling.factor)) + 1.0  # section 3.4
     angles_TE = (positions_T[:, None] * frequencies).repeat(1, 2)
     cos_TE, sin_TE = angles_TE.cos() * length, angles_TE.sin() * length
     return Rotation(cos_TE.to(dtype)[:, None], sin_TE.to(dtype)[:, None])
@@ -246,11 +246,6 @@ def _stretched(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
     turns = frequencies * scaling.original_max_position_embeddings / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0))
-
-
-def yarn_length(factor: float, scale: float = 1.0) -> float:
-    """YaRN's length of cosine and sine (section 3.4), by ``mscale`` where Hugging Face's config has it."""
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _yarn_ramp(scaling: RopeScalingConfig, theta: float, pairs: int) -> tuple[float, float]:

@@ -6,11 +6,10 @@ each buffer when the schedule asks for the receive, in the size of that micro-ba
 schedule takes the data. It is constructed once and never re-initialised, which would clear accumulated
 gradients (NeMo Automodel #3530).
 
-This is the only file that touches private parts of ``torch.distributed.pipelining``. It relies on the
-following in torch 2.11 to 2.15: a stage that is given example inputs and outputs infers no shapes at run
-time; schedules get what was received through the two ``_retrieve_recv_*`` methods and run micro-batches through the two
-``*_one_chunk`` methods. Lists of micro-batches go through ``step``, where it takes them (torch 2.15, pytorch#188500),
-and otherwise through ``_step_microbatches``.
+This is the only file that touches private parts of ``torch.distributed.pipelining``. It relies on the following in
+torch 2.11 to 2.14: a stage that is given example inputs and outputs infers no shapes at run time; schedules get what
+was received through the two ``_retrieve_recv_*`` methods, run micro-batches through the two ``*_one_chunk`` methods,
+and take lists of them in ``_step_microbatches``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import JobConfig, ModelConfig, TrainingConfig
-from wlb.job.job import compute_type
 from wlb.models.configured_model import configured_model
 from wlb.models.transformer import TransformerConfig, check_built
 from wlb.os_limits import usable_cores
@@ -181,12 +180,6 @@ def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
     wanted = config.threads or parse_count(given) or usable_cores() // local_processes
     return min(max(1, wanted), os.cpu_count() or 1)
-
-
-def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
-    """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
-    dtype: torch.dtype = getattr(torch, compute_type(config, device.type))
-    return dtype
 
 
 def tokenizer_warning(model: ModelConfig, store: TokenStore) -> str | None:

@@ -19,10 +19,7 @@ _DECAY_FRACTION = 0.2  # the last part of all steps, in which wsd decays
 
 
 def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over one model stage; weight decay acts on matrices, not on norms and other vectors.
-
-    Its moments exist from the start, as zeros: a checkpoint has them also where every step so far was skipped.
-    """
+    """AdamW over one model stage; weight decay acts on matrices, not on norms and other vectors."""
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
@@ -30,16 +27,8 @@ def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas
-    )
-    for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:

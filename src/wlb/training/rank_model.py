@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from wlb.job.job import compute_type
 from wlb.models.transformer import Transformer
 from wlb.runtime.collectives import gathered, on_every_rank
 from wlb.runtime.sharded_batch import RankShare
 from wlb.training.checkpoint.files import candidates
 from wlb.training.data.loader import share_in
-from wlb.training.environment import compute_dtype
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
@@ -39,7 +39,7 @@ class RankModel:
 def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
     """Arrange the ranks, agree on where the job starts from, and build this rank's stages and their optimizers."""
     config, job, training = checked.config, checked.job, checked.config.training
-    execution = Execution(device, compute_dtype(training, torch.device(job.hardware.device_type)))
+    execution = Execution(device, getattr(torch, compute_type(training, job.hardware.device_type)))
     mesh = build_mesh(job.layout, device.type)
     torch.manual_seed(training.seed)
     checkpoints = gathered(on_every_rank(lambda: candidates(config.checkpoint)))[0]

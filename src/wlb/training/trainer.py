@@ -95,11 +95,8 @@ class Trainer:
             self.evaluator = Evaluator(self.model, self.reporter.evaluated if self.reporter else 0)
 
         directory = config.checkpoint.dir
-        self._kept = (
-            f"the same command continues from the newest checkpoint in {directory}, if there is one"
-            if directory
-            else "nothing is saved without checkpoint.dir"
-        )
+        kept = f"the same command continues from the newest checkpoint in {directory}, if there is one"
+        self._kept = kept if directory else "nothing is saved without checkpoint.dir"
         self._trained = self.loader.state_dict()
         self._last_step = self.config.training.steps or math.inf
 

@@ -37,7 +37,7 @@ _LLAMA3 = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}
 _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64}
-_YARN_BY_MSCALE = _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}
+_YARN_BY_LENGTH = _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.9, "truncate": False}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3),
     "llama-3.2": lambda: LlamaConfig(
@@ -51,7 +51,7 @@ CONFIGS: dict[str, Any] = {
     "mistral": lambda: MistralConfig(**_SIZES, sliding_window=24),
     "mistral-v0.3": lambda: MistralConfig(**_SIZES, sliding_window=None),
     "qwen2-window": lambda: Qwen2Config(
-        **_SIZES, use_sliding_window=True, sliding_window=10, max_window_layers=1, rope_parameters=_YARN_BY_MSCALE
+        **_SIZES, use_sliding_window=True, sliding_window=10, max_window_layers=1, rope_parameters=_YARN_BY_LENGTH
     ),
     "qwen3-window": lambda: Qwen3Config(
         **_SIZES, head_dim=20, attention_bias=True, use_sliding_window=True, sliding_window=30, max_window_layers=2

@@ -26,7 +26,7 @@ from wlb.models.transformer import Transformer
 from wlb.training.checkpoint.export import export_model
 from wlb.workload.model_json import read_config_json
 
-# Written with YaRN's defaults, with the length that follows from mscale, and as Llama, which computes the same.
+# Written with YaRN's defaults, with a length of its own, and as Llama, which computes the same.
 SAID_OTHERWISE = ("llama-yarn", "qwen2-window", "mistral-v0.3")
 
 

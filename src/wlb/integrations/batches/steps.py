@@ -39,6 +39,8 @@ from wlb.workload.phases import DocumentPhases, PhasedPrices, segment_seconds
 Item = TypeVar("Item")
 Lengths = NDArray[np.int64]
 
+_OWN_WINDOWS = 1.5  # that a rank's micro-batch may hold, as in lock step
+
 _ORDER = ("documents", "digest of lengths", "seed", "shuffle")  # settings that a state is bound to
 
 
@@ -68,14 +70,16 @@ def balanced_job(
     the dp x cp ranks are pooled anew, ``pool`` of them together and in lock step: ``cp``, ``dp`` and
     ``micro_batches_per_rank`` of the result say how. Left out, it is the fastest by simulation, with a warning where
     that is 1. With ``own_lists``, which chooses preset and grouping, ranks run different numbers of micro-batches and
-    meet at the end of the step (``wlb.runtime.level_step``). ``packing`` are further options of the preset's packer.
-    ``phases`` are what documents cost before the language model.
+    meet at the end of the step (``wlb.runtime.level_step``), and L_max is what one rank holds. ``packing`` are further
+    options of the preset's packer. ``phases`` are what documents cost before the language model.
     ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have.
     """
     if own_lists:
         if cp != 1 or preset != "best" or "grouping" in packing:
             raise UserError("own_lists chooses cp, preset and grouping itself; leave them out")
-        preset, packing = "elastic", packing | {"grouping": "level"}
+        if (windows := packing.get("max_length_factor", _OWN_WINDOWS)) != "auto":
+            windows = max(1.0, windows * dp)  # of a rank, and L_max is that of all
+        preset, packing = "elastic", packing | {"grouping": "level", "max_length_factor": windows}
     settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
     job = simulated_job(
         model,
