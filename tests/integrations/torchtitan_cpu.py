@@ -111,7 +111,7 @@ def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int, leve
     config.parallelism.spmd_backend = "partial_dtensor"
     config.validator.enable = config.checkpoint.enable = False
     config.hf_assets_path = None
-    return level_steps(config, **settings) if level else config
+    return level_steps(config, max_length_factor=0.75, **settings) if level else config  # so that ranks share some
 
 
 class RecordingTrainer:

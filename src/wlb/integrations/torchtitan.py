@@ -84,6 +84,9 @@ class BalancedDataLoader(BaseDataLoader):
         """Tokens of a micro-batch are padded to a multiple of this: of what tensor parallelism divides by, and of 128
         times the context-parallel degree. Padding has no labels and is a document of its own."""
 
+        max_length_factor: float = 1.5
+        """Contexts of ``seq_len`` tokens that a micro-batch may hold on one rank; memory must suffice for so many."""
+
         own_lists: bool = False
         """Whether ranks run different numbers of micro-batches; ``wlb.integrations.torchtitan_level`` sets it."""
 
@@ -102,6 +105,7 @@ class BalancedDataLoader(BaseDataLoader):
             model=config.model,
             hardware=config.hardware,
             seed=config.seed,
+            max_length_factor=config.max_length_factor,
             own_lists=config.own_lists,
         )
         self._processes = Processes(dp_rank, dp_world_size, 1)
