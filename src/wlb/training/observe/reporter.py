@@ -29,7 +29,7 @@ class StepOutcome(NamedTuple):
 
 
 class Reporter:
-    """Reports on a job that continues after ``step``. On rank 0 only.
+    """Says where a job continues, after ``step``, and reports on what follows. On rank 0 only.
 
     ``evaluated`` is the last step up to it whose evaluation is on record.
     """
@@ -40,19 +40,19 @@ class Reporter:
         cores = torch.get_num_threads() if execution.device.type == "cpu" else 1  # a CPU's peak is for one core
         self._peak = hardware_preset(hardware_name(execution.device)).peak_flops * cores * self._job.layout.world_size
         self._files = MetricsFiles(self._config.metrics, step)
-        self.evaluated = self._files.evaluated
-        self._first = step
+        self.evaluated, self._first = self._files.evaluated, step
         self._summary: dict[str, Any] = {"steps": 0, "tokens": 0, "documents": 0, "seconds": 0.0}
         self._summary |= dict.fromkeys(("last_step", "last_loss", "evaluation_loss"))
         self._unlabelled_reported = False
+        self._greet()
 
-    def begin(self) -> None:
-        """Say where the job goes on and on what, and what its user should know of that."""
+    def _greet(self) -> None:
         config, execution = self._config, self._execution
         origin = f"resuming after step {self._first}" if self._first else "starting"
         processes = number_of(self._job.layout.world_size, f"{execution.device.type} process")
         sizes = ", ".join(f"{name} = {size}" for name, size in self._job.sizes.items())
-        documents, longest = number_of(len(self._checked.store), "document"), self._job.longest_micro_batch
+        documents = number_of(len(self._checked.store), "document")
+        longest = self._job.longest_micro_batch // (self._job.layout.cp if self._job.levels_steps else 1)
         say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
         if config.training.steps and self._first >= config.training.steps:
             say(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
