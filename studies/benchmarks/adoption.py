@@ -3,12 +3,12 @@
     .venv/bin/python -m studies.benchmarks.adoption [--stacks NAME,..] [--turns N] [--out FILE]
 
 Each stack trains the same documents with the same model as its example does, and as it is without us: in random
-micro-batches of as many documents as fill the window on average. Loops of one's own also train them in the order of
-Transformers' group_by_length, and own_lists in lock step, too. All ways attend with the same attention and pack
+micro-batches of as many documents as fill the window on average. Loops of one's own also train them in windows filled
+by best fit, as TRL packs, and own_lists in lock step, too. All ways attend with the same attention and pack
 without padding, so micro-batches differ in nothing but which documents are together. The ways take turns, after one
 turn to warm up. Seconds are CPU seconds of the critical path: of every step those of the slowest rank, forward and
-backward; ranks that share a micro-batch begin it together. Speed is at equal work, predicted seconds of work done in a
-second. Stacks that are not installed are left out.
+backward. Ranks that share a micro-batch begin it together; with FSDP2, in own_lists, all ranks do, but for own lists.
+Speed is at equal work, predicted seconds of work done in a second. Stacks that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, write
 from benchmarks.parts.ranks import on_ranks
@@ -83,7 +82,7 @@ def ways_of(example: str) -> dict[str, dict[str, Callable[..., Any]]]:
         return packed_batches(documents, **settings)
 
     if example in ("torch_loop", "own_lists", "with_lightning"):
-        ways = {"random": random_steps, "by length": steps_by_length}
+        ways = {"random": random_steps, "best fit": packed_steps}
         lock_step = {"lock step": in_lock_step} if example == "own_lists" else {}
         ours: dict[str, Any] = {"balanced" if example != "own_lists" else "own lists": {}}
         return {way: {"packed_batches": steps} for way, steps in (ways | lock_step).items()} | ours
@@ -142,7 +141,9 @@ def train_in_turns(name: str, options: argparse.Namespace) -> dict[str, Any]:
         for way, replaced in ways.items():
             with mock.patch.dict(train.__globals__, replaced):
                 recorder = recorded(train, None if "lists" in name else MICRO_BATCHES)
-            found[way]["turns"].append([[(one.ranks, one.seconds) for one in step] for step in recorder.steps])
+            # A plain FSDP2 loop gathers weights in every micro-batch, and so waits for all ranks in each.
+            waits = tuple(range(PROCESSES)) if name == "own_lists" and way != "own lists" else ()
+            found[way]["turns"].append([[(one.ranks or waits, one.seconds) for one in step] for step in recorder.steps])
             found[way]["work"] = work_of(recorder)
     return {way: {"turns": of_way["turns"][1:], "work": of_way["work"]} for way, of_way in found.items()}
 
@@ -167,32 +168,41 @@ def work_of(recorder: Recorder) -> float:
     return float((2 * square * positions + square + one / 1024 - 1024 * square).sum())
 
 
-def random_steps(documents: Sequence[Any], **settings: Any) -> Iterator[Any]:
+def random_steps(documents: Sequence[Any], *, context_window: int, micro_batches: int, **_: Any) -> Iterator[Any]:
     """In place of ``packed_batches``: documents in random order, equally many in every micro-batch."""
-    return steps_in_order(documents, np.random.default_rng(0).permutation(len(documents)), **settings)
+    count = -(-len(documents) // usual_batch(documents, context_window))
+    order = np.random.default_rng(0).permutation(len(documents))
+    return steps_of_bins(documents, [part.tolist() for part in np.array_split(order, count)], micro_batches)
 
 
-def steps_by_length(documents: Sequence[Any], *, context_window: int, micro_batches: int, **_: Any) -> Iterator[Any]:
-    """In place of ``packed_batches``: the order of Transformers' ``group_by_length``."""
-    from transformers.trainer_pt_utils import LengthGroupedSampler
+def packed_steps(documents: Sequence[Any], *, context_window: int, micro_batches: int, **_: Any) -> Iterator[Any]:
+    """In place of ``packed_batches``: windows filled by best fit, longest first, as TRL packs; in random order."""
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for index in sorted(range(len(documents)), key=lambda index: -len(documents[index]["input_ids"])):
+        length = len(documents[index]["input_ids"])
+        fits = [number for number, room in enumerate(rooms) if room >= length]
+        best = min(fits, key=rooms.__getitem__, default=len(bins))
+        if best == len(bins):
+            bins.append([])
+            rooms.append(context_window)
+        bins[best].append(index)
+        rooms[best] -= length
+    order = np.random.default_rng(0).permutation(len(bins))
+    return steps_of_bins(documents, [bins[number] for number in order], micro_batches)
 
-    batch = usual_batch(documents, context_window) * micro_batches * dist.get_world_size()
-    lengths = [len(document["input_ids"]) for document in documents]
-    order = [*LengthGroupedSampler(batch, lengths=lengths, generator=torch.Generator().manual_seed(0))]
-    return steps_in_order(documents, np.array(order), context_window=context_window, micro_batches=micro_batches)
 
-
-def steps_in_order(
-    documents: Sequence[Any], order: NDArray[np.int64], *, context_window: int, micro_batches: int, **_: Any
-) -> Iterator[Any]:
+def steps_of_bins(documents: Sequence[Any], bins: Sequence[list[int]], micro_batches: int) -> Iterator[Any]:
+    """A micro-batch for each bin, dealt to the ranks in turn; the last step has those that are left, or none."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    steps = -(-len(documents) // (usual_batch(documents, context_window) * world * micro_batches))
-    for step in np.array_split(order, steps):
-        loss_tokens = sum(len(documents[i]["input_ids"]) - 1 for i in step)
-        own = np.array_split(step, world * micro_batches)[rank::world]
-        yield SimpleNamespace(
-            batches=[packed([documents[i]["input_ids"] for i in part], loss_tokens, world) for part in own]
-        )
+    bins = [*bins, *([[]] * (-len(bins) % world))]
+    for begin in range(0, len(bins), world * micro_batches):
+        step = bins[begin : begin + world * micro_batches]
+        loss_tokens = sum(len(documents[i]["input_ids"]) - 1 for part in step for i in part)
+        own = [
+            packed([documents[i]["input_ids"] for i in part] or [[0]], loss_tokens, world) for part in step[rank::world]
+        ]
+        yield SimpleNamespace(batches=own)
 
 
 def packed(documents: Sequence[list[int]], loss_tokens: int, ranks: int) -> PackedBatch:

@@ -53,6 +53,7 @@ def test_no_wide_copy_of_all_scores_is_held() -> None:
     assert live.peak < scores.nbytes + 4 * 8 * 1000 * 4 + 10_000
 
 
-def test_a_chunk_without_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="chunk = 0 holds no row"):
-        summed_cross_entropy(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), chunk=0)
+def test_a_label_that_is_no_word_fails() -> None:
+    for label in (-1, 2):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            summed_cross_entropy(torch.zeros(1, 2), torch.tensor([label]))

@@ -167,7 +167,13 @@ def test_what_would_deadlock_is_refused():
 
 
 def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():
-    for settings in ({"cp": 2, "dp": 1}, {"preset": "elastic"}, {"grouping": "level"}):
+    for settings in (
+        {"cp": 2, "dp": 1},
+        {"preset": "elastic"},
+        {"grouping": "level"},
+        {"pool": 2},
+        {"sharding": "adaptive"},
+    ):
         with pytest.raises(UserError, match="own_lists chooses"):
             steps_of(rank=0, **settings)
     stream = steps_of(iter(DOCUMENTS), dp=2, rank=0)

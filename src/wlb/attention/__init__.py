@@ -117,7 +117,9 @@ def context_parallel_attention(
     if members is not None and not alone:
         in_group, rank = len(members), members.index(rank)
     if in_group != shard_plan.cp_size:
-        raise ValueError(f"the plan is for {shard_plan.cp_size} ranks, the group has {in_group}")
+        raise ValueError(
+            f"the plan is for {shard_plan.cp_size} ranks, the group has {in_group}; give the context-parallel group"
+        )
     check_inputs(query, key, value, window)
     expected = int(shard_plan.tokens_per_rank[rank])
     if len(query) != expected:

@@ -62,6 +62,10 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
     kept = _without_padding(_flags(fields, "attention_mask", ids, name), name)
     if len(ids[kept]) == 0:
         raise UserError(f"{name} has no tokens; leave empty documents out")
+    learnt_ids = labels[kept][labels[kept] != IGNORE_LABEL]
+    for what, numbers in (("input_ids", ids[kept]), ("labels", learnt_ids)):
+        if numbers.min(initial=0) < 0:
+            raise UserError(f"{name} has {what} with {numbers.min()}; give token ids, and -100 for what is not learnt")
     positions = _as_long(fields, "position_ids", ids, name)
     if positions is not None and not np.array_equal(positions[kept], np.arange(len(ids[kept]))):
         raise UserError(

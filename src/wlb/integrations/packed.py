@@ -85,6 +85,11 @@ class PackedBatch:
             A scalar in float32, or float64 where logits are. In a step without labelled tokens it is zero, as are its
             gradients, and a warning says so.
         """
+        if logits.shape[:-1] != self.labels.shape:
+            raise UserError(
+                f"logits have shape {tuple(logits.shape)} and the batch {len(self.labels)} tokens; give (tokens, "
+                "vocabulary), which is model(**batch.hf_kwargs()).logits[0] of a Hugging Face model"
+            )
         if self.loss_tokens == 0:
             warn_of_no_labels()
         total = summed_cross_entropy(logits, self.labels)
@@ -170,6 +175,10 @@ def packed_batches(
     change the order of an epoch that has begun.
     """
     sizes = {"context_window": context_window, "micro_batches": micro_batches, "cp": cp, "own_lists": own_lists}
+    if own_lists and (cp != 1 or sharding != "hybrid"):
+        raise UserError("own_lists chooses cp and sharding itself; leave them out")
+    if epochs is not None and epochs < 1:
+        raise UserError(f"epochs must be >= 1, or None for no end; got {epochs}")
     processes = Processes(rank, dp, cp, group)
     steps = PackedSteps(documents, processes, epochs, sharding, overlong=overlong, **sizes, **settings)
     if state is not None:
@@ -268,6 +277,8 @@ class PackedSteps(Iterator[PackedStep]):
 
         Raises ``UserError`` where it is of other documents, seed or shuffle, or a stream has begun.
         """
+        if not isinstance(state, Mapping) or "planner" not in state:
+            raise UserError("state is not what PackedSteps.state_dict gave; give that, or none to begin anew")
         self._steps.load_state_dict(state["planner"])
         self._begin = self._begins_with(state)
 

@@ -5,7 +5,7 @@ into the packed run, sets labels and positions, and touches no token in Python. 
 tokens of a whole step follows from the plan and the document lengths, and from the loss mask of a store that
 has one, so every rank knows it without reading a token or asking.
 
-Documents in a plan are numbered ``epoch * documents_in_store + index_in_store``; both functions take the
+Documents in a plan are numbered ``epoch * documents_in_store + index_in_store``; functions here take the
 index modulo the size of the store.
 """
 

@@ -1,8 +1,7 @@
 """Cross entropy of many tokens over a large vocabulary, without a float32 copy of all scores.
 
-The plain loss casts scores (T, V) to float32, keeps their log-probabilities and makes gradients of both types, which at
-long context is most of a rank's memory. Here scores are cast a chunk of rows at a time, once forward and once backward,
-so that beside them only their gradient is held, in their own type.
+The plain loss casts scores (T, V) to float32, keeps their log-probabilities and makes gradients of both types. Here
+scores are cast a chunk of rows at a time, so that beside them only their gradient is held, in their own type.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ def summed_cross_entropy(
     """Cross entropy summed over the rows whose label is not ``ignore_label``, in float32 or better, a scalar.
 
     ``scores_TV`` is a plain tensor of any floating type, ``labels_T`` int64. At most ``chunk`` rows are held in the
-    wide type at a time. Raises ``ValueError`` for a ``chunk`` below 1.
+    wide type at a time. Fails for labels that are no words, as ``gather`` does.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk = {chunk} holds no row; it must be at least 1")
     total: Tensor = _SummedCrossEntropy.apply(scores_TV, labels_T, chunk, ignore_label)
     return total
 
@@ -39,7 +36,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         log_sums_T = scores_TV.new_empty(len(labels_T), dtype=wide)
         for log_sums, scores in zip(log_sums_T.split(chunk), scores_TV.split(chunk), strict=True):
             log_sums.copy_(scores.to(wide).logsumexp(dim=-1))
-        scores_of_target_T = scores_TV[torch.arange(len(target_T), device=target_T.device), target_T].to(wide)
+        scores_of_target_T = scores_TV.gather(-1, target_T[:, None])[:, 0].to(wide)  # fails for labels out of range
         ctx.save_for_backward(scores_TV, target_T, labelled_T, log_sums_T)
         ctx.chunk = chunk
         return (log_sums_T - scores_of_target_T).where(labelled_T, 0.0).sum()

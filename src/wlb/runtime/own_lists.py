@@ -5,17 +5,14 @@ shared by several ranks. Ranks therefore meet in three places only: inside a mic
 are gathered at the start of the step, and when gradients are reduced in the backward of the last micro-batch. Two rules
 keep this free of deadlocks. Whoever shares micro-batches runs them in the order of the plan, and a rank's last
 micro-batch is the last of every rank that shares it (``own_micro_batches``).
-
-``level_step`` works on any module, alone, under DDP or under FSDP2. The trainer and ``packed_batches`` use the same
-functions.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import TypeVar
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,23 +60,29 @@ def own_batches(plan: StepPlan, dp_rank: int, cp_rank: int, read: Callable[[Micr
 def level_step(model: nn.Module, batches: Sequence[T], loss_fn: Callable[[T], Tensor]) -> Tensor:
     """Run forward and backward of this rank's ``batches``; gradients are accumulated and reduced once, at the end.
 
-    Every rank calls this once a step, with its own batches, and steps its optimizer afterwards. Under DDP the model is
-    the wrapped one; under FSDP2 its weights are gathered at the start and stay gathered until the last backward.
+    Every rank calls this once a step, with its own batches, and steps its optimizer afterwards. Under FSDP2 weights are
+    gathered at the start and stay gathered until the last backward. The last batch of a rank has to run through every
+    unit that any batch did, because that is where gradients are reduced.
 
     Args:
-        model: A module, a ``DistributedDataParallel`` or a module with FSDP2 units (``fully_shard``).
+        model: Holds DDP (``DistributedDataParallel``, ``replicate``) or FSDP2 units (``fully_shard``). Gradients of a
+            module without either stay on this rank.
         batches: At least one. Between ranks their number may differ.
         loss_fn: Runs ``model`` on a batch and returns its share of the step's loss, a scalar
-            (``PackedBatch.loss(logits)``).
+            (``PackedBatch.loss(logits)``). It makes no other collective call, so a second FSDP2 model has to be
+            gathered before.
 
     Returns:
         The sum of the losses, detached. Over all ranks it adds up to the loss of the step, times the number of ranks
         where ``loss_fn`` scales for averaged gradients.
 
     Raises:
-        UserError: The model is wrapped by FSDP1, which gathers weights in every micro-batch and would deadlock.
+        UserError: There are no batches, or the model is wrapped by FSDP1, which gathers weights in every micro-batch
+            and would deadlock.
     """
     losses = []
+    if not isinstance(batches, Sequence) or not batches:
+        raise UserError(f"batches are {type(batches).__name__}, not a list of at least one; give step.batches")
     for batch in in_turn(model, batches):
         loss = loss_fn(batch)
         loss.backward()
@@ -93,9 +96,11 @@ def in_turn(model: nn.Module, batches: Sequence[T], *, keep_weights: bool = True
     With ``keep_weights`` FSDP2's weights are gathered before the first batch and kept; otherwise every batch gathers
     them block by block, which needs equally many batches on all ranks.
     """
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    modules, units = [*model.modules()], fsdp_units(model)
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise UserError("FSDP1 gathers weights in every micro-batch, which deadlocks in level steps; use fully_shard")
-    units = fsdp_units(model)
+    wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    synchronised: list[Any] = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
     if keep_weights:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -103,10 +108,13 @@ def in_turn(model: nn.Module, batches: Sequence[T], *, keep_weights: bool = True
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         for unit in units:
-            unit.set_requires_gradient_sync(is_last, recurse=False)
             unit.set_is_last_backward(is_last)
             unit.set_reshard_after_backward(is_last, recurse=False)
-        with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
+        for module in synchronised:  # by fully_shard or replicate
+            module.set_requires_gradient_sync(is_last)
+        with ExitStack() as local:
+            for module in wrapped if not is_last else ():
+                local.enter_context(module.no_sync())
             yield batch
 
 
@@ -118,8 +126,8 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 def gather_weights(model: nn.Module) -> None:
     """Start gathering all weights that FSDP2 has sharded.
 
-    A rank that gathered a layer only when its own forward came to it would wait there for a rank that waits for it in a
-    micro-batch that they share. A pipeline stage gains time: its first micro-batch is still on other stages.
+    A rank that gathered a layer when its own forward came to it would wait there for one that waits for it in a
+    micro-batch that they share. A pipeline stage gathers while its first micro-batch is still on other stages.
     """
     for unit in fsdp_units(model):
         unit.unshard(async_op=True)
@@ -128,8 +136,7 @@ def gather_weights(model: nn.Module) -> None:
 def check_same_plan(plan: StepPlan | None, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Raise ``UserError`` on every rank of ``group`` unless all of them planned the same step; a collective call.
 
-    None is the end of the documents. Ranks with different plans would wait for each other inside a micro-batch that
-    only one of them runs.
+    None is the end of the documents. Otherwise a rank would wait in a micro-batch that only it runs.
     """
     prints = gathered_rows([fingerprint_of(plan) if plan else 0], torch.int64, device, group)
     if (prints != prints[0]).any():

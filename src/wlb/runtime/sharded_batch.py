@@ -36,8 +36,8 @@ class ShardedBatch:
     """The tokens of one rank; every tensor is int64 of shape (rows,), in the order of the plan.
 
     The first ``local_tokens`` rows are tokens, the rest padding. ``labels`` and ``positions`` mean what they do in
-    ``TokenBatch``. This rank is ``rank`` of ``shard_plan``, which is for the ranks of the context-parallel group that
-    are numbered ``ranks`` in it; for all of them where none are named.
+    ``TokenBatch``. This rank is ``rank`` of ``shard_plan``; ``ranks`` are those of the context-parallel group that
+    share the plan, all of them where none are named.
     """
 
     tokens: Tensor
@@ -54,15 +54,12 @@ class ShardedBatch:
 
     def attention(self, group: dist.ProcessGroup) -> ShardedAttention:
         """Attention over these rows, together with the context-parallel ``group``."""
-        shared = self.shard_plan.cp_size > 1
-        group_or_none, members = group if shared else None, self.ranks or None
-        return ShardedAttention(self.local_tokens, self.shard_plan, group_or_none, members, Resends())
+        sharing = group if self.shard_plan.cp_size > 1 else None
+        return ShardedAttention(self.local_tokens, self.shard_plan, sharing, self.ranks or None, Resends())
 
     def to(self, device: torch.device) -> ShardedBatch:
-        tokens, labels, positions = (
-            tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)
-        )
-        return replace(self, tokens=tokens, labels=labels, positions=positions)
+        named = {name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "labels", "positions")}
+        return replace(self, **named)
 
 
 def shard_batch(

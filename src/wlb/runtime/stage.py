@@ -148,7 +148,7 @@ def pipeline_order(
     """1F1B over one stage per rank, interleaved 1F1B over several; gradients of micro-batches are summed.
 
     ``loss_fn`` takes what the last stage returns and the micro-batch's target. Make it once: stages keep gradients and
-    messages from step to step.
+    messages from step to step. 1F1B needs as many micro-batches as ranks, interleaved 1F1B a multiple of them.
     """
     if len(stages) == 1:
         return PipelineOrder(stages, Schedule1F1B(stages[0], micro_batches, loss_fn=loss_fn, scale_grads=False))

@@ -1,4 +1,1 @@
-"""Training: the smallest program over ``wlb.runtime``, from a token store and a configuration to a trained model.
-
-``launcher`` and ``worker`` start the ranks, ``preflight`` checks and decides the job, and ``trainer`` runs its steps.
-"""
+"""Training: the smallest program over ``wlb.runtime``, from a token store to a trained model; see ``trainer``."""

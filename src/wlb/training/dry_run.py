@@ -24,7 +24,6 @@ from wlb.job.memory.step import MemoryEstimate
 from wlb.simulate import simulate
 from wlb.simulate.estimate import CONFIGURED, judge_config
 from wlb.simulate.run import SimulationResult
-from wlb.simulate.verdict import Lengths
 from wlb.training.preflight import CheckedJob, checked, memory_limit
 from wlb.workload import hardware_preset
 
@@ -136,13 +135,9 @@ def dry_run(config: JobConfig, hardware: str = "h100") -> DryRun:
     simulated = speed = reason = None
     try:
         simulated = simulate(found.job, lengths, min(_FIRST_STEPS, config.training.steps or _FIRST_STEPS))
-        speed = None if found.synthetic else _speed(found, lengths)
+        if not found.synthetic:  # then it is what ``wlb simulate`` says
+            job = Job.from_config(config, hardware, vocab_size=found.model.shape.vocab_size)
+            speed = judge_config(config, job, lengths).speed(CONFIGURED)
     except UserError as error:
         reason = str(error)
     return DryRun(found, predicted_memory(found.job), simulated, reason, speed)
-
-
-def _speed(found: FoundJob, lengths: Lengths) -> float:
-    """What ``wlb simulate`` says of the configuration."""
-    job = Job.from_config(found.config, found.hardware, vocab_size=found.model.shape.vocab_size)
-    return judge_config(found.config, job, lengths).speed(CONFIGURED)

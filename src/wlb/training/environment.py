@@ -73,10 +73,7 @@ def bound_compiled_products() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep what tensors free for the next ones, as is done on a GPU, where the environment says nothing about it.
-
-    glibc would return every tensor of over 32 MiB to the system, which clears it page by page when it is needed again.
-    """
+    """Keep freed tensors of over 32 MiB, which glibc would return to the system, unless the environment forbids it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc only
     if mallopt and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         mallopt(_M_MMAP_MAX, 0)
@@ -135,8 +132,7 @@ def _prefers_fa3(device: torch.device) -> bool:
 def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:
     """The store in which the ranks find each other, and this process's rank.
 
-    ``torchrun`` keeps its store over restarts, and in it the addresses of ranks that were killed; so on one machine
-    every attempt has keys of its own. Several machines need not agree on the number of restarts.
+    On one machine every attempt has its own keys, as torchrun's store keeps the addresses of killed ranks.
     """
     if "RANK" not in os.environ:
         return dist.HashStore(), 0

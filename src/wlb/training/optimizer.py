@@ -21,14 +21,11 @@ _DECAY_FRACTION = 0.2  # the last part of all steps, in which wsd decays
 def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     """AdamW over one model stage; weight decay acts on matrices, not on norms and other vectors."""
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in parameters if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay * decays}
+        for decays in (True, False)
     ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas)
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
@@ -45,8 +42,7 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
       line to a tenth over the last fifth of all steps;
     - ``constant`` stays at the peak.
 
-    The end is ``training.steps``; without it the rate stays at the peak. It is a function of the step's number and the
-    configuration alone, so a resumed job needs no state to go on with it.
+    The end is ``training.steps``; without it the rate stays at the peak. A resumed job needs no state for it.
     """
     peak = config.learning_rate
     if step <= config.warmup_steps:

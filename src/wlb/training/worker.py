@@ -10,6 +10,7 @@ import argparse
 import gc
 import multiprocessing
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -89,6 +90,8 @@ def _end_with_launcher(termination: Termination) -> None:
     A launcher that dies while ranks save after a signal leaves them their grace time.
     """
     launcher, parent = multiprocessing.parent_process(), os.getppid()
+    if launcher is None and _store_is_gone():  # torchrun died before this line, and the parent is who adopts orphans
+        os._exit(1)
 
     def watch() -> None:
         if launcher is not None:
@@ -99,3 +102,13 @@ def _end_with_launcher(termination: Termination) -> None:
             os._exit(1)
 
     threading.Thread(target=watch, name="wlb-launcher-watch", daemon=True).start()
+
+
+def _store_is_gone() -> bool:
+    """Whether the store that torchrun keeps on this machine, if it keeps one here, has closed its port."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_RANK", "0") == "0":
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5.0).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+    return False

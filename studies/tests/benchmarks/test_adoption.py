@@ -17,7 +17,7 @@ def test_a_small_run_trains_in_every_way(tmp_path: Path):
     done = finished("-m", "studies.benchmarks.adoption", *small, "--out", out)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert [row["way"] for row in rows] == ["random", "by length", "lock step", "own lists"]
+    assert [row["way"] for row in rows] == ["random", "best fit", "lock step", "own lists"]
     assert all(row["seconds"] > 0 for row in rows)
     assert "own lists" in done.stdout
 

@@ -75,10 +75,15 @@ def balanced_job(
     ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have.
     """
     if own_lists:
-        if cp != 1 or preset != "best" or "grouping" in packing:
-            raise UserError("own_lists chooses cp, preset and grouping itself; leave them out")
-        if (windows := packing.get("max_length_factor", _OWN_WINDOWS)) != "auto":
-            windows = max(1.0, windows * dp)  # of a rank, and L_max is that of all
+        if cp != 1 or preset != "best" or pool != "auto" or "grouping" in packing:
+            raise UserError("own_lists chooses cp, preset, pool and grouping itself; leave them out")
+        windows = packing.get("max_length_factor", _OWN_WINDOWS)
+        if isinstance(windows, int | float):
+            if windows * dp < 1:
+                raise UserError(
+                    f"max_length_factor = {windows} gives {dp} ranks less than one window together; raise it to 1/{dp}"
+                )
+            windows *= dp  # of a rank, and L_max is that of all
         preset, packing = "elastic", packing | {"grouping": "level", "max_length_factor": windows}
     settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
     job = simulated_job(

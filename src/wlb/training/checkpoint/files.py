@@ -105,8 +105,10 @@ def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0
 
 def set_aside(checkpoint: Path) -> None:
     """Rename a damaged ``checkpoint``, so that it counts no more and can still be looked at."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # an earlier one
     with suppress(OSError):
-        os.replace(checkpoint, checkpoint.with_name(f"damaged-{checkpoint.name}"))
+        os.replace(checkpoint, aside)
 
 
 def clean_up(directory: Path, keep: int) -> None:

@@ -92,8 +92,7 @@ class Evaluator:
     def _forward(self, batch: ShardedBatch) -> Tensor | None:
         """The scores (T, V) of a micro-batch on ranks of the last stage, None elsewhere.
 
-        One micro-batch at a time, as PyTorch's schedules hold the scores of all of a step. As in training the rows of
-        the residual stream follow from the micro-batch, so nothing but the stream is sent.
+        One micro-batch at a time, because PyTorch's schedules hold the scores of all of a step.
         """
         mesh = self._model.mesh
         group, attend = mesh.group("pp"), batch.attention(mesh.group("cp"))
