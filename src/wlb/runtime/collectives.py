@@ -52,8 +52,7 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
 def sharing_group(size: int, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """A communicator of the ``size`` processes of ``group``, for what some of them exchange; a collective call.
 
-    It is not the one that reduces gradients, or an exchange would queue behind a reduction. NCCL sets a communicator up
-    in its first call, for which all ranks must be there, so this makes one.
+    It is not the one that reduces gradients, behind which an exchange would queue. NCCL's first call needs all ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) != size:
