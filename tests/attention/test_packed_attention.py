@@ -169,7 +169,9 @@ def _group_of_another_size() -> str:
 
 
 def test_a_group_of_another_size_than_the_plans_is_refused() -> None:
-    assert set(run_ranks(2, _group_of_another_size)) == {"the plan is for 3 ranks, the group has 2"}
+    assert set(run_ranks(2, _group_of_another_size)) == {
+        "the plan is for 3 ranks, the group has 2; give the context-parallel group"
+    }
 
 
 def _errors_of_some(cases: list[tuple[tuple[int, ...], Case]]) -> list[float]:
@@ -209,7 +211,7 @@ def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list
 
     start = exchange._exchange
     with (
-        mock.patch("wlb.attention.packed_attention.region", part),
+        mock.patch("wlb.attention.packed_attention.record_function", part),
         mock.patch.object(exchange, "_exchange", exchanging),
     ):
         out, together = query, Resends() if resends else None

@@ -74,9 +74,7 @@ def test_a_read_only_directory_is_named_before_anything_starts(folder):
     config = write_config(folder, checkpoint=checkpoints_every(2, folder))
     done = train_where('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"', folder, config)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        f"wlb: error: checkpoint.dir {folder / 'checkpoints'} cannot be written: Read-only file system"
-    ]
+    assert done.stderr.splitlines() == [f"wlb: error: checkpoint.dir {folder / 'checkpoints'} cannot be written"]
 
 
 def _train_with_small_files(config: JobConfig, steps: range, said: Path) -> None:

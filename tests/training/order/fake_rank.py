@@ -85,6 +85,9 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
         for optimizer in model.optimizers:
             for group in optimizer.param_groups:
                 group["foreach"] = on_gpu  # as it is chosen by the device of the weights
+                for weight in group["params"]:  # as after a first step
+                    moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                    optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
         memory.track_external(*model.stages, *model.optimizers)
         counts = [len(log.calls)]
         with (
