@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from tests.packing.stage import Prices
 from wlb.errors import UserError
-from wlb.packing.level import RankGroup, StagePrices, level_step
+from wlb.packing.level import RankGroup, StagePrices, level_groups
 from wlb.packing.plan import StepPlan
 from wlb.packing.registry import make_packer
 from wlb.settings import MOST_RANKS
@@ -34,7 +34,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], int, Prices]:
 @given(steps())
 def test_every_document_is_in_one_micro_batch_that_its_ranks_hold(step):
     lengths, capacity, prices = step
-    groups = level_step(lengths, capacity, prices)
+    groups = level_groups(lengths, capacity, prices)
     assert sorted(document for group in groups for document in group.documents) == list(range(len(lengths)))
     for group in groups:
         assert list(group.ranks) == sorted(set(group.ranks))
@@ -44,7 +44,7 @@ def test_every_document_is_in_one_micro_batch_that_its_ranks_hold(step):
         assert len(group.ranks) == 1 or len(group.documents) == 1
         nodes = {rank // prices.per_node for rank in group.ranks}
         assert len(nodes) == -(-len(group.ranks) // prices.per_node)
-    assert groups == level_step(lengths, capacity, prices)
+    assert groups == level_groups(lengths, capacity, prices)
 
 
 def ends(groups: list[RankGroup], ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -62,26 +62,26 @@ def ends(groups: list[RankGroup], ranks: int) -> tuple[np.ndarray, np.ndarray]:
 def test_ranks_are_done_together(ranks, per_node, seed):
     lengths = np.random.default_rng(seed).lognormal(7, 1.5, 100 * ranks).clip(16, 131_072).astype(int).tolist()
     prices = Prices(ranks, per_node)
-    free, busy = ends(level_step(lengths, 16_384, prices), ranks)
+    free, busy = ends(level_groups(lengths, 16_384, prices), ranks)
     assert free.max() <= 1.01 * busy.mean()
 
 
 def test_what_no_rank_can_do_in_time_is_shared_by_more():
     lengths = [8000] + [100] * 40
     prices = Prices(4, 4, fixed=0.0)
-    (shared,) = (group for group in level_step(lengths, 8192, prices) if 0 in group.documents)
+    (shared,) = (group for group in level_groups(lengths, 8192, prices) if 0 in group.documents)
     assert len(shared.ranks) > 1
 
 
 def test_too_few_documents_to_be_even_are_shared_too():
-    groups = level_step([4000] * 3 + [50] * 2, 8192, Prices(2, 2))
+    groups = level_groups([4000] * 3 + [50] * 2, 8192, Prices(2, 2))
     assert [group.documents for group in groups if len(group.ranks) > 1] == [(0,)]
     free, busy = ends(groups, 2)
     assert free.max() <= 1.01 * busy.mean()
 
 
 def test_no_document_lies_on_more_ranks_than_a_group_may_have():
-    groups = level_step([2**20] + [1000] * 100, 4096, Prices(2048, 8))
+    groups = level_groups([2**20] + [1000] * 100, 4096, Prices(2048, 8))
     assert max(len(group.ranks) for group in groups) == MOST_RANKS
 
 

@@ -46,10 +46,23 @@ def steps_of(documents: Any = DOCUMENTS, **settings: Any) -> PackedSteps:
     return packed_batches(documents, model="tiny", own_lists=True, **sizes, **settings)
 
 
+class Holder(torch.nn.Module):
+    """A module of the user's that is not itself the one that reduces gradients."""
+
+    def __init__(self, parallel: torch.nn.Module) -> None:
+        super().__init__()
+        self.parallel = parallel
+
+    def forward(self, **keywords: Any) -> Any:
+        return self.parallel(**keywords)
+
+
 def wrapped(kind: str) -> Any:
     model = llama()
     if kind == "ddp":
         return DistributedDataParallel(model)
+    if kind == "held":
+        return Holder(DistributedDataParallel(model))
     for block in model.model.layers:
         fully_shard(block)
     return fully_shard(model)
@@ -78,7 +91,8 @@ def trained(kind: str, folder: Path | None = None, killed: bool = False) -> tupl
         optimizer.zero_grad()
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
-        weights = {name: full(weight) for name, weight in get_model_state_dict(model).items()}
+        inner = model.parallel if kind == "held" else model
+        weights = {name: full(weight) for name, weight in get_model_state_dict(inner).items()}
         if saved and dist.get_rank() == 0:
             torch.save({"model": get_model_state_dict(model), "steps": steps.state_dict(), "losses": losses}, saved)
     return weights, losses, shared
@@ -109,7 +123,7 @@ def trained_alone(world_size: int) -> tuple[dict[str, Any], list[float]]:
     return model.state_dict(), losses
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp2", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("held", 2), ("fsdp2", 4)])
 def test_level_steps_train_what_one_process_trains_document_by_document(kind, ranks):
     weights, losses = trained_alone(ranks)
     results = run_ranks(ranks, trained, kind)
@@ -164,6 +178,20 @@ def fsdp1_is_refused() -> None:
 def test_what_would_deadlock_is_refused():
     run_ranks(2, plans_that_differ)
     run_ranks(1, fsdp1_is_refused)
+
+
+def test_mistakes_of_a_loop_are_said_in_a_line():
+    step = next(packed_batches(DOCUMENTS, context_window=256, micro_batches=1, model="tiny"))
+    net = torch.nn.Linear(2, 2)
+    for batches in ((), step):
+        with pytest.raises(UserError, match=r"not a list of at least one; give step\.batches"):
+            level_step(net, batches, lambda _: net(torch.ones(2)).sum())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"give \(tokens, vocabulary\)"):
+        step.batches[0].loss(torch.zeros(1, len(step.batches[0].tokens), 61))
+    with pytest.raises(UserError, match="state is not what"):
+        packed_batches(DOCUMENTS, context_window=256, micro_batches=1, model="tiny", state={"step": 1})
+    with pytest.raises(UserError, match=r"1 ranks less than one window together; raise it to 1/1"):
+        steps_of(dp=1)
 
 
 def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():

@@ -48,7 +48,8 @@ def check_documents(documents: Any, name: str) -> None:
 def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Token ids of ``document`` without padding, and their labels: the tokens themselves, or -100. Both (tokens,).
 
-    Raises ``UserError``, calling the document ``name``, for fields that disagree or would be lost, and for no tokens.
+    Raises ``UserError``, calling the document ``name``, for fields that disagree or would be lost, for no tokens, and
+    for negative ids.
     """
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     _check_fields(fields, name)

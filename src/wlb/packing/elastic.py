@@ -21,7 +21,7 @@ from typing import Any
 from wlb.errors import UserError
 from wlb.packing.bins import best_fit
 from wlb.packing.carrying import OpenMicroBatches, Placed
-from wlb.packing.level import StagePrices, level_step
+from wlb.packing.level import StagePrices, level_groups
 from wlb.packing.makespan import MakespanPacker
 from wlb.packing.packer import Pending
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -66,7 +66,7 @@ class ElasticPacker(MakespanPacker):
     def _levelled(self, items: list[Pending]) -> StepPlan:
         """All ``items``, on the ranks of the stage."""
         assert isinstance(self.workload, StagePrices)
-        groups = level_step([item.length for item in items], -(-self.capacity // self.workload.ranks), self.workload)
+        groups = level_groups([item.length for item in items], -(-self.capacity // self.workload.ranks), self.workload)
         micro_batches = [
             MicroBatch(tuple(items[index].segment for index in group.documents), group.seconds, group.ranks)
             for group in groups

@@ -75,7 +75,7 @@ class RankGroup(NamedTuple):
     seconds: float
 
 
-def level_step(lengths: Sequence[int], capacity: int, prices: StagePrices) -> list[RankGroup]:
+def level_groups(lengths: Sequence[int], capacity: int, prices: StagePrices) -> list[RankGroup]:
     """The micro-batches of a step that trains documents of ``lengths`` tokens, in an order that every rank keeps to.
 
     Every document is in one of them, and no rank holds more than ``capacity`` tokens of any, if a document is shared

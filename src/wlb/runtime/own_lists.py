@@ -136,7 +136,7 @@ def gather_weights(model: nn.Module) -> None:
 def check_same_plan(plan: StepPlan | None, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Raise ``UserError`` on every rank of ``group`` unless all of them planned the same step; a collective call.
 
-    None is the end of the documents. Otherwise a rank would wait in a micro-batch that only it runs.
+    ``plan`` is None at the end of the documents. Ranks with different plans would wait for each other for ever.
     """
     prints = gathered_rows([fingerprint_of(plan) if plan else 0], torch.int64, device, group)
     if (prints != prints[0]).any():

@@ -86,6 +86,9 @@ def test_the_newest_whole_ones_are_kept(tmp_path, keep, left):
     """A file of step 1 is missing, 6 was passed over by the job, and one was being written."""
     one, _, six, *_ = (write_checkpoint(tmp_path, step) for step in (1, 3, 6, 9, 12))
     (one / ".metadata").unlink()
+    for _ in range(2):  # also where it was damaged before
+        set_aside(six)
+        write_checkpoint(tmp_path, 6)
     set_aside(six)
     (tmp_path / f"{HIDDEN}step-00000015").mkdir()
     clean_up(tmp_path, keep)

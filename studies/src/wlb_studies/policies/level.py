@@ -16,7 +16,7 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.prices import LevelPrices
-from wlb.packing.level import StagePrices, level_step
+from wlb.packing.level import StagePrices, level_groups
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import preset_sections
@@ -126,7 +126,7 @@ def _seconds(job: Job, prices: StagePrices, batches: list[Integers]) -> float:
 
 
 def _plan(job: Job, prices: StagePrices, batch: Integers) -> StepPlan:
-    groups = level_step(batch.tolist(), -(-job.longest_micro_batch // prices.ranks), prices)
+    groups = level_groups(batch.tolist(), -(-job.longest_micro_batch // prices.ranks), prices)
     micro_batches = (
         MicroBatch(
             tuple(Segment(document, 0, int(batch[document])) for document in group.documents),
