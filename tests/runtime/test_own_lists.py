@@ -135,7 +135,8 @@ def test_level_steps_train_what_one_process_trains_document_by_document(kind, ra
 
 def test_a_killed_job_goes_on_to_the_same_weights(tmp_path):
     undisturbed = run_ranks(2, trained, "ddp")
-    with pytest.raises(RankFailure, match="rank 1 died"):
+    # Whichever ends first: the rank that was killed, or the one that reads from it.
+    with pytest.raises(RankFailure, match=r"rank 1 died|Connection (reset|closed) by peer"):
         run_ranks(2, trained, "ddp", tmp_path, True)
     for (weights, losses, _), (resumed, all_losses, _) in zip(
         undisturbed, run_ranks(2, trained, "ddp", tmp_path), strict=True

@@ -11,6 +11,7 @@ costs little.
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
 import tempfile
 import time
@@ -95,6 +96,7 @@ def _run_rank(
     sender: Connection,
     call: bytes,
 ) -> None:
+    faulthandler.enable()  # a rank that crashes says where
     torch.set_num_threads(1)
     try:
         function, arguments = pickle.loads(call)

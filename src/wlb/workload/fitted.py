@@ -1,0 +1,131 @@
+"""Prices fitted to what a job measured: the seconds of micro-batches, explained by the documents in them.
+
+A micro-batch of documents of d tokens takes ``square * sum(d^2) + token * sum(d) + fixed`` seconds, forward and
+backward (WLB-LLM, section 4.1, whose W_a and W_l are profiled). Where ranks wait for each other in every micro-batch, what can be
+measured is the slowest of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb.errors import UserError
+from wlb.workload.base import Seconds
+from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
+from wlb.workload.shapes import ModelShape
+
+Array = NDArray[np.float64]
+
+LEAST_SAMPLES = 8  # micro-batches from which prices are fitted
+_ROUNDS = 8  # of finding the slowest rank, and what lies far off
+_FAR_OFF = 4.0  # standard deviations, estimated by the median, of a measurement that is left out
+_KNOTS = 2 ** np.arange(6, 21)  # tokens at which a profile holds the fitted curve
+_BACKWARD = 2 / 3  # of forward and backward, where both were measured together
+
+
+@dataclass(frozen=True)
+class FittedPrices:
+    """Seconds, forward and backward, of a micro-batch on one rank; ``r_squared`` is the part of the variance explained.
+
+    Negative where the prices explain less than the mean does.
+    """
+
+    square: float  # for each token of a document, times the document's tokens
+    token: float
+    fixed: float  # for each micro-batch
+    r_squared: float
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        """Seconds that each document adds, forward and backward; shape of ``lengths`` (tokens)."""
+        d = np.asarray(lengths, np.float64)
+        return np.asarray(self.square * d**2 + self.token * d)
+
+    def seconds(self, lengths: ArrayLike) -> float:
+        """Seconds of a micro-batch of documents of ``lengths`` tokens."""
+        return float(self.document_seconds(lengths).sum()) + self.fixed
+
+    def profile(
+        self, model: ModelShape, *, machine: str, versions: dict[str, str], dtype: str, clock: str, threads: int = 1
+    ) -> WorkloadProfile:
+        """These prices as a profile file, which ``wlb check``, ``wlb simulate`` and ``training.profile`` take.
+
+        Forward and backward were measured together; they are divided 1 : 2, as their operations are.
+        """
+        tokens = tuple(_KNOTS.tolist())
+
+        def both(seconds: Array) -> dict[str, Any]:
+            floored = np.maximum(seconds, 1e-12)
+            return {
+                "forward_seconds": ((1 - _BACKWARD) * floored).tolist(),
+                "backward_seconds": (_BACKWARD * floored).tolist(),
+            }
+
+        d = _KNOTS.astype(np.float64)
+        return WorkloadProfile(
+            machine=machine,
+            versions=versions,
+            dtype=dtype,
+            clock=clock,
+            threads=threads,
+            model=model,
+            attention=Measurements(tokens=tokens, **both(self.square * d**2)),
+            linear=Measurements(tokens=(1, *tokens), **both(self.token * np.array([1.0, *d]) + self.fixed)),
+            prefix_attention=PrefixMeasurements(
+                queries=tokens, keys=tokens, **both(2 * self.square * d[:, None] * d[None, :])
+            ),
+        )
+
+
+def fit_prices(squares: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> FittedPrices:
+    """The prices that explain the ``seconds`` of micro-batches best; none is negative.
+
+    Args:
+        squares: sum(d^2) over the documents of each micro-batch, of shape (micro-batches,); or (micro-batches, ranks)
+            where ranks run micro-batches at the same time and wait for the slowest.
+        tokens: sum(d), of the same shape.
+        seconds: Of each micro-batch, of shape (micro-batches,).
+
+    Raises:
+        UserError: There are fewer than ``LEAST_SAMPLES`` micro-batches.
+    """
+    measured = np.asarray(seconds, np.float64)
+    count = len(measured)
+    if count < LEAST_SAMPLES:
+        raise UserError(f"prices are fitted to at least {LEAST_SAMPLES} micro-batches, and {count} were measured")
+    terms = np.stack([np.reshape(a, (count, -1)) for a in (squares, tokens)], axis=-1).astype(np.float64)
+    terms = np.concatenate([terms, np.ones_like(terms[..., :1])], axis=-1)  # (micro-batches, ranks, terms)
+    prices = _least_squares(terms.mean(axis=1), measured)
+    for _ in range(_ROUNDS):
+        slowest = np.take_along_axis(terms, (terms @ prices).argmax(axis=1)[:, None, None], axis=1)[:, 0]
+        errors = slowest @ prices - measured
+        spread = 1.4826 * np.median(np.abs(errors - np.median(errors)))
+        kept = np.abs(errors - np.median(errors)) <= _FAR_OFF * spread + 1e-12
+        found = _least_squares(slowest[kept], measured[kept])
+        if np.allclose(found, prices, rtol=1e-6):
+            break
+        prices = found
+    explained = (terms @ prices).max(axis=1)
+    unexplained = float(((explained - measured)[kept] ** 2).sum())
+    variance = float(((measured[kept] - measured[kept].mean()) ** 2).sum())
+    square, token, fixed = prices.tolist()
+    return FittedPrices(square, token, fixed, 1 - unexplained / max(variance, 1e-30))
+
+
+def _least_squares(terms: Array, seconds: Array) -> Array:
+    """Non-negative prices of the three terms, zero for those that do not explain enough (Schwarz's criterion)."""
+    count, floor = len(seconds), 1e-12 * float((seconds**2).sum())
+    best, least = np.zeros(3), np.inf
+    for chosen in chain.from_iterable(combinations(range(3), size) for size in (1, 2, 3)):
+        scale = np.abs(terms[:, chosen]).max(axis=0)
+        prices, *_ = np.linalg.lstsq(terms[:, chosen] / scale, seconds, rcond=None)
+        error = float(((terms[:, chosen] / scale @ prices - seconds) ** 2).sum())
+        criterion = count * np.log(error + floor) + len(chosen) * np.log(count)
+        if (prices >= 0).all() and criterion < least:
+            best, least = np.zeros(3), criterion
+            best[list(chosen)] = prices / scale
+    return best
