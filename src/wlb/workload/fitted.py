@@ -1,8 +1,8 @@
 """Prices fitted to what a job measured: the seconds of micro-batches, explained by the documents in them.
 
 A micro-batch of documents of d tokens takes ``square * sum(d^2) + token * sum(d) + fixed`` seconds, forward and
-backward (WLB-LLM, section 4.1, whose W_a and W_l are profiled). Where ranks wait for each other in every micro-batch, what can be
-measured is the slowest of them.
+backward (WLB-LLM, section 4.1, whose W_a and W_l are profiled). Where ranks wait for each other in every micro-batch,
+what can be measured is the slowest of them.
 """
 
 from __future__ import annotations
