@@ -25,7 +25,7 @@ def train() -> None:
     steps = packed_batches(documents(), context_window=WINDOW, micro_batches=2, cp=cp, model=MODEL, hardware="cpu")
     for step in steps:
         for batch in step.batches:
-            logits = parallel(**batch.hf_kwargs()).logits[0]
+            logits = parallel(**batch).logits
             batch.loss(logits).backward()
         optimizer.step()
         optimizer.zero_grad()

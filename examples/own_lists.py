@@ -26,7 +26,7 @@ def train() -> None:
         documents(), context_window=WINDOW, micro_batches=2, own_lists=True, model=MODEL, hardware="cpu"
     )
     for step in steps:  # steps.state_dict() belongs in the checkpoint
-        level_step(model, step.batches, lambda batch: batch.loss(model(**batch.hf_kwargs()).logits[0]))
+        level_step(model, step.batches, lambda batch: batch.loss(model(**batch).logits))
         optimizer.step()
         optimizer.zero_grad()
 

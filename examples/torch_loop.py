@@ -22,7 +22,7 @@ def train() -> None:
     steps = packed_batches(documents(), context_window=WINDOW, micro_batches=2, model=MODEL, hardware="cpu")
     for step in steps:  # steps.state_dict() belongs in the checkpoint
         for batch in step.batches:
-            logits = parallel(**batch.hf_kwargs()).logits[0]
+            logits = parallel(**batch).logits
             batch.loss(logits).backward()
         optimizer.step()
         optimizer.zero_grad()

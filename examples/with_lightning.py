@@ -34,7 +34,7 @@ class Balanced(lightning.LightningModule):
     def training_step(self, step: PackedStep, index: int) -> None:
         optimizer: Any = self.optimizers()
         for batch in step.batches:
-            self.manual_backward(batch.loss(self.model(**batch.hf_kwargs()).logits[0]))
+            self.manual_backward(batch.loss(self.model(**batch).logits))
         optimizer.step()
         optimizer.zero_grad()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.integrations.document_fields import LOSS_MASKS, chooses_labels, ids_and_labels, token_count
+from wlb.integrations.document_fields import LOSS_MASKS, ids_and_labels, token_count
 from wlb.integrations.packed import FlatteningCollator, packed_batches
 
 IDS = [5, 6, 7, 8]
@@ -39,7 +39,6 @@ def test_a_token_is_learnt_that_all_masks_and_labels_let_and_padding_is_cut(data
     assert found.tolist() == ids[kept].tolist()
     assert labels.tolist() == np.where(learnt, ids, -100)[kept].tolist()
     assert token_count(document) == tokens
-    assert chooses_labels(document) == bool({*LOSS_MASKS, "labels"} & {*document})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,6 @@ def test_text_numbers_and_absent_fields_are_passed_over():
     messages = [{"role": "user", "content": "abc", "weight": 1}]
     document = {"input_ids": IDS, "attention_mask": None, "messages": messages, "tools": [], "position_ids": range(4)}
     assert ids_and_labels(document | extra)[1].tolist() == IDS
-    assert not chooses_labels(document | extra)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import warnings
 from collections import UserDict
 from itertools import islice, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from tests.cases import in_turn
 from tests.training.distributed import run_ranks
@@ -28,7 +26,7 @@ from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import BalanceMonitor
 from wlb.integrations.document_fields import ids_and_labels
-from wlb.integrations.packed import FlatteningCollator, packed_batches, steps_of
+from wlb.integrations.packed import FlatteningCollator, packed_batches
 
 RANDOM = np.random.default_rng(0)
 DOCUMENTS = [RANDOM.integers(0, 97, length) for length in RANDOM.integers(2, 60, 80)]
@@ -56,7 +54,7 @@ def mixed(documents: list[Any] = DOCUMENTS) -> list[Any]:
 
 
 def documents_in(batch: Any) -> list[list[int]]:
-    return [batch.tokens[a:b].tolist() for a, b in pairwise(batch.cu_seqlens.tolist())]
+    return [batch.tokens[a:b].tolist() for a, b in pairwise(batch["cu_seq_lens_q"].tolist())]
 
 
 @pytest.mark.parametrize("of_stream", [False, True])
@@ -64,13 +62,12 @@ def documents_in(batch: Any) -> list[list[int]]:
 def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counted(of_stream, preset):
     documents = [*DOCUMENTS, torch.arange(150) % 97]
     settings = SIZES | {"preset": preset} | ({"pool": 1, "pool_micro_batches": 2} if preset == "elastic" else {})
-    said = "documents of the stream" if of_stream else "1 of 81 documents"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         steps = packed_batches(iter(documents) if of_stream else documents, **settings)
         planned = [*steps]
     (told,) = [str(one.message) for one in warned]
-    assert told.startswith(f"wlb: over context_window = 64: {said}; overlong = 'split', and")
+    assert told.startswith("wlb: there are documents over context_window = 64; overlong = 'split', and")
     assert steps.overlong == OverlongReport(documents=1, pieces=3, tokens_dropped=0)
     batches = [batch for step in planned for batch in step.batches]
     assert sum(len(batch.tokens) for batch in batches) == sum(LENGTHS) + 150
@@ -129,6 +126,7 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
         ({"train": masked(), "test": masked()}, {}, "documents is a dict of train, test, and not a sequence"),
         (UserDict({"input_ids": [[1], [3]]}), {}, r"a UserDict of input_ids.*datasets.Dataset.from_dict\(...\)"),
         (masked, {}, "documents is the function masked; give what it returns"),
+        ("corpus.jsonl", {}, r"documents is the path corpus.jsonl; give .*datasets.load_dataset"),
         (iter(DOCUMENTS), {"epochs": 2}, "a stream is one epoch, and epochs = 2"),
         (iter(DOCUMENTS), {"preset": "elastic", "dp": 2, "rank": 0}, "'elastic' chooses its pools by the lengths"),
         (DOCUMENTS, {"state": stream}, "documents = 'a stream', this run has 80"),
@@ -147,18 +145,18 @@ def contents(steps: Any) -> list[list[list[list[int]]]]:
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"rank": 0}, "rank = 0, 0, and dp x cp = 2"),
     "dp of all": ({"dp": 4, "rank": None}, "dp x cp = 4 are not the 2 processes"),
-    "dp": ({"dp": 4, "rank": 1}, "dp (2 on process 0, 4 on process 1)"),
-    "seed": ({"seed": 1}, "seed (0 on process 0, 1 on process 1)"),
-    "order": ({"documents": DOCUMENTS[::-1]}, "digest of lengths ("),
-    "number": ({"documents": DOCUMENTS[1:]}, "documents (80 on process 0, 79 on process 1), digest of lengths ("),
-    "window": ({"context_window": 96}, "context_window (64 on process 0, 96 on process 1)"),
-    "micro-batches": ({"micro_batches": 3}, "micro_batches (2 on process 0, 3 on process 1)"),
-    "preset": ({"preset": "wlb-llm"}, "method ('makespan' on process 0, 'variable_length' on process 1)"),
-    "model": ({"model": "7b"}, "prices ("),
-    "epochs": ({"epochs": 2}, "epochs (1 on process 0, 2 on process 1)"),
-    "state": ({"state": None}, "state ("),
-    "masks": ({"documents": masked()}, "labels or masks (False on process 0, True on process 1)"),
-    "stream": ({"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]}, "stream of process 1"),
+    "dp": ({"dp": 4, "rank": 1}, "dp = 2 and 4"),
+    "seed": ({"seed": 1}, "seed = 0 and 1"),
+    "order": ({"documents": DOCUMENTS[::-1]}, "digest of lengths = "),
+    "number": ({"documents": DOCUMENTS[1:]}, "documents = 80 and 79, digest of lengths = "),
+    "window": ({"context_window": 96}, "context_window = 64 and 96"),
+    "micro-batches": ({"micro_batches": 3}, "micro_batches = 2 and 3"),
+    "preset": ({"preset": "wlb-llm"}, "method = 'makespan' and 'variable_length'"),
+    "model": ({"model": "7b"}, "prices = "),
+    "epochs": ({"epochs": 2}, "epochs = 1 and 2"),
+    "state": ({"state": None}, "state = "),
+    "stream": ({"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]}, "process 1 planned another step"),
+    "end": ({"documents": DOCUMENTS[:70]}, "process 1 planned another step"),
 }
 
 
@@ -171,7 +169,7 @@ def _told_of_mistakes() -> dict[str, str]:
         arguments = {"documents": DOCUMENTS, **SIZES, **(change if differs else {})}
         if name == "state" and not differs:
             arguments["state"] = trained.state_dict()
-        if name == "stream":
+        if name in ("stream", "end"):
             arguments["documents"] = iter(arguments["documents"])
         with pytest.raises(UserError) as error:
             list(packed_batches(**arguments))
@@ -208,7 +206,7 @@ def test_every_document_learns_what_its_own_fields_say():
     seen = []
     for step in packed_batches(mixed(), **SIZES):
         for batch in step.batches:
-            for start, stop in pairwise(batch.cu_seqlens.tolist()):
+            for start, stop in pairwise(batch["cu_seq_lens_q"].tolist()):
                 ids = tuple(batch.tokens[start:stop].tolist())
                 assert batch.labels[start:stop].tolist() == [*expected[ids], -100]
                 assert batch.position_ids[start:stop].tolist() == [*range(len(ids))]
@@ -226,43 +224,6 @@ def test_every_document_learns_what_its_own_fields_say():
     assert "attention_mask" not in collated
     with pytest.raises(UserError, match="without documents"):
         FlatteningCollator()([])
-
-
-def _loader(planned: Any, documents: list[Any] = DOCUMENTS, **settings: Any) -> Any:
-    return DataLoader(documents, batch_sampler=planned, collate_fn=FlatteningCollator(), **settings)  # type: ignore
-
-
-def test_a_loader_says_where_its_steps_end():
-    documents = [np.arange(length) % 97 for length in (60, 50, 40, 64, 64)]
-
-    def begun(state: dict[str, Any] | None = None, workers: int = 0) -> tuple[Any, Any]:
-        planned = PlannedBatchSampler([*map(len, documents)], **SIZES)
-        if state is not None:
-            planned.load_state_dict(state)
-        return planned, steps_of(_loader(planned, documents, num_workers=workers), planned)
-
-    def sizes(steps: Any) -> list[list[int]]:
-        return [[len(batch["cu_seq_lens_q"]) for batch in step] for step, _ in steps]
-
-    planned, steps = begun()
-    expected = sizes(steps)
-    assert [*map(len, expected)] == planned.micro_batches_of_steps() == [2, 2, 1]  # the last step is smaller
-    assert sizes(begun(workers=1)[1]) == expected
-    planned, steps = begun()
-    before = sizes(islice(steps, 1))
-    assert before + sizes(begun(planned.state_dict())[1]) == expected
-
-
-def test_a_loader_of_another_sampler_is_refused():
-    planned = PlannedBatchSampler(LENGTHS, **SIZES)
-    for other in (PlannedBatchSampler(LENGTHS, **SIZES), [[0, 1], [2]]):
-        with pytest.raises(UserError, match="not those that the sampler plans"):
-            next(steps_of(_loader(other), planned))
-    begun = iter(planned)
-    next(begun)
-    planned.load_state_dict(begun.state_dict())
-    with pytest.raises(UserError, match="continue after whole steps"):
-        next(steps_of(_loader(planned), planned))
 
 
 class Bigrams(torch.nn.Module):
@@ -328,39 +289,6 @@ def _error(model: Bigrams, step: Any, averaged: Any) -> float:
 def test_the_loss_of_a_micro_batch_is_right_however_processes_share_the_work():
     for errors in run_ranks(4, _gradient_errors):
         assert max(errors.values()) < 1e-12, errors
-
-
-def _loader_errors(prepared: bool) -> list[float]:
-    """Of a loop that gives a model what ``steps_of`` yields, and knows nothing of the number of processes."""
-    shared = PlannedBatchSampler(LENGTHS, **SIZES, cp=2, rank=dist.get_rank())
-    for step, labelled in steps_of(_loader(shared, mixed()), shared):
-        assert labelled == sum(int((batch["labels"] >= 0).sum()) for batch in step)
-    rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
-    planned = PlannedBatchSampler(LENGTHS, **SIZES, rank=None if prepared else dist.get_rank())
-    plans, model, loader = planned.steps(), Bigrams(), _loader(planned, mixed())
-    if prepared:
-        accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
-        trained, loader = accelerator.prepare(model, loader)
-    else:
-        trained = DistributedDataParallel(model)
-    errors = []
-    for (step, _), plan in zip(steps_of(loader, planned), plans, strict=True):
-        for batch in step:
-            labels = torch.cat([batch["labels"][0, 1:], torch.tensor([-100])])
-            total = F.cross_entropy(trained(batch["input_ids"][0]), labels, reduction="sum")
-            (total / batch["num_items_in_batch"]).backward()
-        errors.append(_error(model, SimpleNamespace(plan=plan), averaged=True))
-    return errors
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-def test_the_batches_of_a_loader_say_what_their_loss_is_divided_by(prepared: bool):
-    if prepared:
-        pytest.importorskip("accelerate")
-    for errors in run_ranks(2, _loader_errors, prepared):
-        assert len(errors) > 5
-        assert max(errors) < 1e-12
 
 
 def _losses_without_labels() -> list[str]:

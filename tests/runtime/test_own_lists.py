@@ -86,7 +86,7 @@ def trained(kind: str, folder: Path | None = None, killed: bool = False) -> tupl
         shared += sum(batch.attend is not None for batch in step.batches)
         if killed and len(losses) == 2 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        loss = level_step(model, step.batches, lambda batch: batch.loss(model(**batch.hf_kwargs()).logits[0]))
+        loss = level_step(model, step.batches, lambda batch: batch.loss(model(**batch).logits))
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss)
@@ -188,7 +188,7 @@ def test_mistakes_of_a_loop_are_said_in_a_line():
         with pytest.raises(UserError, match=r"not a list of at least one; give step\.batches"):
             level_step(net, batches, lambda _: net(torch.ones(2)).sum())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"give \(tokens, vocabulary\)"):
-        step.batches[0].loss(torch.zeros(1, len(step.batches[0].tokens), 61))
+        step.batches[0].loss(torch.zeros(2, len(step.batches[0].tokens), 61))
     with pytest.raises(UserError, match="state is not what"):
         packed_batches(DOCUMENTS, context_window=256, micro_batches=1, model="tiny", state={"step": 1})
     with pytest.raises(UserError, match=r"1 ranks less than one window together; raise it to 1/1"):

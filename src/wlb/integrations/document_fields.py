@@ -1,9 +1,8 @@
 """What is trained of a document: its token ids, and which of them are to be learnt.
 
-Documents are arrays of token ids, or dictionaries with ``input_ids`` as data sets have them. Every adapter reads them
-here, so the collator and ``packed_batches`` learn the same tokens. Of a dictionary's other fields
+Documents are arrays of token ids, or dictionaries with ``input_ids`` as data sets have them. Of their other fields
 
-- ``labels`` are as long as ``input_ids``, and -100 where a token is not to be learnt;
+- ``labels`` are -100 where a token is not to be learnt;
 - ``completion_mask``, ``loss_mask`` and ``assistant_masks`` have a 1 for each token to be learnt and a 0 for others;
 - ``attention_mask`` has a 0 for padding at the beginning or the end, which is cut off;
 - ``position_ids`` must count from 0, as they do in any packed document.
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Number
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,16 @@ Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 
 LOSS_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
 FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "length", *LOSS_MASKS)
-
-_REMEDY = "remove the column where the model does not need it, else train such data without wlb"
+_COLUMNS = tuple(field for field in FIELDS if field != "length")  # one number for each token
+_FLAGS = ("attention_mask", *LOSS_MASKS)
 
 
 def check_documents(documents: Any, name: str) -> None:
-    """Raise ``UserError`` for a dictionary or a function in place of a sequence or stream of documents."""
+    """Raise ``UserError`` for a file, a dictionary or a function in place of a sequence or stream of documents."""
+    if isinstance(documents, str | Path):
+        raise UserError(
+            f'{name} is the path {documents}; give what datasets.load_dataset("json", ...) reads, tokenised'
+        )
     if isinstance(documents, Mapping):
         raise UserError(
             f"{name} is a {type(documents).__name__} of {', '.join(map(str, documents))}, and not a sequence of "
@@ -53,27 +57,31 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
     """
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     _check_fields(fields, name)
-    ids = _whole_numbers(fields["input_ids"], "input_ids", name)
-    labels = ids.copy()
-    if (own := _as_long(fields, "labels", ids, name)) is not None:
-        labels = own.copy()
+    given = {field: _numbers(fields[field], field, name) for field in _COLUMNS if fields.get(field) is not None}
+    for field, values in given.items():
+        if len(values) != len(given["input_ids"]):
+            raise UserError(
+                f"{name} has {len(given['input_ids'])} input_ids and {len(values)} {field}; give as many of both"
+            )
+        if field in _FLAGS and len(wrong := values[(values < 0) | (values > 1)]):
+            raise UserError(f"{name} has {field} with the value {wrong[0]}; give 0 or 1 for each token")
+    kept = _without_padding(given.get("attention_mask"), name)
+    given = {field: values[kept] for field, values in given.items()}
+    ids, labels = given["input_ids"], given.get("labels", given["input_ids"]).copy()
     for mask in LOSS_MASKS:
-        if (learnt := _flags(fields, mask, ids, name)) is not None:
-            labels[~learnt] = IGNORE_LABEL
-    kept = _without_padding(_flags(fields, "attention_mask", ids, name), name)
-    if len(ids[kept]) == 0:
+        if mask in given:
+            labels[given[mask] == 0] = IGNORE_LABEL
+    if len(ids) == 0:
         raise UserError(f"{name} has no tokens; leave empty documents out")
-    learnt_ids = labels[kept][labels[kept] != IGNORE_LABEL]
-    for what, numbers in (("input_ids", ids[kept]), ("labels", learnt_ids)):
+    for what, numbers in (("input_ids", ids), ("labels", labels[labels != IGNORE_LABEL])):
         if numbers.min(initial=0) < 0:
             raise UserError(f"{name} has {what} with {numbers.min()}; give token ids, and -100 for what is not learnt")
-    positions = _as_long(fields, "position_ids", ids, name)
-    if positions is not None and not np.array_equal(positions[kept], np.arange(len(ids[kept]))):
+    if not np.array_equal(given.get("position_ids", np.arange(len(ids))), np.arange(len(ids))):
         raise UserError(
             f"{name} has position_ids that do not count from 0, as if it were several documents; give each document by "
             "itself, and no position_ids"
         )
-    return ids[kept], labels[kept]
+    return ids, labels
 
 
 def token_count(document: Document, name: str = "a document") -> int:
@@ -85,18 +93,16 @@ def token_count(document: Document, name: str = "a document") -> int:
     return len(ids_and_labels(document, name)[0]) if padded else len(document["input_ids"])
 
 
-def chooses_labels(document: Document) -> bool:
-    """Whether a field of ``document`` says which of its tokens are learnt; all but the first are otherwise."""
-    return isinstance(document, Mapping) and any(document.get(name) is not None for name in ("labels", *LOSS_MASKS))
-
-
 def _check_fields(fields: Mapping[str, Any], name: str) -> None:
     if fields.get("input_ids") is None:
         others = ", ".join(field for field in fields if fields[field] is not None)
         raise UserError(f"{name} has no input_ids, only {others or 'empty fields'}; tokenise it first")
     for field in fields:
         if field not in FIELDS and _may_be_input(fields[field]):
-            raise UserError(f"{name} has {field}, which packed micro-batches would lose; {_REMEDY}")
+            raise UserError(
+                f"{name} has {field}, which packed micro-batches would lose; remove the column where the model does "
+                "not need it, else train such data without wlb"
+            )
 
 
 def _may_be_input(value: Any) -> bool:
@@ -110,7 +116,7 @@ def _may_be_input(value: Any) -> bool:
     return True
 
 
-def _whole_numbers(value: Any, field: str, name: str) -> NDArray[np.int64]:
+def _numbers(value: Any, field: str, name: str) -> NDArray[np.int64]:
     array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     if array.ndim != 1:
         raise UserError(f"{name} has {field} of shape {array.shape}; give one number for each token")
@@ -119,35 +125,13 @@ def _whole_numbers(value: Any, field: str, name: str) -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
-def _as_long(fields: Mapping[str, Any], field: str, ids: NDArray[Any], name: str) -> NDArray[np.int64] | None:
-    """The values of a field, one for each of ``ids``; None where it is absent."""
-    if fields.get(field) is None:
-        return None
-    values = _whole_numbers(fields[field], field, name)
-    if len(values) != len(ids):
-        raise UserError(f"{name} has {len(ids)} input_ids and {len(values)} {field}; give as many of both")
-    return values
-
-
-def _flags(fields: Mapping[str, Any], field: str, ids: NDArray[Any], name: str) -> NDArray[np.bool_] | None:
-    values = _as_long(fields, field, ids, name)
-    if values is None:
-        return None
-    if len(values) and not 0 <= values.min() <= values.max() <= 1:
-        wrong = values.min() if values.min() < 0 else values.max()
-        raise UserError(f"{name} has {field} with the value {wrong}; give 0 or 1 for each token")
-    return values.astype(np.bool_)
-
-
-def _without_padding(attended: NDArray[np.bool_] | None, name: str) -> slice:
+def _without_padding(attended: NDArray[np.int64] | None, name: str) -> slice:
     """The tokens that are no padding. Raises ``UserError`` where they do not lie together."""
     if attended is None:
         return slice(None)
     (places,) = attended.nonzero()
-    if len(places) == 0:
-        return slice(0)
-    if places[-1] - places[0] >= len(places):
+    if len(places) and places[-1] - places[0] >= len(places):
         raise UserError(
             f"{name} has an attention_mask with zeros between its tokens; only padding at either end can be cut off"
         )
-    return slice(int(places[0]), int(places[-1]) + 1)
+    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0)

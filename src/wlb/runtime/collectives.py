@@ -50,16 +50,14 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def sharing_group(size: int, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """A communicator of the ``size`` processes of ``group``, for what some of them exchange; a collective call.
+    """A communicator of the ``size`` neighbours in ``group``, for what they exchange; a collective call.
 
     It is not the one that reduces gradients, behind which an exchange would queue. NCCL's first call needs all ranks.
     """
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) != size:
-        raise UserError(
-            f"{len(ranks)} processes train for {size} ranks, and lists of their own need one process for each; give "
-            "the group of the data-parallel ranks"
-        )
-    sharing: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=group is not None)
+    if len(ranks) % size:
+        raise UserError(f"{len(ranks)} processes are no groups of {size}; give the group of the data-parallel ranks")
+    first = dist.get_rank(group) // size * size
+    sharing: dist.ProcessGroup = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
     dist.all_reduce(torch.zeros(1, device=device_of(sharing)), group=sharing)
     return sharing

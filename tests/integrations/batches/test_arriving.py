@@ -58,11 +58,13 @@ def test_mistakes_are_one_line():
         stream([1, 0]).take(2)
     with pytest.raises(UserError, match="document 0 has 11 tokens, over the context window of 10"):
         stream([11], "error").take(1)
-    with pytest.raises(UserError, match="3 documents had come, this one has 2"):
+    with pytest.raises(
+        UserError, match="the first 3 documents of the saved stream are not the first of this one, of which 2"
+    ):
         stream([1, 1]).read_again({"documents": 3, "digest": 0}, [])
     begun = stream([1, 1])
     begun.take(1)
     with pytest.raises(UserError, match="open it anew"):
         begun.read_again(begun.state_dict(), [])
-    with pytest.raises(UserError, match="the first 1 documents of this stream have other lengths"):
+    with pytest.raises(UserError, match="the first 1 documents of the saved stream are not"):
         stream([2, 1]).read_again(begun.state_dict(), [])

@@ -49,7 +49,7 @@ def _loop_gradient(documents: list[Any], window: int = 64, group: Any = None, **
     register_attention(packed, group=group)
     for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
         for batch in step.batches:
-            batch.loss(packed(**batch.hf_kwargs()).logits[0], summed=True).backward()
+            batch.loss(packed(**batch).logits, summed=True).backward()
     return gradient(packed)
 
 

@@ -1,8 +1,4 @@
-"""Planned micro-batches for other trainers: which documents of a data set each rank trains next.
-
-``PlannedBatchSampler`` goes where a ``batch_sampler`` goes. Everything here works on document lengths, without torch;
-``wlb.integrations`` makes tensors of it.
-"""
+"""Planned micro-batches for other trainers, without torch: which documents of a data set each rank trains next."""
 
 from wlb.integrations.batches.sampler import PlannedBatchSampler
 from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job

@@ -8,14 +8,12 @@ what was trained.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from wlb.documents.order import Stream
 from wlb.documents.segments import OverlongReport, Segment, split_overlong
@@ -27,12 +25,13 @@ T = TypeVar("T")
 class ArrivingDocuments(Stream, Generic[T]):
     """Documents in order of arrival, in one epoch, and those that wait.
 
-    The id of a document is its place in the stream. ``length_of`` counts its tokens. Documents over ``context_window``
-    tokens meet the policy ``overlong`` of ``wlb.documents.segments``. Raises ``UserError`` for an empty stream, and on
-    the way for an empty document.
+    The id of a document is its place in the stream. ``length_of`` counts its tokens; ``lengths`` has those of all that
+    have come. Documents over ``context_window`` tokens meet the policy ``overlong`` of ``wlb.documents.segments``.
+    Raises ``UserError`` for an empty stream, and on the way for an empty document.
     """
 
     epoch = 0
+    epoch_is_over = False
 
     def __init__(
         self, documents: Iterable[T], length_of: Callable[[T], int], context_window: int, overlong: str
@@ -44,21 +43,10 @@ class ArrivingDocuments(Stream, Generic[T]):
         self._documents = chain(beginning, arriving)
         self._length_of, self._context_window, self._policy = length_of, context_window, overlong
         self._overlong = OverlongReport()  # of all documents taken
-        self._lengths = np.zeros(1024, np.int64)
-        self._taken = 0
-        self.digest = 0  # of the lengths of all documents that have come, in their order
+        self.lengths = array("q")
+        self._digest = 0  # of the lengths of all documents that have come, in their order
         self._kept: dict[int, T] = {}
         self._tokens_left = Counter[int]()  # of every document that is kept
-        self._over = False
-
-    @property
-    def epoch_is_over(self) -> bool:
-        return self._over
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document that has come so far, shape (documents,)."""
-        return self._lengths[: self._taken]
 
     def __getitem__(self, document: int) -> T:
         """A document that waits."""
@@ -67,7 +55,7 @@ class ArrivingDocuments(Stream, Generic[T]):
     def take(self, documents: int) -> list[Segment]:
         """The segments of the next ``documents`` documents, or of as many as the stream has."""
         arrived = [self._arrive(document) for document in islice(self._documents, documents)]
-        self._over = len(arrived) < documents
+        self.epoch_is_over = len(arrived) < documents
         segments, report = split_overlong(arrived, self._context_window, self._policy)
         self._overlong += report
         for document, _, length in segments:
@@ -90,21 +78,19 @@ class ArrivingDocuments(Stream, Generic[T]):
         Raises ``UserError`` unless the stream is at its beginning, and where it is shorter or of other documents.
         """
         documents = state["documents"]
-        if self._taken:
+        if self.lengths:
             raise UserError("a stream is continued from its beginning; open it anew and give the state with it")
         for document, _, length in waiting:
             self._tokens_left[document] += length
         for passed_over in islice(self._documents, documents):
-            self._arrive(passed_over)
-            if self._taken - 1 not in self._tokens_left:
-                del self._kept[self._taken - 1]
-        wrong = ""
-        if self._taken < documents:
-            wrong = f"the state is of a stream of which {documents} documents had come, this one has {self._taken}"
-        elif self.digest != state["digest"]:
-            wrong = f"the first {documents} documents of this stream have other lengths than those of the state"
-        if wrong:
-            raise UserError(f"{wrong}; continue with the stream it was saved on")
+            number = self._arrive(passed_over).document
+            if number not in self._tokens_left:
+                del self._kept[number]
+        if len(self.lengths) < documents or self._digest != state["digest"]:
+            raise UserError(
+                f"the first {documents} documents of the saved stream are not the first of this one, of which "
+                f"{len(self.lengths)} were read; continue with the stream it was saved on"
+            )
 
     def next_epoch(self) -> None:
         raise UserError("a stream has one epoch; let it repeat its documents, or give a sequence of them")
@@ -113,22 +99,19 @@ class ArrivingDocuments(Stream, Generic[T]):
         """Nothing: a stream is where it is."""
 
     def state_dict(self) -> dict[str, Any]:
-        come = {"documents": self._taken, "digest": self.digest}
+        come = {"documents": len(self.lengths), "digest": self._digest}
         return {**come, "over": self.epoch_is_over, "overlong": asdict(self._overlong)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, after ``read_again``."""
-        self._over = state["over"]
+        self.epoch_is_over = state["over"]
         self._overlong = OverlongReport(**state["overlong"])
 
     def _arrive(self, document: T) -> Segment:
-        number, length = self._taken, self._length_of(document)
+        number, length = len(self.lengths), self._length_of(document)
         if length < 1:
             raise UserError(f"document {number} of the stream has no tokens; leave empty documents out")
-        if number == len(self._lengths):
-            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
-        self._lengths[number] = length
-        self.digest = zlib.crc32(length.to_bytes(8, "little"), self.digest)
+        self.lengths.append(length)
+        self._digest = zlib.crc32(length.to_bytes(8, "little"), self._digest)
         self._kept[number] = document
-        self._taken += 1
         return Segment(number, 0, length)

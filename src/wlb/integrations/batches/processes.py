@@ -30,51 +30,64 @@ class Processes:
     def __init__(self, rank: int | None, dp: int | None, cp: int, group: Any = None) -> None:
         self.rank, self.group = rank, group
         self._dp_given = dp is not None
-        if dp is None and _distributed() is None:
-            dp = 1
-        elif dp is None:
-            dp = data_parallel_ranks(self._world(), cp)
-        self.dp, self.ranks = dp, dp * cp
+        self.dp = data_parallel_ranks(self.world, cp) if dp is None and _distributed() else dp or 1
+        self.ranks = self.dp * cp
         if rank is not None and not 0 <= rank < self.ranks:
             raise UserError(f"rank must be in [0, {self.ranks}), as dp x cp = {self.ranks}; got {rank}")
+
+    @property
+    def world(self) -> int:
+        """Processes of the group; 1 where there is none."""
+        distributed = _distributed()
+        world: int = distributed.get_world_size(self.group) if distributed else 1
+        if world < 1:
+            raise UserError("this process is not in group; give a group that holds it")
+        return world
 
     def own_rank(self) -> int:
         """The rank given, or that in the group. Raises ``UserError`` where that cannot be known."""
         if self.rank is not None:
             return self.rank
-        world = self._world()
-        if self.ranks not in (1, world):
+        if self.ranks not in (1, self.world):
             raise UserError(
-                f"dp x cp = {self.ranks} are not the {world} processes there are, so rank has no default; leave dp "
-                "out, give the group that trains, or give rank, the same where processes train the same micro-batches"
+                f"dp x cp = {self.ranks} are not the {self.world} processes there are, so rank has no default; leave "
+                "dp out, give the group that trains, or give rank, the same where processes train the same "
+                "micro-batches"
             )
         return _distributed().get_rank(self.group) if self.ranks > 1 else 0
 
-    def agree(self, plan: Mapping[str, Any], rank: int | None) -> None:
+    def agree(self, plan: Mapping[str, Any], rank: int | None) -> list[int | None]:
         """Compare ``plan`` on all processes, and that each rank is that of equally many; a collective call.
 
-        Nothing is compared where dp x cp = 1 was given: such a process trains by itself. Raises ``UserError`` on every
-        process, naming what differs.
+        Nothing is compared where dp x cp = 1 was given: such a process trains by itself. Returns the rank of every
+        process compared. Raises ``UserError`` on every process, naming what differs.
         """
-        world = self._world()
+        world = self.world
         if not self._dp_given and self.ranks < world:
             raise UserError(
                 f"dp was left out before there was a process group, which has {world} processes now; call "
                 "init_process_group first, or give dp"
             )
         if self.ranks == 1 or world == 1:
-            return
+            return []
         gathered: list[Any] = [None] * world
         _distributed().all_gather_object(gathered, (rank, dict(plan)), self.group)
-        _check_same([plan for _, plan in gathered])
-        _check_dealt([rank for rank, _ in gathered], self.ranks)
-
-    def _world(self) -> int:
-        distributed = _distributed()
-        world: int = distributed.get_world_size(self.group) if distributed else 1
-        if world < 1:
-            raise UserError("this process is not in group; give a group that holds it")
-        return world
+        ranks, plans = zip(*gathered, strict=True)
+        for process, theirs in enumerate(plans):
+            if differing := [name for name in {**plans[0], **theirs} if plans[0].get(name) != theirs.get(name)]:
+                values = [f"{name} = {plans[0].get(name)!r} and {theirs.get(name)!r}" for name in differing[:3]]
+                raise UserError(
+                    f"processes 0 and {process} would train different plans: {', '.join(values)}; give all the same"
+                )
+        held = Counter(ranks)
+        dealt = [*held] == [None] and world % self.ranks == 0 and "accelerate" in sys.modules  # which deals them
+        if not dealt and ({*held} != {*range(self.ranks)} or len({*held.values()}) > 1):
+            raise UserError(
+                f"the {world} processes have rank = {', '.join(map(str, ranks))}, and dp x cp = {self.ranks}: each of "
+                "its ranks must be that of equally many processes; give rank, leave dp out, or give the group that "
+                "trains"
+            )
+        return [*ranks]
 
 
 def _distributed() -> Any:
@@ -104,40 +117,7 @@ def check_accumulation() -> None:
     if accelerate is not None and (steps := accelerate.GradientState().num_steps) > 1:
         raise UserError(
             f"Accelerator(gradient_accumulation_steps={steps}) divides every loss by {steps} and steps after every "
-            f"{steps} batches, and planned steps differ in how many they have; leave it out, and step the optimizer "
-            "once for each step of steps_of(loader, sampler) or packed_batches(...)"
-        )
-
-
-def _check_same(plans: list[dict[str, Any]]) -> None:
-    differences = []
-    for name in {name: None for plan in plans for name in plan}:
-        ours, *others = (plan.get(name) for plan in plans)
-        process = next((number for number, theirs in enumerate(others, 1) if theirs != ours), None)
-        if process is not None:
-            differences.append(f"{name} ({ours!r} on process 0, {others[process - 1]!r} on process {process})")
-    if differences:
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise UserError(
-            f"the processes would train different plans: {', '.join(differences[:3])}{more} differ; give all the same"
-        )
-
-
-def _check_dealt(ranks: list[int | None], count: int) -> None:
-    holders = Counter(ranks)
-    if None in holders:  # all are dealt by Accelerate
-        dealt = len(holders) == 1 and len(ranks) % count == 0
-        if "accelerate" not in sys.modules:
-            raise UserError(
-                "without a rank every process yields the micro-batches of all, which only Accelerate deals; give rank"
-            )
-    else:
-        dealt = set(holders) == {*range(count)} and len({*holders.values()}) == 1
-    if not dealt:
-        given = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-        raise UserError(
-            f"the {len(ranks)} processes have rank = {given}, and dp x cp = {count}: each of its ranks must be that of "
-            "equally many processes; leave dp and rank out, or give the group that trains"
+            f"{steps} batches, and planned steps differ in how many they have; leave it out, and give micro_batches"
         )
 
 

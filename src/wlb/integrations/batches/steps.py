@@ -1,12 +1,12 @@
 """Steps for loops that can neither run an empty micro-batch nor cut a document; the basis of every adapter here.
 
 The planner is the trainer's own (``wlb.job.planner``): the same order of documents over epochs, packer, dealing to
-ranks and state. One thing is added. Where the end of a stream leaves a step with too few documents for all of its
+ranks and state. One thing is added. Where the end of the documents leaves a step with too few for all of its
 micro-batches, the step gets fewer, equally many on every rank; where it has too few even for that, its documents are
 trained with those of the step before.
 
-A state holds what decides the plans (``WholeSteps.settings``). Another order of other documents cannot be continued and
-is refused; sizes, processes and the packing may change between steps, and what waits is then planned anew.
+A state holds what decides the plans (``WholeSteps.settings``). Other documents, or another order of them, are refused;
+sizes, processes and the packing may change between steps, and what waits is then planned anew.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -23,7 +24,6 @@ from numpy.typing import NDArray
 from wlb.documents.segments import OverlongReport
 from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
-from wlb.integrations.batches.processes import warn
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
@@ -35,6 +35,7 @@ from wlb.simulate.job import simulated_job
 from wlb.workload import Hardware, ModelShape
 from wlb.workload.base import DocumentPrices
 from wlb.workload.phases import DocumentPhases, PhasedPrices, segment_seconds
+from wlb.workload.profile import WorkloadProfile, read_profile
 
 Item = TypeVar("Item")
 Lengths = NDArray[np.int64]
@@ -51,8 +52,9 @@ def balanced_job(
     *,
     dp: int = 1,
     cp: int = 1,
-    model: str | ModelShape = "7b",
+    model: str | ModelShape | None = None,
     hardware: str | Hardware = "h100",
+    profile: str | Path | WorkloadProfile | None = None,
     preset: str = "best",
     workload: DocumentPrices | None = None,
     seed: int = 0,
@@ -63,16 +65,16 @@ def balanced_job(
     phases: DocumentPhases | None = None,
     **packing: Any,
 ) -> Job:
-    """The job that a training loop runs: ``micro_batches`` a step on each of dp data-parallel ranks.
+    """The job that a training loop runs: ``micro_batches`` a step on each of ``dp`` data-parallel ranks.
 
-    A document costs what it costs ``model`` on ``hardware``, or what ``workload`` says. Micro-batches hold one context
-    window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless given). With preset "elastic"
-    the dp x cp ranks are pooled anew, ``pool`` of them together and in lock step: ``cp``, ``dp`` and
-    ``micro_batches_per_rank`` of the result say how. Left out, it is the fastest by simulation, with a warning where
-    that is 1. With ``own_lists``, which chooses preset and grouping, ranks run different numbers of micro-batches and
-    meet at the end of the step (``wlb.runtime.level_step``), and L_max is what one rank holds. ``packing`` are further
-    options of the preset's packer. ``phases`` are what documents cost before the language model.
-    ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have.
+    A document costs what a measured ``profile`` (of ``wlb profile``) says, else what it costs ``model`` ("7b") on
+    ``hardware``, or what ``workload`` says; ``phases`` are added. The model is the profile's unless given.
+    Micro-batches hold one context window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless
+    given). Preset "elastic" pools the dp x cp ranks anew, ``pool`` of them together, by default what is fastest in
+    simulation; ``layout`` and ``micro_batches_per_rank`` of the job say how. With ``own_lists``, which chooses preset
+    and pools, ranks run different numbers of micro-batches and meet at the end of the step (``wlb.runtime.level_step``),
+    and L_max is what one rank holds. ``packing`` are further options of the packer. ``lengths`` None are those of a
+    stream. Raises ``UserError`` for settings that no job could have, and a profile of another model.
     """
     if own_lists:
         if cp != 1 or preset != "best" or pool != "auto" or "grouping" in packing:
@@ -85,16 +87,17 @@ def balanced_job(
                 )
             windows *= dp  # of a rank, and L_max is that of all
         preset, packing = "elastic", packing | {"grouping": "level", "max_length_factor": windows}
-    settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
+    measured = read_profile(profile) if isinstance(profile, str | Path) else profile
     job = simulated_job(
-        model,
+        model or (measured.model if measured else "7b"),
         context_window,
         preset,
         hardware=hardware,
         micro_batches=micro_batches,
-        packing=settings,
+        packing={"order": "pipeline"} | packing,  # sorted alike on all ranks, which suits loops that run in lock step
         dp=dp,
         cp=cp,
+        profile=measured,
         packed_by=workload,
     )
     job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool, phases=phases)
@@ -104,16 +107,11 @@ def balanced_job(
             "pool and pool_micro_batches, or use preset = 'best'"
         )
     decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=not own_lists)
-    if job.pools and not own_lists and pool == "auto" and decided.layout.cp == 1 < job.layout.replicas:
-        warn(
-            f"on these documents the {job.layout.replicas} processes are predicted to be faster alone than in pools, "
-            f"so preset {preset!r} lets none share a micro-batch (cp = 1); give pool to choose the size yourself"
-        )
     # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
     return decided if fits(decided) else decided.with_length_factor(job.packing.max_length_factor)
 
 
-def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_window: int | None = None) -> Lengths:
+def checked_lengths(lengths: Any, context_window: int | None = None) -> Lengths:
     """Document lengths as an array. Raises ``UserError`` for one that is empty, or over ``context_window``."""
     array = np.asarray(lengths)
     if array.ndim == 1 and array.size == 0:
@@ -122,11 +120,10 @@ def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_w
         raise UserError("lengths must be a list of whole numbers, the tokens of each document; this one is not")
     if (shortest := int(array.min())) < 1:
         raise UserError(f"document {int(array.argmin())} has {shortest} tokens; leave empty documents out")
-    longest = int(array.argmax())
-    if context_window is not None and array[longest] > context_window:
+    if context_window is not None and (longest := int(array.max())) > context_window:
         raise UserError(
-            f"document {longest} has {array[longest]} tokens, over context_window = {context_window}; raise it, or cut "
-            "or drop such documents before training"
+            f"document {int(array.argmax())} has {longest} tokens, over context_window = {context_window}; raise it, "
+            "or cut or drop such documents before training"
         )
     return array.astype(np.int64)
 
@@ -143,18 +140,17 @@ class WholeSteps(Iterator[StepPlan]):
     """
 
     def __init__(
-        self,
-        job: Job,
-        documents: Lengths | ArrivingDocuments[Any],
-        *,
-        epochs: int | None = 1,
-        first_epoch: int = 0,
+        self, job: Job, documents: Lengths | ArrivingDocuments[Any], *, epochs: int | None = 1, first_epoch: int = 0
     ) -> None:
-        self._job, self._documents = job, documents
-        self.settings = _settings(job, documents)
-        self._last_epoch = None if epochs is None else first_epoch + epochs - 1
-        self._capacity = job.longest_micro_batch
-        self._planner = StepPlanner(job, documents, epochs=epochs, first_epoch=first_epoch)
+        if epochs is not None and epochs < 1:
+            raise UserError(f"epochs must be >= 1, or None for no end; got {epochs}")
+        self._job, self._documents, self._epochs = job, documents, epochs
+        self.settings = _settings(job, documents) | {"epochs": epochs}
+        self._begin(first_epoch)
+
+    def _begin(self, first_epoch: int) -> None:
+        self.first_epoch = first_epoch
+        self._planner = StepPlanner(self._job, self._documents, epochs=self._epochs, first_epoch=first_epoch)
         self._before = self._planner.state_dict()  # the step that comes next
         self._coming: PlannedStep | None = None
         self._ended = False
@@ -163,18 +159,17 @@ class WholeSteps(Iterator[StepPlan]):
         step = self._coming or self._planned()
         if step is None:
             raise StopIteration
-        whole = self._whole(step.plan)
-        self._coming = self._planned()
+        whole, self._coming = self._whole(step.plan), self._planned()
         # A step that cannot stand alone is part of this one.
         while self._coming is not None and (whole is None or self._whole(self._coming.plan) is None):
-            step = replace(self._coming, plan=_joined(step.plan, self._coming.plan))
-            whole = self._whole(step.plan)
-            self._coming = self._planned()
+            together = replace(step.plan, ranks=step.plan.ranks + self._coming.plan.ranks)
+            step = replace(self._coming, plan=together)
+            whole, self._coming = self._whole(step.plan), self._planned()
         if whole is None:
             raise UserError(
                 f"{len(list(step.plan.segments))} documents cannot be divided into micro-batches of up to "
-                f"{self._capacity} tokens, one at least for each of {self._job.layout.dp} data-parallel ranks; "
-                "give more"
+                f"{self._job.longest_micro_batch} tokens, one at least for each of {self._job.layout.dp} data-parallel "
+                "ranks; give more"
             )
         self._before = step.state
         return whole
@@ -186,7 +181,7 @@ class WholeSteps(Iterator[StepPlan]):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last step returned, as JSON-serialisable data of the caller's own."""
-        return {"settings": copy.deepcopy(self.settings), **copy.deepcopy(self._before)}
+        return copy.deepcopy({"settings": self.settings, "first_epoch": self.first_epoch, "planner": self._before})
 
     def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
         """Continue from ``state``; a stream is at its beginning. ``inside_step``: part of the next step was trained.
@@ -194,39 +189,34 @@ class WholeSteps(Iterator[StepPlan]):
         Raises ``UserError`` where it was saved on other documents, in another order or beyond the last epoch, and
         inside a step for any other setting.
         """
-        changed = self._changed(state, inside_step)
-        planner = copy.deepcopy({name: value for name, value in state.items() if name != "settings"})
-        stream = planner["stream"]
+        changed, planner = self._changed(state, inside_step), copy.deepcopy(state["planner"])
+        last, at = state["first_epoch"] + (self._epochs or 0) - 1, planner["stream"]
         if isinstance(self._documents, ArrivingDocuments):
-            self._documents.read_again(stream, waiting_in(planner))
-        elif self._last_epoch is not None and stream["epoch"] > self._last_epoch:
+            self._documents.read_again(at, waiting_in(planner))
+        elif self._epochs is not None and at["epoch"] > last:
             raise UserError(
-                f"the state is in epoch {stream['epoch'] + 1} of the documents, and this run ends with epoch "
-                f"{self._last_epoch + 1}; give at least as many epochs as it was saved with"
+                f"the state is in epoch {at['epoch'] + 1} of the documents, and this run ends with epoch {last + 1}; "
+                "give at least as many epochs as it was saved with"
             )
-        packing = self._job.packing
-        packed_by = {"context_window", "overlong", "method", *packing.identity(self._job.context_window)}
+        self._begin(state["first_epoch"])
+        packed_by = {"context_window", "overlong", "method", *self._job.packing.identity(self._job.context_window)}
         self._planner.load_state_dict(planner, packed_otherwise=bool(changed & packed_by))
-        self._before = planner if not changed else self._planner.state_dict()
-        self._coming, self._ended = None, False
+        self._before = self._planner.state_dict() if changed else planner
 
     def _changed(self, state: Mapping[str, Any], inside_step: bool) -> set[str]:
         """Names of settings that are not those of ``state``. Raises ``UserError`` where one may not change."""
-        if "settings" not in state:
-            raise UserError(
-                "the state does not say with which settings it was saved, so it cannot be continued exactly; begin anew"
-            )
+        if not isinstance(state, Mapping) or not {"settings", "first_epoch", "planner"} <= state.keys():
+            raise UserError("state is not what state_dict gave; give that, or none to begin anew")
         saved = state["settings"]
         changed = [name for name in {**self.settings, **saved} if saved.get(name) != self.settings.get(name)]
-        refused = changed if inside_step else [name for name in changed if name in _ORDER]
-        if refused:
-            name = refused[0]
-            where = "inside a step " if inside_step and name not in _ORDER else ""
-            remedy = "or save after whole steps" if where else "or begin anew"
-            raise UserError(
-                f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has "
-                f"{self.settings.get(name)!r}; continue with what it was saved with, {remedy}"
-            )
+        for name in changed:
+            if inside_step or name in _ORDER:
+                where = "inside a step " if name not in _ORDER else ""
+                raise UserError(
+                    f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has "
+                    f"{self.settings.get(name)!r}; continue with what it was saved with, "
+                    f"{'or save after whole steps' if where else 'or begin anew'}"
+                )
         return set(changed)
 
     def _planned(self) -> PlannedStep | None:
@@ -236,16 +226,14 @@ class WholeSteps(Iterator[StepPlan]):
 
     def _whole(self, plan: StepPlan) -> StepPlan | None:
         """``plan`` without empty micro-batches; None where its documents do not suffice for every rank."""
-        if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == self._job.layout.dp:
+        dp, prices, segments = self._job.layout.dp, self._job.packing_prices, list(plan.segments)
+        if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == dp:
             return plan
-        segments, prices = list(plan.segments), self._job.packing_prices
-        lengths = [segment.length for segment in segments]
-        seconds = segment_seconds(prices, segments)
-        phases = prices.phases.taken(segments) if isinstance(prices, PhasedPrices) else None
-        dp = self._job.layout.dp
+        seconds, lengths = segment_seconds(prices, segments), np.array([segment.length for segment in segments])
+        held = prices.phases.held_tokens(segments) if isinstance(prices, PhasedPrices) else lengths
         for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
             try:
-                divided = balance(lengths, parts, self._capacity, multiple_of=dp, workload=prices, phases=phases)
+                divided = balance(held, parts, self._job.longest_micro_batch, multiple_of=dp, costs=seconds)
             except UserError:
                 continue
             micro_batches = tuple(
@@ -256,36 +244,23 @@ class WholeSteps(Iterator[StepPlan]):
 
 
 def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str, Any]:
-    data, packing = job.data, job.packing
     order: list[Any] = ["a stream", None, None, None]  # what has come of it is compared on the way
     if not isinstance(documents, ArrivingDocuments):
-        lengths = documents.astype("<i8").tobytes()
-        order = [len(documents), hashlib.blake2b(lengths, digest_size=8).hexdigest(), data.seed, data.shuffle]
+        lengths = hashlib.blake2b(documents.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        order = [len(documents), lengths, job.data.seed, job.data.shuffle]
     probes = np.unique(np.geomspace(1, job.context_window, 8).astype(np.int64))
     prices = np.asarray(job.packing_prices.document_seconds(probes), float).tolist()
-    phases = {} if job.phases is None else {"phases": job.phases.digest}
     return {
         **dict(zip(_ORDER, order, strict=True)),
-        **phases,
-        **packing.in_use(),
+        **({} if job.phases is None else {"phases": job.phases.digest}),
+        **job.packing.in_use(),
         "context_window": job.context_window,
-        "overlong": data.overlong,
+        "overlong": job.data.overlong,
         "micro_batches": job.micro_batches_per_rank,
         "dp": job.layout.dp,
         "cp": job.layout.cp,
         "prices": [f"{seconds:.6g}" for seconds in prices],
     }
-
-
-def _joined(first: StepPlan, second: StepPlan) -> StepPlan:
-    """The documents of both, as of one rank, to be divided anew."""
-    together = MicroBatch((*first.segments, *second.segments), 0.0)
-    return replace(
-        first,
-        ranks=((together, MicroBatch((), 0.0)),),
-        delay_token_steps=first.delay_token_steps + second.delay_token_steps,
-        longest_delay=max(first.longest_delay, second.longest_delay),
-    )
 
 
 class ItemsOfSteps(Iterator[Item]):
@@ -314,9 +289,9 @@ class ItemsOfSteps(Iterator[Item]):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last item, as JSON-serialisable data of the caller's own."""
-        if self._taken < len(self._of_step):
-            return {"planner": copy.deepcopy(self._before), "taken": self._taken}
-        return {"planner": self.steps.state_dict(), "taken": 0}
+        inside = self._taken < len(self._of_step)
+        planner = copy.deepcopy(self._before) if inside else self.steps.state_dict()
+        return {"planner": planner, "taken": self._taken if inside else 0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""

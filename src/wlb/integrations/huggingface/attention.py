@@ -35,7 +35,7 @@ def register_attention(
     """Make our attention known to ``transformers`` as the implementation ``name``, and use it in ``model`` if given.
 
     A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
-    ``attend`` one rank's share of them (``PackedBatch.hf_kwargs``, ``context_parallel_share``). The ranks of ``group``
+    ``attend`` one rank's share of them (``PackedBatch``, ``context_parallel_share``). The ranks of ``group``
     attend those together, unless the batch names another group; None is the default group. It is exact, as fast as what
     it runs on (``wlb.attention``), and its memory does not grow with the square of the tokens. Sliding windows are
     attended as such. Encoders of images or audio keep their own.
