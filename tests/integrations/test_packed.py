@@ -272,12 +272,14 @@ def _gradient_errors() -> dict[str, float]:
         errors[name] = 0.0
         for step in packed_batches(**{"documents": mixed(), **SIZES, **layout}):
             for batch in step.batches:
-                batch.loss(trained(batch.tokens), summed=not averaged).backward()
-            errors[name] = max(errors[name], _error(model, step, averaged))
+                if batch.attend is not None:  # by neighbours, in a group that the steps made
+                    assert dist.get_process_group_ranks(batch.attend.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+                (batch.loss(trained(batch.tokens)) / (1 if averaged else batch.ranks)).backward()
+            errors[name] = max(errors[name], error_of(model, step, averaged))
     return errors
 
 
-def _error(model: Bigrams, step: Any, averaged: Any) -> float:
+def error_of(model: Bigrams, step: Any, averaged: Any) -> float:
     gradient = model.scores.grad
     assert gradient is not None
     if not averaged:

@@ -13,7 +13,6 @@ the id ``epoch * documents of all stores + first + i``, with the epoch of its st
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
@@ -77,32 +76,7 @@ class DataConfig(Section):
 _CHECKED = 1 << 14  # documents looked at together
 
 
-class Stream(ABC):
-    """Documents as a planner takes them, never across the end of an epoch."""
-
-    epoch: int
-
-    @property
-    @abstractmethod
-    def epoch_is_over(self) -> bool: ...
-
-    @abstractmethod
-    def take(self, documents: int) -> list[Segment]: ...
-
-    @abstractmethod
-    def next_epoch(self) -> None: ...
-
-    @abstractmethod
-    def begin(self, epoch: int) -> None: ...
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class DocumentStream(Stream):
+class DocumentStream:
     """An endless stream of documents, taken a few at a time and never across the end of an epoch.
 
     ``lengths`` are tokens per document of one store, or of each store of ``config.mixture`` in a sequence; they are

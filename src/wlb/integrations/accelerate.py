@@ -16,44 +16,39 @@ from typing import Any
 from torch import nn
 
 from wlb.errors import UserError
-from wlb.integrations.packed import PackedBatch, PackedStep, PackedSteps
+from wlb.integrations.packed import PackedBatch, PackedSteps
 from wlb.runtime.own_lists import in_turn
 
 
-class BalancedSteps(Iterator[Iterator[PackedBatch]]):
-    """What ``balanced_steps`` returns; ``accelerator.register_for_checkpointing`` takes it."""
+class BalancedSteps(PackedSteps):
+    """``packed_batches`` on the processes of an ``Accelerator``: each step is an iterator over its batches.
+
+    Gradients are averaged over processes with the last batch of a step. ``accelerator.register_for_checkpointing``
+    takes this. Raises ``UserError`` for DeepSpeed, Megatron-LM and XLA, for Accelerate's own tensor or context
+    parallelism, gradient accumulation and ``accumulate``, and where no model is prepared.
+    """
 
     def __init__(self, accelerator: Any, documents: Any, **settings: Any) -> None:
         kind = str(accelerator.distributed_type).rpartition(".")[2]
-        sizes = getattr(accelerator, "parallelism_config", None)
         if kind not in ("NO", "FSDP") and not kind.startswith("MULTI_"):
             raise UserError(f"under {kind} Accelerate does not leave steps to the loop; use DDP or FSDP2")
+        sizes = getattr(accelerator, "parallelism_config", None)
         if sizes is not None and sizes.non_data_parallel_size > 1:
             raise UserError("parallelism_config shares documents among processes; leave tp, cp and sp out, and give cp")
-        self._accelerator, self._steps = accelerator, PackedSteps(documents, **settings)
-        self.state_dict, self.load_state_dict = self._steps.state_dict, self._steps.load_state_dict
+        self._accelerator = accelerator
+        super().__init__(documents, **settings)
 
-    def __next__(self) -> Iterator[PackedBatch]:
-        models = nn.ModuleList(self._accelerator._models)
-        if not len(models):
+    def __next__(self) -> Any:
+        if not self._accelerator._models:
             raise UserError("Accelerate has prepared no model, so gradients would not be averaged; prepare it first")
-        return self._in_turn(models, next(self._steps).to(self._accelerator.device))
+        return self._in_turn(super().__next__().to(self._accelerator.device).batches)
 
-    def _in_turn(self, models: nn.Module, step: PackedStep) -> Iterator[PackedBatch]:
-        accumulated = self._accelerator.step
-        for batch in in_turn(models, step.batches, keep_weights=self._steps.job.levels_steps):
+    def _in_turn(self, batches: tuple[PackedBatch, ...]) -> Iterator[PackedBatch]:
+        accumulated, models = self._accelerator.step, nn.ModuleList(self._accelerator._models)
+        for batch in in_turn(models, batches, keep_weights=self.job.levels_steps):
             if self._accelerator.step != accumulated:
                 raise UserError("accelerator.accumulate steps after every batch; leave it out, and step once a step")
             yield batch
 
 
-def balanced_steps(accelerator: Any, documents: Any, **settings: Any) -> BalancedSteps:
-    """Optimizer steps over ``documents`` on the processes of an ``Accelerator``, each an iterator over its batches.
-
-    ``settings`` are those of ``packed_batches``, own lists included. Gradients are averaged over processes with the
-    last batch of a step only. ``state_dict`` and ``load_state_dict`` are those of the steps.
-
-    Raises ``UserError`` for DeepSpeed, Megatron-LM and XLA, Accelerate's own tensor and context parallelism, gradient
-    accumulation of the ``Accelerator``, ``accumulate``, and a model that is not prepared.
-    """
-    return BalancedSteps(accelerator, documents, **settings)
+balanced_steps = BalancedSteps

@@ -1,15 +1,10 @@
 """What is trained of a document: its token ids, and which of them are to be learnt.
 
 Documents are arrays of token ids, or dictionaries with ``input_ids`` as data sets have them. Of their other fields
-
-- ``labels`` are -100 where a token is not to be learnt;
-- ``completion_mask``, ``loss_mask`` and ``assistant_masks`` have a 1 for each token to be learnt and a 0 for others;
-- ``attention_mask`` has a 0 for padding at the beginning or the end, which is cut off;
-- ``position_ids`` must count from 0, as they do in any packed document.
-
-Where there are several, a token is trained only if all of them allow it. Fields that are None count as absent. Text,
-single numbers, and lists or dictionaries of text are not model input, and are ignored. Everything else is refused,
-because packing would lose it.
+``labels`` are -100 where a token is not learnt, and ``completion_mask``, ``loss_mask`` and ``assistant_masks`` 0; a
+token is trained if all of them allow it. ``attention_mask`` is 0 for padding at either end, which is cut off, and
+``position_ids`` must count from 0. Fields that are None count as absent. Text, single numbers, and lists or
+dictionaries of text are ignored. Everything else is refused, because packing would lose it.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ _FLAGS = ("attention_mask", *LOSS_MASKS)
 
 
 def check_documents(documents: Any, name: str) -> None:
-    """Raise ``UserError`` for a file, a dictionary or a function in place of a sequence or stream of documents."""
+    """Raise ``UserError`` for a path, a dictionary or a function in place of a sequence or stream of documents."""
     if isinstance(documents, str | Path):
         raise UserError(
             f'{name} is the path {documents}; give what datasets.load_dataset("json", ...) reads, tokenised'

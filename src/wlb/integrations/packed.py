@@ -41,13 +41,11 @@ class PackedBatch:
     ``tokens``, ``labels`` and ``position_ids`` are int64 of shape (tokens,). A label is the token to predict there,
     that is the next one of the document, or -100. ``segment_lengths`` are of the whole micro-batch, in packed order.
     ``loss_tokens`` are the labelled tokens of the step over all ``ranks`` (dp x cp). Where several ranks share the
-    micro-batch, ``attend`` is the attention over these rows together with them: ``attend(query, key, value)`` with
-    tensors of shape (tokens, heads, head_dim). Otherwise it is None, and ``wlb.attention.segment_attention`` over
-    ``segment_lengths`` does the same.
+    micro-batch, ``attend(query, key, value)`` is the attention over these rows together with them, with tensors of
+    shape (tokens, heads, head_dim); else it is None, and ``wlb.attention.segment_attention`` does the same.
 
-    A Hugging Face causal LM takes it as keywords, ``batch.loss(model(**batch).logits)``: ``input_ids`` and
-    ``position_ids`` of shape (1, tokens), where documents end (``cu_seq_lens_q`` and the like), and ``attend``. There
-    is no mask, and there are no labels, from which a model would take the mean of its micro-batch. The model needs
+    A Hugging Face causal LM takes it as keywords: ``batch.loss(model(**batch).logits)``. They have no mask, and no
+    labels, from which a model would take the mean of its micro-batch. The model attends with
     ``wlb.integrations.huggingface.register_attention``; where there is no ``attend`` flash_attention_2 does as well,
     but refuses nothing: ``check_batch`` says whether the model is exact.
     """
@@ -60,35 +58,28 @@ class PackedBatch:
     ranks: int
     attend: ShardedAttention | None = None
 
-    def loss(self, logits: Tensor, *, summed: bool = False) -> Tensor:
-        """This micro-batch's share of the step's loss, whose gradients are to be accumulated over the step.
+    def loss(self, logits: Tensor) -> Tensor:
+        """This micro-batch's share of the step's loss, for gradients accumulated over the step and averaged over ranks.
 
-        Args:
-            logits: (tokens, vocabulary), or (1, tokens, vocabulary).
-            summed: Whether the loop sums gradients over ranks. By default they are averaged, as DDP and FSDP do, and
-                the loss is multiplied by ``ranks``. That is right as well where several processes train the same
-                micro-batches and are averaged with the others, as those of a tensor-parallel group may be.
-
-        Returns:
-            A scalar in float32, or float64 where logits are. In a step without labelled tokens it is zero, as are its
-            gradients, and a warning says so.
+        ``logits`` are (tokens, vocabulary) or (1, tokens, vocabulary). Where a loop sums gradients over ranks in place
+        of the mean of DDP and FSDP, divide by ``ranks``. Returns a scalar in float32, or float64 where logits are; in a
+        step without labelled tokens it is zero, as are its gradients, and a warning says so.
         """
         rows = logits[0] if logits.shape[:1] == (1,) and logits.dim() == 3 else logits
         if rows.shape[:-1] != self.labels.shape:
             raise UserError(
                 f"logits have shape {tuple(logits.shape)} and the batch {len(self.labels)} tokens; give (tokens, "
-                "vocabulary), or what a Hugging Face model gives: model(**batch).logits"
+                "vocabulary), or model(**batch).logits of a Hugging Face model"
             )
         if self.loss_tokens == 0:
             warn_of_no_labels()
-        total = summed_cross_entropy(rows, self.labels)
-        return total * (1 if summed else self.ranks) / max(self.loss_tokens, 1)
+        return summed_cross_entropy(rows, self.labels) * self.ranks / max(self.loss_tokens, 1)
 
     @cached_property
     def _keywords(self) -> dict[str, Any]:
         rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
         shared = {} if self.attend is None else {"attend": self.attend}
-        return {**rows, **extents_of(self.segment_lengths, self.tokens.device), **shared}
+        return rows | extents_of(self.segment_lengths, self.tokens.device) | shared
 
     def keys(self) -> KeysView[str]:
         return self._keywords.keys()
@@ -103,11 +94,7 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The micro-batches of one rank in one optimizer step.
-
-    ``loss_tokens`` counts the labelled tokens of the step over all ranks. ``plan`` has the documents of all ranks with
-    their predicted seconds; ids count over epochs.
-    """
+    """One rank's micro-batches of an optimizer step, its labelled tokens over all ranks, and the plan of all ranks."""
 
     batches: tuple[PackedBatch, ...]
     loss_tokens: int
@@ -124,8 +111,8 @@ class PackedSteps(Iterator[PackedStep]):
 
     Args:
         documents: A token store, a sequence or a stream; a document is token ids, or a dictionary whose fields
-            ``wlb.integrations.document_fields`` reads. A stream, which has no length, is read once, in order of arrival:
-            every process reads all of it and keeps what waits. With ``state`` it begins again and is passed over.
+            ``wlb.integrations.document_fields`` reads. A stream, which has no length, is read once, in order: every
+            process reads all of it and keeps what waits. With ``state`` it begins again and is passed over.
         context_window: Tokens of a micro-batch on average, and most of a document.
         micro_batches: Of a step on each data-parallel rank.
         dp: Data-parallel ranks, by default all processes over ``cp``.
@@ -133,9 +120,8 @@ class PackedSteps(Iterator[PackedStep]):
         rank: This process's place among dp x cp; by default that in ``group``. Where processes train the same
             micro-batches, as those of a tensor-parallel group do, give dp and the same rank for all of them.
         epochs: None never ends.
-        own_lists: Whether every process runs its own number of micro-batches, all finishing together; documents that
-            would take one process too long are shared. Run them with ``wlb.runtime.level_step``. There is no ``cp``
-            then, and ``micro_batches`` are windows a step and process.
+        own_lists: Whether every process runs its own number of micro-batches, and documents that would take one process
+            too long are shared: for ``wlb.runtime.level_step``.
         sharding: See ``cp``.
         overlong: What becomes of documents over the window: "split", "truncate", "drop" or "error". A warning says that
             there are some, and ``overlong`` of the steps counts them.
@@ -145,11 +131,9 @@ class PackedSteps(Iterator[PackedStep]):
         settings: Further keywords of ``balanced_job``: model, hardware, profile, preset, seed, shuffle and the like.
 
     Where dp x cp > 1, every ``next`` is a collective call: the first, and the first after ``load_state_dict``, compares
-    lengths, settings, states and ranks, and every one compares the plan and counts the labelled tokens. A process that
-    does not make it lets the others wait until the group's timeout. Nothing is compared where dp = cp = 1 is given.
-
-    Raises ``UserError`` for what cannot be planned, on every process where they would train different plans, and for a
-    ``state`` of other documents, ``seed`` or ``shuffle``.
+    lengths, settings, states and ranks; every one compares plans and counts labelled tokens. Nothing is compared where
+    dp = cp = 1 is given. Raises ``UserError`` for what cannot be planned, on every process where they would train
+    different plans, and for a ``state`` of other documents, ``seed`` or ``shuffle``.
     """
 
     def __init__(
@@ -175,7 +159,7 @@ class PackedSteps(Iterator[PackedStep]):
         self._processes = Processes(rank, dp, cp, group)
         self._rank = self._processes.own_rank()
         self._stream: ArrivingDocuments[Document] | None = None
-        lengths = None
+        lengths: Any = None
         if isinstance(documents, TokenStore):
             lengths, self._read = documents.lengths, partial(read_batch, store=documents)
         elif _is_sequence(documents):
@@ -184,8 +168,10 @@ class PackedSteps(Iterator[PackedStep]):
         elif epochs != 1:
             raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave it out, or repeat documents in it")
         else:
-            self._stream = ArrivingDocuments(documents, token_count, context_window, overlong)
-            self._read = partial(_batch_of, self._stream, self._stream.lengths)
+            longest = context_window if overlong == "drop" else np.inf
+            self._stream = ArrivingDocuments(documents, token_count, longest)
+            self._read = partial(_batch_of, self._stream.kept, self._stream.lengths)
+            settings |= {"shuffle": False}
         if lengths is not None:
             lengths = checked_lengths(lengths, context_window if overlong == "error" else None)
         settings |= {"dp": self._processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
@@ -215,7 +201,7 @@ class PackedSteps(Iterator[PackedStep]):
                 f"{self.job.data.overlong!r}, and PackedSteps.overlong counts them"
             )
         if self._stream is not None:
-            self._stream.trained(plan.segments)
+            self._stream.forget(self._steps.finished)
         return PackedStep(tuple(self._packed(share, loss_tokens) for share in shares), loss_tokens, plan)
 
     @property
@@ -239,8 +225,8 @@ class PackedSteps(Iterator[PackedStep]):
         if ranks and self.job.layout.cp > 1 and self._sharing is None:
             if ranks != [*range(self._processes.ranks)]:
                 raise UserError(
-                    f"the processes have rank = {', '.join(map(str, ranks))}, and those that share micro-batches need "
-                    "their place in group; leave rank out, and give the group of the data-parallel ranks"
+                    f"rank = {', '.join(map(str, ranks))}, and processes that share micro-batches need their place in "
+                    "group; leave rank out, and give the group of the data-parallel ranks"
                 )
             self._sharing = sharing_group(self.job.layout.cp, self._processes.group)
         self._begin = None
@@ -264,8 +250,8 @@ class PackedSteps(Iterator[PackedStep]):
         others = (rows[:, 1] != rows[0, 1]).nonzero().flatten().tolist()
         if others:
             raise UserError(
-                f"process {others[0]} planned another step than process 0; give every process the same documents, in "
-                "the same order, and the same version of wlb-llm"
+                f"process {others[0]} planned another step than process 0; give every process the same documents in "
+                "the same order, and version of wlb-llm"
             )
         return int(rows[:, 0].sum()) * ranks // world
 
@@ -317,15 +303,10 @@ def warn_of_no_labels() -> None:
 class FlatteningCollator:
     """Lays the documents of a batch one after another: ``collate_fn`` beside a planned batch sampler.
 
-    Documents are dictionaries as Hugging Face data sets have them, of which ``wlb.integrations.document_fields`` says
-    what is trained (``input_ids``, ``labels``, masks) and what is refused; or the token ids alone. What comes out is
-    what packed models of Hugging Face take, with one row:
-
-    - ``input_ids``, ``position_ids`` (restarting with each document) and ``labels``, int64 of shape (1, tokens). Labels
-      are those of the tokens themselves, and -100 for the first of each document, which nothing predicts;
-    - ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape (documents + 1,), ``max_length_q`` and ``max_length_k``;
-    - ``use_cache`` = False, as a cache makes other attention functions than ours forget where documents end;
-    - no attention mask.
+    Documents are as ``wlb.integrations.document_fields`` reads them. What comes out is what packed models of Hugging
+    Face take, without a mask: ``input_ids``, ``position_ids`` (restarting with each document) and ``labels``, int64 of
+    shape (1, tokens), and ``extents_of`` the documents. Labels are those of the tokens themselves, and -100 for the
+    first of each document, which nothing predicts.
     """
 
     def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
@@ -340,7 +321,10 @@ class FlatteningCollator:
 
 
 def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:
-    """The keywords by which packed models of Hugging Face know where documents of ``lengths`` tokens end."""
+    """The keywords by which packed models of Hugging Face know where documents of ``lengths`` tokens end.
+
+    ``use_cache`` is False, as a cache makes other attention functions than ours forget it.
+    """
     extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     ends = {"cu_seq_lens_q": extents, "cu_seq_lens_k": extents.clone()}
     return {**ends, "max_length_q": max(lengths), "max_length_k": max(lengths), "use_cache": False}

@@ -12,20 +12,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice, starmap
 from typing import Any
 
 import numpy as np
 
-from wlb.documents.order import DocumentStream, Stream
+from wlb.documents.order import DocumentStream
 from wlb.documents.segments import OverlongReport, Segment, split_overlong
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.packing.arrange import arrange
+from wlb.packing.balance import balance
 from wlb.packing.packer import held_segments
-from wlb.packing.plan import StepPlan
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.workload.phases import PhasedPrices, segment_seconds
 
 _MOST_DOCUMENTS = 2**20  # that are packed together: twice those of 65,536 windows of 4,096 tokens, at 500 tokens each
 _DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
@@ -48,41 +51,39 @@ class PlannedStep:
 
 
 class StepPlanner(Iterator[PlannedStep]):
-    """Plans the steps of ``job`` on ``documents``: lengths in a store, or in each store of a mixture, or a stream.
+    """Plans the steps of ``job`` on ``documents``: lengths in a store, or in each store of a mixture.
 
     Ends after ``epochs`` epochs, the last one drained, and never for None: documents of the next epoch follow those of
     this one into the same steps. An epoch of a mixture is over when every store has finished one. The order of
-    documents begins with that of ``first_epoch``. Raises ``UserError`` where they leave nothing to train on, and where
-    too many of them make a step.
+    documents begins with that of ``first_epoch``. With ``whole`` steps, for loops that can neither run an empty
+    micro-batch nor cut a document, a step with too few documents for all of its micro-batches has fewer, and one with
+    too few even for that is trained with the step before. Raises ``UserError`` where documents leave nothing to train
+    on, and where too many of them make a step.
     """
 
     def __init__(
         self,
         job: Job,
-        documents: DocumentLengths | Stream,
+        documents: DocumentLengths,
         *,
         epochs: int | None = None,
         first_epoch: int = 0,
+        whole: bool = False,
     ) -> None:
-        self._stream: Stream
-        if isinstance(documents, Stream):
-            self._stream = documents
-        else:
-            self._stream = DocumentStream(documents, job.data)
-            together = documents_together(job, documents)
-            if together > _MOST_DOCUMENTS:
-                raise UserError(
-                    f"{job.packing.window * job.global_batch} context windows of {job.context_window} tokens are "
-                    f"packed together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower the global "
-                    "batch, packing.window or data.context_window"
-                )
+        self._stream = DocumentStream(documents, job.data)
+        if (together := documents_together(job, documents)) > _MOST_DOCUMENTS:
+            raise UserError(
+                f"{job.packing.window * job.global_batch} context windows of {job.context_window} tokens are packed "
+                f"together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower the global batch, "
+                "packing.window or data.context_window"
+            )
         self._stream.begin(first_epoch)
         if job.phases is not None:
             if not isinstance(documents, np.ndarray):
                 raise UserError("phases are of the documents of one data set; give no stream, mixture or store of them")
             job.phases.check(len(documents))
         self._packer = job.packing.packer(job.context_window, job.packing_prices)
-        self._job = job
+        self._job, self._is_whole = job, whole
         self._last_epoch = None if epochs is None else first_epoch + epochs - 1
         self._emitted: deque[StepPlan] = deque()
         self._drained = False
@@ -93,11 +94,22 @@ class StepPlanner(Iterator[PlannedStep]):
         plan = self._next_plan()
         if plan is None:
             raise StopIteration
+        waiting, state = self._waiting_documents(), self.state_dict()
+        if self._is_whole:
+            whole = self._divided(plan)
+            # A step that cannot stand alone is part of the one before; its state is the one to go on from.
+            while self._packs_more() and (whole is None or self._divided(self._emitted[0]) is None):
+                plan = replace(plan, ranks=plan.ranks + self._emitted.popleft().ranks)
+                whole, waiting, state = self._divided(plan), self._waiting_documents(), self.state_dict()
+            if whole is None:
+                raise UserError(
+                    f"{len(list(plan.segments))} documents cannot be divided into micro-batches of up to "
+                    f"{self._job.longest_micro_batch} tokens, one for each of dp = {self._job.layout.dp}; give more"
+                )
+            plan = whole
         arranged = self._arranged(plan)
         # All pieces of a document are taken in together, so what does not wait has been trained.
-        waiting = self._waiting_documents()
         finished = {segment.document for segment in plan.segments} - waiting
-        state = self.state_dict()
         return PlannedStep(arranged, time.perf_counter() - started, state, tuple(sorted(finished)), len(waiting))
 
     def plans(self, first: int = 0) -> Iterator[StepPlan]:
@@ -147,11 +159,30 @@ class StepPlanner(Iterator[PlannedStep]):
         self._held = None
 
     def _next_plan(self) -> StepPlan | None:
+        return self._emitted.popleft() if self._packs_more() else None
+
+    def _packs_more(self) -> bool:
+        """Pack until there is another step; returns whether there is."""
         while not self._emitted:
             if self._drained and not self._packer.pending and self._is_last_epoch:
-                return None
+                return False
             self._feed()
-        return self._emitted.popleft()
+        return True
+
+    def _divided(self, plan: StepPlan) -> StepPlan | None:
+        """``plan`` without empty micro-batches; None where its documents do not suffice for every rank."""
+        if len(plan.ranks) == 1 and all(micro_batch.segments for micro_batch in plan.micro_batches):
+            return plan
+        dp, prices, segments = self._job.layout.dp, self._job.packing_prices, list(plan.segments)
+        seconds, held = segment_seconds(prices, segments), [segment.length for segment in segments]
+        if isinstance(prices, PhasedPrices):
+            held = prices.phases.held_tokens(segments).tolist()
+        for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
+            with suppress(UserError):  # which says that they do not fit
+                divided = balance(held, parts, self._job.longest_micro_batch, multiple_of=dp, costs=seconds)
+                mine = [(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided]
+                return replace(plan, ranks=(tuple(starmap(MicroBatch, mine)),))
+        return None
 
     @property
     def _is_last_epoch(self) -> bool:

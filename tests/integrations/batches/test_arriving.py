@@ -2,69 +2,53 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
 
 
-def stream(lengths: list[int], overlong: str = "split") -> ArrivingDocuments[str]:
-    return ArrivingDocuments(("x" * length for length in lengths), len, 10, overlong)
+def stream(lengths: list[int], longest: float = np.inf) -> ArrivingDocuments[str]:
+    return ArrivingDocuments(("x" * length for length in lengths), len, longest)
 
 
-@given(st.lists(st.integers(1, 30), min_size=1), st.integers(1, 7), st.sampled_from(["split", "truncate", "drop"]))
-def test_all_come_once_and_none_is_kept_that_was_trained(lengths, at_once, overlong):
-    documents = stream(lengths, overlong)
-    segments = []
-    while not documents.epoch_is_over:
-        taken = documents.take(at_once)
-        assert all(documents[segment.document] == "x" * lengths[segment.document] for segment in taken)
-        documents.trained(taken)
-        segments += taken
-        with pytest.raises(KeyError):
-            documents[0]
-    kept = {
-        "split": sum(lengths),
-        "truncate": sum(min(10, n) for n in lengths),
-        "drop": sum(n for n in lengths if n <= 10),
-    }
-    assert sum(segment.length for segment in segments) == kept[overlong]
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=300), st.integers(1, 100), st.sampled_from([np.inf, 20]))
+def test_all_come_in_order_and_none_is_kept_that_was_trained(lengths, at_once, longest):
+    documents, cursor = stream(lengths, longest), 0
+    while cursor < len(documents):
+        taken = np.arange(cursor, min(cursor + at_once, len(documents)))
+        assert documents[taken].tolist() == lengths[cursor : cursor + len(taken)]
+        short = [document for document in taken.tolist() if lengths[document] <= longest]
+        assert [documents.kept[document] for document in short] == ["x" * lengths[document] for document in short]
+        documents.forget(short)
+        assert min(documents.kept, default=len(lengths)) >= cursor + len(taken)
+        cursor += len(taken)
     assert documents.lengths.tolist() == lengths
-    assert documents.state_dict()["overlong"]["tokens_dropped"] == sum(lengths) - kept[overlong]
+    assert documents.kept == {}
 
 
-def test_reading_again_keeps_what_waits():
-    lengths = [4, 25, 7, 3]
-    documents = stream(lengths)
-    taken = documents.take(3)
-    stream_state = documents.state_dict()
-    again = stream(lengths)
-    again.read_again(stream_state, taken[2:])
-    again.load_state_dict(stream_state)
-    assert again[1] == "x" * 25
-    with pytest.raises(KeyError):
-        again[0]
-    again.trained(taken[2:])
-    assert again.take(5) == documents.take(5)
-    assert again.epoch_is_over
+@given(st.integers(0, 200), st.sets(st.integers(0, 199)))
+def test_reading_again_keeps_what_waits(taken, waiting):
+    lengths = [1 + number % 7 for number in range(200)]
+    saved, again = stream(lengths), stream(lengths)
+    while len(saved) < 200:
+        saved[np.arange(len(saved))]
+    again.read_again(taken, saved.digest(taken), [Segment(document, 0, 1) for document in waiting])
+    passed_over = {*range(taken)} - waiting
+    assert {*again.kept} == {*range(max(64, taken))} - passed_over
+    assert len(again) >= taken
 
 
 def test_mistakes_are_one_line():
     with pytest.raises(UserError, match="no documents"):
         stream([])
     with pytest.raises(UserError, match="document 1 of the stream has no tokens"):
-        stream([1, 0]).take(2)
-    with pytest.raises(UserError, match="document 0 has 11 tokens, over the context window of 10"):
-        stream([11], "error").take(1)
-    with pytest.raises(
-        UserError, match="the first 3 documents of the saved stream are not the first of this one, of which 2"
-    ):
-        stream([1, 1]).read_again({"documents": 3, "digest": 0}, [])
-    begun = stream([1, 1])
-    begun.take(1)
-    with pytest.raises(UserError, match="open it anew"):
-        begun.read_again(begun.state_dict(), [])
+        stream([1, 0])
+    with pytest.raises(UserError, match="the first 3 documents of the saved stream are not the first of this one, of"):
+        stream([1, 1]).read_again(3, 0, [])
     with pytest.raises(UserError, match="the first 1 documents of the saved stream are not"):
-        stream([2, 1]).read_again(begun.state_dict(), [])
+        stream([2, 1]).read_again(1, stream([1, 1]).digest(1), [])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 from collections import Counter
+from functools import partial
 from itertools import chain, islice, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.cases import in_turn
+from tests.workload.profiles import analytic_profile
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
+from wlb.integrations.packed import packed_batches
+from wlb.workload import model_shape
 from wlb.workload.phases import DocumentPhases
+from wlb.workload.profile import write_profile
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1.2, 300).astype(int).clip(8, 1024)
 
@@ -87,11 +93,19 @@ def test_loaders_that_would_train_other_documents_or_lose_where_steps_end_are_re
     with pytest.raises(UserError, match="data set has 301 documents and the sampler lengths of 300"):
         read(range(301))
     accelerate = pytest.importorskip("accelerate")
-    loader: Any = DataLoader(range(300), batch_sampler=sampler(), collate_fn=len)  # type: ignore[arg-type]
     dealt = importlib.import_module("accelerate.data_loader").BatchSamplerShard(sampler(), 2, 0)
-    for prepared in (accelerate.Accelerator(cpu=True).prepare(loader), dealt):
-        with pytest.raises(UserError, match=r"use wlb\.integrations\.accelerate\.balanced_steps\(accelerator"):
-            list(prepared)
+    with pytest.raises(UserError, match=r"use wlb\.integrations\.accelerate\.balanced_steps\(accelerator"):
+        list(dealt)
+    accumulating = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    try:
+        for reads in (
+            partial(read, range(300)),
+            partial(next, packed_batches([[1, 2]], context_window=4, micro_batches=1)),
+        ):
+            with pytest.raises(UserError, match=r"gradient_accumulation_steps=2\) divides every loss by 2"):
+                reads()
+    finally:
+        accumulating.gradient_accumulation_steps = 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -187,6 +201,17 @@ def test_what_a_state_cannot_be_continued_with_is_refused(taken: int, change: di
     list(islice(first, taken))
     with pytest.raises(UserError, match=message):
         sampler(**change).load_state_dict(first.state_dict())
+
+
+def test_a_measured_profile_prices_documents_and_names_the_model(tmp_path: Path):
+    shape = model_shape("tiny")
+    write_profile(analytic_profile(shape), tmp_path / "profile.json")
+    job = sampler(model=None, profile=tmp_path / "profile.json").job
+    assert job.shape == shape
+    assert job.profile is not None
+    assert job.costs.attention_seconds(512) == job.profile.attention_seconds(512)
+    with pytest.raises(UserError, match="the profile was measured with another model"):
+        sampler(model="7b", profile=job.profile)
 
 
 def test_own_prices_are_packed_by():

@@ -43,13 +43,13 @@ def test_packed_documents_train_as_single_ones(family: str):
     assert check_batch(packed, batch).passed
 
 
-def _loop_gradient(documents: list[Any], window: int = 64, group: Any = None, **sizes: Any) -> torch.Tensor:
+def _loop_gradient(documents: list[Any], window: int = 64, **sizes: Any) -> torch.Tensor:
     """Of the loop in the README, summed over all steps of the loss over their labelled tokens."""
     packed = model("Mistral", sliding_window=window)
-    register_attention(packed, group=group)
+    register_attention(packed)
     for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
         for batch in step.batches:
-            batch.loss(packed(**batch).logits, summed=True).backward()
+            (batch.loss(packed(**batch).logits) / batch.ranks).backward()
     return gradient(packed)
 
 
@@ -91,7 +91,7 @@ LOOPS = (DOCUMENTS, DOCUMENTS[1:2])  # under hybrid sharding one rank has nothin
 
 def _context_parallel_gradients() -> tuple[list[torch.Tensor], tuple[float, bool], list[torch.Tensor]]:
     group = context_parallel_group(2)
-    loops = [_loop_gradient(documents, group=group, micro_batches=1, cp=2) for documents in LOOPS]
+    loops = [_loop_gradient(documents, micro_batches=1, cp=2) for documents in LOOPS]
     for total in loops:
         dist.all_reduce(total)
     return [_context_parallel_gradient(group, *case) for case in SHARED], _check_of_sharded_weights(), loops

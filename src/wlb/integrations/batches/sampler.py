@@ -15,11 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.integrations.batches.processes import Processes, digest
+from wlb.integrations.batches.processes import Processes, check_accumulation, digest
 from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job, checked_lengths
-from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
-from wlb.workload.base import DocumentPrices
 
 
 class PlannedBatchSampler:
@@ -27,27 +25,19 @@ class PlannedBatchSampler:
 
     Args:
         lengths: Tokens of every document of the data set, in its order.
-        context_window: Tokens of a micro-batch on average, and at most of a document. A micro-batch holds up to L_max,
-            ``max_length_factor`` = 1.5 windows unless given.
-        micro_batches: Of a step on each data-parallel rank: the loop's gradient accumulation.
-        dp: Data-parallel ranks; by default those of the process group (its processes over cp), or 1 without one.
-        cp: Context-parallel ranks of each, which train the same micro-batches.
         rank: The process whose micro-batches are wanted, of dp x cp (context-parallel ranks are neighbours); None for
             those of all in turn.
         epochs: Epochs of one pass, planned as one stream: each trains every document once. None never ends.
-        workload: Prices of documents; by default those of ``model`` on ``hardware``.
-        group: The ``torch.distributed`` group of all processes that train; None is the default group.
-        settings: Further keywords of ``wlb.integrations.batches.balanced_job``: model, hardware, profile, preset, seed,
-            shuffle and options of the packer.
+        settings: Further keywords of ``wlb.integrations.batches.balanced_job``. Other arguments are those of
+            ``packed_batches``.
 
-    Where a process group is initialised and dp x cp > 1, ``iter`` is a collective call: the processes compare the
-    lengths, settings, state and ranks that they begin a pass with. ``lengths``, ``rank``, ``job`` and ``processes`` are
-    those planned by.
+    Where a process group is initialised and dp x cp > 1, ``iter`` is a collective call: the processes compare what they
+    begin a pass with.
 
     Raises:
         UserError: A document is empty or over the context window, or settings that no job could have; from ``iter``, on
             every process, where they would train different plans, or some rank's micro-batches not at all; and where a
-            ``DataLoader`` reads a data set of another number of documents, or is prepared by Accelerate.
+            ``DataLoader`` has another number of documents, or is dealt or accumulated by Accelerate.
     """
 
     # What PyTorch, Accelerate and Lightning ask of a batch sampler whose batches differ in size.
@@ -64,24 +54,21 @@ class PlannedBatchSampler:
         cp: int = 1,
         rank: int | None = None,
         epochs: int | None = 1,
-        workload: DocumentPrices | None = None,
         group: Any = None,
         **settings: Any,
     ) -> None:
         self.lengths = checked_lengths(lengths, context_window)
         self.processes = Processes(rank, dp, cp, group)
-        settings |= {"dp": self.processes.dp, "cp": cp, "workload": workload}
-        self.job: Job = balanced_job(self.lengths, context_window, micro_batches, **settings)
+        settings |= {"dp": self.processes.dp, "cp": cp}
+        self.job = balanced_job(self.lengths, context_window, micro_batches, **settings)
         if self.job.levels_steps:
             raise UserError(
                 "a batch sampler gives every process equally many micro-batches, so own_lists is not for it; use "
                 "packed_batches(..., own_lists=True) and wlb.runtime.level_step"
             )
-        self.rank, self._epochs = rank, epochs
-        layout = self.job.layout
-        self._dp_ranks = [process // layout.cp for process in range(layout.dp * layout.cp)]  # yielded in turn
-        self._dp_ranks = self._dp_ranks if rank is None else [self._dp_ranks[rank]]
-        self._first_epoch = 0
+        self.rank, self._epochs, self._first_epoch = rank, epochs, 0
+        processes = range(self.processes.ranks) if rank is None else [rank]
+        self._dp_ranks = [process // self.job.layout.cp for process in processes]
         self._length: int | None = None
         self._state: dict[str, Any] | None = None
         self._batches = self._begun(None)
@@ -112,10 +99,9 @@ class PlannedBatchSampler:
             self._batches = self._begun(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last iterator is, as JSON-serialisable data; it goes on from there in ``load_state_dict``.
+        """Where the last iterator is, as JSON-serialisable data.
 
-        A loader with workers runs ahead of the loop. ``torchdata``'s ``StatefulDataLoader`` knows by how much and keeps
-        the right state; for a plain ``DataLoader`` use ``wlb.integrations.packed.packed_batches``.
+        A loader with workers runs ahead of the loop; ``torchdata``'s ``StatefulDataLoader`` keeps the right state.
         """
         return self._batches.state_dict() if self._state is None else dict(self._state)
 
@@ -129,28 +115,23 @@ class PlannedBatchSampler:
         self._state, self._length = dict(state), None
 
     def steps(self, state: Mapping[str, Any] | None = None) -> Iterator[StepPlan]:
-        """The plans of a pass, on which nothing here has an effect: what a report or a monitor looks at.
-
-        With ``state``, those that begin after it.
-        """
+        """The plans of a pass, or those after ``state``, on which nothing here has an effect: for a monitor."""
         return self._begun(state).steps
 
     def _check_reader(self, reader: Any) -> None:
-        """Raise ``UserError`` where ``reader``, whose method calls ``iter``, would train something else than planned.
-
-        Nothing but the caller tells of the loader, and of what ``accelerator.prepare`` puts around a batch sampler.
-        """
-        if type(reader).__name__ == "BatchSamplerShard":
+        """Raise ``UserError`` where ``reader``, whose method calls ``iter``, would not train what is planned."""
+        if type(reader).__name__ == "BatchSamplerShard":  # of accelerator.prepare
             raise UserError(
                 "a loader that Accelerate prepares does not say where planned steps end, nor how many tokens they "
                 "learn; use wlb.integrations.accelerate.balanced_steps(accelerator, documents, ...)"
             )
-        dataset = getattr(reader, "_dataset", None)  # of the iterator of a DataLoader
-        if hasattr(dataset, "__len__") and len(dataset) != len(self.lengths):
-            raise UserError(
-                f"the loader's data set has {len(dataset)} documents and the sampler lengths of {len(self.lengths)}; "
-                "give the sampler the lengths of this data set"
-            )
+        if (dataset := getattr(reader, "_dataset", None)) is not None:  # of the iterator of a DataLoader
+            check_accumulation()
+            if hasattr(dataset, "__len__") and len(dataset) != len(self.lengths):
+                raise UserError(
+                    f"the loader's data set has {len(dataset)} documents and the sampler lengths of "
+                    f"{len(self.lengths)}; give the sampler the lengths of this data set"
+                )
 
     def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[list[int]]:
         steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=self._first_epoch)
@@ -161,8 +142,6 @@ class PlannedBatchSampler:
         return batches
 
     def _documents(self, plan: StepPlan) -> list[list[int]]:
-        return [
-            [segment.document % len(self.lengths) for segment in plan.ranks[rank][index].segments]
-            for index in range(len(plan.ranks[0]))
-            for rank in self._dp_ranks
-        ]
+        """Of the micro-batches of a step, the first of every process first."""
+        in_turn = (plan.ranks[rank][index] for index in range(len(plan.ranks[0])) for rank in self._dp_ranks)
+        return [[part.document % len(self.lengths) for part in micro_batch.segments] for micro_batch in in_turn]

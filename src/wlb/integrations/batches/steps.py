@@ -1,12 +1,8 @@
-"""Steps for loops that can neither run an empty micro-batch nor cut a document; the basis of every adapter here.
+"""Steps for loops outside our trainer: the job they run, its whole steps, and the items of these.
 
-The planner is the trainer's own (``wlb.job.planner``): the same order of documents over epochs, packer, dealing to
-ranks and state. One thing is added. Where the end of the documents leaves a step with too few for all of its
-micro-batches, the step gets fewer, equally many on every rank; where it has too few even for that, its documents are
-trained with those of the step before.
-
-A state holds what decides the plans (``WholeSteps.settings``). Other documents, or another order of them, are refused;
-sizes, processes and the packing may change between steps, and what waits is then planned anew.
+The planner is the trainer's own (``wlb.job.planner``), and no micro-batch is empty. A state holds what decides the
+plans (``WholeSteps.settings``). Other documents, or another order of them, are refused; sizes, processes and the
+packing may change between steps, and what waits is then planned anew.
 """
 
 from __future__ import annotations
@@ -26,15 +22,13 @@ from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
-from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
-from wlb.packing.arrange import arrange
-from wlb.packing.balance import balance
-from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.job.planner import StepPlanner, waiting_in
+from wlb.packing.plan import StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import simulated_job
 from wlb.workload import Hardware, ModelShape
 from wlb.workload.base import DocumentPrices
-from wlb.workload.phases import DocumentPhases, PhasedPrices, segment_seconds
+from wlb.workload.phases import DocumentPhases
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 Item = TypeVar("Item")
@@ -71,10 +65,10 @@ def balanced_job(
     ``hardware``, or what ``workload`` says; ``phases`` are added. The model is the profile's unless given.
     Micro-batches hold one context window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless
     given). Preset "elastic" pools the dp x cp ranks anew, ``pool`` of them together, by default what is fastest in
-    simulation; ``layout`` and ``micro_batches_per_rank`` of the job say how. With ``own_lists``, which chooses preset
-    and pools, ranks run different numbers of micro-batches and meet at the end of the step (``wlb.runtime.level_step``),
-    and L_max is what one rank holds. ``packing`` are further options of the packer. ``lengths`` None are those of a
-    stream. Raises ``UserError`` for settings that no job could have, and a profile of another model.
+    simulation; the job's ``layout`` and ``micro_batches_per_rank`` say how. With ``own_lists`` ranks run different
+    numbers of micro-batches (``wlb.runtime.level_step``), and L_max is what one rank holds. ``packing`` are further
+    options of the packer. ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could
+    have, and for a profile of another model.
     """
     if own_lists:
         if cp != 1 or preset != "best" or pool != "auto" or "grouping" in packing:
@@ -88,18 +82,10 @@ def balanced_job(
             windows *= dp  # of a rank, and L_max is that of all
         preset, packing = "elastic", packing | {"grouping": "level", "max_length_factor": windows}
     measured = read_profile(profile) if isinstance(profile, str | Path) else profile
-    job = simulated_job(
-        model or (measured.model if measured else "7b"),
-        context_window,
-        preset,
-        hardware=hardware,
-        micro_batches=micro_batches,
-        packing={"order": "pipeline"} | packing,  # sorted alike on all ranks, which suits loops that run in lock step
-        dp=dp,
-        cp=cp,
-        profile=measured,
-        packed_by=workload,
-    )
+    packing = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock step
+    sizes: dict[str, Any] = {"micro_batches": micro_batches, "dp": dp, "cp": cp, "packing": packing}
+    priced: dict[str, Any] = {"hardware": hardware, "profile": measured, "packed_by": workload}
+    job = simulated_job(model or (measured.model if measured else "7b"), context_window, preset, **sizes, **priced)
     job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool, phases=phases)
     if lengths is None and job.pools and not own_lists and "auto" in (job.pools.size, job.pools.micro_batches):
         raise UserError(
@@ -114,15 +100,15 @@ def balanced_job(
 def checked_lengths(lengths: Any, context_window: int | None = None) -> Lengths:
     """Document lengths as an array. Raises ``UserError`` for one that is empty, or over ``context_window``."""
     array = np.asarray(lengths)
-    if array.ndim == 1 and array.size == 0:
+    if array.shape == (0,):
         raise UserError("there are no documents to train; give at least one")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise UserError("lengths must be a list of whole numbers, the tokens of each document; this one is not")
-    if (shortest := int(array.min())) < 1:
-        raise UserError(f"document {int(array.argmin())} has {shortest} tokens; leave empty documents out")
-    if context_window is not None and (longest := int(array.max())) > context_window:
+    if array.min() < 1:
+        raise UserError(f"document {array.argmin()} has {array.min()} tokens; leave empty documents out")
+    if context_window is not None and array.max() > context_window:
         raise UserError(
-            f"document {int(array.argmax())} has {longest} tokens, over context_window = {context_window}; raise it, "
+            f"document {array.argmax()} has {array.max()} tokens, over context_window = {context_window}; raise it, "
             "or cut or drop such documents before training"
         )
     return array.astype(np.int64)
@@ -132,11 +118,8 @@ class WholeSteps(Iterator[StepPlan]):
     """The steps of ``job`` on ``documents`` (their lengths, or a stream) over ``epochs`` epochs; None is without end.
 
     Epochs follow each other into the same steps, so none is cut short; the last one is drained. No micro-batch of a
-    step is empty. Document ids count over epochs: id modulo the number of documents is the index.
-
-    ``first_epoch`` is where the order of documents begins. ``settings`` are what decides the plans, by name, as JSON
-    values: processes with equal ones plan alike. Raises ``UserError`` where there are fewer documents than
-    data-parallel ranks.
+    step is empty. Document ids count over epochs: id modulo the number of documents is the index. ``settings`` are what
+    decides the plans, by name, as JSON values. Raises ``UserError`` for fewer documents than data-parallel ranks.
     """
 
     def __init__(
@@ -150,53 +133,44 @@ class WholeSteps(Iterator[StepPlan]):
 
     def _begin(self, first_epoch: int) -> None:
         self.first_epoch = first_epoch
-        self._planner = StepPlanner(self._job, self._documents, epochs=self._epochs, first_epoch=first_epoch)
+        self._planner = StepPlanner(
+            self._job, self._documents, epochs=self._epochs, first_epoch=first_epoch, whole=True
+        )
         self._before = self._planner.state_dict()  # the step that comes next
-        self._coming: PlannedStep | None = None
-        self._ended = False
+        self.finished: tuple[int, ...] = ()  # documents of which the last step trained the end
 
     def __next__(self) -> StepPlan:
-        step = self._coming or self._planned()
-        if step is None:
-            raise StopIteration
-        whole, self._coming = self._whole(step.plan), self._planned()
-        # A step that cannot stand alone is part of this one.
-        while self._coming is not None and (whole is None or self._whole(self._coming.plan) is None):
-            together = replace(step.plan, ranks=step.plan.ranks + self._coming.plan.ranks)
-            step = replace(self._coming, plan=together)
-            whole, self._coming = self._whole(step.plan), self._planned()
-        if whole is None:
-            raise UserError(
-                f"{len(list(step.plan.segments))} documents cannot be divided into micro-batches of up to "
-                f"{self._job.longest_micro_batch} tokens, one at least for each of {self._job.layout.dp} data-parallel "
-                "ranks; give more"
-            )
-        self._before = step.state
-        return whole
+        step = next(self._planner)
+        self._before, self.finished = step.state, step.documents
+        return step.plan
 
     @property
     def overlong(self) -> OverlongReport:
-        """What became of documents over the context window, of all that were taken in, also for steps to come."""
+        """What became of documents over the context window, of all that were taken in."""
         return self._planner.overlong
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last step returned, as JSON-serialisable data of the caller's own."""
-        return copy.deepcopy({"settings": self.settings, "first_epoch": self.first_epoch, "planner": self._before})
+        state = {"settings": self.settings, "first_epoch": self.first_epoch, "planner": self._before}
+        if isinstance(self._documents, ArrivingDocuments):
+            state["digest"] = self._documents.digest(_documents_taken(self._before))
+        return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
         """Continue from ``state``; a stream is at its beginning. ``inside_step``: part of the next step was trained.
 
-        Raises ``UserError`` where it was saved on other documents, in another order or beyond the last epoch, and
-        inside a step for any other setting.
+        Raises ``UserError`` for other documents, another order or a later epoch; inside a step for any other setting.
         """
         changed, planner = self._changed(state, inside_step), copy.deepcopy(state["planner"])
-        last, at = state["first_epoch"] + (self._epochs or 0) - 1, planner["stream"]
+        last, epoch = state["first_epoch"] + (self._epochs or 0) - 1, planner["stream"]["epoch"]
         if isinstance(self._documents, ArrivingDocuments):
-            self._documents.read_again(at, waiting_in(planner))
-        elif self._epochs is not None and at["epoch"] > last:
+            if _documents_taken(self._planner.state_dict()):
+                raise UserError("a stream is continued from its beginning; open it anew and give the state with it")
+            self._documents.read_again(_documents_taken(planner), state["digest"], waiting_in(planner))
+        elif self._epochs is not None and epoch > last:
             raise UserError(
-                f"the state is in epoch {at['epoch'] + 1} of the documents, and this run ends with epoch {last + 1}; "
-                "give at least as many epochs as it was saved with"
+                f"the state is in epoch {epoch + 1} of the documents, and this run ends with epoch {last + 1}; give at "
+                "least as many epochs as it was saved with"
             )
         self._begin(state["first_epoch"])
         packed_by = {"context_window", "overlong", "method", *self._job.packing.identity(self._job.context_window)}
@@ -207,40 +181,21 @@ class WholeSteps(Iterator[StepPlan]):
         """Names of settings that are not those of ``state``. Raises ``UserError`` where one may not change."""
         if not isinstance(state, Mapping) or not {"settings", "first_epoch", "planner"} <= state.keys():
             raise UserError("state is not what state_dict gave; give that, or none to begin anew")
-        saved = state["settings"]
-        changed = [name for name in {**self.settings, **saved} if saved.get(name) != self.settings.get(name)]
-        for name in changed:
-            if inside_step or name in _ORDER:
-                where = "inside a step " if name not in _ORDER else ""
-                raise UserError(
-                    f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has "
-                    f"{self.settings.get(name)!r}; continue with what it was saved with, "
-                    f"{'or save after whole steps' if where else 'or begin anew'}"
-                )
+        saved, ours = state["settings"], self.settings
+        changed = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
+        for name in changed if inside_step else [name for name in changed if name in _ORDER]:
+            where, remedy = ("", "begin anew") if name in _ORDER else ("inside a step ", "save after whole steps")
+            raise UserError(
+                f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has {ours.get(name)!r}; "
+                f"continue with what it was saved with, or {remedy}"
+            )
         return set(changed)
 
-    def _planned(self) -> PlannedStep | None:
-        step = None if self._ended else next(self._planner, None)
-        self._ended = step is None
-        return step
 
-    def _whole(self, plan: StepPlan) -> StepPlan | None:
-        """``plan`` without empty micro-batches; None where its documents do not suffice for every rank."""
-        dp, prices, segments = self._job.layout.dp, self._job.packing_prices, list(plan.segments)
-        if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == dp:
-            return plan
-        seconds, lengths = segment_seconds(prices, segments), np.array([segment.length for segment in segments])
-        held = prices.phases.held_tokens(segments) if isinstance(prices, PhasedPrices) else lengths
-        for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
-            try:
-                divided = balance(held, parts, self._job.longest_micro_batch, multiple_of=dp, costs=seconds)
-            except UserError:
-                continue
-            micro_batches = tuple(
-                MicroBatch(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided
-            )
-            return arrange(replace(plan, ranks=(micro_batches,)), dp, order="pipeline")
-        return None
+def _documents_taken(planner: Mapping[str, Any]) -> int:
+    """Of a stream, by the state of its planner."""
+    taken: int = planner["stream"]["stores"][0]["cursor"]
+    return taken
 
 
 def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str, Any]:
@@ -264,10 +219,7 @@ def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str
 
 
 class ItemsOfSteps(Iterator[Item]):
-    """The items of one step after another, and the state between any two of them: what a loader yields.
-
-    ``items`` says what those of a step are, one rank's micro-batches for example.
-    """
+    """The items of one step after another, and the state between any two: ``items`` says what those of a step are."""
 
     def __init__(self, steps: WholeSteps, items: Callable[[StepPlan], Sequence[Item]]) -> None:
         self.steps, self.finished = steps, False

@@ -1,0 +1,79 @@
+"""Planned steps under Accelerate: exact on two processes, and what would step or divide otherwise is refused."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integrations.test_packed import SIZES, Bigrams, error_of, mixed
+from tests.training.distributed import run_ranks
+from wlb.errors import UserError
+from wlb.integrations.accelerate import balanced_steps
+
+accelerate: Any = pytest.importorskip("accelerate")
+
+
+def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
+    """Of each step's gradients, how often they were reduced, and what is said of a loop with ``accumulate``."""
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    accelerator = accelerate.Accelerator(cpu=True)
+    settings: dict[str, Any] = SIZES | {"own_lists": own_lists}
+    told = []
+    with pytest.raises(UserError) as unprepared:
+        next(balanced_steps(accelerator, mixed(), **settings))
+    told.append(str(unprepared.value))
+    model = Bigrams()
+    trained, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
+    reduced: list[int] = []
+    trained.register_comm_hook(reduced, _counted)
+    steps, errors = balanced_steps(accelerator, mixed(), **settings), []
+    plans = balanced_steps(accelerator, mixed(), **settings)._steps
+    for step in steps:
+        for batch in step:
+            accelerator.backward(batch.loss(trained(batch.tokens)))
+        errors.append(error_of(model, SimpleNamespace(plan=next(plans)), averaged=True))
+        optimizer.step()
+        optimizer.zero_grad()
+    again = balanced_steps(accelerator, mixed(), **settings)
+    accelerator.register_for_checkpointing(again)
+    with pytest.raises(UserError) as accumulated:
+        _accumulated(accelerator, trained, next(again))
+    return errors, len(reduced), [*told, str(accumulated.value)]
+
+
+def _accumulated(accelerator: Any, model: Any, step: Any) -> None:
+    for batch in step:
+        with accelerator.accumulate(model):
+            accelerator.backward(batch.loss(model(batch.tokens)))
+
+
+def _counted(reduced: list[int], bucket: Any) -> Any:
+    reduced.append(1)
+    done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return done.then(lambda future: future.value()[0] / dist.get_world_size())
+
+
+@pytest.mark.parametrize("own_lists", [False, True])
+def test_the_gradients_of_a_step_are_those_of_single_documents_and_reduced_once(own_lists: bool):
+    for errors, reduced, (unprepared, accumulated) in run_ranks(2, _errors, own_lists):
+        assert len(errors) > 5
+        assert max(errors) < 1e-12
+        assert reduced == len(errors)
+        assert "has prepared no model" in unprepared
+        assert "accelerator.accumulate steps after every batch" in accumulated
+
+
+def test_what_does_not_leave_steps_to_the_loop_is_refused():
+    for kind, sizes, message in (
+        ("DEEPSPEED", None, "under DEEPSPEED Accelerate"),
+        ("MULTI_GPU", SimpleNamespace(non_data_parallel_size=2), "parallelism_config shares documents"),
+    ):
+        accelerator = SimpleNamespace(distributed_type=f"DistributedType.{kind}", parallelism_config=sizes)
+        with pytest.raises(UserError, match=message):
+            balanced_steps(accelerator, mixed(), **SIZES)
