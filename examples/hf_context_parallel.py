@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from stand_ins import MODEL, WINDOW, documents, llama
-from wlb.integrations.huggingface import context_parallel_group, register_attention
+from wlb.integrations.huggingface import register_attention
 from wlb.integrations.packed import packed_batches
 
 
 def train() -> None:
     cp = dist.get_world_size()  # or any divisor of it
     model = llama()
-    register_attention(model, group=context_parallel_group(cp))
+    register_attention(model)
     parallel = DistributedDataParallel(model)  # over all ranks: each has a part of the gradient
     optimizer = torch.optim.AdamW(parallel.parameters(), 1e-3)
     steps = packed_batches(documents(), context_window=WINDOW, micro_batches=2, cp=cp, model=MODEL, hardware="cpu")

@@ -1,11 +1,4 @@
-"""Lightning with DDP, balanced. (A file called lightning.py would be imported in place of the package.)
-
-    torchrun --standalone --nproc-per-node 2 examples/with_lightning.py
-
-docs/adoption.md has the module with a state that resumes.
-"""
-
-from __future__ import annotations
+"""Lightning with DDP, balanced: torchrun --standalone --nproc-per-node 2 examples/with_lightning.py"""
 
 import os
 from typing import Any
@@ -16,45 +9,37 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from stand_ins import MODEL, WINDOW, documents, llama
 from wlb.integrations.huggingface import register_attention
-from wlb.integrations.packed import PackedStep, packed_batches
+from wlb.integrations.packed import packed_batches
 
 
 class Balanced(lightning.LightningModule):
-    """One call of ``training_step`` trains a whole planned step."""
+    automatic_optimization = False  # one call of training_step trains a whole planned step
 
-    automatic_optimization = False
-
-    def __init__(self, model: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.model = model
+        self.model = llama()
+        register_attention(self.model)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
 
     def train_dataloader(self) -> Any:
         return packed_batches(documents(), context_window=WINDOW, micro_batches=2, model=MODEL, hardware="cpu")
 
-    def training_step(self, step: PackedStep, index: int) -> None:
+    def training_step(self, step: Any, index: int) -> None:
         optimizer: Any = self.optimizers()
         for batch in step.batches:
             self.manual_backward(batch.loss(self.model(**batch).logits))
         optimizer.step()
         optimizer.zero_grad()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 1e-3)
-
 
 def train() -> None:
-    model = llama()
-    register_attention(model)
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=int(os.environ.get("WORLD_SIZE", "1")),  # on GPUs "auto"
-        strategy=DDPStrategy(process_group_backend="gloo"),
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        logger=False,
+    ranks = {"accelerator": "cpu", "devices": int(os.environ.get("WORLD_SIZE", "1"))}  # on GPUs leave them out
+    strategy = DDPStrategy(process_group_backend="gloo")
+    lightning.Trainer(max_epochs=1, strategy=strategy, use_distributed_sampler=False, logger=False, **ranks).fit(
+        Balanced()
     )
-    trainer.fit(Balanced(model))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ NEEDS = {
     "hf_trainer": ("accelerate",),
     "trl_sft": ("trl", "datasets"),
     "hf_context_parallel": (),
+    "with_accelerate": ("accelerate",),
     "own_lists": (),
     "with_lightning": ("lightning",),
 }

@@ -29,9 +29,9 @@ PUBLISHED: dict[str, str | None] = {
         "sharding=..., overlong=..., state=..., group=..., **settings"
     ),
     "wlb.integrations.packed.FlatteningCollator": "",
+    "wlb.integrations.accelerate.balanced_steps": "accelerator, documents, **settings",
     "wlb.integrations.batches.PlannedBatchSampler": (
-        "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., workload=..., group=..., "
-        "**settings"
+        "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., group=..., **settings"
     ),
     "wlb.integrations.huggingface.balanced": (
         "trainer_class, *, context_window, cp=..., sharding=..., monitor=..., check=..., **settings"

@@ -35,7 +35,7 @@ from wlb.job.config import JobConfig
 
 ROOT = Path(__file__).parents[2]
 _MORE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def resolve(path: str) -> Any:

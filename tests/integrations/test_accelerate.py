@@ -31,8 +31,9 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
     model = Bigrams()
     trained, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
     reduced: list[int] = []
-    trained.register_comm_hook(reduced, _counted)
-    steps, errors = balanced_steps(accelerator, mixed(), **settings), []
+    trained.register_comm_hook(reduced, lambda state, bucket: _counted(state, bucket))
+    errors: list[float] = []
+    steps: Any = balanced_steps(accelerator, mixed(), **settings)
     plans = balanced_steps(accelerator, mixed(), **settings)._steps
     for step in steps:
         for batch in step:

@@ -1,4 +1,4 @@
-"""The Lightning module of docs/adoption.md: whole steps, exact gradients, and checkpoints that continue exactly."""
+"""The Lightning module of docs/stacks/loop.md: whole steps, exact gradients, and checkpoints that continue exactly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bigrams(torch.nn.Module):
 
 def planned() -> Any:
     """The module of the page, for the documents here and plain gradient descent."""
-    (block,) = (b for b in blocks_of(ROOT / "docs" / "adoption.md") if "LightningModule" in b.text)
+    (block,) = (b for b in blocks_of(ROOT / "docs" / "stacks" / "loop.md") if "LightningModule" in b.text)
     code = block.text.replace('context_window=8192, micro_batches=4, model="7b"', "**SETTINGS")
     assert "SETTINGS" in code
     names: dict[str, Any] = {"documents": DOCUMENTS, "SETTINGS": SETTINGS}

@@ -63,11 +63,11 @@ def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counte
     documents = [*DOCUMENTS, torch.arange(150) % 97]
     settings = SIZES | {"preset": preset} | ({"pool": 1, "pool_micro_batches": 2} if preset == "elastic" else {})
     with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         steps = packed_batches(iter(documents) if of_stream else documents, **settings)
         planned = [*steps]
     (told,) = [str(one.message) for one in warned]
-    assert told.startswith("wlb: there are documents over context_window = 64; overlong = 'split', and")
+    assert told.startswith("wlb: documents are over context_window = 64; overlong = 'split', and")
     assert steps.overlong == OverlongReport(documents=1, pieces=3, tokens_dropped=0)
     batches = [batch for step in planned for batch in step.batches]
     assert sum(len(batch.tokens) for batch in batches) == sum(LENGTHS) + 150
@@ -124,9 +124,9 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
     stream = packed_batches(iter(DOCUMENTS), **SIZES).state_dict()
     refused: list[tuple[Any, dict[str, Any], str]] = [
         ({"train": masked(), "test": masked()}, {}, "documents is a dict of train, test, and not a sequence"),
-        (UserDict({"input_ids": [[1], [3]]}), {}, r"a UserDict of input_ids.*datasets.Dataset.from_dict\(...\)"),
-        (masked, {}, "documents is the function masked; give what it returns"),
-        ("corpus.jsonl", {}, r"documents is the path corpus.jsonl; give .*datasets.load_dataset"),
+        (UserDict({"input_ids": [[1], [3]]}), {}, r"a UserDict of input_ids.*Dataset.from_dict\(...\)"),
+        (masked, {}, "documents is the function masked, .*; give what it returns"),
+        ("corpus.jsonl", {}, r"documents is the path corpus.jsonl, .*; give datasets.load_dataset"),
         (iter(DOCUMENTS), {"epochs": 2}, "a stream is one epoch, and epochs = 2"),
         (iter(DOCUMENTS), {"preset": "elastic", "dp": 2, "rank": 0}, "'elastic' chooses its pools by the lengths"),
         (DOCUMENTS, {"state": stream}, "documents = 'a stream', this run has 80"),

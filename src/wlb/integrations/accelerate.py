@@ -1,12 +1,4 @@
-"""Accelerate: planned steps for a loop with ``accelerator.backward``.
-
-model, optimizer = accelerator.prepare(model, optimizer)
-for step in balanced_steps(accelerator, documents, context_window=8192, micro_batches=4, model="7b"):
-    for batch in step:
-        accelerator.backward(batch.loss(model(**batch).logits))
-    optimizer.step()
-    optimizer.zero_grad()
-"""
+"""Planned steps for a loop with Accelerate, each an iterator over its batches; see ``examples/with_accelerate.py``."""
 
 from __future__ import annotations
 
@@ -21,22 +13,23 @@ from wlb.runtime.own_lists import in_turn
 
 
 class BalancedSteps(PackedSteps):
-    """``packed_batches`` on the processes of an ``Accelerator``: each step is an iterator over its batches.
+    """``packed_batches`` for an ``Accelerator``, which averages gradients with the last batch of a step.
 
-    Gradients are averaged over processes with the last batch of a step. ``accelerator.register_for_checkpointing``
-    takes this. Raises ``UserError`` for DeepSpeed, Megatron-LM and XLA, for Accelerate's own tensor or context
-    parallelism, gradient accumulation and ``accumulate``, and where no model is prepared.
+    Raises ``UserError`` for DeepSpeed, Megatron-LM and XLA, Accelerate's own tensor or context parallelism, gradient
+    accumulation and ``accumulate``, and where no model is prepared.
     """
 
     def __init__(self, accelerator: Any, documents: Any, **settings: Any) -> None:
         kind = str(accelerator.distributed_type).rpartition(".")[2]
         if kind not in ("NO", "FSDP") and not kind.startswith("MULTI_"):
             raise UserError(f"under {kind} Accelerate does not leave steps to the loop; use DDP or FSDP2")
-        sizes = getattr(accelerator, "parallelism_config", None)
-        if sizes is not None and sizes.non_data_parallel_size > 1:
+        if (sizes := accelerator.parallelism_config) is not None and sizes.non_data_parallel_size > 1:
             raise UserError("parallelism_config shares documents among processes; leave tp, cp and sp out, and give cp")
         self._accelerator = accelerator
         super().__init__(documents, **settings)
+
+    def __iter__(self) -> Any:
+        return self
 
     def __next__(self) -> Any:
         if not self._accelerator._models:

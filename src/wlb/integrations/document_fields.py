@@ -24,24 +24,25 @@ from wlb.runtime.batch import IGNORE_LABEL
 Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 
 LOSS_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
-FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "length", *LOSS_MASKS)
-_COLUMNS = tuple(field for field in FIELDS if field != "length")  # one number for each token
-_FLAGS = ("attention_mask", *LOSS_MASKS)
+_OF_TOKENS = ("input_ids", "labels", "attention_mask", "position_ids", *LOSS_MASKS)
+FIELDS = (*_OF_TOKENS, "length")
 
 
 def check_documents(documents: Any, name: str) -> None:
     """Raise ``UserError`` for a path, a dictionary or a function in place of a sequence or stream of documents."""
-    if isinstance(documents, str | Path):
-        raise UserError(
-            f'{name} is the path {documents}; give what datasets.load_dataset("json", ...) reads, tokenised'
-        )
+    kind = type(documents).__name__
     if isinstance(documents, Mapping):
-        raise UserError(
-            f"{name} is a {type(documents).__name__} of {', '.join(map(str, documents))}, and not a sequence of "
-            "documents; give one of its splits, or of its columns datasets.Dataset.from_dict(...)"
+        what, remedy = (
+            f"a {kind} of {', '.join(map(str, documents))}",
+            "one split, or Dataset.from_dict(...) of columns",
         )
-    if callable(documents) and not hasattr(documents, "__iter__") and not hasattr(documents, "__getitem__"):
-        raise UserError(f"{name} is the function {getattr(documents, '__name__', documents)}; give what it returns")
+    elif isinstance(documents, str | Path):
+        what, remedy = f"the path {documents}", 'datasets.load_dataset("json", data_files=...)["train"], tokenised'
+    elif callable(documents) and not hasattr(documents, "__iter__") and not hasattr(documents, "__getitem__"):
+        what, remedy = f"the function {getattr(documents, '__name__', kind)}", "what it returns"
+    else:
+        return
+    raise UserError(f"{name} is {what}, and not a sequence of documents; give {remedy}")
 
 
 def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -52,15 +53,18 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
     """
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     _check_fields(fields, name)
-    given = {field: _numbers(fields[field], field, name) for field in _COLUMNS if fields.get(field) is not None}
+    given = {field: _numbers(fields[field], field, name) for field in _OF_TOKENS if fields.get(field) is not None}
     for field, values in given.items():
-        if len(values) != len(given["input_ids"]):
-            raise UserError(
-                f"{name} has {len(given['input_ids'])} input_ids and {len(values)} {field}; give as many of both"
-            )
-        if field in _FLAGS and len(wrong := values[(values < 0) | (values > 1)]):
+        if len(values) != (tokens := len(given["input_ids"])):
+            raise UserError(f"{name} has {tokens} input_ids and {len(values)} {field}; give as many of both")
+        if field.endswith(("_mask", "_masks")) and len(wrong := values[(values < 0) | (values > 1)]):
             raise UserError(f"{name} has {field} with the value {wrong[0]}; give 0 or 1 for each token")
-    kept = _without_padding(given.get("attention_mask"), name)
+    (places,) = given.get("attention_mask", np.ones(tokens)).nonzero()
+    if len(places) and places[-1] - places[0] >= len(places):
+        raise UserError(
+            f"{name} has an attention_mask with zeros between its tokens; only padding at either end can be cut off"
+        )
+    kept = slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0)
     given = {field: values[kept] for field, values in given.items()}
     ids, labels = given["input_ids"], given.get("labels", given["input_ids"]).copy()
     for mask in LOSS_MASKS:
@@ -118,15 +122,3 @@ def _numbers(value: Any, field: str, name: str) -> NDArray[np.int64]:
     if array.size and array.dtype.kind not in "iub":
         raise UserError(f"{name} has {field} of type {array.dtype}; give whole numbers")
     return array.astype(np.int64, copy=False)
-
-
-def _without_padding(attended: NDArray[np.int64] | None, name: str) -> slice:
-    """The tokens that are no padding. Raises ``UserError`` where they do not lie together."""
-    if attended is None:
-        return slice(None)
-    (places,) = attended.nonzero()
-    if len(places) and places[-1] - places[0] >= len(places):
-        raise UserError(
-            f"{name} has an attention_mask with zeros between its tokens; only padding at either end can be cut off"
-        )
-    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0)

@@ -110,7 +110,7 @@ class PackedSteps(Iterator[PackedStep]):
     Every process makes this with the same arguments, and trains what comes out.
 
     Args:
-        documents: A token store, a sequence or a stream; a document is token ids, or a dictionary whose fields
+        documents: A token store, a sequence or a stream of token ids, or of dictionaries that
             ``wlb.integrations.document_fields`` reads. A stream, which has no length, is read once, in order: every
             process reads all of it and keeps what waits. With ``state`` it begins again and is passed over.
         context_window: Tokens of a micro-batch on average, and most of a document.
@@ -120,14 +120,12 @@ class PackedSteps(Iterator[PackedStep]):
         rank: This process's place among dp x cp; by default that in ``group``. Where processes train the same
             micro-batches, as those of a tensor-parallel group do, give dp and the same rank for all of them.
         epochs: None never ends.
-        own_lists: Whether every process runs its own number of micro-batches, and documents that would take one process
-            too long are shared: for ``wlb.runtime.level_step``.
+        own_lists: Whether every process runs its own number of micro-batches, for ``wlb.runtime.level_step``.
         sharding: See ``cp``.
-        overlong: What becomes of documents over the window: "split", "truncate", "drop" or "error". A warning says that
-            there are some, and ``overlong`` of the steps counts them.
+        overlong: "split", "truncate", "drop" or "error" documents over the window. A warning says that there are some,
+            and ``overlong`` of the steps counts them.
         state: What ``state_dict`` gave, with any number of processes, micro-batches, window, packing and model.
-        group: The processes that train, by default all of ``torch.distributed``. With tensor or pipeline parallelism of
-            your own, the group of the data-parallel ranks.
+        group: The processes that train, by default all; with tensor or pipeline parallelism, the data-parallel ones.
         settings: Further keywords of ``balanced_job``: model, hardware, profile, preset, seed, shuffle and the like.
 
     Where dp x cp > 1, every ``next`` is a collective call: the first, and the first after ``load_state_dict``, compares
@@ -159,29 +157,26 @@ class PackedSteps(Iterator[PackedStep]):
         self._processes = Processes(rank, dp, cp, group)
         self._rank = self._processes.own_rank()
         self._stream: ArrivingDocuments[Document] | None = None
-        lengths: Any = None
+        lengths = None
         if isinstance(documents, TokenStore):
-            lengths, self._read = documents.lengths, partial(read_batch, store=documents)
-        elif _is_sequence(documents):
-            lengths = np.array([token_count(one, f"document {index}") for index, one in enumerate(documents)], np.int64)
+            lengths, self._read = checked_lengths(documents.lengths), partial(read_batch, store=documents)
+        elif hasattr(documents, "__len__") and not isinstance(documents, IterableDataset):
+            lengths = checked_lengths([token_count(one, f"document {index}") for index, one in enumerate(documents)])
             self._read = partial(_batch_of, documents, lengths)
         elif epochs != 1:
             raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave it out, or repeat documents in it")
         else:
-            longest = context_window if overlong == "drop" else np.inf
-            self._stream = ArrivingDocuments(documents, token_count, longest)
+            self._stream = ArrivingDocuments(documents, token_count, context_window if overlong == "drop" else np.inf)
             self._read = partial(_batch_of, self._stream.kept, self._stream.lengths)
             settings |= {"shuffle": False}
-        if lengths is not None:
-            lengths = checked_lengths(lengths, context_window if overlong == "error" else None)
         settings |= {"dp": self._processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
-        self._steps = WholeSteps(self.job, lengths if self._stream is None else self._stream, epochs=epochs)
+        planned: Any = lengths if self._stream is None else self._stream
+        self._steps = WholeSteps(self.job, planned, epochs=epochs)
         layout = replace(self.job.layout, tp=1)
         strategy = "elastic" if self.job.packing.method == "elastic" else sharding
         self._share = RankShare(*divmod(self._rank, layout.cp), layout, strategy, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
-        self._told_of_overlong = False
         self._begin: dict[str, Any] | None = {"sharding": strategy, "state": None}
         if state is not None:
             self.load_state_dict(state)
@@ -194,19 +189,16 @@ class PackedSteps(Iterator[PackedStep]):
         loss_tokens = self._loss_tokens(plan, shares)
         if plan is None:
             raise StopIteration
-        if self.overlong.documents and not self._told_of_overlong:
-            self._told_of_overlong = True
-            warn(
-                f"there are documents over context_window = {self.job.context_window}; overlong = "
-                f"{self.job.data.overlong!r}, and PackedSteps.overlong counts them"
-            )
+        if self.overlong.documents:
+            window, policy = self.job.context_window, self.job.data.overlong
+            warn(f"documents are over context_window = {window}; overlong = {policy!r}, and steps.overlong counts them")
         if self._stream is not None:
             self._stream.forget(self._steps.finished)
         return PackedStep(tuple(self._packed(share, loss_tokens) for share in shares), loss_tokens, plan)
 
     @property
     def overlong(self) -> OverlongReport:
-        """What became of documents over the context window, of all that were taken in, also for steps to come."""
+        """What became of documents over the context window, also of those taken in for steps to come."""
         return self._steps.overlong
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,18 +217,16 @@ class PackedSteps(Iterator[PackedStep]):
         if ranks and self.job.layout.cp > 1 and self._sharing is None:
             if ranks != [*range(self._processes.ranks)]:
                 raise UserError(
-                    f"rank = {', '.join(map(str, ranks))}, and processes that share micro-batches need their place in "
-                    "group; leave rank out, and give the group of the data-parallel ranks"
+                    f"to share micro-batches, leave rank = {self._rank} out and give the data-parallel group"
                 )
             self._sharing = sharing_group(self.job.layout.cp, self._processes.group)
         self._begin = None
 
     def _packed(self, share: ShardedBatch, loss_tokens: int) -> PackedBatch:
-        plan, attend = share.shard_plan, None
-        if plan.cp_size > 1:
-            attend = ShardedAttention(share.local_tokens, plan, self._sharing, share.ranks or None)
-        tensors = share.tokens, share.labels, share.positions
-        return PackedBatch(*tensors, plan.segment_lengths, loss_tokens, self._processes.ranks, attend)
+        plan, tensors = share.shard_plan, (share.tokens, share.labels, share.positions)
+        attend = ShardedAttention(share.local_tokens, plan, self._sharing, share.ranks or None)
+        of_step = loss_tokens, self._processes.ranks
+        return PackedBatch(*tensors, plan.segment_lengths, *of_step, attend if plan.cp_size > 1 else None)
 
     def _loss_tokens(self, plan: StepPlan | None, shares: Sequence[ShardedBatch]) -> int:
         """Labelled tokens of the step on all ranks; where there are several processes they also compare ``plan``."""
@@ -249,27 +239,18 @@ class PackedSteps(Iterator[PackedStep]):
         rows = gathered_rows([labelled, fingerprint_of(plan) if plan else 0], torch.int64, device_of(group), group)
         others = (rows[:, 1] != rows[0, 1]).nonzero().flatten().tolist()
         if others:
-            raise UserError(
-                f"process {others[0]} planned another step than process 0; give every process the same documents in "
-                "the same order, and version of wlb-llm"
-            )
+            raise UserError(f"process {others[0]} planned another step than process 0; give all the same documents")
         return int(rows[:, 0].sum()) * ranks // world
 
 
 packed_batches = PackedSteps
 
 
-def _is_sequence(documents: Any) -> bool:
-    """Whether any document can be read at any time. Iterable data sets inherit a ``__getitem__`` that only raises."""
-    indexed = hasattr(documents, "__len__") and hasattr(documents, "__getitem__")
-    return indexed and not isinstance(documents, IterableDataset)
-
-
 def _labelled(labels: Tensor) -> int:
     return int((labels != IGNORE_LABEL).sum())
 
 
-def _batch_of(documents: Any, lengths: Sequence[int], micro_batch: MicroBatch) -> TokenBatch:
+def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch) -> TokenBatch:
     """The documents of a micro-batch, planned by ``lengths``, one after another."""
     if not micro_batch.segments:
         return make_batch(micro_batch, documents)

@@ -87,7 +87,7 @@ def test_a_state_continues_after_any_batch(epochs: int | None, taken: int):
 
 def test_loaders_that_would_train_other_documents_or_lose_where_steps_end_are_refused():
     def read(dataset: Any) -> int:
-        return sum(DataLoader(dataset, batch_sampler=sampler(rank=0, dp=1), collate_fn=len))  # type: ignore[arg-type]
+        return sum(DataLoader(dataset, batch_sampler=sampler(rank=0, dp=1), collate_fn=len))
 
     assert read(range(300)) == 300
     with pytest.raises(UserError, match="data set has 301 documents and the sampler lengths of 300"):
@@ -130,7 +130,7 @@ def test_torchdata_keeps_the_state_with_workers(workers: int):
 @in_turn(
     ("settings", "message"),
     [
-        ({"lengths": [5, 2000]}, "document 1 has 2000 tokens, over context_window = 1024"),
+        ({"lengths": [5, 2000]}, r"document 1 has 2000 tokens, over data\.context_window = 1024"),
         ({"lengths": [5, 0]}, "document 1 has 0 tokens"),
         ({"lengths": []}, "there are no documents to train; give at least one"),
         ({"epochs": 0}, "epochs must be >= 1"),
@@ -181,7 +181,7 @@ def test_epochs_are_added_after_the_last_one_was_drained():
     longer.load_state_dict(first.state_dict())
     assert Counter(chain(*longer)) == dict.fromkeys(range(len(LENGTHS)), 1)
     shorter = sampler()
-    with pytest.raises(UserError, match="the state is in epoch 2 of the documents, and this run ends with epoch 1"):
+    with pytest.raises(UserError, match="the state is in epoch 2, and this run ends with epoch 1"):
         shorter.load_state_dict(longer.state_dict())
 
 

@@ -119,7 +119,7 @@ def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
         packed, oracle = model(), model()
         register_attention(packed)
         trainer = balanced_trainer(tmp_path, packed, documents, num_train_epochs=1, gradient_accumulation_steps=8)
-        assert trainer.train_sampler.micro_batches_of_steps() == [8]
+        assert [len(plan.ranks[0]) for plan in trainer.train_sampler.steps()] == [8]
         trainer._set_signature_columns_if_needed()
         assert {"completion_mask", "loss_mask", "length"} < {*trainer._signature_columns}
         with nullcontext() if documents is few else pytest.warns(UserWarning, match="a step has no labelled token"):

@@ -54,8 +54,8 @@ class Processes:
     def agree(self, plan: Mapping[str, Any], rank: int | None) -> list[int | None]:
         """Compare ``plan`` on all processes, and that each rank is that of equally many; a collective call.
 
-        Nothing is compared where dp x cp = 1 was given: such a process trains by itself. Returns the rank of every
-        process compared. Raises ``UserError`` on every process, naming what differs.
+        Returns the rank of every process; none where dp x cp = 1 was given, as such a process trains by itself. Raises
+        ``UserError`` on every process, naming what differs.
         """
         if not self._dp_given and self.ranks < self.world:
             raise UserError(

@@ -31,13 +31,10 @@ class PlannedBatchSampler:
         settings: Further keywords of ``wlb.integrations.batches.balanced_job``. Other arguments are those of
             ``packed_batches``.
 
-    Where a process group is initialised and dp x cp > 1, ``iter`` is a collective call: the processes compare what they
-    begin a pass with.
-
-    Raises:
-        UserError: A document is empty or over the context window, or settings that no job could have; from ``iter``, on
-            every process, where they would train different plans, or some rank's micro-batches not at all; and where a
-            ``DataLoader`` has another number of documents, or is dealt or accumulated by Accelerate.
+    Where a process group is initialised and dp x cp > 1, ``iter`` is a collective call, and the processes compare what
+    they begin a pass with. Raises ``UserError`` for documents and settings that cannot be planned; from ``iter``, on
+    every process, where they would train different plans, or some rank's micro-batches not at all; and where a
+    ``DataLoader`` has another number of documents, or is dealt or accumulated by Accelerate.
     """
 
     # What PyTorch, Accelerate and Lightning ask of a batch sampler whose batches differ in size.
@@ -57,15 +54,12 @@ class PlannedBatchSampler:
         group: Any = None,
         **settings: Any,
     ) -> None:
-        self.lengths = checked_lengths(lengths, context_window)
+        self.lengths = checked_lengths(lengths)
         self.processes = Processes(rank, dp, cp, group)
-        settings |= {"dp": self.processes.dp, "cp": cp}
+        settings |= {"dp": self.processes.dp, "cp": cp, "overlong": "error"}  # as a sampler cannot cut documents
         self.job = balanced_job(self.lengths, context_window, micro_batches, **settings)
         if self.job.levels_steps:
-            raise UserError(
-                "a batch sampler gives every process equally many micro-batches, so own_lists is not for it; use "
-                "packed_batches(..., own_lists=True) and wlb.runtime.level_step"
-            )
+            raise UserError("a batch sampler gives all processes equally many batches; own lists need packed_batches")
         self.rank, self._epochs, self._first_epoch = rank, epochs, 0
         processes = range(self.processes.ranks) if rank is None else [rank]
         self._dp_ranks = [process // self.job.layout.cp for process in processes]
@@ -99,18 +93,11 @@ class PlannedBatchSampler:
             self._batches = self._begun(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last iterator is, as JSON-serialisable data.
-
-        A loader with workers runs ahead of the loop; ``torchdata``'s ``StatefulDataLoader`` keeps the right state.
-        """
+        """Where the last iterator is, as JSON-serialisable data; torchdata's loader knows how far workers are ahead."""
         return self._batches.state_dict() if self._state is None else dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter`` continue from ``state``.
-
-        Documents, seed and shuffle stay; everything else may change where ``state`` is between steps. Raises
-        ``UserError`` for anything that cannot be continued.
-        """
+        """Let the next ``iter`` continue from ``state``. Raises ``UserError`` as ``WholeSteps`` does."""
         self._first_epoch = self._begun(state).steps.first_epoch
         self._state, self._length = dict(state), None
 
@@ -142,6 +129,5 @@ class PlannedBatchSampler:
         return batches
 
     def _documents(self, plan: StepPlan) -> list[list[int]]:
-        """Of the micro-batches of a step, the first of every process first."""
         in_turn = (plan.ranks[rank][index] for index in range(len(plan.ranks[0])) for rank in self._dp_ranks)
         return [[part.document % len(self.lengths) for part in micro_batch.segments] for micro_batch in in_turn]

@@ -63,22 +63,17 @@ def balanced_job(
 
     A document costs what a measured ``profile`` (of ``wlb profile``) says, else what it costs ``model`` ("7b") on
     ``hardware``, or what ``workload`` says; ``phases`` are added. The model is the profile's unless given.
-    Micro-batches hold one context window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless
-    given). Preset "elastic" pools the dp x cp ranks anew, ``pool`` of them together, by default what is fastest in
-    simulation; the job's ``layout`` and ``micro_batches_per_rank`` say how. With ``own_lists`` ranks run different
-    numbers of micro-batches (``wlb.runtime.level_step``), and L_max is what one rank holds. ``packing`` are further
-    options of the packer. ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could
-    have, and for a profile of another model.
+    Micro-batches hold one context window on average and up to L_max tokens (``max_length_factor`` windows, by default
+    1.5). Preset "elastic" pools the dp x cp ranks anew, ``pool`` of them together; the job's ``layout`` says how. With
+    ``own_lists`` ranks run different numbers of micro-batches, and L_max is what one rank holds. ``packing`` are
+    further options of the packer. ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job
+    could have, and for a profile of another model.
     """
     if own_lists:
         if cp != 1 or preset != "best" or pool != "auto" or "grouping" in packing:
             raise UserError("own_lists chooses cp, preset, pool and grouping itself; leave them out")
         windows = packing.get("max_length_factor", _OWN_WINDOWS)
         if isinstance(windows, int | float):
-            if windows * dp < 1:
-                raise UserError(
-                    f"max_length_factor = {windows} gives {dp} ranks less than one window together; raise it to 1/{dp}"
-                )
             windows *= dp  # of a rank, and L_max is that of all
         preset, packing = "elastic", packing | {"grouping": "level", "max_length_factor": windows}
     measured = read_profile(profile) if isinstance(profile, str | Path) else profile
@@ -89,16 +84,15 @@ def balanced_job(
     job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool, phases=phases)
     if lengths is None and job.pools and not own_lists and "auto" in (job.pools.size, job.pools.micro_batches):
         raise UserError(
-            f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; give "
-            "pool and pool_micro_batches, or use preset = 'best'"
+            f"preset {preset!r} chooses its pools by the lengths of all documents; give pool and pool_micro_batches"
         )
     decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=not own_lists)
     # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
     return decided if fits(decided) else decided.with_length_factor(job.packing.max_length_factor)
 
 
-def checked_lengths(lengths: Any, context_window: int | None = None) -> Lengths:
-    """Document lengths as an array. Raises ``UserError`` for one that is empty, or over ``context_window``."""
+def checked_lengths(lengths: Any) -> Lengths:
+    """Document lengths as an array. Raises ``UserError`` for a document that is empty."""
     array = np.asarray(lengths)
     if array.shape == (0,):
         raise UserError("there are no documents to train; give at least one")
@@ -106,20 +100,14 @@ def checked_lengths(lengths: Any, context_window: int | None = None) -> Lengths:
         raise UserError("lengths must be a list of whole numbers, the tokens of each document; this one is not")
     if array.min() < 1:
         raise UserError(f"document {array.argmin()} has {array.min()} tokens; leave empty documents out")
-    if context_window is not None and array.max() > context_window:
-        raise UserError(
-            f"document {array.argmax()} has {array.max()} tokens, over context_window = {context_window}; raise it, "
-            "or cut or drop such documents before training"
-        )
     return array.astype(np.int64)
 
 
 class WholeSteps(Iterator[StepPlan]):
     """The steps of ``job`` on ``documents`` (their lengths, or a stream) over ``epochs`` epochs; None is without end.
 
-    Epochs follow each other into the same steps, so none is cut short; the last one is drained. No micro-batch of a
-    step is empty. Document ids count over epochs: id modulo the number of documents is the index. ``settings`` are what
-    decides the plans, by name, as JSON values. Raises ``UserError`` for fewer documents than data-parallel ranks.
+    Document ids count over epochs: id modulo the number of documents is the index. ``settings`` are what decides the
+    plans, by name, as JSON values. Raises ``UserError`` for fewer documents than data-parallel ranks.
     """
 
     def __init__(
@@ -169,8 +157,7 @@ class WholeSteps(Iterator[StepPlan]):
             self._documents.read_again(_documents_taken(planner), state["digest"], waiting_in(planner))
         elif self._epochs is not None and epoch > last:
             raise UserError(
-                f"the state is in epoch {epoch + 1} of the documents, and this run ends with epoch {last + 1}; give at "
-                "least as many epochs as it was saved with"
+                f"the state is in epoch {epoch + 1}, and this run ends with epoch {last + 1}; give more epochs"
             )
         self._begin(state["first_epoch"])
         packed_by = {"context_window", "overlong", "method", *self._job.packing.identity(self._job.context_window)}
@@ -187,15 +174,13 @@ class WholeSteps(Iterator[StepPlan]):
             where, remedy = ("", "begin anew") if name in _ORDER else ("inside a step ", "save after whole steps")
             raise UserError(
                 f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has {ours.get(name)!r}; "
-                f"continue with what it was saved with, or {remedy}"
+                f"continue with that, or {remedy}"
             )
         return set(changed)
 
 
 def _documents_taken(planner: Mapping[str, Any]) -> int:
-    """Of a stream, by the state of its planner."""
-    taken: int = planner["stream"]["stores"][0]["cursor"]
-    return taken
+    return int(planner["stream"]["stores"][0]["cursor"])
 
 
 def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str, Any]:
