@@ -13,7 +13,7 @@ def train() -> None:
     register_attention(model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
     steps = balanced_steps(
-        accelerator, documents(), context_window=WINDOW, micro_batches=2, model=MODEL, hardware="cpu"
+        accelerator, model, documents(), context_window=WINDOW, micro_batches=2, model=MODEL, hardware="cpu"
     )
     for step in steps:  # accelerator.register_for_checkpointing(steps) saves their state with the rest
         for batch in step:

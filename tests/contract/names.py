@@ -29,7 +29,7 @@ PUBLISHED: dict[str, str | None] = {
         "sharding=..., overlong=..., state=..., group=..., **settings"
     ),
     "wlb.integrations.packed.FlatteningCollator": "",
-    "wlb.integrations.accelerate.balanced_steps": "accelerator, documents, **settings",
+    "wlb.integrations.accelerate.balanced_steps": "accelerator, prepared, documents, /, **settings",
     "wlb.integrations.batches.PlannedBatchSampler": (
         "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., group=..., **settings"
     ),

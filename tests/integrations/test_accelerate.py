@@ -24,28 +24,24 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
     accelerator = accelerate.Accelerator(cpu=True)
     settings: dict[str, Any] = SIZES | {"own_lists": own_lists}
-    told = []
-    with pytest.raises(UserError) as unprepared:
-        next(balanced_steps(accelerator, mixed(), **settings))
-    told.append(str(unprepared.value))
     model = Bigrams()
+    with pytest.raises(UserError) as unprepared:
+        balanced_steps(accelerator, model, mixed(), **settings)
     trained, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
     reduced: list[int] = []
     trained.register_comm_hook(reduced, lambda state, bucket: _counted(state, bucket))
     errors: list[float] = []
-    steps: Any = balanced_steps(accelerator, mixed(), **settings)
-    plans = balanced_steps(accelerator, mixed(), **settings)._steps
+    steps, planning, again = (balanced_steps(accelerator, trained, mixed(), **settings) for _ in range(3))
     for step in steps:
         for batch in step:
             accelerator.backward(batch.loss(trained(batch.tokens)))
-        errors.append(error_of(model, SimpleNamespace(plan=next(plans)), averaged=True))
+        errors.append(error_of(model, SimpleNamespace(plan=next(planning._steps)), averaged=True))
         optimizer.step()
         optimizer.zero_grad()
-    again = balanced_steps(accelerator, mixed(), **settings)
     accelerator.register_for_checkpointing(again)
     with pytest.raises(UserError) as accumulated:
         _accumulated(accelerator, trained, next(again))
-    return errors, len(reduced), [*told, str(accumulated.value)]
+    return errors, len(reduced), [str(unprepared.value), str(accumulated.value)]
 
 
 def _accumulated(accelerator: Any, model: Any, step: Any) -> None:
@@ -66,15 +62,13 @@ def test_the_gradients_of_a_step_are_those_of_single_documents_and_reduced_once(
         assert len(errors) > 5
         assert max(errors) < 1e-12
         assert reduced == len(errors)
-        assert "has prepared no model" in unprepared
+        assert "the model is a Bigrams, not one that Accelerate has prepared" in unprepared
         assert "accelerator.accumulate steps after every batch" in accumulated
 
 
 def test_what_does_not_leave_steps_to_the_loop_is_refused():
-    for kind, sizes, message in (
-        ("DEEPSPEED", None, "under DEEPSPEED Accelerate"),
-        ("MULTI_GPU", SimpleNamespace(non_data_parallel_size=2), "parallelism_config shares documents"),
-    ):
-        accelerator = SimpleNamespace(distributed_type=f"DistributedType.{kind}", parallelism_config=sizes)
+    engine = type("DeepSpeedEngine", (Bigrams,), {})()
+    for model, size, message in ((engine, 1, "is a DeepSpeedEngine"), (Bigrams(), 2, "parallelism_config shares")):
+        sizes = SimpleNamespace(non_data_parallel_size=size)
         with pytest.raises(UserError, match=message):
-            balanced_steps(accelerator, mixed(), **SIZES)
+            balanced_steps(SimpleNamespace(num_processes=1, parallelism_config=sizes), model, mixed(), **SIZES)

@@ -97,7 +97,7 @@ def in_turn(model: nn.Module, batches: Sequence[T], *, keep_weights: bool = True
     them block by block, which needs equally many batches on all ranks.
     """
     modules, units = [*model.modules()], fsdp_units(model)
-    if keep_weights and any(isinstance(module, FullyShardedDataParallel) for module in modules):
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise UserError("FSDP1 gathers weights in every micro-batch, which deadlocks in level steps; use fully_shard")
     wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
     synchronised: list[Any] = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]

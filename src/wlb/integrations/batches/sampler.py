@@ -110,7 +110,7 @@ class PlannedBatchSampler:
         if type(reader).__name__ == "BatchSamplerShard":  # of accelerator.prepare
             raise UserError(
                 "a loader that Accelerate prepares does not say where planned steps end, nor how many tokens they "
-                "learn; use wlb.integrations.accelerate.balanced_steps(accelerator, documents, ...)"
+                "learn; use wlb.integrations.accelerate.balanced_steps(accelerator, model, documents, ...)"
             )
         if (dataset := getattr(reader, "_dataset", None)) is not None:  # of the iterator of a DataLoader
             check_accumulation()
