@@ -179,7 +179,7 @@ def _told_of_mistakes() -> dict[str, str]:
     group, dist.group.WORLD = dist.group.WORLD, None  # as before init_process_group
     steps = packed_batches(DOCUMENTS, **SIZES)
     dist.group.WORLD = group
-    with pytest.raises(UserError, match="dp was left out before there was a process group, which has 2"):
+    with pytest.raises(UserError, match="dp was left out before there was a process group, now of 2"):
         next(steps)
     return told
 

@@ -59,11 +59,10 @@ class PackedBatch:
     attend: ShardedAttention | None = None
 
     def loss(self, logits: Tensor) -> Tensor:
-        """This micro-batch's share of the step's loss, for gradients accumulated over the step and averaged over ranks.
+        """This micro-batch's share of the step's loss, a scalar in float32, or float64 where logits are.
 
-        ``logits`` are (tokens, vocabulary) or (1, tokens, vocabulary). Where a loop sums gradients over ranks in place
-        of the mean of DDP and FSDP, divide by ``ranks``. Returns a scalar in float32, or float64 where logits are; in a
-        step without labelled tokens it is zero, as are its gradients, and a warning says so.
+        ``logits`` are (tokens, vocabulary) or (1, tokens, vocabulary). Gradients are to be averaged over ranks, as DDP
+        and FSDP do; where a loop sums them, divide by ``ranks``. In a step without labels it is zero, with a warning.
         """
         rows = logits[0] if logits.shape[:1] == (1,) and logits.dim() == 3 else logits
         if rows.shape[:-1] != self.labels.shape:
@@ -107,8 +106,6 @@ class PackedStep:
 class PackedSteps(Iterator[PackedStep]):
     """The steps of one process over ``documents``, and the state to go on after the last of them.
 
-    Every process makes this with the same arguments, and trains what comes out.
-
     Args:
         documents: A token store, a sequence or a stream of token ids, or of dictionaries that
             ``wlb.integrations.document_fields`` reads. A stream, which has no length, is read once, in order: every
@@ -128,10 +125,10 @@ class PackedSteps(Iterator[PackedStep]):
         group: The processes that train, by default all; with tensor or pipeline parallelism, the data-parallel ones.
         settings: Further keywords of ``balanced_job``: model, hardware, profile, preset, seed, shuffle and the like.
 
-    Where dp x cp > 1, every ``next`` is a collective call: the first, and the first after ``load_state_dict``, compares
-    lengths, settings, states and ranks; every one compares plans and counts labelled tokens. Nothing is compared where
-    dp = cp = 1 is given. Raises ``UserError`` for what cannot be planned, on every process where they would train
-    different plans, and for a ``state`` of other documents, ``seed`` or ``shuffle``.
+    Every process makes this with the same arguments. Where dp x cp > 1, ``next`` is a collective call: the first after
+    a state compares lengths, settings, states and ranks, and every one compares plans and counts labels. Raises
+    ``UserError`` for what cannot be planned, on every process where they would train different plans, and for a
+    ``state`` of other documents, ``seed`` or ``shuffle``.
     """
 
     def __init__(
@@ -232,8 +229,8 @@ class PackedSteps(Iterator[PackedStep]):
         """Labelled tokens of the step on all ranks; where there are several processes they also compare ``plan``."""
         ranks, group, world = self._processes.ranks, self._processes.group, self._processes.world
         if ranks > 1 and world == 1 and plan is not None:  # of a process that plans for one of several ranks
-            return sum(_labelled(self._read(micro_batch).labels) for micro_batch in plan.micro_batches)
-        labelled = sum(_labelled(share.labels) for share in shares)
+            shares = tuple(RankShare().of(self._read(micro_batch)) for micro_batch in plan.micro_batches)
+        labelled = sum(int((share.labels != IGNORE_LABEL).sum()) for share in shares)
         if ranks == 1 or world == 1:
             return labelled
         rows = gathered_rows([labelled, fingerprint_of(plan) if plan else 0], torch.int64, device_of(group), group)
@@ -246,10 +243,6 @@ class PackedSteps(Iterator[PackedStep]):
 packed_batches = PackedSteps
 
 
-def _labelled(labels: Tensor) -> int:
-    return int((labels != IGNORE_LABEL).sum())
-
-
 def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch) -> TokenBatch:
     """The documents of a micro-batch, planned by ``lengths``, one after another."""
     if not micro_batch.segments:
@@ -259,21 +252,14 @@ def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch) -> TokenBat
         index = number % len(lengths)
         ids, own = ids_and_labels(documents[index], f"document {index}")
         if len(ids) != lengths[index]:
-            raise UserError(
-                f"document {index} had {lengths[index]} tokens when it was planned and has {len(ids)} now; let "
-                "documents stay as they are"
-            )
+            raise UserError(f"document {index} had {lengths[index]} tokens when it was planned and has {len(ids)} now")
         tokens.append(ids[start : start + length])
         labels.append(np.append(own, IGNORE_LABEL)[start + 1 : start + length + 1])
-    return TokenBatch(_row(tokens), _row(labels), _positions(micro_batch.lengths), tuple(micro_batch.lengths))
+    return TokenBatch(_row(tokens), _row(labels), _row(map(np.arange, micro_batch.lengths)), tuple(micro_batch.lengths))
 
 
-def _row(parts: Sequence[Any]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts))
-
-
-def _positions(lengths: Iterable[int]) -> Tensor:
-    return torch.cat([torch.arange(length) for length in lengths])
+def _row(parts: Iterable[Any]) -> Tensor:
+    return torch.from_numpy(np.concatenate([*parts]))
 
 
 def warn_of_no_labels() -> None:
@@ -297,7 +283,7 @@ class FlatteningCollator:
         for own in labels:
             own[0] = IGNORE_LABEL
         lengths = [len(ids) for ids in tokens]
-        rows = {"input_ids": _row(tokens), "position_ids": _positions(lengths), "labels": _row(labels)}
+        rows = {"input_ids": _row(tokens), "position_ids": _row(map(np.arange, lengths)), "labels": _row(labels)}
         return {name: row[None] for name, row in rows.items()} | extents_of(lengths)
 
 

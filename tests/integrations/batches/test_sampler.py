@@ -90,7 +90,7 @@ def test_loaders_that_would_train_other_documents_or_lose_where_steps_end_are_re
         return sum(DataLoader(dataset, batch_sampler=sampler(rank=0, dp=1), collate_fn=len))
 
     assert read(range(300)) == 300
-    with pytest.raises(UserError, match="data set has 301 documents and the sampler lengths of 300"):
+    with pytest.raises(UserError, match="data set has 301 documents and the sampler 300 lengths"):
         read(range(301))
     accelerate = pytest.importorskip("accelerate")
     dealt = importlib.import_module("accelerate.data_loader").BatchSamplerShard(sampler(), 2, 0)

@@ -64,17 +64,17 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
         Raises ``UserError`` where they are fewer, or others than ``digest`` is of.
         """
         kept = {segment.document for segment in waiting}
-        self.forget({*self.kept} & {*range(documents)} - kept)
-        while len(self.lengths) < documents and self._read(len(self.lengths) + 1):
-            self.forget({*self.kept} & {len(self.lengths) - 1} - kept)
+        for number in range(documents):
+            self._read(number + 1)
+            self.forget({number} - kept if number in self.kept else ())
         if len(self.lengths) < documents or self.digest(documents) != digest:
             raise UserError(
                 f"the first {documents} documents of the saved stream are not the first of this one, of which "
                 f"{len(self.lengths)} were read; continue with the stream it was saved on"
             )
 
-    def _read(self, documents: int) -> bool:
-        """Read on up to so many documents in all; returns whether there are as many."""
+    def _read(self, documents: int) -> None:
+        """Read on up to so many documents in all."""
         for document in islice(self._arriving, max(0, documents - len(self.lengths))):
             number, length = len(self.lengths), self._length_of(document)
             if length < 1:
@@ -83,4 +83,3 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
             self.tokens += length
             if length <= self._longest:
                 self.kept[number] = document
-        return len(self.lengths) >= documents

@@ -46,8 +46,7 @@ class Processes:
         """The rank given, or that in the group. Raises ``UserError`` where that cannot be known."""
         if self.rank is None and self.ranks not in (1, self.world):
             raise UserError(
-                f"dp x cp = {self.ranks} are not the {self.world} processes there are, so rank has no default; leave "
-                "dp out, give the group that trains, or give rank, the same where processes train the same batches"
+                f"dp x cp = {self.ranks} are not the {self.world} processes there are; leave dp out, or give a group"
             )
         return self.rank if self.rank is not None else dist.get_rank(self.group) if self.ranks > 1 else 0
 
@@ -59,8 +58,7 @@ class Processes:
         """
         if not self._dp_given and self.ranks < self.world:
             raise UserError(
-                f"dp was left out before there was a process group, which has {self.world} processes now; call "
-                "init_process_group first, or give dp"
+                f"dp was left out before there was a process group, now of {self.world}; call init_process_group first"
             )
         if self.ranks == 1 or self.world == 1:
             return []
@@ -68,10 +66,8 @@ class Processes:
         for process, theirs in enumerate(plans):
             differing = [name for name in {**plans[0], **theirs} if plans[0].get(name) != theirs.get(name)]
             values = [f"{name} = {plans[0].get(name)!r} and {theirs.get(name)!r}" for name in differing[:3]]
-            if differing:
-                raise UserError(
-                    f"processes 0 and {process} would train other plans: {', '.join(values)}; give the same"
-                )
+            if values:
+                raise UserError(f"processes 0 and {process} plan otherwise: {', '.join(values)}; give the same")
         held: Counter[Any] = Counter(ranks)
         dealt = [*held] == [None] and self.world % self.ranks == 0 and "accelerate" in sys.modules  # which deals them
         if not dealt and ({*held} != {*range(self.ranks)} or len({*held.values()}) > 1):
@@ -104,8 +100,8 @@ def check_accumulation() -> None:
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None and (steps := accelerate.GradientState().num_steps) > 1:
         raise UserError(
-            f"Accelerator(gradient_accumulation_steps={steps}) divides every loss by {steps} and steps after every "
-            f"{steps} batches, and planned steps differ in how many they have; leave it out, and give micro_batches"
+            f"Accelerator(gradient_accumulation_steps={steps}) divides every loss by {steps} and steps after as many "
+            "batches, and planned steps differ in how many they have; leave it out, and give micro_batches"
         )
 
 

@@ -1,8 +1,7 @@
 """A batch sampler whose batches are planned: every item is the list of documents of one micro-batch.
 
-It goes into any ``DataLoader(dataset, batch_sampler=...)``. With ``rank`` it yields the micro-batches of one
-data-parallel rank; without, those of all processes in turn (rank 0's first, rank 1's first, ..., rank 0's second, ...),
-which is how Accelerate deals batches to the processes of a Trainer.
+With ``rank`` it yields the micro-batches of one data-parallel rank; without, those of all processes in turn (rank 0's
+first, rank 1's first, ..., rank 0's second, ...), which is how Accelerate deals batches to the processes of a Trainer.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ class PlannedBatchSampler:
 
     Args:
         lengths: Tokens of every document of the data set, in its order.
-        rank: The process whose micro-batches are wanted, of dp x cp (context-parallel ranks are neighbours); None for
-            those of all in turn.
+        rank: The process whose micro-batches are wanted, of dp x cp; None for those of all in turn.
         epochs: Epochs of one pass, planned as one stream: each trains every document once. None never ends.
-        settings: Further keywords of ``wlb.integrations.batches.balanced_job``. Other arguments are those of
-            ``packed_batches``.
+        settings: Keywords of ``wlb.integrations.batches.balanced_job``. Others are those of ``packed_batches``.
 
     Where a process group is initialised and dp x cp > 1, ``iter`` is a collective call, and the processes compare what
     they begin a pass with. Raises ``UserError`` for documents and settings that cannot be planned; from ``iter``, on
@@ -109,15 +106,14 @@ class PlannedBatchSampler:
         """Raise ``UserError`` where ``reader``, whose method calls ``iter``, would not train what is planned."""
         if type(reader).__name__ == "BatchSamplerShard":  # of accelerator.prepare
             raise UserError(
-                "a loader that Accelerate prepares does not say where planned steps end, nor how many tokens they "
-                "learn; use wlb.integrations.accelerate.balanced_steps(accelerator, model, documents, ...)"
+                "a loader that Accelerate prepares does not say where steps end, nor how many tokens they learn; use "
+                "wlb.integrations.accelerate.balanced_steps(accelerator, model, documents, ...)"
             )
         if (dataset := getattr(reader, "_dataset", None)) is not None:  # of the iterator of a DataLoader
             check_accumulation()
             if hasattr(dataset, "__len__") and len(dataset) != len(self.lengths):
                 raise UserError(
-                    f"the loader's data set has {len(dataset)} documents and the sampler lengths of "
-                    f"{len(self.lengths)}; give the sampler the lengths of this data set"
+                    f"the loader's data set has {len(dataset)} documents and the sampler {len(self.lengths)} lengths"
                 )
 
     def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[list[int]]:

@@ -73,8 +73,7 @@ def balanced_job(
         if cp != 1 or preset != "best" or pool != "auto" or "grouping" in packing:
             raise UserError("own_lists chooses cp, preset, pool and grouping itself; leave them out")
         windows = packing.get("max_length_factor", _OWN_WINDOWS)
-        if isinstance(windows, int | float):
-            windows *= dp  # of a rank, and L_max is that of all
+        windows = windows if windows == "auto" else windows * dp  # L_max is that of all ranks
         preset, packing = "elastic", packing | {"grouping": "level", "max_length_factor": windows}
     measured = read_profile(profile) if isinstance(profile, str | Path) else profile
     packing = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock step
@@ -120,10 +119,8 @@ class WholeSteps(Iterator[StepPlan]):
         self._begin(first_epoch)
 
     def _begin(self, first_epoch: int) -> None:
-        self.first_epoch = first_epoch
-        self._planner = StepPlanner(
-            self._job, self._documents, epochs=self._epochs, first_epoch=first_epoch, whole=True
-        )
+        epochs: dict[str, Any] = {"epochs": self._epochs, "first_epoch": first_epoch}
+        self.first_epoch, self._planner = first_epoch, StepPlanner(self._job, self._documents, **epochs, whole=True)
         self._before = self._planner.state_dict()  # the step that comes next
         self.finished: tuple[int, ...] = ()  # documents of which the last step trained the end
 
@@ -189,7 +186,6 @@ def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str
         lengths = hashlib.blake2b(documents.astype("<i8").tobytes(), digest_size=8).hexdigest()
         order = [len(documents), lengths, job.data.seed, job.data.shuffle]
     probes = np.unique(np.geomspace(1, job.context_window, 8).astype(np.int64))
-    prices = np.asarray(job.packing_prices.document_seconds(probes), float).tolist()
     return {
         **dict(zip(_ORDER, order, strict=True)),
         **({} if job.phases is None else {"phases": job.phases.digest}),
@@ -199,7 +195,7 @@ def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str
         "micro_batches": job.micro_batches_per_rank,
         "dp": job.layout.dp,
         "cp": job.layout.cp,
-        "prices": [f"{seconds:.6g}" for seconds in prices],
+        "prices": [f"{seconds:.6g}" for seconds in job.packing_prices.document_seconds(probes)],
     }
 
 
@@ -207,41 +203,35 @@ class ItemsOfSteps(Iterator[Item]):
     """The items of one step after another, and the state between any two: ``items`` says what those of a step are."""
 
     def __init__(self, steps: WholeSteps, items: Callable[[StepPlan], Sequence[Item]]) -> None:
-        self.steps, self.finished = steps, False
-        self._items = items
+        self.steps, self._items, self.finished = steps, items, False
         self._before = steps.state_dict()  # the step whose items are being taken
         self._of_step: Sequence[Item] = ()
-        self._taken = 0
+        self.of_step = self._taken = 0  # items of the step, and those of them that were yielded
 
     def __next__(self) -> Item:
-        if self._taken == len(self._of_step):
+        if self._taken == self.of_step:
             self._next_step()
         self._taken += 1
         return self._of_step[self._taken - 1]
 
-    @property
-    def of_step(self) -> int:
-        """Items of the step that is being yielded."""
-        return len(self._of_step)
-
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last item, as JSON-serialisable data of the caller's own."""
-        inside = self._taken < len(self._of_step)
-        planner = copy.deepcopy(self._before) if inside else self.steps.state_dict()
-        return {"planner": planner, "taken": self._taken if inside else 0}
+        if self._taken < self.of_step:
+            return {"planner": copy.deepcopy(self._before), "taken": self._taken}
+        return {"planner": self.steps.state_dict(), "taken": 0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
         self.steps.load_state_dict(state["planner"], inside_step=state["taken"] > 0)
-        self._of_step, self._taken, self.finished = (), 0, False
+        self.of_step, self._taken, self.finished = 0, 0, False
         if state["taken"]:
             self._next_step()
             self._taken = state["taken"]
 
     def _next_step(self) -> None:
-        before = self.steps.state_dict()
-        plan = next(self.steps, None)
+        before, plan = self.steps.state_dict(), next(self.steps, None)
         if plan is None:
             self.finished = True
             raise StopIteration
-        self._before, self._of_step, self._taken = before, self._items(plan), 0
+        self._before, self._of_step = before, self._items(plan)
+        self.of_step, self._taken = len(self._of_step), 0
