@@ -1,8 +1,7 @@
 """Packed micro-batches as tensors: for a loop of one's own (``packed_batches``) and for data loaders (the collator).
 
 Whole documents lie one after another without padding; positions restart with each, and no document sees another. The
-loss of a step is the sum over its labelled tokens, divided by their number over all ranks (``PackedBatch.loss``): which
-micro-batch a document is in cannot change it.
+loss of a step is the sum over its labelled tokens, divided by their number over all ranks (``PackedBatch.loss``).
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ class PackedBatch:
     shape (tokens, heads, head_dim); else it is None, and ``wlb.attention.segment_attention`` does the same.
 
     A Hugging Face causal LM takes it as keywords: ``batch.loss(model(**batch).logits)``. They have no mask, and no
-    labels, from which a model would take the mean of its micro-batch. The model attends with
-    ``wlb.integrations.huggingface.register_attention``; where there is no ``attend`` flash_attention_2 does as well,
-    but refuses nothing: ``check_batch`` says whether the model is exact.
+    labels, from which a model would take the mean of its micro-batch. It attends as ``register_attention`` of
+    ``wlb.integrations.huggingface`` has it; without ``attend`` flash_attention_2 does as well, but refuses nothing.
     """
 
     tokens: Tensor
@@ -66,10 +64,8 @@ class PackedBatch:
         """
         rows = logits[0] if logits.shape[:1] == (1,) and logits.dim() == 3 else logits
         if rows.shape[:-1] != self.labels.shape:
-            raise UserError(
-                f"logits have shape {tuple(logits.shape)} and the batch {len(self.labels)} tokens; give (tokens, "
-                "vocabulary), or model(**batch).logits of a Hugging Face model"
-            )
+            shapes = f"logits have shape {tuple(logits.shape)} and the batch {len(self.labels)} tokens"
+            raise UserError(f"{shapes}; give (tokens, vocabulary), or model(**batch).logits of a Hugging Face model")
         if self.loss_tokens == 0:
             warn_of_no_labels()
         return summed_cross_entropy(rows, self.labels) * self.ranks / max(self.loss_tokens, 1)

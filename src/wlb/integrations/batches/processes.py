@@ -63,11 +63,11 @@ class Processes:
         if self.ranks == 1 or self.world == 1:
             return []
         ranks, plans = zip(*gathered((rank, dict(plan)), self.group), strict=True)
-        for process, theirs in enumerate(plans):
+        for theirs in plans:
             differing = [name for name in {**plans[0], **theirs} if plans[0].get(name) != theirs.get(name)]
             values = [f"{name} = {plans[0].get(name)!r} and {theirs.get(name)!r}" for name in differing[:3]]
             if values:
-                raise UserError(f"processes 0 and {process} plan otherwise: {', '.join(values)}; give the same")
+                raise UserError(f"the processes would train different plans: {', '.join(values)} differ; give the same")
         held: Counter[Any] = Counter(ranks)
         dealt = [*held] == [None] and self.world % self.ranks == 0 and "accelerate" in sys.modules  # which deals them
         if not dealt and ({*held} != {*range(self.ranks)} or len({*held.values()}) > 1):

@@ -68,7 +68,7 @@ class PlannedBatchSampler:
         """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs."""
         self._check_reader(sys._getframe(1).f_locals.get("self"))
         if self._state is None and self._batches.finished:
-            self._first_epoch = self._batches.steps.first_epoch + (self._epochs or 0)
+            self._first_epoch, self._length = self._batches.steps.first_epoch + (self._epochs or 0), None
         self._batches = self._begun(self._state)
         begin = {"first epoch": self._first_epoch, "state": digest(self._state)}
         self.processes.agree(self._batches.steps.settings | begin, self.rank)

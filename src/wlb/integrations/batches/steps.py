@@ -171,7 +171,7 @@ class WholeSteps(Iterator[StepPlan]):
             where, remedy = ("", "begin anew") if name in _ORDER else ("inside a step ", "save after whole steps")
             raise UserError(
                 f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has {ours.get(name)!r}; "
-                f"continue with that, or {remedy}"
+                f"continue with what it was saved with, or {remedy}"
             )
         return set(changed)
 
