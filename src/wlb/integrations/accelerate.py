@@ -26,7 +26,7 @@ class BalancedSteps(PackedSteps):
             raise UserError(
                 f"the model is a {type(prepared).__name__}, not one that Accelerate has prepared for DDP or FSDP2"
             )
-        if (sizes := accelerator.parallelism_config) is not None and sizes.non_data_parallel_size > 1:
+        if (sizes := getattr(accelerator, "parallelism_config", None)) and sizes.non_data_parallel_size > 1:
             raise UserError("parallelism_config shares documents among processes; leave tp, cp and sp out, and give cp")
         self._accelerator, self._prepared = accelerator, prepared
         super().__init__(documents, **settings)

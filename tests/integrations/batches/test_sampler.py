@@ -130,7 +130,7 @@ def test_torchdata_keeps_the_state_with_workers(workers: int):
 @in_turn(
     ("settings", "message"),
     [
-        ({"lengths": [5, 2000]}, r"document 1 has 2000 tokens, over data\.context_window = 1024"),
+        ({"lengths": [5, 2000]}, "document 1 has 2000 tokens, over context_window = 1024"),
         ({"lengths": [5, 0]}, "document 1 has 0 tokens"),
         ({"lengths": []}, "there are no documents to train; give at least one"),
         ({"epochs": 0}, "epochs must be >= 1"),

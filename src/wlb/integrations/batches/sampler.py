@@ -52,8 +52,11 @@ class PlannedBatchSampler:
         **settings: Any,
     ) -> None:
         self.lengths = checked_lengths(lengths)
+        if (longest := self.lengths.max()) > context_window:
+            number = f"document {self.lengths.argmax()} has {longest} tokens"
+            raise UserError(f"{number}, over context_window = {context_window}; raise it, or cut such documents before")
         self.processes = Processes(rank, dp, cp, group)
-        settings |= {"dp": self.processes.dp, "cp": cp, "overlong": "error"}  # as a sampler cannot cut documents
+        settings |= {"dp": self.processes.dp, "cp": cp}
         self.job = balanced_job(self.lengths, context_window, micro_batches, **settings)
         if self.job.levels_steps:
             raise UserError("a batch sampler gives all processes equally many batches; own lists need packed_batches")
