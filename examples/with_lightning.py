@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 
 from stand_ins import MODEL, WINDOW, documents, llama
 from wlb.integrations.huggingface import register_attention
@@ -35,11 +34,9 @@ class Balanced(lightning.LightningModule):
 
 
 def train() -> None:
-    ranks = {"accelerator": "cpu", "devices": int(os.environ.get("WORLD_SIZE", "1"))}  # on GPUs leave them out
-    strategy = DDPStrategy(process_group_backend="gloo")
-    lightning.Trainer(max_epochs=1, strategy=strategy, use_distributed_sampler=False, logger=False, **ranks).fit(
-        Balanced()
-    )
+    ranks: Any = {"accelerator": "cpu", "devices": int(os.environ.get("WORLD_SIZE", "1"))}  # on GPUs leave them out
+    files: Any = {"enable_checkpointing": False, "logger": False}
+    lightning.Trainer(max_epochs=1, strategy="ddp", use_distributed_sampler=False, **ranks, **files).fit(Balanced())
 
 
 if __name__ == "__main__":
