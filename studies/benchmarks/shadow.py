@@ -122,7 +122,7 @@ def row_of(name: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "least": min(predicted),
         "most": max(predicted),
         "r_squared": float(np.median([gain.prices.r_squared for gain in gains])),
-        "own": float(np.median([gain.own / seconds for gain, seconds in zip(gains, random, strict=True)])),
+        "own": float(np.median([gain.own * gain.steps / seconds for gain, seconds in zip(gains, random, strict=True)])),
     }
 
 

@@ -64,7 +64,7 @@ def test_even_micro_batches_keep_what_they_have():
 def test_padding_is_told_from_balance():
     gain = gain_of(steps_of(64, width=1000), waits_inside=False, waits_measured=False)
     assert gain.own / gain.unpadded > 1.2
-    assert "x without padding, " in str(gain)
+    assert f"(padding {gain.own / gain.unpadded:.2f}x, " in str(gain)
     assert "train with context_window=" in gain.verdict
 
 

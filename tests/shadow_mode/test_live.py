@@ -87,7 +87,7 @@ def test_a_loader_is_passed_through_and_prices_are_found(capsys: pytest.CaptureF
     assert shadowed.gain.measured == pytest.approx(sum(TRUE.seconds(lengths) for lengths in loader.batches) / 20)
     said = capsys.readouterr().out
     assert "step 10, the last 10: slowest process 1.00x the mean" in said
-    assert "1.00x from balance" in said  # one process alone
+    assert "balance 1.00x)" in said  # one process alone
     assert "wlb shadow: balanced steps run" in said
 
 

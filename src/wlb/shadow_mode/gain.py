@@ -77,9 +77,9 @@ class Gain:
     def __str__(self) -> str:
         padding, balance = self.own / self.unpadded, self.unpadded / self.balanced / self.fewer
         return (
-            f"slowest process {self.imbalance:.2f}x the mean; a step takes {self.measured:.3g} s, by prices "
-            f"{self.own:.3g} s, balanced {self.balanced:.3g} s: {self.speed:.2f}x as fast ({padding:.2f}x without "
-            f"padding, {self.fewer:.2f}x from fewer micro-batches, {balance:.2f}x from balance); prices {self.prices}"
+            f"slowest process {self.imbalance:.2f}x the mean; step {self.measured:.3g} s measured, {self.own:.3g} s by "
+            f"prices, {self.balanced:.3g} s balanced: {self.speed:.2f}x as fast (padding {padding:.2f}x, fewer "
+            f"micro-batches {self.fewer:.2f}x, balance {balance:.2f}x); prices {self.prices}"
         )
 
 

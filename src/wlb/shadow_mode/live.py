@@ -31,8 +31,9 @@ from wlb.shadow_mode.lengths import fields_of, read_lengths
 from wlb.workload import ModelShape, model_shape
 from wlb.workload.profile import write_profile
 
-_MOST_DOCUMENTS = 2**13  # whose steps are kept, the last ones
+_MOST_DOCUMENTS, _LEAST_STEPS = 2**15, 16  # of which the last ones are kept
 _MOST_OPEN = 2**10  # micro-batches without an optimizer's step
+_MOST_WAITING = 16  # times that steps were sent, while those of other processes do not come
 _LAST_WAIT = 5.0  # seconds, of the first process for what others measured
 _NUMBERS = count()  # of shadows: the same one has the same number on every process
 
@@ -79,8 +80,9 @@ class Shadow:
         self._began: tuple[Any, Any] | None = None  # documents, and the clock
         self._open: list[tuple[Any, Any, Any]] = []  # micro-batches of this step: documents, and the clock twice
         self._unread: list[list[tuple[Any, Any, Any]]] = []  # steps
-        self._ended, self._sent = 0, 0  # steps, and how often some were sent
-        self._own: deque[list[list[Measured]]] = deque()  # what the first process would have sent
+        self._ended = 0  # steps
+        self._passes = self._sent = 0  # over the loader, and how often steps were sent in this one
+        self._own: deque[list[list[Measured]]] = deque(maxlen=_MOST_WAITING)  # what the first process would have sent
         self._steps: deque[Step] = deque()
         self._rank, self._processes = 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -122,6 +124,8 @@ class Shadow:
         """Report on all steps so far and write the profile; every pass over a loader ends with it."""
         self._began = None
         self._exchange(len(self._unread), _LAST_WAIT)
+        self._own.clear()
+        self._passes, self._sent = self._passes + 1, 0
         if self._steps and self._report() and self.gain:
             self._say(self.gain.verdict)
             if self._profile:
@@ -177,30 +181,34 @@ class Shadow:
 
     def _exchange(self, steps: int, wait: float = 0.0) -> bool:
         """Send so many steps, and take what all processes have sent; whether there is any, on the first process."""
+        before, until = len(self._steps), time.monotonic() + wait
         if steps:
             measured = [[_measured(*one) for one in step] for step in self._unread[:steps]]
             del self._unread[:steps]
             if self._rank == 0:
                 self._own.append(measured)
             else:
+                rows: Any = pickle.dumps(measured)
                 with suppress(RuntimeError):  # the first process has ended, and the store with it
-                    self._store.set(f"{self._sent}/{self._rank}", pickle.dumps(measured))  # type: ignore[arg-type]  # takes bytes
+                    self._store.set(f"{self._passes} {self._sent} {self._rank}", rows)
             self._sent += 1
-        before, until = len(self._steps), time.monotonic() + wait
         while self._own:
-            keys = [f"{self._sent - len(self._own)}/{rank}" for rank in range(1, self._processes)]
+            oldest = f"{self._passes} {self._sent - len(self._own)}"
+            keys = [f"{oldest} {rank}" for rank in range(1, self._processes)]
             while keys and not self._store.check(keys):
                 if time.monotonic() >= until:
                     return len(self._steps) > before
                 time.sleep(0.05)
-            self._steps += zip(self._own.popleft(), *(pickle.loads(self._store.get(key)) for key in keys), strict=False)
+            rows = [pickle.loads(self._store.get(key)) for key in keys]
+            self._steps += zip(self._own.popleft(), *rows, strict=False)
             for key in keys:
                 self._store.delete_key(key)
         return len(self._steps) > before
 
     def _report(self) -> bool:
         """Print and log what balanced steps would gain; False where that is not known."""
-        while sum(len(one.documents) for step in self._steps for rank in step for one in rank) > _MOST_DOCUMENTS:
+        documents = [sum(len(one.documents) for rank in step for one in rank) for step in self._steps]
+        while len(self._steps) > _LEAST_STEPS and sum(documents[-len(self._steps) :]) > _MOST_DOCUMENTS:
             self._steps.popleft()
         try:
             gain = self.gain = gain_of(self._steps, waits_inside=self._waits_inside, waits_measured=self._on_cuda)
