@@ -46,7 +46,8 @@ class Shadow:
 
     Args:
         every: Optimizer steps between reports: a line on stdout, and values for the active W&B run.
-        lengths: Tokens of each document of a batch, as a function of it, where its fields do not say them.
+        lengths: Tokens of each document of a batch (of a model: its arguments by name), as a function of it, where its
+            fields do not say them.
         tensorboard: A directory, or a writer, for the values.
         profile: A file for the fitted prices, which ``wlb check --profile`` takes.
         model: That of the profile: a name that ``wlb`` knows, a ``ModelShape`` or a Hugging Face config.
