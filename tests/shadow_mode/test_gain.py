@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wlb.errors import UserError
-from wlb.shadow_mode.gain import Gain, Measured, gain_of
+from wlb.shadow_mode.gain import Measured, ShadowGain, gain_of
 from wlb.workload.fitted import FittedPrices
 
 TRUE = FittedPrices(square=2e-9, token=3e-6, fixed=4e-3, r_squared=1.0)
@@ -77,7 +77,7 @@ def test_processes_with_the_same_documents_count_as_one():
 
 
 def test_a_gain_that_prices_do_not_explain_is_not_believed():
-    gain = Gain(8, 1.0, FittedPrices(0, 1, 0, 0.2), 2, 2, 2, 1, 1, 512, 2, (900, 768))
+    gain = ShadowGain(8, 1.0, FittedPrices(0, 1, 0, 0.2), 2, 2, 2, 1, 1, 512, 2, (900, 768))
     assert gain.verdict == "the gain is not known: prices explain 20% of the variance of measured seconds"
 
 

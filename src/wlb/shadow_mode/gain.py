@@ -29,7 +29,7 @@ Step = Sequence[Sequence[Measured]]  # of each process, its micro-batches
 
 
 @dataclass(frozen=True)
-class Gain:
+class ShadowGain:
     """Mean seconds of a step: as measured; then by the fitted prices, as it is, without padding, and balanced.
 
     ``imbalance`` is the slowest process over the mean one, by the prices where measured seconds include waiting.
@@ -83,7 +83,7 @@ class Gain:
         )
 
 
-def gain_of(steps: Sequence[Step], *, waits_inside: bool, waits_measured: bool) -> Gain:
+def gain_of(steps: Sequence[Step], *, waits_inside: bool, waits_measured: bool) -> ShadowGain:
     """What balanced steps, those of ``packed_batches``, gain over ``steps``; each has equally many processes.
 
     Processes with the same documents, as tensor-parallel ones, count as one. ``waits_inside`` says whether processes
@@ -111,7 +111,7 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, waits_measured: bool) 
     plans = [plan.ranks for plan in WholeSteps(job, lengths)]
     balanced = [[[prices.seconds(one.lengths) for one in rank] for rank in ranks] for ranks in plans]
     unpadded = seconds(steps, "documents")
-    return Gain(
+    return ShadowGain(
         steps=len(steps),
         imbalance=sum(map(max, of_ranks)) / sum(map(np.mean, of_ranks)),
         prices=prices,

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.shadow_mode.gain import Gain, Measured, Step, gain_of
+from wlb.shadow_mode.gain import Measured, ShadowGain, Step, gain_of
 from wlb.shadow_mode.lengths import fields_of, read_lengths
 from wlb.workload import ModelShape, model_shape
 from wlb.workload.profile import write_profile
@@ -77,7 +77,7 @@ class Shadow:
         self._model = model or getattr(loader_or_model, "config", None)
         if every < 1 or (profile and self._model is None):
             raise UserError(f"give every >= 1, which is {every}, and the model of the profile, which is {self._model}")
-        self.gain: Gain | None = None
+        self.gain: ShadowGain | None = None
         self._began: tuple[Any, Any] | None = None  # documents, and the clock
         self._open: list[tuple[Any, Any, Any]] = []  # micro-batches of this step: documents, and the clock twice
         self._unread: list[list[tuple[Any, Any, Any]]] = []  # steps
@@ -121,7 +121,7 @@ class Shadow:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def conclude(self) -> Gain | None:
+    def conclude(self) -> ShadowGain | None:
         """Report on all steps so far and write the profile; every pass over a loader ends with it."""
         self._began = None
         self._exchange(len(self._unread), _LAST_WAIT)
@@ -133,7 +133,7 @@ class Shadow:
                 self._write_profile(self.gain, self._profile)
         return self.gain
 
-    def close(self) -> Gain | None:
+    def close(self) -> ShadowGain | None:
         """Conclude, and measure nothing from now on."""
         for hook in self._hooks:
             hook.remove()
@@ -228,7 +228,7 @@ class Shadow:
             run.log(gain.values, commit=False)
         return True
 
-    def _write_profile(self, gain: Gain, path: str | Path) -> None:
+    def _write_profile(self, gain: ShadowGain, path: str | Path) -> None:
         import torch
 
         shape = model_shape(self._model) if isinstance(self._model, str) else self._model
