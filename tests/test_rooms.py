@@ -43,7 +43,9 @@ MAY_IMPORT = {
     "profiling": {"attention", "documents", "models", "runtime", "training", "workload"},
     "integrations": {
         *("attention", "documents", "job", "packing", "runtime", "sharding", "simulate", "training", "workload"),
+        "shadow_mode",
     },
+    "shadow_mode": {"integrations", "workload"},
 }
 TORCH = {"attention", "models", "runtime", "training", "profiling"}  # and commands and integrations that use them
 ANYTHING = {"cli", "__main__", "__init__"}

@@ -1,7 +1,7 @@
 """WLB: workload-balanced 4D-parallel training of language models on variable-length documents.
 
 What a trainer needs to plan its own steps can be imported from here. Each name is loaded when it is first used, so
-``import wlb`` loads nothing else, and none of the names needs torch.
+``import wlb`` loads nothing else, and none is loaded with torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from wlb.packing.plan import MicroBatch as MicroBatch
     from wlb.packing.plan import StepPlan as StepPlan
     from wlb.packing.registry import make_packer as make_packer
+    from wlb.shadow_mode import shadow as shadow
     from wlb.sharding import ShardPlan as ShardPlan
     from wlb.sharding import make_shard_plan as make_shard_plan
     from wlb.workload import make_workload as make_workload
@@ -32,6 +33,7 @@ _MODULES = {
     "make_packer": "wlb.packing.registry",
     "make_shard_plan": "wlb.sharding",
     "make_workload": "wlb.workload",
+    "shadow": "wlb.shadow_mode",
 }
 __all__ = ["__version__", *_MODULES]
 

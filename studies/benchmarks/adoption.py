@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -128,24 +128,36 @@ def critical_path(lists: Sequence[Sequence[tuple[tuple[int, ...], float]]]) -> f
 
 def train_in_turns(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One rank of a stack; every way is trained in every turn."""
+    train = example(name, options)
+    ways = ways_of(name)
+    found: dict[str, dict[str, Any]] = {way: {"turns": []} for way in ways}
+    for _ in range(options.turns + 1):
+        for way, replaced in ways.items():
+            add_turn(found[way], name, train, replaced, alone=way == "own lists")
+    return {way: {"turns": of_way["turns"][1:], "work": of_way["work"]} for way, of_way in found.items()}
+
+
+def example(name: str, options: argparse.Namespace) -> Callable[[], None]:
+    """The function ``train`` of an example, on this rank."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": name}
     sys.path.insert(0, str(EXAMPLES))
     stand_ins: Any = importlib.import_module("stand_ins")
     stand_ins.DOCUMENTS, stand_ins.WINDOW = options.documents, options.context_window
-    train = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="example")["train"]
-    ways = ways_of(name)
-    found: dict[str, dict[str, Any]] = {way: {"turns": []} for way in ways}
-    for _ in range(options.turns + 1):
-        for way, replaced in ways.items():
-            with mock.patch.dict(train.__globals__, replaced):
-                recorder = recorded(train, None if "lists" in name else MICRO_BATCHES)
-            # A plain FSDP2 loop gathers weights in every micro-batch, and so waits for all ranks in each.
-            waits = tuple(range(PROCESSES)) if name == "own_lists" and way != "own lists" else ()
-            found[way]["turns"].append([[(one.ranks or waits, one.seconds) for one in step] for step in recorder.steps])
-            found[way]["work"] = work_of(recorder)
-    return {way: {"turns": of_way["turns"][1:], "work": of_way["work"]} for way, of_way in found.items()}
+    return cast(Callable[[], None], runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="example")["train"])
+
+
+def add_turn(
+    found: dict[str, Any], name: str, train: Callable[[], None], replaced: dict[str, Any], *, alone: bool = False
+) -> None:
+    """Train once with ``replaced`` for names of the example, and add its micro-batches to ``found``."""
+    with mock.patch.dict(train.__globals__, replaced):
+        recorder = recorded(train, None if "lists" in name else MICRO_BATCHES)
+    # A plain FSDP2 loop gathers weights in every micro-batch, and so waits for all ranks in each.
+    waits = tuple(range(PROCESSES)) if name == "own_lists" and not alone else ()
+    found["turns"].append([[(one.ranks or waits, one.seconds) for one in step] for step in recorder.steps])
+    found["work"] = work_of(recorder)
 
 
 def recorded(train: Callable[[], None], per_step: int | None) -> Recorder:

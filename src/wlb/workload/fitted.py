@@ -25,6 +25,7 @@ LEAST_SAMPLES = 8  # micro-batches from which prices are fitted
 _ROUNDS = 8  # of finding the slowest rank, and what lies far off
 _FAR_OFF = 4.0  # standard deviations, estimated by the median, of a measurement that is left out
 _KNOTS = 2 ** np.arange(6, 21)  # tokens at which a profile holds the fitted curve
+_LEAST_SECONDS = 1e-12  # of a document, where its tokens explain nothing
 _BACKWARD = 2 / 3  # of forward and backward, where both were measured together
 
 
@@ -40,10 +41,13 @@ class FittedPrices:
     fixed: float  # for each micro-batch
     r_squared: float
 
+    def __str__(self) -> str:
+        return f"{self.square:.3g} d^2 + {self.token:.3g} d + {self.fixed:.3g} s, R2 {self.r_squared:.3f}"
+
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
-        """Seconds that each document adds, forward and backward; shape of ``lengths`` (tokens)."""
+        """Seconds that each document adds, forward and backward, over 0; shape of ``lengths`` (tokens)."""
         d = np.asarray(lengths, np.float64)
-        return np.asarray(self.square * d**2 + self.token * d)
+        return np.asarray(self.square * d**2 + self.token * d + _LEAST_SECONDS)
 
     def seconds(self, lengths: ArrayLike) -> float:
         """Seconds of a micro-batch of documents of ``lengths`` tokens."""
@@ -59,7 +63,7 @@ class FittedPrices:
         tokens = tuple(_KNOTS.tolist())
 
         def both(seconds: Array) -> dict[str, Any]:
-            floored = np.maximum(seconds, 1e-12)
+            floored = np.maximum(seconds, _LEAST_SECONDS)
             return {
                 "forward_seconds": ((1 - _BACKWARD) * floored).tolist(),
                 "backward_seconds": (_BACKWARD * floored).tolist(),
@@ -81,7 +85,9 @@ class FittedPrices:
         )
 
 
-def fit_prices(squares: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> FittedPrices:
+def fit_prices(
+    squares: ArrayLike, tokens: ArrayLike, seconds: ArrayLike, *, micro_batches: ArrayLike = 1
+) -> FittedPrices:
     """The prices that explain the ``seconds`` of micro-batches best; none is negative.
 
     Args:
@@ -89,6 +95,8 @@ def fit_prices(squares: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> Fit
             where ranks run micro-batches at the same time and wait for the slowest.
         tokens: sum(d), of the same shape.
         seconds: Of each micro-batch, of shape (micro-batches,).
+        micro_batches: Of how many micro-batches each entry of ``squares`` is the sum, where it is of several, as where
+            ranks wait at the end of a step only; of the same shape.
 
     Raises:
         UserError: There are fewer than ``LEAST_SAMPLES`` micro-batches.
@@ -97,8 +105,8 @@ def fit_prices(squares: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> Fit
     count = len(measured)
     if count < LEAST_SAMPLES:
         raise UserError(f"prices are fitted to at least {LEAST_SAMPLES} micro-batches, and {count} were measured")
-    terms = np.stack([np.reshape(a, (count, -1)) for a in (squares, tokens)], axis=-1).astype(np.float64)
-    terms = np.concatenate([terms, np.ones_like(terms[..., :1])], axis=-1)  # (micro-batches, ranks, terms)
+    given = np.broadcast_arrays(*(np.asarray(a, np.float64) for a in (squares, tokens, micro_batches)))
+    terms = np.stack([np.reshape(a, (count, -1)) for a in given], axis=-1)  # (micro-batches, ranks, terms)
     prices = _least_squares(terms.mean(axis=1), measured)
     for _ in range(_ROUNDS):
         slowest = np.take_along_axis(terms, (terms @ prices).argmax(axis=1)[:, None, None], axis=1)[:, 0]

@@ -1,0 +1,30 @@
+"""Shadow mode in Hugging Face's Trainer and those made of it (TRL, Axolotl, LLaMA-Factory, ms-swift).
+
+trainer.add_callback(ShadowCallback())
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from wlb.shadow_mode.live import Shadow
+
+
+class ShadowCallback(TrainerCallback):
+    """Measures what balanced steps would gain while a Trainer trains as it does; ``settings`` are those of ``Shadow``.
+
+    ``shadow.gain`` is what was found last.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.shadow: Shadow | None = None
+        self._settings = settings
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.shadow = Shadow(model, **self._settings)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self.shadow is not None
+        self.shadow.close()

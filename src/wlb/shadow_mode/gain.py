@@ -1,0 +1,154 @@
+"""From measured steps to a gain: prices fitted to them, and a plan of the same documents by these prices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from wlb.integrations.batches import WholeSteps, balanced_job
+from wlb.shadow_mode.lengths import Lengths
+from wlb.workload.fitted import FittedPrices, fit_prices
+
+_LEAST_GAIN = 0.05  # that is worth a change, as in ``wlb check``
+_LEAST_EXPLAINED = 0.5  # of the variance of seconds, below which no gain is believed
+
+
+class Measured(NamedTuple):
+    """A micro-batch of one process: tokens of its documents as computed and without padding, and its seconds."""
+
+    computed: Lengths
+    documents: Lengths
+    seconds: float
+
+
+Step = Sequence[Sequence[Measured]]  # of each process, its micro-batches
+
+
+@dataclass(frozen=True)
+class ShadowGain:
+    """Mean seconds of a step: as measured; then by the fitted prices, as it is, without padding, and balanced.
+
+    ``imbalance`` is the slowest process over the mean one, by the prices where measured seconds include waiting.
+    Balanced micro-batches hold ``context_window`` tokens on average, and each process has ``micro_batches`` a step;
+    ``fewer`` is what their number gains by itself. ``most_tokens`` are those of a micro-batch, now and balanced.
+    """
+
+    steps: int
+    imbalance: float
+    prices: FittedPrices
+    measured: float
+    own: float
+    unpadded: float
+    balanced: float
+    fewer: float
+    context_window: int
+    micro_batches: int
+    most_tokens: tuple[int, int]
+
+    @property
+    def speed(self) -> float:
+        """Of balanced steps over the job's own, by the prices."""
+        return self.own / self.balanced
+
+    @property
+    def values(self) -> dict[str, float]:
+        """What is logged, by name."""
+        names = ("imbalance", "speed", "measured", "own", "unpadded", "balanced")
+        values = {name: getattr(self, name) for name in names} | vars(self.prices)
+        return {f"wlb_shadow/{name}": value for name, value in values.items()}
+
+    @property
+    def verdict(self) -> str:
+        """Advice, in one sentence."""
+        if self.speed < 1 + _LEAST_GAIN:
+            return f"keep what you have: balanced steps gain under {_LEAST_GAIN:.0%}"
+        if (explained := self.prices.r_squared) < _LEAST_EXPLAINED:
+            return f"the gain is not known: prices explain {max(explained, 0):.0%} of the variance of measured seconds"
+        now, then = self.most_tokens
+        return (
+            f"balanced steps run {self.speed:.2f}x as fast; train with context_window={self.context_window} and "
+            f"micro_batches={self.micro_batches}, of up to {then:,} tokens (now {now:,})"
+        )
+
+    def __str__(self) -> str:
+        padding, balance = self.own / self.unpadded, self.unpadded / self.balanced / self.fewer
+        return (
+            f"slowest process {self.imbalance:.2f}x the mean; step {self.measured:.3g} s measured, {self.own:.3g} s by "
+            f"prices, {self.balanced:.3g} s balanced: {self.speed:.2f}x as fast (padding {padding:.2f}x, fewer "
+            f"micro-batches {self.fewer:.2f}x, balance {balance:.2f}x); prices {self.prices}"
+        )
+
+
+def gain_of(steps: Sequence[Step], *, waits_inside: bool, waits_measured: bool) -> ShadowGain:
+    """What balanced steps, those of ``packed_batches``, gain over ``steps``; each has equally many processes.
+
+    Processes with the same documents, as tensor-parallel ones, count as one. ``waits_inside`` says whether processes
+    wait for each other in every micro-batch or only at the end of a step, ``waits_measured`` whether seconds include
+    that. Balanced micro-batches hold as many tokens as the job's on average, or the longest document if that is more; a
+    step keeps its tokens. Raises ``UserError`` where there are too few micro-batches or documents.
+    """
+    prices = _fitted(steps, waits_inside, waits_measured and len(steps[0]) > 1)
+
+    def seconds(steps: Sequence[Step], of: str) -> list[list[list[float]]]:
+        return [[[prices.seconds(getattr(one, of)) for one in rank] for rank in step] for step in steps]
+
+    def total(of_steps: list[list[list[float]]]) -> float:
+        return sum(_step_seconds(step, waits_inside) for step in of_steps)
+
+    measured = [[[one.seconds for one in rank] for rank in step] for step in steps]
+    of_ranks = [[*map(sum, step)] for step in (seconds(steps, "computed") if waits_measured else measured)]
+    names = [str([[one.computed.tolist() for one in step[rank]] for step in steps]) for rank in range(len(steps[0]))]
+    steps = [[step[names.index(name)] for name in dict.fromkeys(names)] for step in steps]
+    parts = [one for step in steps for rank in step for one in rank]
+    lengths, ranks = np.concatenate([one.documents for one in parts]), len(steps[0])
+    window = max(int(lengths.max(initial=1)), round(lengths.sum() / len(parts)))
+    micro_batches = max(1, round(lengths.sum() / len(steps) / ranks / window))
+    job = balanced_job(lengths, window, micro_batches, dp=ranks, workload=prices)
+    plans = [plan.ranks for plan in WholeSteps(job, lengths)]
+    balanced = [[[prices.seconds(one.lengths) for one in rank] for rank in ranks] for ranks in plans]
+    unpadded = seconds(steps, "documents")
+    return ShadowGain(
+        steps=len(steps),
+        imbalance=sum(map(max, of_ranks)) / sum(map(np.mean, of_ranks)),
+        prices=prices,
+        measured=total(measured) / len(steps),
+        own=total(seconds(steps, "computed")) / len(steps),
+        unpadded=total(unpadded) / len(steps),
+        balanced=total(balanced) / len(steps),
+        fewer=_work(unpadded) / _work(balanced),
+        context_window=window,
+        micro_batches=micro_batches,
+        most_tokens=(
+            max(int(one.computed.sum()) for one in parts),
+            max(one.tokens for plan in plans for rank in plan for one in rank),
+        ),
+    )
+
+
+def _work(steps: list[list[list[float]]]) -> float:
+    return sum(sum(rank) for step in steps for rank in step)
+
+
+def _step_seconds(ranks: Sequence[Sequence[float]], waits_inside: bool) -> float:
+    return sum(map(max, zip_longest(*ranks, fillvalue=0.0))) if waits_inside else max(map(sum, ranks))
+
+
+def _fitted(steps: Sequence[Step], waits_inside: bool, waits_measured: bool) -> FittedPrices:
+    """Prices of what is measured by itself: a micro-batch, those at the same time, or a whole step."""
+    units: list[Step] = [*steps]
+    if not waits_measured:
+        units = [[[one]] for step in steps for rank in step for one in rank]
+    elif waits_inside:
+        units = [[[one] if one else [] for one in slot] for step in steps for slot in zip_longest(*step)]
+    terms = np.array([[_terms(rank) for rank in unit] for unit in units])  # (units, ranks, terms)
+    seconds = [max(sum(one.seconds for one in rank) for rank in unit) for unit in units]
+    return fit_prices(terms[..., 0], terms[..., 1], seconds, micro_batches=terms[..., 2])
+
+
+def _terms(micro_batches: Sequence[Measured]) -> tuple[float, float, int]:
+    lengths = np.concatenate([np.zeros(0), *(one.computed for one in micro_batches)])
+    return float((lengths**2).sum()), float(lengths.sum()), len(micro_batches)

@@ -1,0 +1,64 @@
+"""How long the documents of a batch are, whatever kind of batch it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError
+
+Lengths = NDArray[np.int64]
+
+_FIELDS = {
+    "ends": ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens"),
+    "lengths": ("segment_lengths",),
+    "positions": ("position_ids", "positions"),
+    "mask": ("attention_mask",),
+    "tokens": ("input_ids", "tokens", "input", "inputs"),
+}
+
+
+def fields_of(batch: Any) -> dict[str, Any]:
+    """What says how long the documents of a batch are: a dictionary, an object, or a tuple that has one of these."""
+    if isinstance(batch, tuple | list):
+        return next(filter(None, map(fields_of, batch)), {})
+    if hasattr(batch, "dtype"):
+        return {"tokens": batch}
+    of = batch.get if isinstance(batch, Mapping) else lambda name: getattr(batch, name, None)
+    named = {kind: [value for name in names if (value := of(name)) is not None] for kind, names in _FIELDS.items()}
+    found = {kind: values[0] for kind, values in named.items() if values}
+    packed = of("packed_seq_params")  # Megatron-Core's
+    return found if packed is None else found | fields_of(packed)
+
+
+def read_lengths(fields: Mapping[str, Any]) -> tuple[Lengths, Lengths]:
+    """Tokens of each document as it is computed, and without its padding, of what ``fields_of`` found.
+
+    A row of one document is computed in its full width; padding behind several is computed as one more. Raises
+    ``UserError`` where nothing says how long documents are.
+    """
+    shape = next((np.atleast_2d(fields[kind]).shape for kind in ("tokens", "positions", "mask") if kind in fields), ())
+    if "ends" in fields or "lengths" in fields:
+        own = np.diff(np.ravel(fields["ends"])) if "ends" in fields else np.asarray(fields["lengths"])
+        rows = [(own[own > 0], int(np.prod(shape)) if shape else int(own.sum()))]
+    elif len(shape) == 2:
+        given = {kind: np.atleast_2d(fields[kind]) for kind in ("positions", "mask") if kind in fields}
+        places = given.get("positions", np.arange(shape[1])[None])
+        places = np.broadcast_to(places if places.ndim == 2 else np.arange(shape[1]), shape)  # images have 3
+        mask = given.get("mask", np.ones(shape))
+        kept = mask.astype(bool) if mask.shape == shape else np.ones(shape, bool)
+        rows = [(_between_restarts(row[of_row]), shape[1]) for row, of_row in zip(places, kept, strict=True)]
+    else:
+        raise UserError(
+            f"the batch has none of {', '.join(name for names in _FIELDS.values() for name in names)}, which say how "
+            "long its documents are; give lengths, a function of the batch"
+        )
+    computed = [[width] if len(own) <= 1 else [*own, *filter(None, [width - own.sum()])] for own, width in rows]
+    return np.array([length for row in computed for length in row], np.int64), np.concatenate([own for own, _ in rows])
+
+
+def _between_restarts(positions: Lengths) -> Lengths:
+    return np.diff(np.flatnonzero(np.diff(positions, prepend=positions[:1]) <= 0), append=len(positions))

@@ -1,0 +1,92 @@
+"""A gain is what balanced steps take by prices that are found again, whatever the clock and wherever ranks wait."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from wlb.errors import UserError
+from wlb.shadow_mode.gain import Measured, ShadowGain, gain_of
+from wlb.workload.fitted import FittedPrices
+
+TRUE = FittedPrices(square=2e-9, token=3e-6, fixed=4e-3, r_squared=1.0)
+
+
+def steps_of(count: int, ranks: int = 2, micro_batches: int = 3, width: int = 0) -> list[list[list[Measured]]]:
+    """Random documents, in rows of ``width`` tokens where it is given, and the seconds of their true prices."""
+    rng = np.random.default_rng(0)
+
+    def measured() -> Measured:
+        documents = np.minimum(rng.lognormal(6, 1.2, 6), width or 20_000).astype(np.int64) + 1
+        computed = np.full(6, width + 1) if width else documents
+        return Measured(computed, documents, TRUE.seconds(computed))
+
+    return [[[measured() for _ in range(micro_batches)] for _ in range(ranks)] for _ in range(count)]
+
+
+def waiting(steps: list[list[list[Measured]]], inside: bool) -> list[list[list[Measured]]]:
+    """As a clock measures that includes waiting for the slowest rank, in every micro-batch or in the last one."""
+    waited = []
+    for step in steps:
+        ends = max(sum(one.seconds for one in rank) for rank in step)
+        slots = [max(one.seconds for one in slot) for slot in zip(*step, strict=True)]
+        ranks = []
+        for rank in step:
+            seconds = slots if inside else [one.seconds for one in rank]
+            late = 0 if inside else ends - sum(seconds)
+            seconds = [*seconds[:-1], seconds[-1] + late]
+            ranks.append([one._replace(seconds=own) for one, own in zip(rank, seconds, strict=True)])
+        waited.append(ranks)
+    return waited
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_both_clocks_say_the_same(inside: bool):
+    steps = steps_of(64)
+    gain = gain_of(steps, waits_inside=inside, waits_measured=False)
+    assert (gain.prices.square, gain.prices.token) == pytest.approx((TRUE.square, TRUE.token), rel=1e-6)
+    assert gain.own == pytest.approx(gain.measured) == pytest.approx(gain.unpadded)
+    assert gain.speed > 1.1
+    assert gain.imbalance > 1.05
+    waited = gain_of(waiting(steps, inside), waits_inside=inside, waits_measured=True)
+    for name in ("imbalance", "measured", "own", "unpadded", "balanced", "fewer"):
+        assert getattr(waited, name) == pytest.approx(getattr(gain, name), rel=1e-3)
+
+
+def test_even_micro_batches_keep_what_they_have():
+    rows = [[[Measured(np.array([512]), np.array([512]), TRUE.seconds([512]))] * 2] * 2] * 8
+    gain = gain_of(rows, waits_inside=False, waits_measured=False)
+    assert gain.speed == pytest.approx(1)
+    assert gain.imbalance == pytest.approx(1)
+    assert gain.verdict == "keep what you have: balanced steps gain under 5%"
+
+
+def test_padding_is_told_from_balance():
+    gain = gain_of(steps_of(64, width=1000), waits_inside=False, waits_measured=False)
+    assert gain.own / gain.unpadded > 1.2
+    assert f"(padding {gain.own / gain.unpadded:.2f}x, " in str(gain)
+    assert "train with context_window=" in gain.verdict
+
+
+def test_processes_with_the_same_documents_count_as_one():
+    steps = steps_of(32)
+    tensor_parallel = [[rank for rank in step for _ in range(2)] for step in steps]
+    twice, once = (gain_of(each, waits_inside=False, waits_measured=False) for each in (tensor_parallel, steps))
+    assert twice.speed == pytest.approx(once.speed)
+    assert twice.balanced == pytest.approx(once.balanced)
+
+
+def test_a_gain_that_prices_do_not_explain_is_not_believed():
+    gain = ShadowGain(8, 1.0, FittedPrices(0, 1, 0, 0.2), 2, 2, 2, 1, 1, 512, 2, (900, 768))
+    assert gain.verdict == "the gain is not known: prices explain 20% of the variance of measured seconds"
+
+
+def test_one_process_gains_from_fewer_micro_batches_alone():
+    gain = gain_of(steps_of(64, ranks=1), waits_inside=False, waits_measured=False)
+    assert gain.speed == pytest.approx(gain.fewer)
+    assert gain.fewer > 1
+
+
+def test_too_few_micro_batches_are_refused():
+    with pytest.raises(UserError, match="at least 8 micro-batches"):
+        gain_of(steps_of(1), waits_inside=False, waits_measured=False)

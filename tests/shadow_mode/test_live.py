@@ -1,0 +1,169 @@
+"""A loop under shadow mode trains the same batches, and what is found is exact by a clock that is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from typer.testing import CliRunner
+
+import wlb
+from tests.training.distributed import run_ranks
+from wlb.cli.app import app
+from wlb.errors import UserError
+from wlb.workload.fitted import FittedPrices
+
+TRUE = FittedPrices(square=2e-9, token=3e-6, fixed=4e-3, r_squared=1.0)
+SECONDS = [0.0]  # of the injected clock
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "thread_time", lambda: SECONDS[0])
+
+
+class Loader:
+    """Packed batches of random documents, with what else a loader has."""
+
+    dataset = "documents"
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.epoch, self.batches = 0, [rng.lognormal(5, 1, 6).astype(int) + 1 for _ in range(count)]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for lengths in self.batches:
+            positions = torch.cat([*map(torch.arange, lengths.tolist())])[None]
+            yield {"input_ids": torch.zeros_like(positions), "position_ids": positions, "lengths": lengths.tolist()}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, input_ids: Any, lengths: Any, **_: Any) -> Any:
+        SECONDS[0] += TRUE.seconds(lengths)
+        return self.weight.sum()
+
+
+def train(loader: Any, model: nn.Module, accumulate: int = 2) -> list[Any]:
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
+    seen = []
+    for number, batch in enumerate(loader, 1):
+        seen.append(batch["lengths"])
+        model(batch["input_ids"], **{name: batch[name] for name in ("lengths", "position_ids")}).backward()
+        if number % accumulate == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+            SECONDS[0] += 100  # logging, evaluation, ... are no part of a micro-batch
+    return seen
+
+
+def test_a_loader_is_passed_through_and_prices_are_found(capsys: pytest.CaptureFixture[str]):
+    loader = Loader(40)
+    shadowed: Any = wlb.shadow(loader, every=10)
+    shadowed.set_epoch(3)
+    assert (len(shadowed), shadowed.dataset, loader.epoch) == (40, "documents", 3)
+    assert not hasattr(shadowed, "sampler")
+    assert train(shadowed, Model()) == [lengths.tolist() for lengths in loader.batches]
+    prices = shadowed.gain.prices
+    assert (prices.square, prices.token, prices.fixed) == pytest.approx((TRUE.square, TRUE.token, TRUE.fixed))
+    assert shadowed.gain.measured == pytest.approx(sum(TRUE.seconds(lengths) for lengths in loader.batches) / 20)
+    said = capsys.readouterr().out
+    assert "step 10, the last 10: slowest process 1.00x the mean" in said
+    assert "balance 1.00x)" in said  # one process alone
+    assert "wlb shadow: balanced steps run" in said
+
+
+def test_a_model_is_watched_while_it_trains():
+    model, loader = Model(), Loader(40)
+    watched: Any = wlb.shadow(model)
+    with torch.no_grad():
+        model(torch.zeros(1), lengths=[5])
+    model.eval()
+    model(torch.zeros(1), lengths=[5])
+    model.train()
+    train(loader, model)
+    gain = watched.close()
+    assert gain.steps == 20
+    assert gain.prices.square == pytest.approx(TRUE.square)
+    train(loader, model)
+    assert watched.conclude().steps == 20
+
+
+def test_lengths_may_be_a_function_of_the_batch():
+    shadowed: Any = wlb.shadow(Loader(20), lengths=lambda batch: batch["lengths"])
+    train(shadowed, Model())
+    assert shadowed.gain.prices.token == pytest.approx(TRUE.token)
+
+
+def test_a_loop_that_is_left_early_is_reported():
+    shadowed: Any = wlb.shadow(Loader(40))
+    train((batch for batch, _ in zip(shadowed, range(20), strict=False)), Model())
+    assert shadowed.gain.steps == 10
+
+
+def test_micro_batches_without_an_optimizer_are_told(capsys: pytest.CaptureFixture[str]):
+    for _ in wlb.shadow(Loader(1100)):
+        pass
+    assert "1024 micro-batches without a step of a torch optimizer are not counted" in capsys.readouterr().out
+
+
+def test_values_are_logged(monkeypatch: pytest.MonkeyPatch):
+    rows: list[tuple[str, float, int]] = []
+    run = SimpleNamespace(log=lambda values, commit: rows.extend((*row, -1) for row in values.items()))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    writer = SimpleNamespace(add_scalar=lambda *row: rows.append(row))
+    train(wlb.shadow(Loader(20), every=5, tensorboard=writer), Model())
+    steps = [step for name, _, step in rows if name == "wlb_shadow/speed"]
+    assert steps == [5, -1, 10, -1, 10, -1]
+
+
+def test_the_profile_is_taken_by_check(tmp_path: Path):
+    path = tmp_path / "prices.json"
+    train(wlb.shadow(Loader(40), profile=path, model="550m"), Model())
+    asked = ["check", "synthetic:500:8K", "--gpus", "2", "--context-window", "8K"]
+    result = CliRunner().invoke(app, [*asked, "--profile", str(path)])
+    assert result.exit_code == 0, result.output
+
+
+def test_settings_are_checked():
+    with pytest.raises(UserError, match="every >= 1, which is 0"):
+        wlb.shadow(Loader(1), every=0)
+    with pytest.raises(UserError, match="the model of the profile, which is None"):
+        wlb.shadow(Loader(1), profile="prices.json")
+
+
+def _one_rank(batches: tuple[int, int]) -> Any:
+    time.thread_time = lambda: SECONDS[0]
+    rank = dist.get_rank()
+    shadowed: Any = wlb.shadow(Loader(batches[rank], seed=rank), every=4)
+    train(shadowed, Model())
+    if rank == 0:
+        return shadowed.gain and (shadowed.gain.steps, shadowed.gain.speed, shadowed.gain.prices.square)
+    return shadowed.gain
+
+
+@pytest.mark.parametrize(("batches", "steps"), [((40, 40), 20), ((24, 40), 12), ((40, 24), 12)])
+def test_processes_of_unequal_loaders_do_not_wait(batches: tuple[int, int], steps: int):
+    (found, speed, square), other = run_ranks(2, _one_rank, batches)
+    assert other is None
+    assert found == steps
+    assert speed > 1.05
+    assert square == pytest.approx(TRUE.square)
