@@ -68,7 +68,7 @@ def openrlhf(ranks: int, max_tokens: int, steps: int = 1) -> None:
         return [experience.make_experience_batch([samples[i] for part in own for i in part]) for own in of_ranks]
 
     def micro_batches(lengths: Any, parts: int, equal_size: bool) -> Any:
-        return balance(lengths, parts, max_tokens, equal_size, ranks=1)[0]
+        return balance(lengths, parts, max_tokens, equal_size=equal_size)
 
     ppo_trainer.balance_experiences = shares
     replay_buffer.get_seqlen_balanced_partitions = micro_batches
