@@ -3,13 +3,9 @@
     --override.imports 'wlb.integrations.torchtitan.balance={"store": "PREFIX", "micro_batches": 8}'
 
 ``PREFIX`` is a token store. In place of rows cut every ``seq_len`` tokens come micro-batches of whole documents that
-take all ranks equally long; they hold ``seq_len`` tokens on average and up to 1.5 times as many. torchtitan's own loss,
-a sum over tokens divided by the step's number of labels, stays right for them, and its position-based masks keep
-documents apart (attention ``flex`` or ``varlen``). Every rank plans; the state is the plan's, so a checkpoint continues
-exactly, and also with another data-parallel degree.
-
-For torchtitan 0.3.0 and its main of August 2026 (b5bcd76), which differ in where the loader is, what it is given and
-the shape of what it yields.
+take all ranks equally long; they hold ``seq_len`` tokens on average and up to 1.5 times as many. torchtitan's loss, a
+sum over tokens divided by the step's number of labels, stays right for them, and its masks of positions keep documents
+apart (attention ``flex`` or ``varlen``). A checkpoint continues exactly, also with another data-parallel degree.
 """
 
 from __future__ import annotations
@@ -45,16 +41,14 @@ try:
 except ImportError as error:
     raise UserError(f"{error}; wlb.integrations.torchtitan needs {_VERSIONS}") from error
 
-_STATE = "wlb"
 Batch = tuple[dict[str, Any], Tensor]
 
 
 class BalancedDataLoader(BaseDataLoader):
     """Yields ``({"input", "positions"}, labels)``, each int64: this rank's micro-batches.
 
-    Their shape is (1, tokens) in 0.3.0 and (tokens,) in main, whose ``seq_len`` is called ``max_context_length``.
-    Never ends: documents of the next epoch follow those of this one into the same steps. Documents over ``seq_len``
-    tokens are split. ``state_dict`` is the same on every rank.
+    Their shape is (1, tokens) in 0.3.0 and (tokens,) in main. Never ends: documents of the next epoch follow those of
+    this one into the same steps. Documents over the context are split. ``state_dict`` is the same on every rank.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -72,20 +66,12 @@ class BalancedDataLoader(BaseDataLoader):
         prefix = config.store or getattr(config, "dataset_path", None)
         if prefix is None:
             raise UserError('no documents; give the override the prefix of a token store, "store" (see `wlb prepare`)')
-        self._in_rows = "seq_len" in sizes
+        self._row = None if "seq_len" in sizes else ...  # a dimension more, or none
         self._store = TokenStore.open(prefix)
-        self._rank, self._own_lists = dp_rank, config.own_lists
-        job = balanced_job(
-            self._store.lengths,
-            _window(sizes),
-            config.micro_batches,
-            dp=dp_world_size,
-            model=config.model,
-            hardware=config.hardware,
-            seed=config.seed,
-            max_length_factor=config.max_length_factor,
-            own_lists=config.own_lists,
-        )
+        self._own_lists = config.own_lists
+        names = ("model", "hardware", "seed", "max_length_factor", "own_lists")
+        settings = {name: getattr(config, name) for name in names}
+        job = balanced_job(self._store.lengths, _window(sizes), config.micro_batches, dp=dp_world_size, **settings)
         self._processes = Processes(dp_rank, dp_world_size, 1)
         layout = replace(job.layout, tp=config.multiple_of)  # pads shares to a multiple of it
         self._share = RankShare(*divmod(dp_rank, layout.cp), layout, workload=job.costs)
@@ -95,7 +81,7 @@ class BalancedDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         begin = {"state": digest(self._micro_batches.state_dict())}
-        self._processes.agree(self._micro_batches.steps.settings | begin, self._rank)
+        self._processes.agree(self._micro_batches.steps.settings | begin, self._processes.rank)
         return self._micro_batches
 
     @property
@@ -103,12 +89,8 @@ class BalancedDataLoader(BaseDataLoader):
         """Micro-batches of this rank in the step that is being yielded."""
         return self._micro_batches.of_step
 
-    def steps(self) -> Iterator[StepPlan]:
-        """The plans of all ranks, after the one that is being yielded."""
-        return self._micro_batches.steps
-
     def state_dict(self) -> dict[str, Any]:
-        return {_STATE: json.dumps(self._micro_batches.state_dict())}
+        return {"wlb": json.dumps(self._micro_batches.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``; from none at all, as torchtitan may ask, at the beginning.
@@ -116,7 +98,7 @@ class BalancedDataLoader(BaseDataLoader):
         Raises ``UserError`` for a state of other documents or another seed, and inside a step for any other setting.
         """
         if state_dict:
-            self._micro_batches.load_state_dict(json.loads(state_dict[_STATE]))
+            self._micro_batches.load_state_dict(json.loads(state_dict["wlb"]))
 
     def _of_rank(self, plan: StepPlan) -> list[Batch]:
         """This rank's micro-batches; with own lists also ``attend``, the attention over each, by a collective call."""
@@ -127,12 +109,11 @@ class BalancedDataLoader(BaseDataLoader):
         for share in self._share.batches(plan, lambda part: read_batch(part, self._store)):
             padding = torch.arange(share.rows - share.local_tokens)  # a document of its own
             positions = torch.cat([share.positions[: share.local_tokens], padding])
-            row = None if self._in_rows else ...  # a dimension more, or none
-            inputs: dict[str, Any] = {"input": share.tokens[row], "positions": positions[row]}
+            inputs: dict[str, Any] = {"input": share.tokens[self._row], "positions": positions[self._row]}
             if self._own_lists:
                 group = self._sharing if share.shard_plan.cp_size > 1 else None
                 inputs["attend"] = ShardedAttention(share.local_tokens, share.shard_plan, group, share.ranks or None)
-            batches.append((inputs, share.labels[row]))
+            batches.append((inputs, share.labels[self._row]))
         return batches
 
 

@@ -40,16 +40,13 @@ class LevelAttention(VarlenAttention):
             attention_masks = partial(segment_attention, segment_lengths=lengths)
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)  # what follows scales by 1/sqrt(head_dim)
-        out: Tensor = attention_masks(
-            *(each.flatten(0, -3) for each in (q, k, v)), window=None if left < 0 else left + 1
-        )
-        return out.unflatten(0, q.shape[:-2])
+        rows = (tensor.flatten(0, -3) for tensor in (q, k, v))
+        out: Tensor = attention_masks(*rows, window=None if left < 0 else left + 1).unflatten(0, q.shape[:-2])
+        return out
 
 
 class LevelTrainer(Trainer):
     """torchtitan's Trainer, for which a step is a rank's own list of micro-batches."""
-
-    loss_fn: Any
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -66,10 +63,10 @@ class LevelTrainer(Trainer):
         (model,) = self.model_parts
         if type(model).get_attention_masks is not Decoder.get_attention_masks:
             raise UserError(f"{config.model_spec.name} masks more than documents, and level steps cannot; use balance")
-        loss = self.loss_fn
+        loss: Any = self.loss_fn
         if isinstance(loss, ChunkedLossWrapper):
             loss.set_lm_head(partial(model.lm_head))  # of an FSDP unit it would reduce the gradients itself
-        self.loss_fn = partial(self._loss_in_turn, loss)
+        self.loss_fn: Any = partial(self._loss_in_turn, loss)
 
     def train_step(self, data_iterator: Any) -> None:
         first = next(data_iterator)  # plans the step
