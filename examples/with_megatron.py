@@ -3,7 +3,7 @@
     wlb prepare --stdlib --train-bpe 1024 --out demo/corpus
     python examples/with_megatron.py demo/corpus
 
-Needs Megatron-LM's main (0.20) or dev. Runs what Megatron-Core runs on the CPU, the division of a global batch's samples into
+Needs Megatron-LM's main (0.20) or dev. Runs what Megatron-Core runs on the CPU, the division of a global batch into
 micro-batches; attention over them needs GPUs. Seconds are predicted, for a 7B model on H100.
 """
 
