@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "studies").rglob("*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "studies").rglob("*.md")]
 )
 
 _PROGRAMS = ("wlb", "wlb-studies", "make", "python", "pytest", "torchrun", "tensorboard", "hf", "nohup", "pip")
