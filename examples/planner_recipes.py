@@ -1,7 +1,8 @@
 """``wlb.balance`` in place of the planners of reinforcement-learning stacks: copy the recipe that you need.
 
-Call it before training in every process that divides the step. For OpenRLHF these are Ray workers: call it in the
-function that Ray's ``worker_process_setup_hook`` names. All refuse a sample over the limit.
+Call it before training in every process that divides the step. For OpenRLHF and SkyRL's trainer these are Ray workers:
+call it in the function that Ray's ``worker_process_setup_hook`` names. A sample over the limit has a micro-batch of its
+own where the stack allows that (slime, SkyRL's ``Balanced``), and is refused elsewhere.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from wlb import balance
 
 
 def slime(ranks: int, group: int = 1) -> None:
-    """With ``--use-dynamic-batch-size``, without ``--balance-data``; micro-batches of a ``group`` of virtual stages."""
+    """With ``--use-dynamic-batch-size``, without ``--balance-data``; micro-batches of a ``group`` of virtual stages.
+
+    For text: images that ``--multimodal-aware-packing`` keeps apart would be mixed with it.
+    """
     from slime.utils import dp_schedule
 
     def pack(step_lengths: Any, *, max_per_bin: int, **options: Any) -> Any:
-        of_ranks = balance(step_lengths, ranks=ranks, max_tokens=max_per_bin, multiple_of=group)
+        of_ranks = balance(step_lengths, ranks=ranks, max_tokens=max_per_bin, multiple_of=group, oversize="alone")
         return [micro_batch for slot in zip(*of_ranks, strict=True) for micro_batch in slot]
 
     dp_schedule._pack_step_into_mbs = pack
@@ -38,10 +42,11 @@ def prime_rl() -> None:
 
 
 def skyrl() -> None:
-    """What its collator packs with."""
-    from skyrl.train.dataset.bin_packing import FirstFitDecreasing
+    """What its collator for fine-tuning packs with, and its trainer, which takes a sample over the limit."""
+    from skyrl.train.dataset.bin_packing import Balanced, FirstFitDecreasing
 
     FirstFitDecreasing._pack_implementation = _packed
+    Balanced._pack_implementation = lambda packer, lengths: _packed(packer, lengths, oversize="alone")
 
 
 def nemo_rl() -> None:
@@ -51,8 +56,10 @@ def nemo_rl() -> None:
     ModifiedFirstFitDecreasingPacker._pack_implementation = _packed
 
 
-def _packed(packer: Any, sequence_lengths: list[int]) -> list[list[int]]:
-    of_ranks = balance(sequence_lengths, ranks=packer.bin_count_multiple or 1, max_tokens=packer.bin_capacity)
+def _packed(packer: Any, sequence_lengths: list[int], oversize: Any = "error") -> list[list[int]]:
+    capacity = packer.bin_capacity - packer.bin_capacity % getattr(packer, "packed_length_multiple", 1)
+    ranks = packer.bin_count_multiple or 1
+    of_ranks = balance(sequence_lengths, ranks=ranks, max_tokens=capacity, oversize=oversize)
     return [micro_batch for slot in zip(*of_ranks, strict=True) for micro_batch in slot]
 
 
@@ -68,7 +75,7 @@ def openrlhf(ranks: int, max_tokens: int, steps: int = 1) -> None:
         return [experience.make_experience_batch([samples[i] for part in own for i in part]) for own in of_ranks]
 
     def micro_batches(lengths: Any, parts: int, equal_size: bool) -> Any:
-        return balance(lengths, parts, max_tokens, equal_size, ranks=1)[0]
+        return balance(lengths, parts, max_tokens, equal_size=equal_size)
 
     ppo_trainer.balance_experiences = shares
     replay_buffer.get_seqlen_balanced_partitions = micro_batches

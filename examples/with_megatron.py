@@ -3,7 +3,7 @@
     wlb prepare --stdlib --train-bpe 1024 --out demo/corpus
     python examples/with_megatron.py demo/corpus
 
-Needs Megatron-LM's main (0.20). Runs what Megatron-Core runs on the CPU, the division of a global batch's samples into
+Needs Megatron-LM's main (0.20) or dev. Runs what Megatron-Core runs on the CPU, the division of a global batch into
 micro-batches; attention over them needs GPUs. Seconds are predicted, for a 7B model on H100.
 """
 
@@ -18,8 +18,7 @@ import numpy as np
 from megatron.core.datasets import data_schedule
 
 from wlb.documents.store.reader import TokenStore
-from wlb.integrations.megatron.packed_sequences import padded_lengths
-from wlb.integrations.megatron.scheduler import register
+from wlb.integrations.megatron import register
 from wlb.workload import make_workload
 
 CP, DP = 2, 4
@@ -35,10 +34,12 @@ def main() -> None:
     lengths = TokenStore.open(arguments.store).lengths
     lengths = lengths[lengths <= arguments.max_seqlen_per_dp_cp_rank * CP]
     order = np.random.default_rng(0).permutation(len(lengths))[: arguments.samples * arguments.batches]
-    batches = np.array(padded_lengths(lengths[order].tolist(), CP)).reshape(-1, arguments.samples)
-    original = data_schedule.scheduler_map[data_schedule.PackingSchedulerEnum.DP_BALANCED]
-    register("7b", "h100")  # as balanced_steps does in a training script
-    ours = data_schedule.scheduler_map[data_schedule.PackingSchedulerEnum.DP_BALANCED]
+    padded = -(-lengths[order] // (2 * CP)) * (2 * CP)  # as Transformer Engine wants
+    batches = padded.reshape(-1, arguments.samples)
+    key = next(key for key in data_schedule.scheduler_map if getattr(key, "value", key) == "dp_balanced")
+    original = data_schedule.scheduler_map[key]
+    register("7b", "h100")  # what a user adds before training
+    ours = data_schedule.scheduler_map[key]
     made = {
         each.__name__: of(each(arguments.max_seqlen_per_dp_cp_rank, CP, DP, None), batches) for each in (original, ours)
     }

@@ -1,30 +1,38 @@
-"""``wlb.balance`` beside the planners of reinforcement-learning stacks, which divide a step as it is asked of them.
+"""``wlb.balance`` beside the planners of other stacks, on the same log-normal lengths: two tables.
 
-    PYTHONPATH=SLIME:PRIME_RL/src:SKYRL:VERL .venv/bin/python -m studies.benchmarks.planners [--ranks N ..] [--out FILE]
+    PYTHONPATH=VERL:SLIME:PRIME_RL/src:SKYRL:OPENRLHF:LLAMA_FACTORY \\
+        .venv/bin/python -m studies.benchmarks.planners [--documents N ..] [--parts N ..] [--ranks N ..] [--out FILE]
 
-Runs those that can be imported: verl's division over ranks and into micro-batches, slime's ``build_dp_schedule``,
-prime-rl's packing of text and SkyRL's packer. All divide the same log-normal lengths among the same ranks, into
-micro-batches of up to ``--max-tokens`` tokens. Each has its own prices for a 7B Llama (SkyRL tokens); all are judged by
-the predicted seconds of a 7B model on H100, which ``wlb.balance`` takes by default. Lock step is the sum over slots of
-the dearest micro-batch over that of the means, totals the dearest rank over the mean. Times are CPU time of the
-process, medians over the cases.
+*Parts*: a given number of parts of any size, by predicted seconds of a 7B model on H100, against Karmarkar and Karp's
+differencing as verl and OpenRLHF have it and a heap (longest first). Imbalance is the dearest part over the mean.
+
+*Steps*: micro-batches of up to ``--max-tokens`` tokens on all ranks, against those that pack so: first fit decreasing
+(SkyRL's collator), LLaMA-Factory's knapsack, arrival order, and the planners of verl, slime and prime-rl, each with its
+own prices. Lock step is what ranks take that wait for one another at every micro-batch (the sum over slots of the
+dearest), over the mean of the ranks' totals; a rank without a micro-batch in a slot waits. Totals is the dearest rank
+over the mean.
+
+Those that can be imported run. Times are CPU time of the process, medians over the cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import importlib
 from collections.abc import Callable, Sequence
 from itertools import chain
 from statistics import mean, median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 import wlb
 from benchmarks.parts.measurement import CpuTimer, console, facts, freeze_imports, make_parser, show, write
 
+T = TypeVar("T")
 OfRanks = list[list[list[int]]]  # of every rank, of every micro-batch, the indices of its documents
 Planner = Callable[[list[int], int, int], OfRanks]
 
@@ -34,7 +42,14 @@ LLAMA = SimpleNamespace(
     num_attention_heads=32, num_query_groups=32, num_key_value_heads=32, kv_channels=128, head_dim=128,
     vocab_size=32000, num_experts=None,
 )  # fmt: skip
-COLUMNS = {
+PARTS_COLUMNS = {
+    "planner": "{planner}",
+    "documents": "{documents:,}",
+    "parts": "{parts}",
+    "imbalance": "{imbalance:.7f}",
+    "ms": "{milliseconds:.1f}",
+}
+STEPS_COLUMNS = {
     "planner": "{planner}",
     "documents": "{documents:,}",
     "ranks": "{ranks}",
@@ -44,23 +59,65 @@ COLUMNS = {
     "totals": "{totals:.3f}",
     "ms": "{milliseconds:.1f}",
 }
+Divider = Callable[[list[float], int], list[list[int]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=10, help="cases of each row")
-    parser.add_argument("--documents", type=int, default=1024)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--max-tokens", type=int, default=16_384)
+    parser.add_argument("--documents", type=int, nargs="+", default=[512, 2048, 8192], help="of parts")
+    parser.add_argument("--parts", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--step-documents", type=int, default=2048, help="of a step")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8])
+    parser.add_argument("--max-tokens", type=int, default=32_768)
+    parser.add_argument("--median", type=int, default=1_100, help="tokens of a document")
+    parser.add_argument("--spread", type=float, default=1.2, help="sigma of the logarithm of lengths")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    planners: dict[str, Planner] = {"wlb": of_wlb, **installed()}
+    dividers: dict[str, Divider] = {"wlb": of_costs, **installed(DIVIDERS), "heap": heap}
+    own: dict[str, Planner] = {"wlb": of_wlb, "first fit decreasing": first_fit_decreasing, "arrival order": next_fit}
+    planners: dict[str, Planner] = {**own, **installed(PLANNERS)}
     freeze_imports()
-    rows = [row for ranks in options.ranks for row in compare(planners, ranks, options)]
-    results = facts() | {"seed": options.seed, "max_tokens": options.max_tokens, "rows": rows}
+    parts = [
+        row for documents in options.documents for number in options.parts
+        for row in divide(dividers, documents, number, options)
+    ]  # fmt: skip
+    steps = [row for ranks in options.ranks for row in compare(planners, ranks, options)]
+    results = facts() | {"seed": options.seed, "max_tokens": options.max_tokens, "parts": parts, "steps": steps}
     console.print("measured on one thread,", results["machine"], results["versions"])
-    show("planners of a step", rows, COLUMNS)
+    show("a given number of parts", parts, PARTS_COLUMNS)
+    show(f"micro-batches of up to {options.max_tokens:,} tokens", steps, STEPS_COLUMNS)
     write(results, options.out)
+
+
+def lengths_of(random: np.random.Generator, documents: int, options: argparse.Namespace) -> NDArray[np.int64]:
+    drawn = random.lognormal(np.log(options.median), options.spread, documents)
+    return drawn.astype(np.int64).clip(16, options.max_tokens)
+
+
+def divide(
+    dividers: dict[str, Divider], documents: int, parts: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """A row for every divider; they take turns, case by case."""
+    random = np.random.default_rng([options.seed, documents, parts])
+    workload = wlb.make_workload("7b", "h100")
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in dividers}
+    for _ in range(options.repetitions):
+        lengths = lengths_of(random, documents, options)
+        costs = workload.document_seconds(lengths)
+        for name, plan in dividers.items():
+            timer = CpuTimer()
+            divided = timer(plan, costs.tolist(), parts)
+            if sorted(chain(*divided)) != list(range(documents)):
+                raise AssertionError(f"{name} lost or repeated documents")
+            loads = [costs[part].sum() for part in divided]
+            seen[name].append((timer.seconds, float(max(loads) / np.mean(loads))))
+    rows = []
+    for name, cases in seen.items():
+        times, imbalances = zip(*cases, strict=True)
+        sizes = {"documents": documents, "parts": parts}
+        rows.append({"planner": name, **sizes, "imbalance": mean(imbalances), "milliseconds": 1000 * median(times)})
+    return rows
 
 
 def compare(planners: dict[str, Planner], ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -69,7 +126,7 @@ def compare(planners: dict[str, Planner], ranks: int, arguments: argparse.Namesp
     workload = wlb.make_workload("7b", "h100")
     seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in planners}
     for _ in range(arguments.repetitions):
-        lengths = random.lognormal(7, 1.2, arguments.documents).astype(np.int64).clip(16, arguments.max_tokens)
+        lengths = lengths_of(random, arguments.step_documents, arguments)
         seconds = workload.document_seconds(lengths)
         for name, plan in planners.items():
             timer = CpuTimer()
@@ -87,7 +144,7 @@ def compare(planners: dict[str, Planner], ranks: int, arguments: argparse.Namesp
         rows.append(
             {
                 "planner": name,
-                "documents": arguments.documents,
+                "documents": arguments.step_documents,
                 "ranks": ranks,
                 "micro_batches": mean(micro_batches),
                 "over_limit": max(most_tokens),
@@ -99,14 +156,8 @@ def compare(planners: dict[str, Planner], ranks: int, arguments: argparse.Namesp
     return rows
 
 
-def installed() -> dict[str, Planner]:
-    """The planners that can be imported here, by name."""
-    makers: dict[str, tuple[str, Callable[[Any], Planner]]] = {
-        "verl": ("verl.utils.seqlen_balancing", of_verl),
-        "slime": ("slime.utils.dp_schedule", of_slime),
-        "prime-rl": ("prime_rl.trainer.batch", of_prime_rl),
-        "SkyRL": ("skyrl.train.dataset.bin_packing", of_skyrl),
-    }
+def installed(makers: dict[str, tuple[str, Callable[[Any], T]]]) -> dict[str, T]:
+    """What can be imported here of planners, by name."""
     planners = {}
     for name, (module, make) in makers.items():
         try:
@@ -114,6 +165,77 @@ def installed() -> dict[str, Planner]:
         except ImportError as error:
             console.print(f"{name} left out: {error}")
     return planners
+
+
+def of_costs(costs: list[float], parts: int) -> list[list[int]]:
+    return wlb.balance([1] * len(costs), parts, costs=costs)
+
+
+def of_differencing(module: Any) -> Divider:
+    def plan(costs: list[float], parts: int) -> list[list[int]]:
+        # It compares whole numbers: picoseconds.
+        divided: list[list[int]] = module.get_seqlen_balanced_partitions(
+            [round(cost * 1e12) for cost in costs], parts, equal_size=False
+        )
+        return divided
+
+    return plan
+
+
+def heap(costs: list[float], parts: int) -> list[list[int]]:
+    """Longest first, each document into the cheapest part."""
+    cheapest = [(0.0, part) for part in range(parts)]
+    divided: list[list[int]] = [[] for _ in range(parts)]
+    for document in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        load, part = cheapest[0]
+        divided[part].append(document)
+        heapq.heapreplace(cheapest, (load + costs[document], part))
+    return divided
+
+
+def first_fit_decreasing(lengths: list[int], ranks: int, most: int) -> OfRanks:
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for document in order:
+        place = next((at for at, room in enumerate(rooms) if room >= lengths[document]), len(bins))
+        if place == len(bins):
+            bins.append([])
+            rooms.append(most)
+        bins[place].append(document)
+        rooms[place] -= lengths[document]
+    return dealt(bins, ranks)
+
+
+def next_fit(lengths: list[int], ranks: int, most: int) -> OfRanks:
+    bins: list[list[int]] = [[]]
+    room = most
+    for document, length in enumerate(lengths):
+        if length > room:
+            bins.append([])
+            room = most
+        bins[-1].append(document)
+        room -= length
+    return dealt(bins, ranks)
+
+
+def dealt(bins: list[list[int]], ranks: int) -> OfRanks:
+    """In turn; the last micro-batches of some ranks are empty."""
+    bins = bins + [[]] * (-len(bins) % ranks)
+    return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def of_knapsack(factory: Any) -> Planner:
+    """It gives the lengths of each knapsack, in place of indices."""
+
+    def plan(lengths: list[int], ranks: int, most: int) -> OfRanks:
+        of_length: dict[int, list[int]] = {}
+        for document, length in enumerate(lengths):
+            of_length.setdefault(length, []).append(document)
+        packed = factory.greedy_knapsack(list(lengths), most)
+        return dealt([[of_length[length].pop() for length in knapsack] for knapsack in packed], ranks)
+
+    return plan
 
 
 def of_wlb(lengths: list[int], ranks: int, most: int) -> OfRanks:
@@ -185,6 +307,18 @@ def of_skyrl(skyrl: Any) -> Planner:
 
     return plan
 
+
+DIVIDERS: dict[str, tuple[str, Callable[[Any], Divider]]] = {
+    "verl": ("verl.utils.seqlen_balancing", of_differencing),
+    "OpenRLHF": ("openrlhf.utils.seqlen_balancing", of_differencing),
+}
+PLANNERS: dict[str, tuple[str, Callable[[Any], Planner]]] = {
+    "LLaMA-Factory": ("llamafactory.data.processor.processor_utils", of_knapsack),
+    "verl": ("verl.utils.seqlen_balancing", of_verl),
+    "slime": ("slime.utils.dp_schedule", of_slime),
+    "prime-rl": ("prime_rl.trainer.batch", of_prime_rl),
+    "SkyRL": ("skyrl.train.dataset.bin_packing", of_skyrl),
+}
 
 if __name__ == "__main__":
     main()

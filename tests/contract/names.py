@@ -8,8 +8,8 @@ from __future__ import annotations
 
 PUBLISHED: dict[str, str | None] = {
     "wlb.balance": (
-        "lengths, parts=..., max_tokens=..., equal_size=..., multiple_of=..., *, workload=..., costs=..., ranks=..., "
-        "phases=..."
+        "lengths, parts=..., max_tokens=..., *, ranks=..., costs=..., workload=..., phases=..., groups=..., "
+        "equal_size=..., multiple_of=..., oversize=..., empty=..."
     ),
     "wlb.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",

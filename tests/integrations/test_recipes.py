@@ -118,6 +118,7 @@ class SeqPacker:
     ("module", "packer", "make", "algorithm"),
     [
         ("skyrl.train.dataset.bin_packing", "FirstFitDecreasing", "make_seq_packer", "first_fit_decreasing"),
+        ("skyrl.train.dataset.bin_packing", "Balanced", "make_seq_packer", "balanced"),
         (
             "nemo_rl.data.packing.algorithms",
             "ModifiedFirstFitDecreasingPacker",
@@ -127,16 +128,18 @@ class SeqPacker:
     ],
 )
 def test_skyrl_and_nemo_rl(module: str, packer: str, make: str, algorithm: str, monkeypatch: pytest.MonkeyPatch):
-    own = type(packer, (SeqPacker,), {})
-    package = _package(module, monkeypatch, **{packer: own, make: lambda name, **options: own(**options)})
-    its_own = getattr(package, packer)
-    monkeypatch.setattr(its_own, "_pack_implementation", its_own._pack_implementation)
+    names = {name: type(name, (SeqPacker,), {}) for name in ("FirstFitDecreasing", "Balanced", packer)}
+    package = _package(module, monkeypatch, **names, **{make: lambda name, **options: names[packer](**options)})
+    for its_own in (getattr(package, name) for name in names if hasattr(package, name)):
+        monkeypatch.setattr(its_own, "_pack_implementation", its_own._pack_implementation)
     getattr(RECIPES, module.partition(".")[0])()
     packing = getattr(package, make)(algorithm, bin_capacity=LIMIT, min_bin_count=RANKS, bin_count_multiple=RANKS)
     bins = [[LENGTHS[i] for i in part] for part in packing.pack(LENGTHS)]
     _check([bins[rank::RANKS] for rank in range(RANKS)])
     work = np.array([[sum(map(_price, part)) for part in bins[rank::RANKS]] for rank in range(RANKS)])
     assert work.max(axis=0).sum() < 1.1 * work.mean(axis=0).sum()
+    if packer == "Balanced":  # as SkyRL's trainer calls it, for one rank, its limit a soft one
+        assert getattr(package, make)(algorithm, bin_capacity=10).pack([3, 12, 4]) == [[1], [0, 2]]
 
 
 def _price(length: int) -> float:

@@ -115,9 +115,7 @@ def test_what_cannot_be_trained_is_refused(store: str):
         _loader(store).load_state_dict({"wlb": json.dumps(state)})
 
 
-@pytest.mark.parametrize(
-    "level", [False, pytest.param(True, marks=pytest.mark.skipif(not IN_ROWS, reason="0.3.0 only"))]
-)
+@pytest.mark.parametrize("level", [False, True])
 def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store: str, level: bool):
     """Two processes, FSDP2 over gloo. In level steps they share some micro-batches and differ in how many they run."""
     program = ("-m", "tests.integrations.torchtitan_steps", store, "--seq-len", str(SEQ_LEN), "--steps", "3")
@@ -139,7 +137,6 @@ def level_debugmodel() -> Any:
     return level_steps(llama3_debugmodel(), store="documents", micro_batches=2)
 
 
-@pytest.mark.skipif(not IN_ROWS, reason="0.3.0 only")
 def test_the_command_line_takes_level_steps_and_what_they_exclude_is_refused():
     from torchtitan.config import ConfigManager
 

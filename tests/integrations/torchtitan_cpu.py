@@ -28,9 +28,9 @@ from torchtitan.trainer import Trainer  # noqa: E402
 from wlb.attention import segment_attention  # noqa: E402
 from wlb.documents.store.reader import TokenStore  # noqa: E402
 from wlb.integrations.torchtitan import BaseDataLoader  # noqa: E402
+from wlb.integrations.torchtitan_level import level_steps  # noqa: E402
 
-if IN_ROWS := BaseDataLoader.__module__ == "torchtitan.components.dataloader":  # 0.3.0, not main
-    from wlb.integrations.torchtitan_level import level_steps
+IN_ROWS = BaseDataLoader.__module__ == "torchtitan.components.dataloader"  # 0.3.0, not main
 
 
 class _NoMemoryMonitor:
@@ -95,8 +95,8 @@ def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int, leve
     if not level:  # which trains with the loss in chunks, for which it pads
         config.loss = CrossEntropyLoss.Config(global_vocab_size=config.loss.loss_fn.global_vocab_size)
     config.tokenizer = StoredTokens.Config(store=store)
-    settings = {"store": store, "micro_batches": micro_batches, "model": "tiny", "hardware": "cpu"}
-    settings["multiple_of"] = 8 if level else 1
+    settings: dict[str, Any] = {"store": store, "micro_batches": micro_batches, "model": "tiny", "hardware": "cpu"}
+    settings |= {"multiple_of": 8 if level else 1, "seed": 0}
     config.override.imports = [] if level else [("wlb.integrations.torchtitan.balance", settings)]
     config.training.steps = steps
     rows = micro_batches * int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""Level steps in torchtitan 0.3.0: each data-parallel rank runs its own number of micro-batches, all finish together.
+"""Level steps in torchtitan: each data-parallel rank runs its own number of micro-batches, and all finish together.
 
 Several ranks share the micro-batches of long documents. Other collectives inside a micro-batch would wait for ever.
 """
@@ -30,26 +30,23 @@ class LevelAttention(VarlenAttention):
     class Config(VarlenAttention.Config):
         pass
 
-    def forward(
-        self, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, *, attention_masks: Any, scale: Any, **more: Any
-    ) -> Tensor:
+    def forward(self, q: Any, k: Any, v: Any, *, attention_masks: Any, scale: Any, **more: Any) -> Tensor:
+        """Query, key and value of shape (1, tokens, heads, head_dim), in main without the 1; shaped as the query."""
         left, right = self.window_size
-        if right or more.keys() - {"enable_gqa"}:
+        if right or [name for name in more if name != "enable_gqa" and more[name] is not None]:
             raise UserError(f"level steps attend causally; window_size = {self.window_size} and {[*more]} do more")
         if isinstance(attention_masks, VarlenMetadata):
             lengths = [length for length in attention_masks.cu_seq_q.diff().tolist() if length]
             attention_masks = partial(segment_attention, segment_lengths=lengths)
         if scale is not None:
-            q_BLNH = q_BLNH * (scale * q_BLNH.shape[-1] ** 0.5)  # what follows scales by 1/sqrt(head_dim)
-        rows = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
-        out: Tensor = attention_masks(*rows, window=None if left < 0 else left + 1).unflatten(0, q_BLNH.shape[:2])
+            q = q * (scale * q.shape[-1] ** 0.5)  # what follows scales by 1/sqrt(head_dim)
+        rows = (tensor.flatten(0, -3) for tensor in (q, k, v))
+        out: Tensor = attention_masks(*rows, window=None if left < 0 else left + 1).unflatten(0, q.shape[:-2])
         return out
 
 
 class LevelTrainer(Trainer):
     """torchtitan's Trainer, for which a step is a rank's own list of micro-batches."""
-
-    loss_fn: Any
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -66,10 +63,10 @@ class LevelTrainer(Trainer):
         (model,) = self.model_parts
         if type(model).get_attention_masks is not Decoder.get_attention_masks:
             raise UserError(f"{config.model_spec.name} masks more than documents, and level steps cannot; use balance")
-        loss = self.loss_fn
+        loss: Any = self.loss_fn
         if isinstance(loss, ChunkedLossWrapper):
             loss.set_lm_head(partial(model.lm_head))  # of an FSDP unit it would reduce the gradients itself
-        self.loss_fn = partial(self._loss_in_turn, loss)
+        self.loss_fn: Any = partial(self._loss_in_turn, loss)
 
     def train_step(self, data_iterator: Any) -> None:
         first = next(data_iterator)  # plans the step

@@ -1,18 +1,9 @@
-"""Replaces verl's balancing by ours in one call.
-
-    reroute_balancing()  # before the trainer runs
-
-verl divides documents among ranks, and a rank's documents into micro-batches, with
-``verl.utils.seqlen_balancing.get_seqlen_balanced_partitions``, a Karmarkar-Karp differencing in Python. It is replaced
-by ``wlb.balance``, which is faster and as even or more (of over 256 documents, to within a millionth). Prices and
-numbers of micro-batches stay verl's.
+"""Replaces verl's balancing, ``get_seqlen_balanced_partitions``, by ``wlb.balance``; prices stay verl's.
 
 verl's controller and its workers are Ray processes of their own. One setting reroutes all of them, with no code:
 
     python -m verl.trainer.main_ppo ... \\
         +ray_kwargs.ray_init.runtime_env.worker_process_setup_hook=wlb.integrations.verl.reroute_balancing
-
-Written for verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -31,17 +22,8 @@ _NAME = "get_seqlen_balanced_partitions"
 def balanced_partitions(seqlen_list: Iterable[float], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Stands in for verl's ``get_seqlen_balanced_partitions``: same arguments, same promises.
 
-    Args:
-        seqlen_list: What each document costs, in any unit: verl gives its estimate of FLOPs, or lengths. A list, array
-            or tensor. What costs nothing counts as costing next to nothing.
-        k_partitions: Number of partitions.
-        equal_size: All partitions hold equally many documents.
-
-    Returns:
-        The indices of each partition's documents, ascending. No partition is empty.
-
-    Raises:
-        UserError: Fewer documents than partitions, a number that ``equal_size`` cannot divide, or a cost below 0.
+    ``seqlen_list`` is what each document costs, in any unit. No partition is empty. Raises ``UserError`` for fewer
+    documents than partitions, or with ``equal_size`` no multiple of them.
     """
     costs = seqlen_list.tolist() if hasattr(seqlen_list, "tolist") else list(seqlen_list)
     return balance([1] * len(costs), k_partitions, equal_size=equal_size, costs=costs)

@@ -1,19 +1,17 @@
 """Divides a given set of documents into parts of equal work, for trainers that choose the documents themselves.
 
 Packers decide which step trains a document. Where that is decided already, as for the rollouts of a reinforcement
-learning step or the global batch of another data loader, only the division is left, and nothing has to be remembered:
+learning step, only the division is left:
 
-1. documents go dearest first into the cheapest part with room, or in rounds of one document for every part where all
-   are to hold equally many;
+1. documents go dearest first into the cheapest part with room (in rounds of one for every part with ``equal_size``);
 2. parts exchange documents until the heaviest cannot become lighter (``wlb.packing.levelling``).
 
 Where documents do not fit so, the first step is repeated for tokens instead of prices, and at last searched for. Few
-documents are divided a second time from another start (``wlb.packing.bins.differenced``), and the better division is
-taken, which is then never less even than that start.
+documents are also divided from another start (``wlb.packing.bins.differenced``), and the better division is taken.
 
-For ``ranks`` that wait for one another after every micro-batch, those of like price run at the same time. A document
-dearer than a mean micro-batch makes a *slot* (the micro-batches of all ranks that run at the same time) as long as
-itself, so the other ranks of the slot are filled up to it, and the later slots are the shorter for it.
+For ``ranks`` that wait for one another after every micro-batch, those of like price run at the same time, in a *slot*.
+A document dearer than a mean micro-batch makes its slot as long as itself, so the other ranks of the slot are filled up
+to it, and the later slots are the shorter for it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
     from wlb.workload.phases import DocumentPhases
 
-_MOST_TOKENS = 2**63 - 1  # of all documents together, which are summed as 64-bit integers
+_FREE = float(np.finfo(np.float64).tiny)  # what costs nothing: exchanges want prices over 0
 _FEW = 256  # documents: with so few, exchanges may end early, and a second start is tried
 _FEW_OF_PART = 6  # the same of a part
 _FEW_PARTS = 64  # of more documents than _FEW
@@ -52,69 +50,102 @@ def balance(
     lengths: Sequence[int] | NDArray[np.integer[Any]],
     parts: int | None = None,
     max_tokens: int | None = None,
+    *,
+    ranks: int | None = None,
+    costs: Sequence[float] | NDArray[Any] | None = None,
+    workload: DocumentPrices | Literal["tokens"] | None = None,
+    phases: DocumentPhases | None = None,
+    groups: Sequence[int | str] | NDArray[Any] | None = None,
     equal_size: bool = False,
     multiple_of: int = 1,
-    *,
-    workload: DocumentPrices | Literal["tokens"] | None = None,
-    costs: Sequence[float] | NDArray[Any] | None = None,
-    ranks: int | None = None,
-    phases: DocumentPhases | None = None,
+    oversize: Literal["error", "alone"] = "error",
+    empty: Literal["error", "allowed"] = "error",
 ) -> list[list[Any]]:
     """Divide documents of ``lengths`` tokens into micro-batches of equal work, for all data-parallel ranks of a step.
 
-    Stateless, and the same for the same arguments. No micro-batch is empty.
-
-    Without ``ranks`` the dearest of ``parts`` micro-batches becomes as cheap as can be found. With ``ranks`` all ranks
-    run equally many, the m-th of each at the same time (a slot), and the sum over slots of the dearest micro-batch is
-    made small: what a step takes where ranks wait for one another at every micro-batch, as under FSDP. Among
-    micro-batches of a slot the ranks are chosen so that their totals agree, which is what counts under DDP without
-    such waiting. The cheapest slots are at both ends, where a pipeline fills and drains.
+    Stateless, and the same for the same arguments. Without ``ranks`` the dearest of ``parts`` micro-batches becomes as
+    cheap as can be found. With ``ranks`` all ranks run equally many, the m-th of each at the same time (a slot), and
+    the sum over slots of the dearest micro-batch is made small: what a step takes where ranks wait for one another at
+    every micro-batch, as under FSDP. Among micro-batches of a slot the ranks are chosen so that their totals agree,
+    which is what counts under DDP. The cheapest slots are at both ends, where a pipeline fills and drains.
 
     Args:
-        lengths: Tokens of each document.
-        parts: Number of micro-batches, of all ranks together; None is the fewest that ``max_tokens`` allows, or one for
-            each rank.
+        lengths: Tokens of each document; 0 is an empty response, which still belongs to a micro-batch.
+        parts: Number of micro-batches, over all ranks; None is the fewest that ``max_tokens`` allows, or one a rank.
         max_tokens: The most tokens of a micro-batch; None is any number.
-        equal_size: All micro-batches hold the same number of documents.
-        multiple_of: ``parts`` is raised to a multiple of this; with ``ranks``, the micro-batches of each rank are, as
-            interleaved pipeline stages want.
-        workload: Prices of documents, by default those of a 7B model on H100: predicted seconds of forward and backward
-            with attention, ``make_workload("7b", "h100")``. Give ``make_workload`` of your model, or ``"tokens"`` where
-            the price is the length, as for a model without attention.
-        costs: The price of each document, in any unit, in place of ``workload``.
         ranks: Number of data-parallel ranks.
-        phases: What documents cost before the language model, in the unit of their prices, to which it is added;
-            ``memory_tokens`` count against ``max_tokens``.
+        costs: The price of each document, in any unit, in place of ``workload``; may be 0.
+        workload: Prices of documents, by default those of ``make_workload("7b", "h100")``: predicted seconds, forward
+            and backward with attention. Give ``make_workload`` of your model, or ``"tokens"``: the price is the length.
+        phases: What documents cost before the language model, added to their prices; ``memory_tokens`` are tokens.
+        groups: An id for each document, such as its prompt: documents of a group go to one rank. Needs ``ranks``.
+        equal_size: All micro-batches hold the same number of documents.
+        multiple_of: ``parts`` is raised to a multiple of this, with ``ranks`` the micro-batches of each rank.
+        oversize: With ``"alone"`` a document over ``max_tokens`` has a micro-batch that only empty responses share.
+        empty: With ``"allowed"`` micro-batches are left empty where there are fewer documents than micro-batches.
 
     Returns:
-        For every micro-batch the indices of its documents, ascending: ``list[list[int]]``; with ``ranks`` a list of
-        these for every rank.
+        Without ``ranks`` a list of micro-batches, with ``ranks`` a list for every rank of its micro-batches, always. A
+        micro-batch is the list of its documents' indices, ascending.
 
     Raises:
-        UserError: A length that is no whole number, or a length or size below 1; 2**63 tokens or more together; a
-            ``workload`` of another kind, such as the name of a model; ``costs`` of another number, below 0 or not
-            finite, or beside ``workload``; ``parts``, ``max_tokens`` and ``ranks`` all None; fewer documents than
-            micro-batches; with ``equal_size``, a number of documents that is no multiple of them; a document over
-            ``max_tokens``, or documents for which no ``parts`` micro-batches of ``max_tokens`` tokens are found.
+        UserError: An argument that is none of these; 2**63 tokens or more together; ``costs`` beside ``workload``;
+            ``parts``, ``max_tokens`` and ``ranks`` all None; fewer documents than micro-batches, or with ``equal_size``
+            no multiple of them; a document over ``max_tokens``, or documents for which no micro-batches are found.
     """
     tokens = _checked(lengths)
-    even = 0.0 if ranks is None else _LEVEL_STEP
-    prices = _prices(tokens, workload) if costs is None else _given_costs(len(tokens), workload, costs)
+    prices = _prices(tokens, workload, costs)
     if phases is not None:
         phases.check(len(tokens))
         documents = np.column_stack([np.arange(len(tokens)), np.zeros_like(tokens), tokens])
         tokens, prices = phases.held_tokens(documents), prices + phases.of(documents)
     sizes = {"max_tokens": max_tokens, "multiple_of": multiple_of, "ranks": ranks, "parts": parts}
     given = {name: positive_integer(name, size) for name, size in sizes.items() if size is not None}
-    task = Task(tokens, prices, given.get("max_tokens"), equal_size, even)
-    multiple = given.get("multiple_of", 1) * given.get("ranks", 1)
-    number, start = given.get("parts"), None
-    if number is None and (task.most_tokens is not None or ranks is None):
-        number, start = _fewest(task, multiple)
-    number = -(-(number or 1) // multiple) * multiple
-    of_ranks = [_divided(task, number, start)] if ranks is None else _in_lock_step(task, number, ranks, start)
-    named = [[sorted(part.tolist()) for part in parts] for parts in of_ranks]
+    if max_tokens is not None and oversize == "alone":
+        tokens = np.minimum(tokens, max_tokens)  # leaves no room for others
+    task = Task(tokens, prices, given.get("max_tokens"), equal_size, 0.0 if ranks is None else _LEVEL_STEP)
+    common = given.get("parts"), given.get("multiple_of", 1), given.get("ranks"), empty == "allowed"
+    of_ranks = _solved(task, *common) if groups is None else _groups_on_ranks(task, groups, *common)
+    named = [[sorted(part.tolist()) for part in own] for own in of_ranks]
     return named[0] if ranks is None else named
+
+
+def _solved(task: Task, parts: int | None, multiple: int, ranks: int | None, sparse: bool) -> list[list[Indices]]:
+    """The micro-batches of every rank, of one that runs all without ``ranks``."""
+    start, documents, multiple = None, len(task.tokens), multiple * (ranks or 1)
+    if parts is None and (task.most_tokens is not None or ranks is None):
+        parts, start = _fewest(task, multiple)
+    parts = -(-(parts or 1) // multiple) * multiple
+    if sparse and documents < parts and not task.equal_size:  # filled up by documents that are left out at the end
+        more = (0, parts - documents)
+        task = task._replace(tokens=np.pad(task.tokens, more), prices=np.pad(task.prices, more, constant_values=_FREE))
+    found = [_divided(task, parts, start)] if ranks is None else _in_lock_step(task, parts, ranks, start)
+    return [[part[part < documents] for part in own] for own in found]
+
+
+def _groups_on_ranks(
+    task: Task, groups: Any, parts: int | None, multiple: int, ranks: int | None, sparse: bool
+) -> list[list[Indices]]:
+    """The micro-batches of every rank: groups are divided among ranks, then each rank's documents by themselves."""
+    _, group_of = np.unique(np.asarray(groups), return_inverse=True)
+    if ranks is None or group_of.shape != task.tokens.shape:
+        raise UserError(f"groups needs ranks, and one id for each of {len(task.tokens)} documents")
+    sizes, prices = np.bincount(group_of), np.bincount(group_of, task.prices).astype(np.float64)
+    if task.equal_size and sizes.min() < sizes.max():
+        raise UserError(f"equal_size with groups needs groups of one size, not of {sizes.min()} to {sizes.max()}")
+    rank_of = np.empty(len(sizes), np.int64)
+    for rank, own in enumerate(_solved(Task(sizes, prices, None, task.equal_size, 0.0), ranks, 1, None, sparse)[0]):
+        rank_of[own] = rank
+    documents = [np.flatnonzero(rank_of[group_of] == rank) for rank in range(ranks)]
+    tasks = [task._replace(tokens=task.tokens[own], prices=task.prices[own], even=0.0) for own in documents]
+    number = -(-(parts or 1) // ranks)
+    if parts is None and task.most_tokens is not None:
+        number = max(_fewest(own, multiple)[0] for own in tasks)
+    of_ranks = []
+    for own, rank_task in zip(documents, tasks, strict=True):
+        micro_batches = [own[part] for part in _solved(rank_task, number, multiple, None, sparse)[0]]
+        of_ranks.append(sorted(micro_batches, key=lambda part: -float(task.prices[part].sum())))
+    return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
 
 
 def _divided(task: Task, parts: int, start: list[Indices] | None = None) -> list[Indices]:
@@ -127,9 +158,10 @@ def _divided(task: Task, parts: int, start: list[Indices] | None = None) -> list
     size = len(task.tokens) // parts if task.equal_size else None
     start = start or _fitted(task, parts) or fitting_bins(task.tokens.tolist(), parts, task.most_tokens or 0, size)
     if start is None:
+        tokens, most = int(task.tokens.sum()), task.most_tokens or 1
         raise UserError(
-            f"found no way to divide {len(task.tokens)} documents of {task.tokens.sum()} tokens into {parts} parts of "
-            f"max_tokens = {task.most_tokens}; raise max_tokens or parts"
+            f"found no way to divide {tokens} tokens into {parts} parts of max_tokens = {most}; raise max_tokens (to "
+            f"at least {-(-tokens // parts)}) or parts (to at least {-(-tokens // most)})"
         )
     starts = [start]
     few = len(task.tokens) <= _FEW or (parts <= _FEW_PARTS and len(task.tokens) <= _FEW_OF_PART * parts)
@@ -137,14 +169,14 @@ def _divided(task: Task, parts: int, start: list[Indices] | None = None) -> list
         starts.append(other)
     if not task.even:  # for ranks each slot is levelled by itself
         starts = [_levelled(start, task) for start in starts]
-    return min(starts, key=lambda found: _most(found, task.prices))
+    return min(starts, key=lambda found: float(sums_of(found, task.prices).max()))
 
 
 def _fewest(task: Task, multiple: int) -> tuple[int, list[Indices] | None]:
     """The smallest number of parts, a multiple of ``multiple``, in which documents are found to fit, and how."""
     if task.most_tokens is None:
         raise UserError("parts = None is the fewest parts that max_tokens allows; give parts, max_tokens or ranks")
-    parts = -(-int(task.tokens.sum()) // (task.most_tokens * multiple)) * multiple
+    parts = max(1, -(-int(task.tokens.sum()) // (task.most_tokens * multiple))) * multiple
     while parts < len(task.tokens):
         if not task.equal_size or len(task.tokens) % parts == 0:
             _check_possible(task, parts)
@@ -178,14 +210,13 @@ def _fitted(task: Task, parts: int) -> list[Indices] | None:
     lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None, even=0.0)
     start = _placed(lengths, parts)
     start = start and _levelled(start, lengths, goal=float(task.most_tokens or 0))
-    return start if start and _most(start, task.tokens) <= (task.most_tokens or 0) else None
+    return start if start and _fits(start, task) else None
 
 
 def _differenced(task: Task, parts: int) -> list[Indices] | None:
     """A start by largest differencing; None where it breaks the limit, or leaves a part empty."""
     start = [np.array(part, np.int64) for part in differenced(task.prices, parts, equal_size=task.equal_size)]
-    fits = all(map(len, start)) and (task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens)
-    return start if fits else None
+    return start if all(map(len, start)) and _fits(start, task) else None
 
 
 def _levelled(start: list[Indices], task: Task, goal: float = 0.0, most_tries: int = 2**31) -> list[Indices]:
@@ -196,93 +227,62 @@ def _levelled(start: list[Indices], task: Task, goal: float = 0.0, most_tries: i
     return level(start, task, tries, goal)
 
 
-def _most(parts: list[Indices], amounts: Indices | Prices) -> float:
-    return float(sums_of(parts, amounts).max())
+def _fits(parts: list[Indices], task: Task) -> bool:
+    return task.most_tokens is None or bool(sums_of(parts, task.tokens).max() <= task.most_tokens)
 
 
 def _check_possible(task: Task, parts: int) -> None:
-    documents, tokens = len(task.tokens), int(task.tokens.sum())
+    documents, most = len(task.tokens), task.most_tokens
     if documents < parts:
-        raise UserError(
-            f"{documents} documents cannot fill {parts} parts, of which none may be empty; give more or ask for fewer"
-        )
+        raise UserError(f'{documents} documents cannot fill {parts} parts; give more, or set empty = "allowed"')
     if task.equal_size and documents % parts:
+        raise UserError(f"{documents} documents are no multiple of {parts} parts; add some, or set equal_size = False")
+    if most is not None and (longest := int(task.tokens.max())) > most:
         raise UserError(
-            f"{documents} documents cannot be divided into {parts} parts of equally many; equal_size needs a multiple "
-            f"of {parts}: add or leave out documents, or set equal_size = False"
-        )
-    if task.most_tokens is None:
-        return
-    longest = int(task.tokens.argmax())
-    if task.tokens[longest] > task.most_tokens:
-        raise UserError(
-            f"document {longest} has {task.tokens[longest]} tokens, over max_tokens = {task.most_tokens}; raise "
-            "max_tokens, or cut the document first (wlb.documents.segments)"
-        )
-    if tokens > parts * task.most_tokens:
-        raise UserError(
-            f"{tokens} tokens do not fit into {parts} parts of max_tokens = {task.most_tokens}; raise max_tokens to at "
-            f"least {-(-tokens // parts)}, or ask for at least {-(-tokens // task.most_tokens)} parts"
+            f"document {task.tokens.argmax()} has {longest} tokens, over max_tokens = {most}; raise max_tokens, cut "
+            'the document first (wlb.documents.segments), or set oversize = "alone"'
         )
 
 
 def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
     # NumPy makes integers of booleans among integers, and floats or objects of integers over 64 bits.
-    tokens = [*lengths] if isinstance(lengths, list | tuple) else np.atleast_1d(np.asarray(lengths)).tolist()
-    if not tokens:
-        raise UserError("lengths to balance must be a list of at least one number of tokens")
-    if set(map(type, tokens)) != {int}:
-        given, tokens = tokens, [*map(whole_number, tokens)]
-        if None in tokens:
-            wrong = given[document := tokens.index(None)]
-            raise UserError(
-                f"document lengths must be whole numbers of tokens, not {type(wrong).__name__} (document {document} is "
-                f"{str(wrong)[:40]}); convert them to int"
-            )
-    if (shortest := min(tokens)) < 1:
-        raise UserError(f"document {tokens.index(shortest)} has {shortest} tokens; lengths must be at least 1")
-    if (total := sum(tokens)) > _MOST_TOKENS:
+    given = [*lengths] if isinstance(lengths, list | tuple) else np.atleast_1d(np.asarray(lengths)).tolist()
+    tokens = given if {*map(type, given)} <= {int} else [*map(whole_number, given)]
+    if None in tokens:
+        wrong = given[document := tokens.index(None)]
         raise UserError(
-            f"the documents have {total} tokens together, over {_MOST_TOKENS}; give lengths in tokens, and other costs "
-            "as workload"
+            f"lengths must be whole numbers of tokens, not {type(wrong).__name__} (document {document} is "
+            f"{str(wrong)[:40]}); convert them to int"
         )
+    if (shortest := min(tokens, default=0)) < 0:
+        raise UserError(f"document {tokens.index(shortest)} has {shortest} tokens; lengths must be at least 0")
+    if (total := sum(tokens)) >= 2**63:  # which are summed as 64-bit integers
+        raise UserError(f"the documents have {total} tokens together, over {2**63 - 1}; give other costs as costs")
     return np.array(tokens, np.int64)
 
 
-def _prices(tokens: Indices, workload: DocumentPrices | Literal["tokens"] | None) -> Prices:
-    if isinstance(workload, str) and workload == "tokens":
-        return tokens.astype(np.float64)
-    if workload is None:
+def _prices(tokens: Indices, workload: Any, costs: Sequence[float] | NDArray[Any] | None) -> Prices:
+    if costs is not None and workload is not None:
+        raise UserError("costs and workload are both prices of the documents; give one of them")
+    if costs is None and workload is None:
         from wlb.workload import make_workload  # loaded where it is needed
 
         workload = make_workload()
-    if not hasattr(workload, "document_seconds"):
-        raise UserError(
-            f'workload = {repr(workload)[:40]} has no prices; give make_workload("7b") or that of another model, or '
-            '"tokens"'
-        )
-    prices = np.asarray(workload.document_seconds(tokens), np.float64)
-    if prices.shape != tokens.shape or not (prices > 0).all() or not np.isfinite(prices).all():
-        raise UserError("workload.document_seconds must give every document a finite price over 0")
-    return prices
-
-
-def _given_costs(documents: int, workload: object, costs: Sequence[float] | NDArray[Any]) -> Prices:
-    if workload is not None:
-        raise UserError("costs and workload are both prices of the documents; give one of them")
+    if costs is None:
+        of_tokens = isinstance(workload, str) and workload == "tokens"
+        if not of_tokens and not hasattr(workload, "document_seconds"):
+            raise UserError(f'workload = {repr(workload)[:40]} has no prices; give make_workload("7b"), or "tokens"')
+        costs = tokens if of_tokens else workload.document_seconds(tokens)
     try:
-        prices = np.asarray(costs, np.float64)
+        prices: Prices = np.asarray(costs, np.float64).reshape(tokens.shape)
     except (TypeError, ValueError):
-        raise UserError("costs must be one number for each document") from None
-    if prices.shape != (documents,):
-        raise UserError(f"costs of shape {prices.shape} for {documents} documents; give one number for each")
+        raise UserError(f"costs must be one number for each of {len(tokens)} documents") from None
     wrong = np.flatnonzero(~(np.isfinite(prices) & (prices >= 0)))
     if len(wrong):
         raise UserError(f"document {wrong[0]} costs {prices[wrong[0]]}; costs must be finite and at least 0")
     if not math.isfinite(sum(prices.tolist())):
         raise UserError("costs add up to more than a float holds; give them in a larger unit")
-    # Whatever a document costs, it is a document: exchanges want prices over 0.
-    return np.where(prices == 0, np.finfo(np.float64).tiny, prices)
+    return np.where(prices == 0, _FREE, prices)
 
 
 def _in_lock_step(task: Task, parts: int, ranks: int, start: list[Indices] | None) -> list[list[Indices]]:

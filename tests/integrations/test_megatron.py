@@ -5,6 +5,7 @@ Its own code moves tensors to CUDA; where it runs here, ``_OnCpu`` leaves them o
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,13 +22,13 @@ if not hasattr(data_schedule, "scheduler_map"):
     pytest.skip("needs Megatron-LM's main (0.20): this Megatron-Core has no scheduler_map", allow_module_level=True)
 
 from wlb.errors import UserError  # noqa: E402  # Megatron-Core decides whether this file runs
-from wlb.integrations.megatron.scheduler import BalancedScheduler, balanced_steps, register  # noqa: E402
+from wlb.integrations.megatron import BalancedScheduler, balanced_steps, register  # noqa: E402
 from wlb.workload import make_workload  # noqa: E402
 
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(7, 1.3, 300).astype(int) + 16, 65536)
 SAMPLES = [(index, int(length)) for index, length in enumerate(LENGTHS)]
 MOST, CP, DP = 32768, 2, 4  # tokens per rank
-DP_BALANCED = data_schedule.PackingSchedulerEnum.DP_BALANCED
+DP_BALANCED = next(key for key in data_schedule.scheduler_map if getattr(key, "value", key) == "dp_balanced")
 
 
 @pytest.fixture(autouse=True)
@@ -169,17 +170,25 @@ def test_a_training_step_of_megatron_trains_every_sample_once_in_balanced_micro_
     [
         ({"calculate_per_token_loss": False}, "need --calculate-per-token-loss"),
         ({"pipeline_model_parallel_size": 2}, "need variable_seq_lengths"),
-        ({"hybrid_context_parallel": True}, "leave one out"),
+        ({"hybrid_context_parallel": True}, "leave it out"),
+        ({"dynamic_context_parallel": True}, "leave it out"),
     ],
 )
 def test_a_step_that_would_train_something_else_is_refused(settings: dict[str, Any], message: str):
-    config = {
-        "calculate_per_token_loss": True,
-        "pipeline_model_parallel_size": 1,
-        "variable_seq_lengths": False,
-        "hybrid_context_parallel": False,
-    }
-    model = SimpleNamespace(config=SimpleNamespace(**config | settings))
-    step = balanced_steps(lambda: lambda **_: pytest.fail("it was trained"), 256)()
+    config = {"calculate_per_token_loss": True, "pipeline_model_parallel_size": 1, "variable_seq_lengths": False}
     with pytest.raises(UserError, match=message):
-        step(data_iterator=iter(()), model=[model], num_microbatches=1)
+        BalancedScheduler(MOST, CP, DP, None).run(iter(()), 1, *[None] * 5, SimpleNamespace(**config | settings))
+
+
+def test_more_samples_than_static_buffers_hold_are_refused():
+    scheduler = BalancedScheduler(MOST, CP, DP, None)
+    scheduler.max_num_seqs = 4
+    with pytest.raises(UserError, match="raise thd_max_packed_sequences over 4"):
+        scheduler.get_groups_and_subsamples(SAMPLES)
+
+
+def test_a_loop_that_divides_samples_itself_is_not_divided_twice(monkeypatch: pytest.MonkeyPatch):
+    training = SimpleNamespace(wrap_data_iterator=None)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", training)
+    with pytest.raises(UserError, match=r"call register\(\.\.\.\) alone"):
+        balanced_steps(lambda: pytest.fail, 256)

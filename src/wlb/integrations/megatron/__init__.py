@@ -1,1 +1,0 @@
-"""Megatron-Core; each file imports what it needs of it."""
