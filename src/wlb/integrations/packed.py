@@ -102,7 +102,7 @@ class PackedBatch:
         end, and ``attend`` attends where several ranks share the micro-batch. There is no mask. There are no labels
         either, from which a model would take the mean of its micro-batch: give the logits to ``loss``. The model needs
         ``wlb.integrations.huggingface.register_attention``; where there is no ``attend`` flash_attention_2 does as
-        well, but refuses nothing: ``check_batch`` says whether the model is exact.
+        well, but refuses nothing: ``check_packing`` says whether the model is exact.
         """
         rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
         shared = {} if self.attend is None else {"attend": self.attend}
@@ -410,6 +410,7 @@ class FlatteningCollator:
     - ``input_ids``, ``position_ids`` (restarting with each document) and ``labels``, int64 of shape (1, tokens). Labels
       are those of the tokens themselves, and -100 for the first of each document, which nothing predicts;
     - ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape (documents + 1,), ``max_length_q`` and ``max_length_k``;
+    - ``seq_idx``, the document of each token, int32 of shape (1, tokens), for layers that carry a state;
     - ``use_cache`` = False, as a cache makes other attention functions than ours forget where documents end;
     - no attention mask.
     """
@@ -435,7 +436,9 @@ class FlatteningCollator:
 def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:
     """The keywords by which packed models of Hugging Face know where documents of ``lengths`` tokens end."""
     extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
     return {
+        "seq_idx": numbers.repeat_interleave(extents.diff(), output_size=sum(lengths))[None],
         "cu_seq_lens_q": extents,
         "cu_seq_lens_k": extents.clone(),
         "max_length_q": max(lengths),
