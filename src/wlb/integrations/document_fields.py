@@ -29,7 +29,7 @@ from wlb.runtime.batch import IGNORE_LABEL
 Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 
 LOSS_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
-FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "length", *LOSS_MASKS)
+FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "length", "lengths", *LOSS_MASKS)
 
 _REMEDY = "remove the column where the model does not need it, else train such data without wlb"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.parts.kernel_stand_ins import causal_conv1d_fn
 from tests.cases import in_turn
 from tests.integrations.huggingface.models import (
     DOCUMENTS,
@@ -74,6 +76,26 @@ def _loop_oracle(documents: list[Any], window: int = 64, **sizes: Any) -> torch.
 def test_the_loop_of_the_readme_trains_as_single_documents(window: int):
     found = _loop_gradient(DOCUMENTS, window, micro_batches=1)
     assert relative(found, _loop_oracle(DOCUMENTS, window, micro_batches=1)) < 1e-12
+
+
+def test_layers_with_a_state_are_exact_where_kernels_keep_documents_apart(monkeypatch: pytest.MonkeyPatch):
+    layers: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+    packed, batch = model("Lfm2", **layers), FlatteningCollator()(DOCUMENTS)
+    with pytest.raises(UserError, match=r"layers of conv, in which only kernels of causal_conv1d on a GPU"):
+        register_attention(packed)
+    monkeypatch.setattr(importlib.import_module("wlb.integrations.huggingface.attention"), "find_spec", str)
+    register_attention(packed)
+    with pytest.raises(ValueError, match=r"can't keep packed sequences apart"):  # transformers' own refusal
+        packed(**batch)
+    monkeypatch.setattr(
+        importlib.import_module("transformers.models.lfm2.modeling_lfm2"),
+        "causal_conv1d_fn",
+        lambda *tensors, seq_idx=None, **_: causal_conv1d_fn(*tensors, seq_idx=seq_idx),
+    )
+    packed(**batch, num_items_in_batch=1).loss.backward()
+    assert relative(gradient(packed), single_gradient("Lfm2", **layers)) < 1e-7
+    with pytest.raises(UserError, match="layers of conv cannot be shared by ranks"):
+        packed(**context_parallel_share(batch, 2, 0, "per_sequence"))
 
 
 def test_packed_documents_train_as_single_ones_under_autocast():

@@ -102,7 +102,7 @@ def check_model(model: nn.Module) -> None:
             "model.config.use_cache = True makes transformers leave out the mask between packed documents, so they "
             "would attend each other; set model.config.use_cache = False"
         )
-    kinds = _other_layers(config)
+    kinds = other_layers(config)
     if kinds or getattr(model, "_is_stateful", False):
         packages = _KERNELS.get(_text(config).model_type)
         layers = f"{name} has layers of {', '.join(sorted(kinds)) or 'recurrence'}"
@@ -123,7 +123,7 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def _other_layers(config: Any) -> set[str]:
+def other_layers(config: Any) -> set[str]:
     """The kinds of layers that carry a state or choose what they attend."""
     text = _text(config)
     kinds = {kind for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
@@ -263,7 +263,7 @@ def _window(mask: Tensor | _Mask | None, window: int | None, lengths: Sequence[i
 def _refuse(module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, given: Mapping[str, Any]) -> None:
     """Raise ``UserError`` for what this attention would not compute."""
     (rows, _, queries, _), keys, attend = query.shape, key.shape[2], given.get("attend")
-    kinds = _other_layers(module.config) if attend is not None and hasattr(module, "config") else ()
+    kinds = other_layers(module.config) if attend is not None and hasattr(module, "config") else ()
     acausal = given.get("is_causal") is False or getattr(module, "is_causal", True) is False
     for refused, reason in (
         (mask is not None, _refused_mask(mask) if isinstance(mask, Tensor) else getattr(mask, "refusal", None)),

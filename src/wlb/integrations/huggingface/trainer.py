@@ -19,7 +19,13 @@ from wlb.errors import UserError, require
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.integrations.document_fields import FIELDS, token_count
-from wlb.integrations.huggingface.attention import check_model, check_rotary, is_packed_attention, register_attention
+from wlb.integrations.huggingface.attention import (
+    check_model,
+    check_rotary,
+    is_packed_attention,
+    other_layers,
+    register_attention,
+)
 from wlb.integrations.huggingface.check import check_trainer
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
 from wlb.integrations.huggingface.refusals import check_arguments, check_settings, set_right
@@ -114,6 +120,8 @@ class _BalancedTrainer:
         self._wlb_batches = TrainedBatches(self.train_sampler, trainer.args.max_steps)
         trainer.add_callback(_callback(trainer))
         if job.layout.cp > 1:
+            if kinds := other_layers(trainer.model.config):
+                raise UserError(f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out")
             register_attention(trainer.model, group=context_parallel_group(job.layout.cp))
             rank, prices = dist.get_rank() % job.layout.cp, job.costs
             strategy = "elastic" if job.packing.method == "elastic" else self._wlb_sharding
