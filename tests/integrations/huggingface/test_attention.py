@@ -90,7 +90,7 @@ def test_layers_with_a_state_are_exact_where_kernels_keep_documents_apart(monkey
     monkeypatch.setattr(
         importlib.import_module("transformers.models.lfm2.modeling_lfm2"),
         "causal_conv1d_fn",
-        lambda *tensors, seq_idx=None, **_: causal_conv1d_fn(*tensors, seq_idx=seq_idx),
+        lambda x, weight, bias, seq_idx=None, **_: causal_conv1d_fn(x, weight, bias, seq_idx),
     )
     packed(**batch, num_items_in_batch=1).loss.backward()
     assert relative(gradient(packed), single_gradient("Lfm2", **layers)) < 1e-7
