@@ -92,9 +92,9 @@ def _backward(compute: Callable[[], Tensor], sign: float) -> float:
 def _square(parameters: Sequence[nn.Parameter]) -> float:
     """Of the norm of this process's gradients."""
     gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    locals_ = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
-    exact = [torch.promote_types(gradient.dtype, torch.float32) for gradient in locals_]
-    return sum(float(torch.linalg.vector_norm(g, dtype=d)) ** 2 for g, d in zip(locals_, exact, strict=True))
+    local = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+    exact = [(gradient, torch.promote_types(gradient.dtype, torch.float32)) for gradient in local]
+    return sum(float(torch.linalg.vector_norm(gradient, dtype=dtype)) ** 2 for gradient, dtype in exact)
 
 
 def check_trainer(trainer: Any, collated: Callable[[Sequence[int]], Inputs]) -> None:

@@ -120,7 +120,7 @@ class _BalancedTrainer:
         self._wlb_batches = TrainedBatches(self.train_sampler, trainer.args.max_steps)
         trainer.add_callback(_callback(trainer))
         if job.layout.cp > 1:
-            if kinds := other_layers(trainer.model.config):
+            if kinds := other_layers(getattr(trainer.model, "config", None)):
                 raise UserError(f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out")
             register_attention(trainer.model, group=context_parallel_group(job.layout.cp))
             rank, prices = dist.get_rank() % job.layout.cp, job.costs
