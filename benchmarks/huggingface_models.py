@@ -1,6 +1,6 @@
 """Which Hugging Face models train packed documents exactly under our attention, and which are refused: measured.
 
-    .venv/bin/python -m benchmarks.huggingface_models [--models Llama,Mistral,..] [--out FILE]
+    .venv/bin/python -m benchmarks.huggingface_models [--models Llama,Mistral,..] [--stand-ins] [--out FILE]
 
 Every model is a tiny one of two layers with random weights in float64. Five documents of 5 to 40 tokens, longer than
 its windows and chunks of 16, are trained packed, by transformers' own attention and by ours, and over two gloo
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.parts import kernel_stand_ins
 from benchmarks.parts.measurement import chosen, command, facts, make_parser, show, write
 from benchmarks.parts.ranks import on_ranks
 from wlb.errors import UserError, require
@@ -61,6 +62,14 @@ LATENT: Row = {
     "first_k_dense_replace": 1,
 }
 MAMBA: Row = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+LINEAR: Row = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 LLAMA4: Row = {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 64}
 UNDROPPED: Row = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 LONGROPE: Row = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
@@ -119,6 +128,23 @@ MODELS: dict[str, Row] = {
     "Lfm2": {"layer_types": ["conv", "full_attention"]},
     "MiniMax": {**EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
     "RecurrentGemma": {},
+    "FalconH1": {**MAMBA, "mamba_d_ssm": 64, "mamba_d_state": 16, "head_dim": 8},
+    "NemotronH": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+        "head_dim": 8,
+    },
+    "Lfm2Moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "OlmoHybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "Qwen3_5": LINEAR,
+    "Qwen3_5Moe": {**EXPERTS, **LINEAR},
+    "KimiLinear": {**EXPERTS, **LATENT, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+    "BailingHybrid": {**EXPERTS, **LATENT, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+    "DeepseekV4": {**EXPERTS, **LATENT},
+    "Lfm3": EXPERTS,
     "Qwen3Next": {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
 }
 RANDOM = np.random.default_rng(0)
@@ -129,15 +155,18 @@ DOCUMENTS = [{"input_ids": RANDOM.integers(3, 97, length).tolist()} for length i
 def main(arguments: Sequence[str] | None = None) -> None:
     """Try the models asked for, print a table and write it as JSON."""
     parser = make_parser(__doc__)
+    parser.add_argument("--stand-ins", action="store_true", help="in place of the kernels of hybrid models")
     parser.add_argument("--models", default=",".join(MODELS), help="which of the table; all of them by default")
     options = parser.parse_args(arguments)
     names = chosen(options.models, [*MODELS], "model")
-    rows = on_ranks(CP, rows_of, names)[0]
+    rows = on_ranks(CP, rows_of, names, options.stand_ins)[0]
     show("Gradient of packed documents against one document at a time, float64", [*map(verdicts, rows)])
     write(facts("torch", "transformers") | {"models": rows}, options.out)
 
 
-def rows_of(names: Sequence[str]) -> list[Row]:
+def rows_of(names: Sequence[str], stand_ins: bool = False) -> list[Row]:
+    if stand_ins:
+        kernel_stand_ins.install()
     require("transformers", "hf").logging.set_verbosity_error()
     return [row_of(name) for name in names]
 
@@ -169,7 +198,7 @@ def model_of(name: str) -> Any:
     config.use_cache = False
     config._experts_implementation = "eager"  # the others need float32
     of_family = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
-    return of_family(config).double().eval()
+    return of_family(config).double().train()
 
 
 def error_of(model: Any, batch: Mapping[str, Any], expected: Tensor, *, shared: bool) -> float | str:
@@ -178,7 +207,7 @@ def error_of(model: Any, batch: Mapping[str, Any], expected: Tensor, *, shared: 
     labels = inputs.pop("labels")[:, 1:]
     try:
         train(model, inputs, labels)
-    except (UserError, ValueError) as error:  # transformers raises the second
+    except (UserError, ValueError, IndexError) as error:  # transformers, and kernels of a share, raise the others
         return str(error)
     found = gradient(model)
     if shared:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from transformers import Trainer, TrainingArguments
 
 from stand_ins import WINDOW, documents, llama
-from wlb.integrations.huggingface import balanced, register_attention
+from wlb.integrations.huggingface import balanced
 
 
 def train() -> None:
-    model = llama()
-    register_attention(model)  # or flash_attention_2
     settings = TrainingArguments(
         output_dir="runs/hf_trainer",
         gradient_accumulation_steps=2,
@@ -24,7 +22,7 @@ def train() -> None:
         use_cpu=True,
         ddp_backend="gloo",
     )
-    trainer = balanced(Trainer, context_window=WINDOW)(model=model, args=settings, train_dataset=documents())
+    trainer = balanced(Trainer, context_window=WINDOW)(model=llama(), args=settings, train_dataset=documents())
     trainer.train()
 
 

@@ -13,17 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from stand_ins import WINDOW, documents, llama
-from wlb.integrations.huggingface import balanced, register_attention
+from wlb.integrations.huggingface import balanced
 
 
 def train() -> None:
-    model = llama()
-    register_attention(model)
     settings = SFTConfig(
         output_dir="runs/trl_sft",
-        packing=False,
-        padding_free=True,
-        max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},  # it has tokens already
         gradient_accumulation_steps=2,
         gradient_checkpointing=False,
@@ -37,7 +32,7 @@ def train() -> None:
     )
     dataset = Dataset.from_list([each | {"labels": masked(each["input_ids"])} for each in documents()])
     trainer = balanced(SFTTrainer, context_window=WINDOW)(
-        model=model, args=settings, train_dataset=dataset, processing_class=byte_tokenizer()
+        model=llama(), args=settings, train_dataset=dataset, processing_class=byte_tokenizer()
     )
     trainer.train()
 

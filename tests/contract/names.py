@@ -34,7 +34,7 @@ PUBLISHED: dict[str, str | None] = {
         "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., group=..., **settings"
     ),
     "wlb.integrations.huggingface.balanced": (
-        "trainer_class, *, context_window, cp=..., sharding=..., monitor=..., check=..., **settings"
+        "trainer_class, *, context_window, cp=..., sharding=..., check=..., **settings"
     ),
     "wlb.integrations.huggingface.register_attention": "model=..., *, name=..., group=...",
     "wlb.runtime.level_step": "model, batches, loss_fn",

@@ -24,7 +24,6 @@ from wlb.documents.segments import OverlongReport
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.checks import BalanceMonitor
 from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.packed import FlatteningCollator, packed_batches
 
@@ -322,24 +321,6 @@ def test_documents_that_change_after_they_are_planned_are_refused():
         document["input_ids"].append(1)
     with pytest.raises(UserError, match=r"document \d+ had \d+ tokens when it was planned"):
         next(steps)
-
-
-def _monitored() -> tuple[list[float], list[float], Any]:
-    monitor = BalanceMonitor()
-    for step in packed_batches(DOCUMENTS, **SIZES):
-        with monitor.computing():
-            sum(range(20_000 * (1 + dist.get_rank())))
-        monitor.end_step(step.plan)
-    return monitor.predicted, monitor.measured, monitor.summary()
-
-
-def test_the_monitor_has_the_same_seconds_of_all_ranks_everywhere():
-    first, second = run_ranks(2, _monitored)
-    assert first == second
-    predicted, measured, summary = first
-    assert len(predicted) == len(measured)
-    assert all(1 <= value <= 2 for value in predicted + measured)
-    assert len(summary["seconds_per_rank"]) == 2
 
 
 def test_a_store_that_changes_stops_the_loop(tmp_path: Path):

@@ -25,7 +25,7 @@ Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 
 LOSS_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
 _OF_TOKENS = ("input_ids", "labels", "attention_mask", "position_ids", *LOSS_MASKS)
-FIELDS = (*_OF_TOKENS, "length")
+FIELDS = (*_OF_TOKENS, "length", "lengths")
 
 
 def check_documents(documents: Any, name: str) -> None:

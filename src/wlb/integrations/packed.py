@@ -286,8 +286,11 @@ class FlatteningCollator:
 def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:
     """The keywords by which packed models of Hugging Face know where documents of ``lengths`` tokens end.
 
-    ``use_cache`` is False, as a cache makes other attention functions than ours forget it.
+    ``seq_idx``, the document of each token, is for layers that carry a state. ``use_cache`` is False, as a cache makes
+    other attention functions than ours forget it.
     """
     extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     ends = {"cu_seq_lens_q": extents, "cu_seq_lens_k": extents.clone()}
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
+    ends["seq_idx"] = numbers.repeat_interleave(extents.diff(), output_size=sum(lengths))[None]
     return {**ends, "max_length_q": max(lengths), "max_length_k": max(lengths), "use_cache": False}

@@ -52,9 +52,9 @@ def gradient(of: Any) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in of.parameters()])
 
 
-def single_gradient(family: str, documents: list[Any] = DOCUMENTS) -> torch.Tensor:
+def single_gradient(family: str, documents: list[Any] = DOCUMENTS, **settings: Any) -> torch.Tensor:
     """Of the summed loss, one document at a time, by transformers' own attention."""
-    oracle = model(family)
+    oracle = model(family, **settings)
     for document in documents:
         ids = torch.tensor([document["input_ids"]])
         oracle(input_ids=ids, labels=ids, num_items_in_batch=1).loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.parts.kernel_stand_ins import causal_conv1d_fn
 from tests.cases import in_turn
 from tests.integrations.huggingface.models import (
     DOCUMENTS,
@@ -22,15 +24,21 @@ from tests.integrations.huggingface.models import (
 )
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
-from wlb.integrations.checks import check_packing
 from wlb.integrations.huggingface import (
-    check_batch,
+    check_packing,
     context_parallel_group,
     context_parallel_share,
     model_shape_of,
     register_attention,
 )
 from wlb.integrations.packed import FlatteningCollator, packed_batches
+
+
+def checked(of: Any, **wrapped: Any) -> float:
+    """The error that the check finds."""
+    batches = [FlatteningCollator()(documents) for documents in (DOCUMENTS, *([one] for one in DOCUMENTS))]
+    together, *singles = (lambda batch=batch: of(**batch, num_items_in_batch=1).loss for batch in batches)
+    return check_packing(of, together, singles, **wrapped)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,7 +48,7 @@ def test_packed_documents_train_as_single_ones(family: str):
     batch = FlatteningCollator()(DOCUMENTS)
     packed(**batch, num_items_in_batch=1).loss.backward()
     assert relative(gradient(packed), single_gradient(family)) < 1e-7  # transformers takes the loss in float32
-    assert check_batch(packed, batch).passed
+    assert checked(packed) < 1e-7
 
 
 def _loop_gradient(documents: list[Any], window: int = 64, **sizes: Any) -> torch.Tensor:
@@ -70,11 +78,31 @@ def test_the_loop_of_the_readme_trains_as_single_documents(window: int):
     assert relative(found, _loop_oracle(DOCUMENTS, window, micro_batches=1)) < 1e-12
 
 
+def test_layers_with_a_state_are_exact_where_kernels_keep_documents_apart(monkeypatch: pytest.MonkeyPatch):
+    layers: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+    packed, batch = model("Lfm2", **layers), FlatteningCollator()(DOCUMENTS)
+    with pytest.raises(UserError, match=r"layers of conv, in which only kernels of causal_conv1d on a GPU"):
+        register_attention(packed)
+    monkeypatch.setattr(importlib.import_module("wlb.integrations.huggingface.attention"), "find_spec", str)
+    register_attention(packed)
+    with pytest.raises(ValueError, match=r"can't keep packed sequences apart"):  # transformers' own refusal
+        packed(**batch)
+    monkeypatch.setattr(
+        importlib.import_module("transformers.models.lfm2.modeling_lfm2"),
+        "causal_conv1d_fn",
+        lambda x, weight, bias, seq_idx=None, **_: causal_conv1d_fn(x, weight, bias, seq_idx),
+    )
+    packed(**batch, num_items_in_batch=1).loss.backward()
+    assert relative(gradient(packed), single_gradient("Lfm2", **layers)) < 1e-7
+    with pytest.raises(UserError, match="layers of conv cannot be shared by ranks"):
+        packed(**context_parallel_share(batch, 2, 0, "per_sequence"))
+
+
 def test_packed_documents_train_as_single_ones_under_autocast():
     packed = model().float()
     register_attention(packed)
     with torch.autocast("cpu", torch.bfloat16):  # queries and keys come in float32 and values do not
-        assert 0 < check_batch(packed, FlatteningCollator()(DOCUMENTS)).gradient_error < 2e-2
+        assert 0 < checked(packed) < 2e-2
 
 
 SHARED = (
@@ -102,10 +130,7 @@ def _check_of_sharded_weights() -> tuple[float, bool]:
     sharded = model()
     register_attention(sharded)
     fully_shard(sharded)
-    batches = [FlatteningCollator()(documents) for documents in (DOCUMENTS, *([one] for one in DOCUMENTS))]
-    packed, *singles = (lambda batch=batch: sharded(**batch, num_items_in_batch=1).loss for batch in batches)
-    error = check_packing(sharded, packed, singles, sharded=True).gradient_error
-    return error, all(parameter.grad is None for parameter in sharded.parameters())
+    return checked(sharded, wrapped=sharded), all(parameter.grad is None for parameter in sharded.parameters())
 
 
 def _context_parallel_gradient(group: Any, family: str, sharding: str, loss: str) -> torch.Tensor:

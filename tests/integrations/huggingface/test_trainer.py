@@ -63,17 +63,14 @@ class Recording(FlatteningCollator):
 def train(
     folder: str, resume: bool | str = False, planning: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[torch.Tensor, list[int], Any]:
-    """Weights afterwards, the documents of this process, and what the monitor measured."""
+    """Weights afterwards, the documents of this process, and the steps."""
     packed = model()
     register_attention(packed)
     collator = Recording()
-    trainer = balanced_trainer(
-        folder, packed, DATA, collator, planning={"monitor": True, **(planning or {})}, **settings
-    )
+    trainer = balanced_trainer(folder, packed, DATA, collator, planning=planning or {}, **settings)
     trainer.add_callback(collator.forget_the_check())
     trainer.train(resume_from_checkpoint=resume)
     weights = torch.cat([parameter.detach().flatten() for parameter in packed.parameters()])
-    assert len(trainer.balance_monitor.predicted) == len(trainer.balance_monitor.measured)
     return weights, collator.seen, trainer.state.global_step
 
 
@@ -150,9 +147,7 @@ def test_a_last_step_of_more_micro_batches_is_several_of_the_trainers_and_loses_
     assert [len(plan.ranks[0]) for plan in sampler.steps()] == [2, 3]
     batches = TrainedBatches(sampler, max_steps=-1)
     assert Counter(index for batch in batches for index in batch) == Counter([*range(8)] * 2)
-    assert batches.state_after(1) is not None
-    assert batches.state_after(2) is None  # the last micro-batches are still to come
-    assert batches.state_after(3) is not None
+    assert [*batches.states] == [0, 1, 3]  # not 2, after which the last micro-batches are still to come
 
 
 def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):
@@ -242,10 +237,6 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     ("settings", "change", "message"),
     [
         ({"num_train_epochs": 1.5}, {}, "num_train_epochs = 1.5"),
-        ({"save_strategy": "epoch"}, {}, 'save_strategy = "epoch"'),
-        ({"use_cache": True}, {"use_cache": True}, "use_cache = True"),
-        ({"train_sampling_strategy": "group_by_length"}, {}, 'train_sampling_strategy = "group_by_length"'),
-        ({"ignore_data_skip": True}, {}, "ignore_data_skip = True"),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha = 5.0: NEFTune divides its noise by the root of"),
         ({}, {"family": "Bloom", "attention": None}, "BloomForCausalLM does not say that it attends"),
         ({}, {"accepts_loss_kwargs": False}, "takes no num_items_in_batch"),
@@ -265,46 +256,47 @@ def test_a_trainer_refuses_what_breaks_packing(
         balanced_trainer(tmp_path, packed, **settings)
 
 
-class Table(list[dict[str, Any]]):
-    """The part of ``datasets.Dataset`` that a Trainer uses which removes no columns."""
+class Saves(transformers.TrainerCallback):
+    """The steps and epochs after which a Trainer saves."""
 
-    @property
-    def column_names(self) -> list[str]:
-        return list(super().__getitem__(0))
+    def __init__(self) -> None:
+        self.after: list[tuple[int, float]] = []
 
-    def __getitem__(self, key: Any) -> Any:
-        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
-
-
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize(("factor", "added"), [(1, 0), (4, 0), (1, 1)], ids=["tokens", "characters", "padded tokens"])
-def test_a_column_of_lengths_is_held_to_the_documents(tmp_path: Path, factor: int, added: int, check: bool):
-    rows: Any = Table(
-        {"input_ids": [5] * tokens + [0] * added, "attention_mask": [1] * tokens + [0] * added}
-        | {"length": factor * tokens + added, "text": "as long as it is"}
-        for tokens in (20, 9, 31, 14)
-    )
-    installed = importlib.util.find_spec("datasets") is not None
-    settings = {"max_steps": 1, "gradient_accumulation_steps": 1, "remove_unused_columns": installed}
-    rows = importlib.import_module("datasets").Dataset.from_list(rows) if installed else rows
-    trainer = balanced_trainer(tmp_path, None, rows, planning={"check": check}, **settings)
-    right, message = (factor, added) == (1, 0), r"a document has \d+ tokens, and \d+ by the data set's column length"
-    with nullcontext() if right else pytest.raises(UserError, match=message):
-        trainer.train()
-    assert trainer.state.global_step == right
+    def on_save(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+        self.after.append((state.global_step, state.epoch))
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_a_collator_that_pads_documents_to_rows_is_refused(tmp_path: Path, check: bool):
+def test_the_strategy_of_epochs_saves_when_as_many_documents_are_trained(tmp_path: Path):
+    saves = []
+    for part, resume in ((5, False), (-1, True)):  # the second goes on in the middle of an epoch
+        trainer = balanced_trainer(
+            tmp_path, num_train_epochs=3, save_strategy="epoch" if resume else "steps", save_steps=5, max_steps=part
+        )
+        trainer.add_callback(one := Saves())
+        trainer.train(resume_from_checkpoint=resume)
+        saves.append(one.after)
+    steps, (first, *_, last) = trainer.state.global_step, saves[1]
+    assert saves[0][0][0] == 5
+    assert [round(epoch) for _, epoch in saves[1]] == [1, 2, 3]
+    assert first[0] < 0.5 * steps
+    assert first[1] >= 1
+    assert last == (steps, 3.0)
 
-    def padding(documents: Any) -> dict[str, Any]:
-        rows = [torch.tensor(document["input_ids"]) for document in documents]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
 
-    trainer = balanced_trainer(tmp_path, None, DATA, padding, planning={"check": check})
-    with pytest.raises(UserError, match=r"the data collator padding makes \d+ padded rows of documents"):
-        trainer.train()
+def test_what_breaks_packing_is_set_right_in_a_copy(tmp_path: Path):
+    wrong = {"train_sampling_strategy": "group_by_length", "ignore_data_skip": True, "use_cache": True}
+    given = arguments(str(tmp_path), **wrong, accelerator_config={"split_batches": True})
+    given.packing, given.padding_free, given.max_length = True, True, 4096  # of SFTConfig
+    with pytest.warns(UserWarning, match=r'packing = False, .*max_length = 128, .*split_batches.*use_cache .*"wlb"'):
+        trainer = balanced(transformers.Trainer, context_window=128)(model(use_cache=True), given, None, DATA)
+    assert not trainer.model.config.use_cache
+    assert (given.packing, given.max_length, given.accelerator_config.split_batches) == (True, 4096, True)
+
+
+def test_a_collator_that_is_not_ours_is_refused(tmp_path: Path):
+    for collator in (transformers.DataCollatorWithFlattening(), transformers.default_data_collator):
+        with pytest.raises(UserError, match=r"the data collator \w+ is not known to lay documents in one row"):
+            balanced_trainer(tmp_path, None, DATA, collator)
 
 
 def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):
@@ -314,10 +306,7 @@ def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):
     trainer.train()
     assert (given.num_train_epochs, trainer.state.global_step) == (3, 2)
     trainer.args.gradient_accumulation_steps = 4
-    with pytest.raises(UserError, match="gradient_accumulation_steps was 2 when the steps were planned, and is 4"):
-        trainer.train()
-    trainer.train_dataset = [*alone, alone[0]]
-    with pytest.raises(UserError, match="train_dataset is another one than the steps were planned by"):
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps, .* is not what the steps were planned by"):
         trainer.train()
 
 
@@ -340,14 +329,8 @@ class OwnModel(torch.nn.Module):
         return {"loss": total / num_items_in_batch}
 
 
-def without_positions(documents: Any) -> dict[str, Any]:
-    batch = FlatteningCollator()(documents)
-    return {name: value for name, value in batch.items() if name != "position_ids"}
-
-
-@pytest.mark.parametrize("collator", [None, without_positions])
-def test_a_model_without_a_configuration_is_trained_with_a_shape_to_price_it_by(tmp_path: Path, collator: Any):
-    trainer = balanced_trainer(tmp_path, OwnModel(), DATA, collator, planning={"model": "tiny"}, max_steps=2)
+def test_a_model_without_a_configuration_is_trained_with_a_shape_to_price_it_by(tmp_path: Path):
+    trainer = balanced_trainer(tmp_path, OwnModel(), planning={"model": "tiny"}, max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2
     with pytest.raises(UserError, match=r"OwnModel has no config to price documents by; give balanced\(\.\.\., model="):
@@ -380,27 +363,16 @@ def test_a_trainer_refuses_what_it_cannot_train(tmp_path: Path):
     else:
         prompted = model()
         prompted.peft_config = {"default": SimpleNamespace(is_prompt_learning=True)}
-    flattening, stream = transformers.DataCollatorWithFlattening(), (document for document in DATA)
-    refused: list[tuple[Any, Any, Any, str]] = [
-        (
-            classifier,
-            [one | {"label": 1} for one in DATA],
-            None,
-            "SequenceClassification does not learn the next token",
-        ),
-        (prompted, DATA, None, "prompt and prefix tuning put their tokens before a row"),
-        (None, {"train": DATA, "test": DATA}, None, "train_dataset is a dict of train, test, and not a sequence"),
-        (None, stream, None, "a stream of documents has no lengths to plan by"),
-        (None, [{"input_ids": [1, 2], "loss_mask": [1, 0]}], flattening, "not known to read loss_mask"),
-        (None, [{"input_ids": [1, 2], "attention_mask": [1, 0]}], flattening, "not known to cut off padding"),
+    stream = (document for document in DATA)
+    refused: list[tuple[Any, Any, str]] = [
+        (classifier, [one | {"label": 1} for one in DATA], "SequenceClassification does not learn the next token"),
+        (prompted, DATA, "prompt and prefix tuning put their tokens before a row"),
+        (None, {"train": DATA, "test": DATA}, "train_dataset is a dict of train, test, and not a sequence"),
+        (None, stream, "a stream of documents has no lengths to plan by"),
     ]
-    for of_model, documents, collator, message in refused:
+    for of_model, documents, message in refused:
         with pytest.raises(UserError, match=message):
-            balanced_trainer(tmp_path, of_model, documents, collator)
-    args = arguments(str(tmp_path))
-    args.packing = True
-    with pytest.raises(UserError, match="SFTTrainer must leave packing to the sampler; set packing=False"):
-        balanced(transformers.Trainer, context_window=128)(model(), args, None, DATA)
+            balanced_trainer(tmp_path, of_model, documents)
     for name in ("DPOTrainer", "GRPOTrainer", "RewardTrainer"):
         if importlib.util.find_spec("trl"):
             trainer_class = getattr(importlib.import_module("trl"), name)
@@ -421,12 +393,12 @@ class Here(NamedTuple):
 class LeakingAtTimes(transformers.LlamaForCausalLM):
     here = Here()
 
-    def forward(self, *positional: Any, position_ids: Any = None, **arguments: Any) -> Any:
+    def forward(self, *positional: Any, **arguments: Any) -> Any:
         lengths = arguments["cu_seq_lens_q"].diff().tolist()
         leaks = Here(max(lengths) == max(LENGTHS), len(lengths) > 6, self.training)
         if any(leaking and here for leaking, here in zip(leaks, self.here, strict=True)):
-            position_ids = None
-        return super().forward(*positional, position_ids=position_ids, **arguments)
+            arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_q"][[0, -1]]
+        return super().forward(*positional, **arguments)
 
 
 class LearnsFirst(FlatteningCollator):

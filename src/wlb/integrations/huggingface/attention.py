@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,18 @@ from wlb.runtime.sharded_batch import ShardedAttention
 
 NAME = "wlb"  # of the attention implementation
 
-# Layers that this attention computes, or refuses by the length of the documents, by the names in ``config.layer_types``
-# ("attention" is an older one). Layers of any other kind carry a state over the tokens or choose what they attend.
-_LAYERS = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
+# Kinds of layers in ``config.layer_types`` that this attention computes, or refuses by the length of the documents, and
+# those without attention. Layers of any other kind carry a state over the tokens or choose what they attend.
+_LAYERS = {"full_attention", "attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+
+# Models whose other layers transformers tells where documents end (``seq_idx``, ``cu_seqlens``), and the packages whose
+# kernels read it: those that ``benchmarks/huggingface_models.py`` finds exact. transformers 5.23 refuses without them.
+_KERNELS = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("causal_conv1d",)),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), ("causal_conv1d", "fla")),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"), ("causal_conv1d", "mamba_ssm")),
+}
+_KERNELS_SINCE = (5, 23)  # of transformers
 
 # Arguments of an attention function with numbers or tensors that this one may pass over.
 _HARMLESS = {
@@ -35,18 +45,14 @@ def register_attention(
     """Make our attention known to ``transformers`` as the implementation ``name``, and use it in ``model`` if given.
 
     A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
-    ``attend`` one rank's share of them (``PackedBatch``, ``context_parallel_share``). The ranks of ``group``
-    attend those together, unless the batch names another group; None is the default group. It is exact, as fast as what
-    it runs on (``wlb.attention``), and its memory does not grow with the square of the tokens. Sliding windows are
-    attended as such. Encoders of images or audio keep their own.
-    Without gradients the model also takes batches that are not packed, as in generation, and attends them by ``sdpa``.
+    ``attend`` one rank's share of them (``PackedBatch``, ``context_parallel_share``), which the ranks of ``group`` or
+    of the batch attend together. Its memory does not grow with the square of the tokens. Encoders of images or audio keep
+    theirs. Without gradients the model also takes batches that are not packed, and attends them by ``sdpa``.
 
-    Raises ``UserError`` for a model whose ``config.use_cache`` is on, that does not attend through ``transformers``'
-    AttentionInterface, or that has layers other than attention. The attention raises it for what would silently train
-    something else: an attention mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout, a
-    document longer than the chunks of chunked attention or than rotary scaling by length allows (``check_rotary``),
-    attention that is not causal, and any number or tensor that the model gives to its attention and that is not known
-    here (softcap, sinks, a position bias).
+    Raises ``UserError`` for a model that cannot be trained so (``check_model``). The attention raises it for what would
+    silently train something else: a mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout, a
+    document longer than chunked attention or rotary scaling allows, attention that is not causal, shares of layers with
+    a state, and what the model gives to its attention and is not known here (softcap, sinks, a position bias).
     """
     transformers = require("transformers", "hf")
     transformers.AttentionInterface.register(name, PackedAttention(group))
@@ -55,8 +61,7 @@ def register_attention(
         return
     if not hasattr(model, "set_attn_implementation"):
         raise UserError(
-            f"{type(model).__name__} is no model of transformers, whose attention could be chosen; let it attend by "
-            "wlb.attention.segment_attention"
+            f"{type(model).__name__} is no model of transformers; attend by wlb.attention.segment_attention"
         )
     check_model(model)
     attend_with(model, name)
@@ -64,8 +69,7 @@ def register_attention(
 
 def attend_with(model: Any, name: str) -> None:
     """Let the language model in ``model`` attend with the implementation ``name``; its encoders keep theirs."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config, text = model.config, _text(model.config)
     parts = {part: getattr(config, part, None) for part in getattr(config, "sub_configs", ())}
     encoders = {part: own._attn_implementation for part, own in parts.items() if own is not None and own is not text}
     model.set_attn_implementation(name)
@@ -73,11 +77,20 @@ def attend_with(model: Any, name: str) -> None:
         model.set_attn_implementation(encoders)
 
 
+def _text(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def check_model(model: nn.Module) -> None:
-    """Raise ``UserError`` unless the settings and layers of a model are known to keep packed documents apart."""
+    """Raise ``UserError`` unless the settings and layers of a model are known to keep packed documents apart.
+
+    It must attend through ``transformers``' AttentionInterface, without a cache, and other layers with a state must be
+    those of kernels that are installed.
+    """
     config: Any = getattr(model, "config", None)
     if config is None:
         return
+    network, name = cast(Any, model), type(model).__name__
     adapters = (getattr(model, "peft_config", None) or {}).values()
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
         raise UserError(
@@ -89,21 +102,34 @@ def check_model(model: nn.Module) -> None:
             "model.config.use_cache = True makes transformers leave out the mask between packed documents, so they "
             "would attend each other; set model.config.use_cache = False"
         )
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = other_layers(config)
+    if kinds or getattr(model, "_is_stateful", False):
+        packages = _KERNELS.get(_text(config).model_type)
+        layers = f"{name} has layers of {', '.join(sorted(kinds)) or 'recurrence'}"
+        if packages is None:
+            raise UserError(f"{layers}, to which transformers does not say where documents end; train it unpacked")
+        missing = [package for package in packages if find_spec(package) is None]
+        if tuple(map(int, require("transformers", "hf").__version__.split(".")[:2])) < _KERNELS_SINCE:
+            missing.append("transformers >= 5.23")
+        if missing:
+            raise UserError(
+                f"{layers}, in which only kernels of {' and '.join(packages)} on a GPU keep documents apart; install "
+                f"{' and '.join(missing)}, or train it unpacked"
+            )
+    elif not (getattr(model, "_supports_attention_backend", False) and network._can_set_attn_implementation()):
+        raise UserError(
+            f"{name} does not say that it attends through transformers' AttentionInterface "
+            "(_supports_attention_backend), so packed documents may attend each other; train one that does, as Llama"
+        )
+
+
+def other_layers(config: Any) -> set[str]:
+    """The kinds of layers that carry a state or choose what they attend."""
+    text = _text(config)
     kinds = {kind for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
-    if getattr(model, "_is_stateful", False) or kinds - _LAYERS:
-        named = ", ".join(sorted(kinds - _LAYERS)) or "recurrence"
-        raise UserError(
-            f"{type(model).__name__} has layers of {named}, and packed documents are known to be kept apart in those "
-            "of full and sliding attention only; train a model that has no others, or this one without packing"
-        )
-    network: Any = model
-    if not (getattr(network, "_supports_attention_backend", False) and network._can_set_attn_implementation()):
-        raise UserError(
-            f"{type(model).__name__} does not say that it attends through transformers' AttentionInterface "
-            "(_supports_attention_backend), without which packed documents may attend each other; train a model that "
-            "does, such as Llama"
-        )
+    if hasattr(text, "index_topk"):  # DeepSeek's indexer takes the best keys of the row, not of the document
+        kinds.add("sparse attention")
+    return kinds - _LAYERS
 
 
 def check_rotary(config: Any, lengths: Sequence[int]) -> None:
@@ -112,7 +138,7 @@ def check_rotary(config: Any, lengths: Sequence[int]) -> None:
     transformers scales by the highest position of a row: longrope takes other factors past the length of pretraining,
     and dynamic scaling grows with it. A row without such documents is exact.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text(config)
     rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for of_layers in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):
         kind = str(of_layers.get("rope_type", of_layers.get("type")))
@@ -126,8 +152,7 @@ def check_rotary(config: Any, lengths: Sequence[int]) -> None:
         if max(lengths) > limit:
             raise UserError(
                 f"a document has {max(lengths)} tokens, and past {limit} the model's rotary scaling, {kind}, changes "
-                "that of all documents in its micro-batch; give shorter documents, or a model whose scaling does not "
-                "depend on their length (llama3, yarn, linear)"
+                "that of all documents in its micro-batch; give shorter documents"
             )
 
 
@@ -138,19 +163,13 @@ def is_packed_attention(model: nn.Module) -> bool:
     return name in interface and isinstance(interface[name], PackedAttention)
 
 
+@dataclass(frozen=True)
 class _Mask:
-    """In place of the mask of a kind of layers, which packed micro-batches do not need.
+    """In place of the mask of a kind of layers, which packed micro-batches do not need."""
 
-    In layers of sliding or chunked attention tokens attend the ``size`` tokens up to their own, or in their chunk; in
-    others it is None. ``refusal`` is why a packed micro-batch with such a mask is not supported.
-    """
-
-    def __init__(self, size: int | None, refusal: str | None, make: Callable[[], Tensor | None]) -> None:
-        self.size, self.refusal, self._make = size, refusal, make
-
-    @cached_property
-    def of_sdpa(self) -> Tensor | None:
-        return self._make()
+    size: int | None  # of sliding windows or chunks
+    refusal: str | None  # of packed micro-batches
+    make_of_sdpa: Callable[[], Tensor | None]
 
 
 class PackedAttention:
@@ -175,12 +194,10 @@ class PackedAttention:
         attend: ShardedAttention | None = arguments.get("attend")
         if attend is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
             _refuse_unknown(arguments)
-            mask = attention_mask.of_sdpa if isinstance(attention_mask, _Mask) else attention_mask
+            mask = attention_mask.make_of_sdpa() if isinstance(attention_mask, _Mask) else attention_mask
             by_sdpa = require("transformers", "hf").AttentionInterface()["sdpa"]
-            attended: tuple[Tensor, None] = by_sdpa(
-                module, query, key, value, mask, scaling=scaling, dropout=dropout, **arguments
-            )
-            return attended
+            arguments |= {"scaling": scaling, "dropout": dropout}
+            return cast(tuple[Tensor, None], by_sdpa(module, query, key, value, mask, **arguments))
         _refuse(module, query, key, attention_mask, dropout, arguments)
         lengths = self._segment_lengths(arguments) if attend is None else attend.shard_plan.segment_lengths
         check_rotary(getattr(module, "config", None), lengths)
@@ -219,17 +236,13 @@ def _mask(
         if local_size is None:
             return None
     make = require("transformers", "hf").AttentionMaskInterface()["sdpa"]
-    return _Mask(
-        local_size,
-        refusal,
-        partial(make, *positional, attention_mask=attention_mask, local_size=local_size, **arguments),
-    )
+    made = partial(make, *positional, attention_mask=attention_mask, local_size=local_size, **arguments)
+    return _Mask(local_size, refusal, made)
 
 
 def _refused_mask(mask: Tensor) -> str:
     return (
-        f"an attention_mask of shape {tuple(mask.shape)} was given; packed micro-batches have none: use "
-        "FlatteningCollator, which leaves it out"
+        f"an attention_mask of shape {tuple(mask.shape)} was given; packed micro-batches have none: FlatteningCollator"
     )
 
 
@@ -247,39 +260,31 @@ def _window(mask: Tensor | _Mask | None, window: int | None, lengths: Sequence[i
     return window
 
 
-def _refuse(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | _Mask | None,
-    dropout: float,
-    arguments: Mapping[str, Any],
-) -> None:
+def _refuse(module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, given: Mapping[str, Any]) -> None:
     """Raise ``UserError`` for what this attention would not compute."""
-    if isinstance(mask, Tensor):
-        raise UserError(_refused_mask(mask))
-    if mask is not None and mask.refusal:
-        raise UserError(mask.refusal)
-    if query.shape[0] != 1:
-        raise UserError(
-            f"a batch of {query.shape[0]} rows, query (b, heads, s, head_dim) = {tuple(query.shape)}, is not packed; "
-            "lay its documents one after another in one row, as FlatteningCollator does"
-        )
-    if query.shape[2] != key.shape[2]:
-        raise UserError(
-            f"{query.shape[2]} queries attend {key.shape[2]} keys: there is a cache; set use_cache = False, and "
-            'generate with another attention implementation, such as "sdpa"'
-        )
-    if "cu_seq_lens_q" not in arguments and arguments.get("attend") is None:
-        raise UserError(
+    (rows, _, queries, _), keys, attend = query.shape, key.shape[2], given.get("attend")
+    kinds = other_layers(module.config) if attend is not None and hasattr(module, "config") else ()
+    acausal = given.get("is_causal") is False or getattr(module, "is_causal", True) is False
+    for refused, reason in (
+        (mask is not None, _refused_mask(mask) if isinstance(mask, Tensor) else getattr(mask, "refusal", None)),
+        (rows != 1, f"a batch of {rows} rows is not packed; lay documents in one row, as FlatteningCollator does"),
+        (
+            queries != keys,
+            f"{queries} queries attend {keys} keys: there is a cache; set use_cache = False, and generate with another "
+            'attention implementation, such as "sdpa"',
+        ),
+        (
+            "cu_seq_lens_q" not in given and attend is None,
             "the batch has no cu_seq_lens_q, so documents are not known; use FlatteningCollator, and a model that "
-            "hands its keyword arguments on to its attention"
-        )
-    if dropout:
-        raise UserError(f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0")
-    _refuse_unknown(arguments)
-    if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UserError("attention that is not causal is not supported; use another attention implementation")
+            "hands its keyword arguments on to its attention",
+        ),
+        (dropout, f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0"),
+        (acausal, "attention that is not causal is not supported; use another attention implementation"),
+        (kinds, f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out"),
+    ):
+        if refused and reason:
+            raise UserError(reason)
+    _refuse_unknown(given)
 
 
 def _refuse_unknown(arguments: Mapping[str, Any]) -> None:

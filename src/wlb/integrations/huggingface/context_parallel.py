@@ -36,9 +36,8 @@ def context_parallel_share(
 
     Tokens and positions are those at ``shard_plan.positions(rank)`` of ``attend``, of shape (1, local tokens + 1): the
     last one is padding that is neither attended nor learnt. As the next token may lie on another rank,
-    ``shift_labels`` has the one to predict at each position, and ``labels`` the same one place further on, so that a
-    loss that shifts labels by itself (label smoothing, ``compute_loss_func``) is right, too. ``cu_seq_lens_q`` stays
-    that of the whole micro-batch; other tensors of shape (1, tokens) are shared like the tokens.
+    ``shift_labels`` has the one to predict at each position, and ``labels`` the same one place further on, for losses
+    that shift by themselves. ``cu_seq_lens_q`` stays that of the whole micro-batch.
     """
     lengths = batch["cu_seq_lens_q"].diff().tolist()
     plan = make_shard_plan(lengths, cp, sharding, workload=workload)
