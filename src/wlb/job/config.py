@@ -226,6 +226,10 @@ class TrainingConfig(Section):
     profile: NonEmptyPath | None = Field(
         None, description="Measured prices of the model, from wlb profile, to plan by; the same file on all machines"
     )
+    calibrate: NonNegativeInt = Field(
+        0,
+        description="Steps after which level steps are planned by prices and rank speeds that they measured; 0: never",
+    )
     memory_gib: Number | None = Field(
         None,
         gt=0,

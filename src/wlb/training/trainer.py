@@ -23,9 +23,11 @@ from torch.profiler import record_function
 from wlb.job.config import JobConfig
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.packing.plan import StepPlan
+from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
 from wlb.runtime.own_lists import own_micro_batches
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
+from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.directory_lock import check_shared, directories_of
 from wlb.training.environment import joined_job
@@ -78,8 +80,13 @@ class Trainer:
         config, job, training = checked.config, checked.job, checked.config.training
         self.model = model = build_model(checked, device)
         self.monitor = Monitor(config.metrics, job, model.mesh, device)
+        self.calibration: Calibration | None = None
+        if training.calibrate and job.levels_steps and job.layout.tp == 1:
+            self.calibration = Calibration(training.calibrate, job.layout.cp, device)
+        clock, calibration = self.monitor.clock, self.calibration
+        micro_batches, execution = job.micro_batches_per_rank, model.execution
         self.runner = PipelineRunner(
-            model.stages, job.layout, model.mesh, job.micro_batches_per_rank, model.execution, clock=self.monitor.clock
+            model.stages, job.layout, model.mesh, micro_batches, execution, clock=clock, calibration=calibration
         )
         self.checkpointer = Checkpointer(config.checkpoint, checked.model, model.stages, model.optimizers)
         progress = Progress(0, None)
@@ -88,7 +95,9 @@ class Trainer:
         elif config.model.pretrained is not None:
             PretrainedWeights(config.model.pretrained).load(*model.stages)
         self.step = progress.step
-        self.loader = StepLoader(checked.store, job, training, share=model.share, state=progress.loader)
+        self.loader = StepLoader(
+            checked.store, job, training, share=model.share, state=progress.loader, calibration=calibration
+        )
         self.reporter = Reporter(checked, model.execution, self.step) if dist.get_rank() == 0 else None
         self.evaluator: Evaluator | None = None
         if self.config.evaluation.store is not None:
@@ -127,6 +136,7 @@ class Trainer:
                     break  # what was loaded is not trained, so it is not in self._trained
                 self.step += 1
                 self._train_step(loaded)
+                self._calibrate()
                 self._trained = self.loader.state_dict()
                 self._evaluate()  # before the checkpoint, so that it is on record where a job continues from it
                 if self.checkpointer.is_due(self.step):
@@ -151,6 +161,12 @@ class Trainer:
         if self.reporter:
             seconds = loaded.wait_seconds + time.perf_counter() - started
             self.reporter.record(self.step, loaded, outcome._replace(step_seconds=seconds), rows)
+
+    def _calibrate(self) -> None:
+        if self.calibration is not None and self.calibration.after_step(self.step):
+            self.loader.plan_again()
+            if self.reporter:
+                say(f"planning by what was measured up to step {self.step}: {self.calibration}")
 
     def _evaluate(self, *, last: bool = False) -> bool:
         """Evaluate where that is due; whether it was broken off, as a rank was asked to end."""

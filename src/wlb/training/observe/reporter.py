@@ -54,6 +54,11 @@ class Reporter:
         documents = number_of(len(self._checked.store), "document")
         longest = self._job.longest_micro_batch // (self._job.layout.cp if self._job.levels_steps else 1)
         say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
+        if config.training.calibrate and not (self._job.levels_steps and self._job.layout.tp == 1):
+            say(
+                "wlb: note: training.calibrate measures micro-batches that one rank runs alone, which only level steps "
+                "without tensor parallelism have; this job keeps its prices"
+            )
         if config.training.steps and self._first >= config.training.steps:
             say(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
         note = attention_note(execution.dtype, execution.device)

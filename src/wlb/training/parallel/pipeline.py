@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.models.transformer import Transformer
 from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.calibration import Calibration
 from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import in_turn
 from wlb.runtime.sharded_batch import ShardedBatch
@@ -59,7 +60,8 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 class PipelineRunner:
     """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
 
-    ``Job`` has checked that the schedule can run so few. ``clock`` measures the compute of each step.
+    ``Job`` has checked that the schedule can run so few. ``clock`` measures the compute of each step; ``calibration``
+    times micro-batches of level steps.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class PipelineRunner:
         micro_batches: int,
         execution: Execution,
         clock: ThreadClock | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        self._clock = clock or ThreadClock()
+        self._clock, self._calibration = clock or ThreadClock(), calibration
         self._modules = stage_modules
         self._mesh = mesh
         self._execution = execution
@@ -131,7 +134,7 @@ class PipelineRunner:
         (module,) = self._modules
         losses = []
         levels = any(batch.ranks for batch in batches)
-        for index, batch in enumerate(in_turn(module, batches, keep_weights=levels)):
+        for index, batch in enumerate(in_turn(module, batches, keep_weights=levels, calibration=self._calibration)):
             with self._clock.measuring("forward", index):
                 scores = module(batch.tokens, **keywords[index])
             loss = self._loss(scores, targets[index])
