@@ -14,6 +14,7 @@ from tests.cases import in_turn
 from tests.training.distributed import run_ranks
 from wlb.runtime import calibration
 from wlb.runtime.calibration import Calibration
+from wlb.runtime.clock import Clock
 
 RANKS, TIMED = 32, 40  # micro-batches of a rank in an interval
 PRICES = np.array([6e-10, 2.5e-5, 0.01])
@@ -60,7 +61,7 @@ def test_a_rank_that_becomes_slow_shows_in_the_next_interval():
     found = Calibration(1, RANKS, CPU)
     for _ in range(30):
         found.update(timed(rng, speeds, 0.05))
-    assert found.speeds is None
+    assert "all equal" in str(found)
     speeds[7] = 0.7
     assert found.update(timed(rng, speeds, 0.05))
     assert found.speeds is not None
@@ -106,15 +107,14 @@ def test_a_state_continues_to_the_bit_and_prices_also_on_other_ranks():
 def _calibrated(steps: int) -> tuple[list[bool], dict[str, object]]:
     """Batches of one document; rank 1 takes twice as long. One in three is shared and not timed."""
     rank = torch.distributed.get_rank()
-    found, clock, changed = Calibration(2, 2, CPU), [0.0], []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration.time, "perf_counter", lambda: clock[0])
-        for step in range(1, steps + 1):
-            for length in (100, 400, 900, 1600, 2500, 3600):
-                plan = SimpleNamespace(cp_size=2 if length == 900 else 1, segment_lengths=(length,))
-                with found.timing(SimpleNamespace(shard_plan=plan)):
-                    clock[0] += 99.0 if length == 900 else (1e-6 * length**2 + 1e-3 * length) * (1 + rank)
-            changed.append(found.after_step(step))
+    found, now, changed = Calibration(2, 2, CPU), [0.0], []
+    found._clock = Clock("made up", lambda: now[0])
+    for step in range(1, steps + 1):
+        for length in (100, 400, 900, 1600, 2500, 3600):
+            plan = SimpleNamespace(cp_size=2 if length == 900 else 1, segment_lengths=(length,))
+            with found.timing(SimpleNamespace(shard_plan=plan)):
+                now[0] += 99.0 if length == 900 else (1e-6 * length**2 + 1e-3 * length) * (1 + rank)
+        changed.append(found.after_step(step))
     return changed, found.state_dict()
 
 

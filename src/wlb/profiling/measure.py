@@ -22,8 +22,9 @@ from wlb import __version__
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.models.transformer import check_built
-from wlb.profiling.timing import Timing, clock_of, measure_in_turns
+from wlb.profiling.timing import Timing, measure_in_turns
 from wlb.profiling.workbench import Key, Workbench
+from wlb.runtime.clock import PROCESS_TIME, WALL_TIME, Clock, clock_of
 from wlb.training.environment import activate_fast_attention, keep_freed_memory
 from wlb.workload import Costs, ModelShape
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
@@ -50,6 +51,11 @@ class ProfileSettings:
     tp: int = 1
     threads: int = 1
     quick: bool = False
+
+    @property
+    def clock(self) -> Clock:
+        """On one CPU thread its CPU time, which other programs do not lengthen."""
+        return clock_of(self.device, PROCESS_TIME if self.threads == 1 else WALL_TIME)
 
 
 def measure_profile(
@@ -151,8 +157,9 @@ def _measure(
     try:
         bench = Workbench(shard, settings.max_length, settings.device, settings.dtype)
         cases = {key: bench.case(*key) for key in keys}
-        clock = clock_of(settings.device, settings.threads)
-        measured = measure_in_turns({key: case for key, (case, _) in cases.items()}, clock, rounds, on_progress)
+        measured = measure_in_turns(
+            {key: case for key, (case, _) in cases.items()}, settings.clock, rounds, on_progress
+        )
     except torch.OutOfMemoryError:
         raise UserError(
             f"too little memory for {settings.max_length} tokens; lower --max-length or raise --tp"
@@ -177,7 +184,7 @@ def _profile(settings: ProfileSettings, axes: tuple[Sizes, ...], timings: dict[K
         machine=_machine(settings),
         versions={"wlb-llm": __version__, "torch": torch.__version__, "python": platform.python_version()},
         dtype=str(settings.dtype).removeprefix("torch."),
-        clock=clock_of(settings.device, settings.threads).name,
+        clock=settings.clock.name,
         threads=settings.threads,
         model=settings.shape,
         tp=settings.tp,

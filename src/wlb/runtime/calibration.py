@@ -15,7 +15,6 @@ and a rank that becomes slow still shows in the next interval.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from wlb.runtime.clock import clock_of
 from wlb.runtime.collectives import gathered_rows
 from wlb.workload.fitted import LEAST_SAMPLES, fit_prices
 
@@ -53,7 +53,7 @@ class Calibration:
     def __init__(self, every: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.prices: MeasuredPrices | None = None
         self.speeds: tuple[float, ...] | None = None
-        self._every, self._device, self._group = every, device, group
+        self._every, self._device, self._group, self._clock = every, device, group, clock_of(device)
         most = min(_MOST_TIMED, -(-_MOST_GATHERED // ranks))
         self._timed = deque[tuple[float, float, Any, Any]]([], most)  # sum(d^2), sum(d), and from when to when
         self._mean_prices, self._price_count = np.zeros(3), 0
@@ -67,9 +67,9 @@ class Calibration:
             yield
             return
         lengths = np.array((batch if plan is None else plan).segment_lengths, np.float64)
-        start = self._now()
+        start = self._clock.mark()
         yield
-        self._timed.append((float((lengths**2).sum()), float(lengths.sum()), start, self._now()))
+        self._timed.append((float((lengths**2).sum()), float(lengths.sum()), start, self._clock.mark()))
 
     def after_step(self, step: int) -> bool:
         """Gather and evaluate what was timed where that is due; whether ``prices`` or ``speeds`` changed.
@@ -78,7 +78,7 @@ class Calibration:
         """
         if step % self._every:
             return False
-        rows = [number for *sums, start, stop in self._timed for number in (*sums, self._seconds(start, stop))]
+        rows = [number for *sums, start, stop in self._timed for number in (*sums, self._clock.between(stop, start))]
         rows += [0.0] * (3 * (self._timed.maxlen or 0) - len(rows))
         self._timed.clear()
         return self.update(gathered_rows(rows, torch.float64, self._device, self._group).unflatten(1, (-1, 3)).numpy())
@@ -160,19 +160,6 @@ class Calibration:
         if len(state["counts"]) == len(self._counts):
             self.speeds = tuple(state["speeds"]) if state["speeds"] else None
             self._mean_logs, self._counts = np.array(state["mean_logs"]), np.array(state["counts"])
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, start: Any, stop: Any) -> float:
-        if self._device.type != "cuda":
-            return float(stop - start)
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1000
 
 
 def _band(dead: float, error: float, counts: Any) -> Any:

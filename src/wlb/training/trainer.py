@@ -33,8 +33,7 @@ from wlb.training.directory_lock import check_shared, directories_of
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.failures import Terminated, TrainingError
-from wlb.training.observe.imbalance import RankSteps
-from wlb.training.observe.monitor import Monitor
+from wlb.training.observe.monitor import Monitor, RankSteps
 from wlb.training.observe.reporter import Reporter, StepOutcome
 from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
@@ -79,7 +78,7 @@ class Trainer:
 
         config, job, training = checked.config, checked.job, checked.config.training
         self.model = model = build_model(checked, device)
-        self.monitor = Monitor(config.metrics, job, model.mesh, device)
+        self.monitor = Monitor(config.metrics, device)
         self.calibration: Calibration | None = None
         if training.calibrate and job.levels_steps and job.layout.tp == 1:
             self.calibration = Calibration(training.calibrate, job.layout.cp, device)
@@ -217,7 +216,7 @@ def train_step(
     for optimizer in model.optimizers:
         optimizer.zero_grad()
     share = runner.run_step(loaded.batches, loaded.loss_tokens)
-    rows = monitor.exchange(loaded, share)
+    rows = monitor.exchange(share)
     loss = float(rows.loss_share.sum())
     with record_function("gradient norm"):
         grad_norm = clip_gradients(model.stages, training.gradient_clip)

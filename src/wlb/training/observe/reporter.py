@@ -11,9 +11,8 @@ from wlb.terminal import next_command, number_of
 from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep
 from wlb.training.environment import attention_note, hardware_name, tokenizer_warning
-from wlb.training.observe.imbalance import RankSteps, imbalance_of
 from wlb.training.observe.metrics import MetricsFiles
-from wlb.training.parallel.mesh import mesh_shape
+from wlb.training.observe.monitor import RankSteps
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.preflight import CheckedJob
 from wlb.workload import ModelShape, attention_flops, hardware_preset, linear_flops
@@ -68,6 +67,7 @@ class Reporter:
     def record(self, step: int, loaded: LoadedStep, outcome: StepOutcome, rows: RankSteps) -> None:
         """Write down a step that was trained (docs/training.md has the fields); ``rows`` are those of all ranks."""
         plan, planned, listed = loaded.plan, loaded.planned, self._config.metrics.document_ids
+        compute = rows.compute_seconds
         row = {
             "step": step,
             **outcome._asdict(),
@@ -80,8 +80,8 @@ class Reporter:
             "planning_seconds": planned.planning_seconds,
             "pending_documents": planned.pending_documents,
             "mfu": model_flops(self._job.shape, plan) / (outcome.step_seconds * self._peak),
-            "imbalance": imbalance_of(rows, mesh_shape(self._job.layout)),
-            "rank_seconds": [round(seconds, 6) for seconds in rows.compute_seconds.tolist()],
+            "slowest_rank": {"predicted": plan.slowest_rank, "measured": float(compute.max() / compute.mean())},
+            "rank_seconds": [round(seconds, 6) for seconds in compute.tolist()],
             "loss_tokens": loaded.loss_tokens,
         }
         if listed:
@@ -127,17 +127,13 @@ class Reporter:
 
 
 def live_line(row: dict[str, Any]) -> str:
-    """A step in one line; imbalance by dimension is predicted/measured, where the dimension has more than one rank."""
-    factors = [
-        f"  {name} {factor['predicted']:.2f}/{factor['measured']:.2f}"
-        for name, factor in row["imbalance"].items()
-        if factor["predicted"] is not None and factor["measured"] not in (None, 1)
-    ]
+    """A step in one line; of the slowest over the mean rank it shows what was predicted and measured."""
+    slowest = "/".join(f"{factor:.2f}" for factor in row["slowest_rank"].values())
     return (
         f"step {row['step']}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  "
         f"{row['step_seconds']:.2f} s  imbalance {row['imbalance_degree']:.3f}  delay {row['token_delay']:.2f}  "
         f"mfu {row['mfu']:.1%}  data wait {row['data_wait_seconds'] / row['step_seconds']:.0%}  "
-        f"{row['pending_documents']} pending{''.join(factors)}"
+        f"{row['pending_documents']} pending  slowest rank {slowest}"
     )
 
 

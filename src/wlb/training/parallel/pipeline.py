@@ -29,7 +29,7 @@ from wlb.runtime.own_lists import in_turn
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.runtime.stage import PipelineOrder, pipeline_order, run_order, variable_length_stage
 from wlb.schedules.layout import Layout
-from wlb.training.observe.compute_clock import ThreadClock
+from wlb.training.observe.compute_clock import ComputeClock
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
 from wlb.training.parallel.tied_embeddings import sum_tied_gradients
@@ -71,10 +71,10 @@ class PipelineRunner:
         mesh: JobMesh,
         micro_batches: int,
         execution: Execution,
-        clock: ThreadClock | None = None,
+        clock: ComputeClock | None = None,
         calibration: Calibration | None = None,
     ) -> None:
-        self._clock, self._calibration = clock or ThreadClock(), calibration
+        self._clock, self._calibration = clock or ComputeClock(execution.device), calibration
         self._modules = stage_modules
         self._mesh = mesh
         self._execution = execution
@@ -111,7 +111,6 @@ class PipelineRunner:
         batches = [batch.to(self._execution.device) for batch in batches]
         targets = [LossTarget(batch.labels, loss_tokens, index) for index, batch in enumerate(batches)]
         keywords = [self._keywords(batch) for batch in batches]
-        self._clock.begin_step(len(batches))
         with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
             if self._order is None:
                 losses = self._run_alone(batches, keywords, targets)
