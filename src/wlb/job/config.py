@@ -236,7 +236,6 @@ class TrainingConfig(Section):
         description="Memory of a process; default: 90% of its GPU's less 4 GiB, or of its share of the machine's",
     )
     deterministic: bool = Field(False, description="Kernels that give the same bits in every run, also on GPUs; slower")
-    compile: bool = Field(False, description="Run blocks through torch.compile")
     threads: PositiveInt | None = Field(
         None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
     )

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import platform
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +24,14 @@ from wlb.profiling.timing import Timing, measure_in_turns
 from wlb.profiling.workbench import Key, Workbench
 from wlb.runtime.clock import PROCESS_TIME, WALL_TIME, Clock, clock_of
 from wlb.training.environment import activate_fast_attention, keep_freed_memory
-from wlb.workload import Costs, ModelShape
-from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
+from wlb.workload import ModelShape
+from wlb.workload.profile import HeldOut, Measurements, PrefixMeasurements, WorkloadProfile
 
 _ROUNDS, _QUICK_ROUNDS = 5, 2
 _SMALLEST_DOCUMENT, _SMALLEST_MICRO_BATCH = 16, 64
 _SMALLEST_MAX_LENGTH, _LARGEST_MAX_LENGTH = 256, 2**22  # two sizes on every axis; measurements of hours
 _HELD_OUT = 12  # documents, and pieces; two thirds as many micro-batches
 
-# Sizes in tokens that a profile has not seen, with their seconds over all layers. "documents" have lengths, "pieces of
-# documents" are queries from a start to a stop that attend the keys up to their own, "micro-batches" segment lengths.
-HeldOut = dict[str, dict[Any, float]]
 Sizes = tuple[int, ...]
 
 
@@ -200,32 +195,3 @@ def _machine(settings: ProfileSettings) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "")
     return f"{settings.threads} thread{'s' * (settings.threads > 1)} of {named[1] if named else platform.machine()}"
-
-
-def prediction_errors(workload: Costs, held_out: HeldOut) -> list[dict[str, Any]]:
-    """Median and worst error of ``workload`` on each kind of work, as shares of the measured seconds."""
-    rows = []
-    for shapes, predicted in predictions(workload, held_out).items():
-        errors = np.abs(np.asarray(predicted) / [*held_out[shapes].values()] - 1)
-        found = {"median": float(np.median(errors)), "worst": float(errors.max())}
-        rows.append({"shapes": shapes, "count": len(errors)} | found)
-    return rows
-
-
-def predictions(workload: Costs, held_out: HeldOut) -> dict[str, Any]:
-    """What ``workload`` says of each size of ``held_out``, in seconds."""
-    documents, pieces, micro_batches = held_out.values()
-    attention = workload.attention_seconds([*documents]), workload.piece_seconds(*np.array([*pieces]).T)
-    return dict(zip(held_out, (*attention, [micro_batch_seconds(workload, n) for n in micro_batches]), strict=True))
-
-
-def micro_batch_seconds(workload: Costs, segment_lengths: Sequence[int]) -> float:
-    """W_a + W_l of a micro-batch."""
-    return float(workload.attention_seconds(segment_lengths).sum() + workload.linear_seconds(sum(segment_lengths)))
-
-
-def crossover_tokens(workload: Costs) -> int | None:
-    """Length at which a document's attention costs as much as everything else; None if over ten million tokens."""
-    lengths = range(1, 10_000_001)
-    shorter = bisect_left(lengths, 0.0, key=lambda n: float(workload.attention_seconds(n) - workload.linear_seconds(n)))
-    return lengths[shorter] if shorter < len(lengths) else None
