@@ -259,11 +259,10 @@ class CheckpointConfig(Section):
 class MetricsConfig(Section):
     """What the job writes about itself."""
 
-    dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
+    dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl")
     document_ids: Literal[False, True, "segments"] = Field(
         False, description="List the documents of every step in steps.jsonl, or their segments too"
     )
-    tensorboard: bool = Field(True, description="Write TensorBoard event files")
     profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4")
 
 

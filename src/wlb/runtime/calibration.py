@@ -62,14 +62,12 @@ class Calibration:
     @contextmanager
     def timing(self, batch: Any) -> Iterator[None]:
         """Time what runs inside for ``batch``, a ``ShardedBatch`` or ``PackedBatch``, unless other ranks share it."""
-        plan = batch.shard_plan
-        if plan is not None and plan.cp_size > 1:
-            yield
-            return
-        lengths = np.array((batch if plan is None else plan).segment_lengths, np.float64)
-        start = self._clock.mark()
+        plan, start = batch.shard_plan, self._clock.mark()
         yield
-        self._timed.append((float((lengths**2).sum()), float(lengths.sum()), start, self._clock.mark()))
+        stop = self._clock.mark()
+        if plan is None or plan.cp_size == 1:
+            lengths = np.array((plan or batch).segment_lengths, np.float64)
+            self._timed.append((float((lengths**2).sum()), float(lengths.sum()), start, stop))
 
     def after_step(self, step: int) -> bool:
         """Gather and evaluate what was timed where that is due; whether ``prices`` or ``speeds`` changed.
@@ -101,10 +99,8 @@ class Calibration:
             medians = np.nanmedian(ratios[mine], axis=1)
             logs[mine] = medians - np.median(medians)
         noise = 1.4826 * float(np.nanmedian(np.abs(ratios[mine] - medians[:, None])))
-        taken = self._take_speeds(logs, counts, noise)
-        if fitted.r_squared < _LEAST_EXPLAINED:
-            return taken
-        return self._take_prices(found, terms, noise) or taken
+        priced = fitted.r_squared >= _LEAST_EXPLAINED and self._take_prices(found, terms, noise)
+        return self._take_speeds(logs, counts, noise) or priced
 
     def _take_speeds(self, logs: Array, counts: Integers, noise: float) -> bool:
         """Average, and take the averages of ranks that differ into plans; whether there are any."""

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -33,7 +35,7 @@ from wlb.training.directory_lock import check_shared, directories_of
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.failures import Terminated, TrainingError
-from wlb.training.observe.monitor import Monitor, RankSteps
+from wlb.training.observe.monitor import Monitor
 from wlb.training.observe.reporter import Reporter, StepOutcome
 from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
@@ -79,14 +81,10 @@ class Trainer:
         config, job, training = checked.config, checked.job, checked.config.training
         self.model = model = build_model(checked, device)
         self.monitor = Monitor(config.metrics, device)
-        self.calibration: Calibration | None = None
-        if training.calibrate and job.levels_steps and job.layout.tp == 1:
-            self.calibration = Calibration(training.calibrate, job.layout.cp, device)
-        clock, calibration = self.monitor.clock, self.calibration
-        micro_batches, execution = job.micro_batches_per_rank, model.execution
-        self.runner = PipelineRunner(
-            model.stages, job.layout, model.mesh, micro_batches, execution, clock=clock, calibration=calibration
-        )
+        calibrates = training.calibrate and job.levels_steps and job.layout.tp == 1
+        self.calibration = Calibration(training.calibrate, job.layout.cp, device) if calibrates else None
+        micro_batches, measured_by = job.micro_batches_per_rank, (self.monitor.clock, self.calibration)
+        self.runner = PipelineRunner(model.stages, job.layout, model.mesh, micro_batches, model.execution, *measured_by)
         self.checkpointer = Checkpointer(config.checkpoint, checked.model, model.stages, model.optimizers)
         progress = Progress(0, None)
         if model.checkpoints:
@@ -95,7 +93,7 @@ class Trainer:
             PretrainedWeights(config.model.pretrained).load(*model.stages)
         self.step = progress.step
         self.loader = StepLoader(
-            checked.store, job, training, share=model.share, state=progress.loader, calibration=calibration
+            checked.store, job, training, share=model.share, state=progress.loader, calibration=self.calibration
         )
         self.reporter = Reporter(checked, model.execution, self.step) if dist.get_rank() == 0 else None
         self.evaluator: Evaluator | None = None
@@ -156,10 +154,10 @@ class Trainer:
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()
-        outcome, rows = train_step(self.step, loaded, self.model, self.runner, self.monitor)
+        outcome, computed = train_step(self.step, loaded, self.model, self.runner, self.monitor)
         if self.reporter:
             seconds = loaded.wait_seconds + time.perf_counter() - started
-            self.reporter.record(self.step, loaded, outcome._replace(step_seconds=seconds), rows)
+            self.reporter.record(self.step, loaded, outcome._replace(step_seconds=seconds), computed)
 
     def _calibrate(self) -> None:
         if self.calibration is not None and self.calibration.after_step(self.step):
@@ -205,8 +203,8 @@ def train_step(
     model: RankModel,
     runner: PipelineRunner,
     monitor: Monitor,
-) -> tuple[StepOutcome, RankSteps]:
-    """Train ``loaded`` as step ``step``; what came of it, and the rows of all ranks. Its seconds are not known here.
+) -> tuple[StepOutcome, NDArray[np.float64]]:
+    """Train ``loaded`` as step ``step``; what came of it, and the seconds that each rank computed, shape (ranks,).
 
     Raises ``TrainingError``, with weights as they were, where the loss or the gradient norm is not finite.
     """
@@ -216,8 +214,7 @@ def train_step(
     for optimizer in model.optimizers:
         optimizer.zero_grad()
     share = runner.run_step(loaded.batches, loaded.loss_tokens)
-    rows = monitor.exchange(share)
-    loss = float(rows.loss_share.sum())
+    loss, computed = monitor.exchange(share)
     with record_function("gradient norm"):
         grad_norm = clip_gradients(model.stages, training.gradient_clip)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # on every rank alike
@@ -226,7 +223,7 @@ def train_step(
     with record_function("optimizer"):
         for optimizer in model.optimizers:
             optimizer.step()
-    return StepOutcome(loss, grad_norm, rate), rows
+    return StepOutcome(loss, grad_norm, rate), computed
 
 
 def _documents_to_blame(plan: StepPlan, model: RankModel, losses: Sequence[Tensor]) -> str:

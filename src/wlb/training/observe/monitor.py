@@ -6,8 +6,6 @@ What rank 0 makes of them is in ``reporter``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -20,13 +18,6 @@ from wlb.runtime.collectives import gathered_rows
 from wlb.training.observe.compute_clock import ComputeClock
 
 _STEPS_3_AND_4 = schedule(wait=1, warmup=1, active=2, repeat=1)  # of a run; starting to trace takes time, in step 2
-
-
-class RankSteps(NamedTuple):
-    """What every rank tells all others after the backward passes of a step; arrays of shape (ranks,)."""
-
-    loss_share: NDArray[np.float64]
-    compute_seconds: NDArray[np.float64]
 
 
 class Monitor:
@@ -47,10 +38,10 @@ class Monitor:
             ),
         )
 
-    def exchange(self, loss_share: Tensor) -> RankSteps:
-        """After the backward passes of a step: the numbers of all ranks.
+    def exchange(self, loss_share: Tensor) -> tuple[float, NDArray[np.float64]]:
+        """After the backward passes of a step: its loss, and the seconds that each rank computed, shape (ranks,).
 
-        ``loss_share`` is a scalar; the loss of the step is the sum of all ranks' shares.
+        ``loss_share`` is a scalar; the loss is the sum of all ranks' shares.
         """
-        row = [float(loss_share), self.clock.end_step()]
-        return RankSteps(*gathered_rows(row, torch.float64, self._device).T.numpy())
+        rows = gathered_rows([float(loss_share), self.clock.end_step()], torch.float64, self._device)
+        return float(rows[:, 0].sum()), rows[:, 1].numpy()
