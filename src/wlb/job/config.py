@@ -228,7 +228,7 @@ class TrainingConfig(Section):
     )
     calibrate: NonNegativeInt = Field(
         0,
-        description="Steps after which level steps are planned by prices and rank speeds that they measured; 0: never",
+        description="Every so many steps, plan level steps by prices and rank speeds that they measured; 0: never",
     )
     memory_gib: Number | None = Field(
         None,
