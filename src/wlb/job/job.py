@@ -99,6 +99,10 @@ class Job:
         if self.pools_decided:  # before, it is not known how many there are
             check_dealt(micro_batches, layout.dp)
             layout.operations(self.micro_batches_per_rank)
+            if self.speeds is not None and self.levels_steps and len(self.speeds) != layout.cp:
+                raise UserError(
+                    f"speeds are of {len(self.speeds)} ranks, and {layout.cp} run level steps; give one each"
+                )
         _ = self.costs  # checks the profile, and that tp divides heads
         check_divisible(self.shape, layout.tp)
 
