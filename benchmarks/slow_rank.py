@@ -3,9 +3,8 @@
     .venv/bin/python -m benchmarks.slow_rank [--slow SHARE] [--steps N] [--turns N] [--out FILE]
 
 Measured, on CPUs: the trainer itself, on synthetic documents, with one thread and one core for each process. The second
-one is stopped for a share of every tenth of a second (SIGSTOP, SIGCONT), as if its core were slower by it. Jobs with
-and without calibration take turns; reported are medians over the last half of the steps. Run it on an idle machine with
-two cores.
+one is stopped for a share of every 20 ms (SIGSTOP, SIGCONT), as if its core were slower by it. Jobs with and without
+calibration take turns; reported are medians over the last half of the steps. Run it on an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from wlb.documents.store.reader import TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import JobConfig
 
-_PERIOD = 0.1  # seconds
+_PERIOD = 0.02  # seconds, of which a micro-batch takes many
 _WINDOW, _DOCUMENTS, _VOCABULARY = 1024, 4000, 256
 _COLUMNS = {"training.calibrate": "{calibrate}", "seconds a step": "{seconds:.3f}", "turns": "{turns}"}
 
