@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, and write it as JSON."""
     parser = make_parser(__doc__)
     parser.add_argument("--slow", type=float, default=0.25, help="share of the time for which a rank is stopped")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=4, help="training.calibrate")
     parser.add_argument("--turns", type=int, default=3, help="jobs of each kind")
     options = parser.parse_args(arguments)
