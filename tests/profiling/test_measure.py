@@ -17,13 +17,8 @@ from wlb.profiling.measure import (
 )
 from wlb.profiling.workbench import Workbench
 from wlb.workload import make_workload, model_shape
-from wlb.workload.profile import (
-    crossover_tokens,
-    micro_batch_seconds,
-    prediction_errors,
-    read_profile,
-    write_profile,
-)
+from wlb.workload.costs import crossover_tokens, micro_batch_seconds, prediction_errors
+from wlb.workload.profile import read_profile, write_profile
 from wlb.workload.shapes import Experts
 
 TINY = model_shape("tiny")

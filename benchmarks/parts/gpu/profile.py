@@ -7,7 +7,7 @@ import torch
 from benchmarks.parts.gpu.setting import Comparison, Result, Setting, Workloads
 from wlb.profiling.measure import ProfileSettings, measure_profile
 from wlb.workload import make_workload
-from wlb.workload.profile import crossover_tokens, predictions
+from wlb.workload.costs import crossover_tokens, predictions
 
 PROFILE = "profile"  # its name among the workloads
 

@@ -27,7 +27,8 @@ from wlb.job.planner import StepPlanner
 from wlb.simulate import simulate_steps
 from wlb.training.preflight import check_job
 from wlb.workload import make_workload
-from wlb.workload.profile import WorkloadProfile, micro_batch_seconds, read_profile
+from wlb.workload.costs import micro_batch_seconds
+from wlb.workload.profile import WorkloadProfile, read_profile
 
 CONFIG = Path("configs/tiny.toml")
 CORES = 2

@@ -85,7 +85,8 @@ def profile(
     from wlb.profiling.measure import measure_profile, tensor_parallel_shard
     from wlb.training.environment import hardware_name
     from wlb.workload import make_workload
-    from wlb.workload.profile import crossover_tokens, prediction_errors, write_profile
+    from wlb.workload.costs import crossover_tokens, prediction_errors
+    from wlb.workload.profile import write_profile
 
     with counted("measuring") as progress:
         measured, held_out = measure_profile(settings, progress)

@@ -25,7 +25,8 @@ from wlb.profiling.workbench import Key, Workbench
 from wlb.runtime.clock import PROCESS_TIME, WALL_TIME, Clock, clock_of
 from wlb.training.environment import activate_fast_attention, keep_freed_memory
 from wlb.workload import ModelShape
-from wlb.workload.profile import HeldOut, Measurements, PrefixMeasurements, WorkloadProfile
+from wlb.workload.costs import HeldOut
+from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
 
 _ROUNDS, _QUICK_ROUNDS = 5, 2
 _SMALLEST_DOCUMENT, _SMALLEST_MICRO_BATCH = 16, 64

@@ -30,7 +30,6 @@ from wlb.runtime.collectives import gathered_rows
 from wlb.workload.fitted import LEAST_SAMPLES, fit_prices
 
 Array = NDArray[np.float64]
-Integers = NDArray[np.int64]
 MeasuredPrices = tuple[float, float, float]  # ``square``, ``token`` and ``fixed`` of ``FittedPrices``
 
 _MOST_TIMED, _MOST_GATHERED = 256, 2**15  # micro-batches of a rank, the newest, and of all ranks
@@ -102,7 +101,7 @@ class Calibration:
         priced = fitted.r_squared >= _LEAST_EXPLAINED and self._take_prices(found, terms, noise)
         return self._take_speeds(logs, counts, noise) or priced
 
-    def _take_speeds(self, logs: Array, counts: Integers, noise: float) -> bool:
+    def _take_speeds(self, logs: Array, counts: NDArray[np.int64], noise: float) -> bool:
         """Average, and take the averages of ranks that differ into plans; whether there are any."""
         error, before = _MEDIAN_ERROR * noise, self._counts
         changed = (np.abs(logs - self._mean_logs) > _band(_SPEED_BAND, error, counts)) & (counts >= _LEAST_TIMED)

@@ -10,13 +10,12 @@ proportion beyond them.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,9 +26,6 @@ from wlb.files import replace_text
 from wlb.settings import PositiveInt, Section, main_problem
 from wlb.workload.base import Phase, Seconds
 from wlb.workload.shapes import ModelShape
-
-if TYPE_CHECKING:
-    from wlb.workload.costs import Costs
 
 # Knot of the tables beyond every document: extrapolation becomes interpolation.
 _FAR = 2.0**40
@@ -45,9 +41,6 @@ Name = Annotated[str, Field(min_length=1)]
 Sizes = Annotated[tuple[PositiveInt, ...], Field(min_length=2), AfterValidator(_increasing)]  # tokens
 PositiveSeconds = Annotated[float, Field(gt=0)]
 Array = NDArray[np.float64]
-# Sizes in tokens that a profile has not seen, with their seconds over all layers. "documents" have lengths, "pieces of
-# documents" are queries from a start to a stop that attend the keys up to their own, "micro-batches" segment lengths.
-HeldOut = dict[str, dict[Any, float]]
 
 
 @dataclass(frozen=True, eq=False)  # profiles are equal by what was measured
@@ -241,32 +234,3 @@ def _between(knots: Array, tokens: Array) -> tuple[NDArray[np.int64], Seconds]:
     """The knot before each value, and how far it is on the way to the next."""
     before = np.clip(np.searchsorted(knots, tokens, side="right") - 1, 0, len(knots) - 2)
     return before, (tokens - knots[before]) / (knots[before + 1] - knots[before])
-
-
-def prediction_errors(workload: Costs, held_out: HeldOut) -> list[dict[str, Any]]:
-    """Median and worst error of ``workload`` on each kind of work, as shares of the measured seconds."""
-    rows = []
-    for shapes, predicted in predictions(workload, held_out).items():
-        errors = np.abs(np.asarray(predicted) / [*held_out[shapes].values()] - 1)
-        found = {"median": float(np.median(errors)), "worst": float(errors.max())}
-        rows.append({"shapes": shapes, "count": len(errors)} | found)
-    return rows
-
-
-def predictions(workload: Costs, held_out: HeldOut) -> dict[str, Any]:
-    """What ``workload`` says of each size of ``held_out``, in seconds."""
-    documents, pieces, micro_batches = held_out.values()
-    attention = workload.attention_seconds([*documents]), workload.piece_seconds(*np.array([*pieces]).T)
-    return dict(zip(held_out, (*attention, [micro_batch_seconds(workload, n) for n in micro_batches]), strict=True))
-
-
-def micro_batch_seconds(workload: Costs, segment_lengths: Sequence[int]) -> float:
-    """W_a + W_l of a micro-batch."""
-    return float(workload.attention_seconds(segment_lengths).sum() + workload.linear_seconds(sum(segment_lengths)))
-
-
-def crossover_tokens(workload: Costs) -> int | None:
-    """Length at which a document's attention costs as much as everything else; None if over ten million tokens."""
-    lengths = range(1, 10_000_001)
-    shorter = bisect_left(lengths, 0.0, key=lambda n: float(workload.attention_seconds(n) - workload.linear_seconds(n)))
-    return lengths[shorter] if shorter < len(lengths) else None
