@@ -16,6 +16,7 @@ class Prices:
     per_node: int
     fixed: float = 1e-3  # of a micro-batch
     token: float = 1e-5
+    speeds: tuple[float, ...] | None = None
 
     def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         return np.asarray(self.token * lengths + 1e-10 * lengths.astype(np.float64) ** 2)

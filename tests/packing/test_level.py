@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,7 +26,10 @@ def even_nodes(ranks: int) -> list[int]:
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[int], int, Prices]:
     ranks = draw(st.sampled_from([1, 2, 3, 4, 8, 12, 32]))
-    prices = Prices(ranks, draw(st.sampled_from(even_nodes(ranks))), draw(st.sampled_from([0.0, 1e-3, 0.1])))
+    speeds = draw(st.none() | st.lists(st.floats(0.5, 1.2), min_size=ranks, max_size=ranks).map(tuple))
+    prices = Prices(
+        ranks, draw(st.sampled_from(even_nodes(ranks))), draw(st.sampled_from([0.0, 1e-3, 0.1])), speeds=speeds
+    )
     capacity = draw(st.integers(1, 5000))
     lengths = draw(st.lists(st.integers(1, capacity * ranks), min_size=1, max_size=60))
     return lengths, capacity, prices
@@ -47,13 +52,14 @@ def test_every_document_is_in_one_micro_batch_that_its_ranks_hold(step):
     assert groups == level_groups(lengths, capacity, prices)
 
 
-def ends(groups: list[RankGroup], ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def ends(groups: list[RankGroup], ranks: int, speeds: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """When ranks are done with their groups, one after another in the order given; and how long each was busy."""
     free, busy = np.zeros(ranks), np.zeros(ranks)
     for group in groups:
         members = list(group.ranks)
-        free[members] = free[members].max() + group.seconds
-        busy[members] += group.seconds
+        seconds = group.seconds / (1.0 if speeds is None else speeds[members].min())
+        free[members] = free[members].max() + seconds
+        busy[members] += seconds
     return free, busy
 
 
@@ -64,6 +70,23 @@ def test_ranks_are_done_together(ranks, per_node, seed):
     prices = Prices(ranks, per_node)
     free, busy = ends(level_groups(lengths, 16_384, prices), ranks)
     assert free.max() <= 1.01 * busy.mean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("slow", "speed", "late"), [(1, 0.9, 1.01), (8, 0.85, 1.02), (1, 0.5, 1.02)])
+def test_slow_ranks_get_less_and_are_done_with_the_others(slow, speed, late, seed):
+    generator = np.random.default_rng(seed)
+    lengths = generator.lognormal(7, 1.5, 3200).clip(16, 131_072).astype(int).tolist()
+    speeds = np.ones(32)
+    speeds[generator.choice(32, slow, replace=False)] = speed
+    known = Prices(32, 8, speeds=tuple(speeds))
+    unknown = replace(known, speeds=None)
+    assert level_groups(lengths, 16_384, unknown) == level_groups(lengths, 16_384, replace(known, speeds=(1.0,) * 32))
+    work = sum(group.seconds * len(group.ranks) for group in level_groups(lengths, 16_384, known))
+    free, _ = ends(level_groups(lengths, 16_384, known), 32, speeds)
+    assert free.max() <= late * work / speeds.sum()
+    without, _ = ends(level_groups(lengths, 16_384, unknown), 32, speeds)
+    assert free.max() < without.max()
 
 
 def test_what_no_rank_can_do_in_time_is_shared_by_more():

@@ -10,16 +10,14 @@ import torch
 from wlb.errors import UserError
 from wlb.profiling.measure import (
     ProfileSettings,
-    crossover_tokens,
     held_out_sizes,
     measure_profile,
-    micro_batch_seconds,
-    prediction_errors,
     profiled_sizes,
     tensor_parallel_shard,
 )
 from wlb.profiling.workbench import Workbench
 from wlb.workload import make_workload, model_shape
+from wlb.workload.costs import crossover_tokens, micro_batch_seconds, prediction_errors
 from wlb.workload.profile import read_profile, write_profile
 from wlb.workload.shapes import Experts
 

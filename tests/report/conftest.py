@@ -35,7 +35,6 @@ def hostile_page(evidence: Evidence) -> str:
 def write_run(directory: Path, *, seconds: float = 2.0) -> Path:
     """A run directory of 20 steps, whose slowest rank takes 1.44 times the mean one, and 1.21 times by its plans."""
     directory.mkdir(parents=True)
-    even, uneven = {"predicted": 1.0, "measured": 1.0}, {"predicted": 1.1, "measured": 1.2}
     rows = [
         {
             "step": step,
@@ -45,7 +44,7 @@ def write_run(directory: Path, *, seconds: float = 2.0) -> Path:
             "imbalance_degree": 1.2,
             "token_delay": 0.25,
             "mfu": 0.41 * 2.0 / seconds,
-            "imbalance": dict.fromkeys(("tp", "cp"), even) | dict.fromkeys(("pp", "dp"), uneven),
+            "slowest_rank": {"predicted": 1.21, "measured": 1.44},
         }
         for step in range(1, 21)
     ]

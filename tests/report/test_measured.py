@@ -24,7 +24,7 @@ def test_the_first_step_is_left_out_and_the_rest_measured(tmp_path: Path):
     assert run.tokens_per_second == pytest.approx(
         sum(8000 + 10 * step for step in range(2, 21)) / sum(2 + 0.01 * (step % 3) for step in range(2, 21))
     )
-    assert (run.slowest("measured"), run.slowest("predicted")) == pytest.approx((1.44, 1.21))
+    assert (run.mean("measured"), run.mean("predicted")) == pytest.approx((1.44, 1.21))
 
 
 def test_names_stay_text(tmp_path: Path):
@@ -34,10 +34,10 @@ def test_names_stay_text(tmp_path: Path):
     assert not {element for element, _ in reader.elements} & {"script", "img"}
 
 
-def test_imbalance_is_shown_by_dimension(tmp_path: Path):
+def test_the_slowest_rank_is_shown(tmp_path: Path):
     text = read(measured_report(read_run(write_run(tmp_path / "run")))).text
     assert "The slowest rank computes 1.44 times as long as the mean rank; the plans predict 1.21." in text
-    assert "pipeline stages1.1001.200data-parallel ranks1.1001.200all ranks1.2101.440" in text
+    assert "1.2101.440" in text
 
 
 def test_two_runs_are_compared(tmp_path: Path):
@@ -63,7 +63,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
     )
     text = read(measured_report(after, before)).text
     assert "metrics does 1.50 times the work of metrics (before)" in text
-    assert "metrics (before), predicted" in text
+    assert "metrics (before)19" in text
 
 
 def test_mistakes_name_the_file(tmp_path: Path):

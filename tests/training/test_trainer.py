@@ -1,19 +1,27 @@
-"""The training loop: the whole epoch, and a stop where ranks planned different steps."""
+"""The training loop: the whole epoch, a stop where ranks planned different steps, plans by measured prices."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.training.distributed import RankFailure, run_ranks
-from tests.training.jobs import WINDOW, job, read_steps, train, write_store
+from tests.training.jobs import WINDOW, job, read_steps, train, trainer_of, write_store
 from wlb.documents.segments import Segment, split_overlong
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import JobConfig
+from wlb.runtime.calibration import Calibration
+from wlb.runtime.sharded_batch import ShardedBatch
+from wlb.training import trainer
+from wlb.training.checkpoint.files import checkpoint_path
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +70,60 @@ def test_ranks_that_plan_differently_do_not_train(tmp_path, store):
     other = config.model_copy(update={"data": config.data.model_copy(update={"seed": 9})})
     with pytest.raises(RankFailure, match="step 1: ranks planned different steps"):
         run_ranks(2, _train_with_own_data, config, other)
+
+
+def _calibrated(config: JobConfig, speeds: tuple[float, float]) -> tuple[list[str], Any]:
+    """Train where documents cost exactly what made-up prices say, over this rank's speed; what was said of it."""
+    said: list[str] = []
+
+    @contextmanager
+    def timing(found: Calibration, batch: ShardedBatch) -> Iterator[None]:
+        yield
+        if batch.shard_plan.cp_size == 1:
+            lengths = np.array(batch.shard_plan.segment_lengths, float)
+            squares, tokens = float((lengths**2).sum()), float(lengths.sum())
+            taken = 1e-6 * squares + 1e-4 * tokens + 1e-3
+            found._timed.append((squares, tokens, 0.0, taken / speeds[torch.distributed.get_rank()]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Calibration, "timing", timing)
+        patch.setattr(trainer, "say", said.append)
+        one = trainer_of(config)
+        one.run()
+    return said, one.calibration and one.calibration.state_dict()
+
+
+def test_a_job_plans_by_what_it_measures_and_resumes_to_the_bit(tmp_path, store):
+    def calibrating(name: str, **training: Any) -> JobConfig:
+        return job(
+            tmp_path / name,
+            "elastic",
+            data={"store": str(store)},
+            parallel={"dp": 2},
+            packing={"grouping": "level", "micro_batches": 8, "max_length_factor": 1.0},
+            training={"dtype": "float64", **training},
+            checkpoint={"dir": str(tmp_path / name / "checkpoints"), "every": 2, "keep": 9},
+        )
+
+    def outcomes(name: str) -> list[tuple[Any, ...]]:
+        keys = ("step", "loss", "grad_norm", "documents", "document_ids", "imbalance_degree")
+        return [tuple(row[key] for key in keys) for row in read_steps(tmp_path / name)]
+
+    speeds = (1.0, 0.5)
+    straight = run_ranks(2, _calibrated, calibrating("straight", calibrate=2, steps=7), speeds)
+    (said, state), (quiet, other) = straight
+    assert (len(said), quiet, state) == (1, [], other)
+    assert "planning by what was measured up to step 2" in said[0]
+    assert state["speeds"][0] / state["speeds"][1] == pytest.approx(2, rel=0.02)
+
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    for later in (6, 7):  # as if it was killed before
+        shutil.rmtree(checkpoint_path(tmp_path / "resumed" / "checkpoints", later))
+    assert run_ranks(2, _calibrated, calibrating("resumed", calibrate=2, steps=7), speeds)[0][1] == state
+    assert outcomes("resumed") == outcomes("straight")
+
+    run_ranks(2, _calibrated, calibrating("without", steps=7), speeds)
+    for with_prices, without in zip(outcomes("straight"), outcomes("without"), strict=True):
+        assert sorted(with_prices[4]) == sorted(without[4])
+        assert with_prices[1:3] == pytest.approx(without[1:3], rel=1e-9)
+    assert outcomes("straight")[2][5] != outcomes("without")[2][5]

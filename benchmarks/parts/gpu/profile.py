@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from benchmarks.parts.gpu.setting import Comparison, Result, Setting, Workloads
-from wlb.profiling.measure import ProfileSettings, crossover_tokens, measure_profile, predictions
+from wlb.profiling.measure import ProfileSettings, measure_profile
 from wlb.workload import make_workload
+from wlb.workload.costs import crossover_tokens, predictions
 
 PROFILE = "profile"  # its name among the workloads
 

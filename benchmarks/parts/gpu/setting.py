@@ -14,8 +14,9 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from wlb.attention.backends import BACKENDS, AttentionBackend
-from wlb.profiling.timing import Case, Timing, clock_of, measure_in_turns
+from wlb.profiling.timing import Case, Timing, measure_in_turns
 from wlb.profiling.workbench import Workbench
+from wlb.runtime.clock import PROCESS_TIME, clock_of
 from wlb.workload import Costs, ModelShape, model_shape
 from wlb.workload.profile import WorkloadProfile
 
@@ -130,4 +131,4 @@ class Result:
 
 def measure(cases: Mapping[K, Case], setting: Setting) -> dict[K, Timing]:
     """Median seconds of every case, forward and backward, over interleaved rounds."""
-    return measure_in_turns(cases, clock_of(torch.device(setting.device)), setting.rounds)
+    return measure_in_turns(cases, clock_of(torch.device(setting.device), PROCESS_TIME), setting.rounds)

@@ -40,7 +40,7 @@ from torch.distributed import distributed_c10d
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
 from wlb.training.environment import joined_job
-from wlb.training.observe.compute_clock import ThreadClock
+from wlb.training.observe.compute_clock import ComputeClock
 from wlb.training.preflight import check_job
 from wlb.training.trainer import Trainer
 
@@ -70,7 +70,6 @@ def files_of(directory: Path) -> list[str]:
         f"checkpoint.dir={directory / 'checkpoints'}",
         f"checkpoint.every={10**6}",
         f"metrics.dir={directory}",
-        "metrics.tensorboard=false",
     ]
 
 
@@ -159,7 +158,7 @@ class Notebook:
             setattr(dist, name, noting)
             setattr(distributed_c10d, name, noting)
 
-    def mark(self, clock: ThreadClock) -> None:
+    def mark(self, clock: ComputeClock) -> None:
         """Note also where the micro-batches begin and end that ``clock`` measures."""
         measuring = clock.measuring
 

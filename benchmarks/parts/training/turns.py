@@ -24,10 +24,10 @@ from benchmarks.parts.training.side_by_side import files_of, launch, read_notes,
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
-from wlb.profiling.measure import micro_batch_seconds
 from wlb.simulate import simulate_steps
 from wlb.training.preflight import check_job
 from wlb.workload import make_workload
+from wlb.workload.costs import micro_batch_seconds
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 CONFIG = Path("configs/tiny.toml")

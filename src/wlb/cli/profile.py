@@ -82,9 +82,10 @@ def profile(
     options.check_picture(plot)
     settings = asked.settings()
 
-    from wlb.profiling.measure import crossover_tokens, measure_profile, prediction_errors, tensor_parallel_shard
+    from wlb.profiling.measure import measure_profile, tensor_parallel_shard
     from wlb.training.environment import hardware_name
     from wlb.workload import make_workload
+    from wlb.workload.costs import crossover_tokens, prediction_errors
     from wlb.workload.profile import write_profile
 
     with counted("measuring") as progress:

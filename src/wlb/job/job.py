@@ -28,6 +28,7 @@ from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Checkpointing, DocumentPrices
+from wlb.workload.fitted import FittedPrices
 from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
 from wlb.workload.phases import DocumentPhases, PhasedPrices
 from wlb.workload.profile import WorkloadProfile, read_profile
@@ -68,6 +69,8 @@ class Job:
 
     ``hardware`` has the rates of the type that the job computes in. A measured ``profile`` replaces what it measured;
     links stay the hardware's. ``packed_by`` are a caller's own prices of documents, by which they are packed.
+    ``speeds`` are those of the ranks of level steps, 1 for one that takes as long as the prices say; nothing else reads
+    them.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -86,6 +89,7 @@ class Job:
     phases: DocumentPhases | None = None
     profile: WorkloadProfile | None = field(default=None, hash=False)  # it has a dict
     packed_by: DocumentPrices | None = None
+    speeds: tuple[float, ...] | None = None
     software: Software = field(default_factory=Software)
 
     def __post_init__(self) -> None:
@@ -95,6 +99,10 @@ class Job:
         if self.pools_decided:  # before, it is not known how many there are
             check_dealt(micro_batches, layout.dp)
             layout.operations(self.micro_batches_per_rank)
+            if self.speeds is not None and self.levels_steps and len(self.speeds) != layout.cp:
+                raise UserError(
+                    f"speeds are of {len(self.speeds)} ranks, and {layout.cp} run level steps; give one each"
+                )
         _ = self.costs  # checks the profile, and that tp divides heads
         check_divisible(self.shape, layout.tp)
 
@@ -219,7 +227,8 @@ class Job:
         if prices is None and self.levels_steps:
             # All ranks of a node, or as many as divide both them and the stage: 4, where a node has 8 and the stage 12.
             on_a_node = layout.cp if layout.cp <= self.ranks_per_node else gcd(layout.cp, self.ranks_per_node)
-            prices = LevelPrices(self.costs, layout.cp, on_a_node, -(-self.longest_micro_batch // layout.cp))
+            capacity = -(-self.longest_micro_batch // layout.cp)
+            prices = LevelPrices(self.costs, layout.cp, on_a_node, capacity, self.speeds)
         elif prices is None and PACKERS[self.packing.method].prices_sharding:
             prices = sharded_prices(self.costs, layout.cp, self.sharding.strategy, self.context_window)
         return self._phased(prices or self.workload)
@@ -242,6 +251,9 @@ class Job:
             encoders = np.array([self.phases.of(one.segments).sum() for one in micro_batches])
             forward = forward + encoders / (1 + LINEAR_BACKWARD_FACTOR)
             backward = backward + encoders * LINEAR_BACKWARD_FACTOR / (1 + LINEAR_BACKWARD_FACTOR)
+        if self.speeds is not None and self.levels_steps:
+            slowest = np.array([min(self.speeds[rank] for rank in one.ranks) for one in micro_batches])
+            forward, backward = forward / slowest, backward / slowest
         priced = iter(
             replace(one, workload=round(first + second, 9), forward=round(first, 9))
             for one, first, second in zip(micro_batches, forward.tolist(), backward.tolist(), strict=True)
@@ -327,6 +339,21 @@ class Job:
             micro_batches=pools.global_batch, global_batch=pools.global_batch, grouping="level"
         )
         return replace(self, layout=replace(self.layout, dp=1, cp=ranks), pool=ranks, packing=packing)
+
+    def measured(self, prices: tuple[float, float, float] | None, speeds: tuple[float, ...] | None) -> Self:
+        """The same job, planned by what ``wlb.runtime.calibration`` found; without prices it keeps its own.
+
+        ``prices`` are ``square``, ``token`` and ``fixed`` of ``FittedPrices``. A measured backward contains what
+        activation checkpointing computes again, which ``Costs`` adds.
+        """
+        if prices is None:
+            return replace(self, speeds=speeds)
+        again = 1 + 1 / (1 + LINEAR_BACKWARD_FACTOR)
+        attention = again if self.activation_checkpointing == "full" else 1.0
+        rest = 1.0 if self.activation_checkpointing == "none" else again
+        fitted = FittedPrices(prices[0] / attention, prices[1] / rest, prices[2] / rest, r_squared=1.0)
+        profile = fitted.profile(self.shape, machine="the job", versions={}, dtype="the job's", clock="wall")
+        return replace(self, profile=profile, speeds=speeds)
 
     def with_length_factor(self, factor: float | Literal["auto"]) -> Self:
         """The same with another L_max, in context windows, where the packer has one."""

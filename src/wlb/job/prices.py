@@ -97,13 +97,14 @@ def sharded_prices(costs: Costs, cp: int, strategy: str, context_window: int) ->
 class LevelPrices:
     """The ``StagePrices`` of a pipeline stage of so many ``ranks``, of which groups of any size share a document.
 
-    A micro-batch of one rank holds ``capacity`` tokens.
+    A micro-batch of one rank holds ``capacity`` tokens. ``speeds`` are those of the ranks, by default equal.
     """
 
     costs: Costs
     ranks: int
     per_node: int
     capacity: int
+    speeds: tuple[float, ...] | None = None
 
     def alone(self, lengths: NDArray[np.int64]) -> Seconds:
         return self.costs.attention_seconds(lengths) + self._rest[1] * lengths

@@ -16,6 +16,10 @@ as long as the mean rank, or that divide all ranks; and the longest documents of
 
 Every rank runs its micro-batches in the order in which the plan lists them. So of all that are not done, the first can
 always run, and no ranks wait for each other in a circle.
+
+Ranks may differ in speed. A slow rank takes longer for its own micro-batches, a shared one takes as long as its slowest
+member, and groups are placed as if slow ranks were busy for longer. Speeds are whole per cent and times whole ticks, so
+that all machines plan alike.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +58,10 @@ class StagePrices(DocumentPrices, Protocol):
     def per_node(self) -> int:
         """How many of them a node has; a divisor of ``ranks``."""
 
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        """Of each rank, 1 for one that takes as long as these prices say, 0.9 for one that is 10% slow; None: all 1."""
+
     def alone(self, lengths: Integers) -> NDArray[np.float64]:
         """What each document adds to a micro-batch of one rank that holds it whole."""
 
@@ -67,7 +75,7 @@ class StagePrices(DocumentPrices, Protocol):
 class RankGroup(NamedTuple):
     """A micro-batch: ``documents`` of a step, by number, and the ``ranks`` that run it, several where one is shared.
 
-    Each rank is predicted to take ``seconds``.
+    A rank of speed 1 is predicted to take ``seconds``.
     """
 
     ranks: tuple[int, ...]
@@ -113,7 +121,8 @@ class _Step:
         self.sizes = sizes
         self._per_node, self._capacity, self._lengths = prices.per_node, capacity, lengths.tolist()
         self._free = np.zeros(prices.ranks, np.int64)
-        self._even = int((sizes * ticks).sum()) // prices.ranks
+        self._speeds = _percent(prices)
+        self._even = 100 * int((sizes * ticks).sum()) // int(self._speeds.sum())
         full = np.array([capacity])
         self._full = int(_ticks(prices.alone(full) + prices.beginning(full))[0])
         shared, alone = np.flatnonzero(sizes > 1), np.flatnonzero(sizes == 1)
@@ -141,8 +150,8 @@ class _Step:
         ranks = self._place(size, ticks)
         begins = int(self._free[ranks].max())
         for rank in ranks.tolist():
-            self._fill(rank, begins - int(self._free[rank]))
-        self._free[ranks] = max(begins, int(self._free[ranks].max())) + ticks
+            self._fill(rank, (begins - int(self._free[rank])) * int(self._speeds[rank]) // 100)
+        self._free[ranks] = max(begins, int(self._free[ranks].max())) + int(_taken(ticks, self._speeds[ranks].min()))
         self.groups.append(RankGroup(tuple(ranks.tolist()), (document,), ticks / _TICKS))
 
     def _place(self, size: int, ticks: int) -> Integers:
@@ -150,10 +159,11 @@ class _Step:
 
         In time, if possible, for a micro-batch of each rank's own, beside whose backward gradients are reduced.
         """
-        order = _one_after_another(self._free, size, self._per_node)
+        busy = self._free + _taken(ticks, self._speeds) - ticks
+        order = _one_after_another(busy, size, self._per_node)
         # A set is as many ranks in a row, of several nodes from the beginning of one.
         first = np.arange(0, order.shape[1] - size + 1, 1 if size <= self._per_node else self._per_node)
-        last, times = first + size - 1, self._free[order]
+        last, times = first + size - 1, busy[order]
         until = np.cumsum(times, axis=1)
         begins = np.maximum.accumulate(times, axis=1)[:, last]
         waiting = (size * begins - until[:, last] + until[:, first] - times[:, first]).ravel()
@@ -183,12 +193,13 @@ class _Step:
 
     def _deal_out(self) -> None:
         """The documents that are left, longest first, each to the rank that is free first."""
+        speeds = self._speeds.tolist()
         heap = [(free, rank) for rank, free in enumerate(self._free.tolist())]
         heapify(heap)
         own = [_OwnMicroBatches(self._capacity) for _ in heap]
         while self._short:
             free, rank = heap[0]
-            heapreplace(heap, (free + self._give(-1, own[rank]), rank))
+            heapreplace(heap, (free + _taken(self._give(-1, own[rank]), speeds[rank]), rank))
         for rank, micro_batches in enumerate(own):
             self._run_alone(rank, micro_batches)
 
@@ -201,7 +212,7 @@ class _Step:
         """Those of ``own``, the longest last: while it goes backward, gradients are reduced."""
         for documents, ticks in sorted(own.filled, key=lambda micro_batch: micro_batch[1]):
             self.groups.append(RankGroup((rank,), tuple(documents), ticks / _TICKS))
-            self._free[rank] += ticks
+            self._free[rank] += _taken(ticks, self._speeds[rank])
 
 
 class _OwnMicroBatches:
@@ -249,7 +260,7 @@ def _sized(lengths: Integers, capacity: int, prices: StagePrices) -> tuple[Integ
     fixed = float(prices.beginning(np.array([capacity]))[0]) / capacity  # a token's part of what micro-batches cost
     ticks = _group_ticks(lengths, sizes, _ticks(prices.alone(lengths) + fixed * lengths), sizes > 1, prices)
     for _ in range(_ROUNDS):
-        even = int((sizes * ticks).sum()) / prices.ranks
+        even = _even(sizes, ticks, prices)
         late = (ticks > even) & (sizes < most)
         if not late.any():
             break
@@ -267,7 +278,7 @@ def _dividing(sizes: Integers, unit: int, prices: StagePrices) -> Integers:
 
 def _in_turn(sizes: Integers, ticks: Integers, prices: StagePrices) -> Integers:
     """``sizes`` of groups, raised so that one, two, three ... of a kind take as long as the mean rank."""
-    even = int((sizes * ticks).sum()) / prices.ranks
+    even = _even(sizes, ticks, prices)
     turns = np.ceil(even / np.maximum(1, ticks))
     larger = np.ceil(sizes * ticks * turns / even).astype(np.int64)
     return np.where(sizes > 1, np.clip(larger, sizes, min(prices.ranks, MOST_RANKS)), sizes)
@@ -286,3 +297,19 @@ def _group_ticks(
 
 def _ticks(seconds: float | NDArray[np.float64]) -> Integers:
     return np.rint(np.asarray(seconds) * _TICKS).astype(np.int64)
+
+
+def _even(sizes: Integers, ticks: Integers, prices: StagePrices) -> float:
+    """When all ranks would be done, were they done together."""
+    return 100 * int((sizes * ticks).sum()) / int(_percent(prices).sum())
+
+
+def _percent(prices: StagePrices) -> Integers:
+    """The speeds of ranks, in whole per cent."""
+    speeds = np.ones(prices.ranks) if prices.speeds is None else np.array(prices.speeds)
+    return np.maximum(1, np.rint(100 * speeds).astype(np.int64))
+
+
+def _taken(ticks: Any, percent: Any) -> Any:
+    """What ranks of these speeds take for what others do in ``ticks``."""
+    return ticks * 100 // percent

@@ -91,14 +91,18 @@ class StepPlan:
 
         Of micro-batches; or, where these name their ranks, of what each rank has in the whole step.
         """
-        workloads = [micro_batch.workload for micro_batch in self.micro_batches]
         if any(micro_batch.ranks for micro_batch in self.micro_batches):
-            of_ranks: Counter[int] = Counter()
-            for micro_batch in self.micro_batches:
-                of_ranks.update(dict.fromkeys(micro_batch.ranks, micro_batch.workload))
-            workloads = [of_ranks[rank] for rank in range(max(of_ranks) + 1)]
-        total = sum(workloads)
-        return max(workloads) * len(workloads) / total if total else 1.0
+            return self.slowest_rank
+        return _largest_over_mean([micro_batch.workload for micro_batch in self.micro_batches])
+
+    @property
+    def slowest_rank(self) -> float:
+        """Largest over mean workload of the ranks in the whole step: data-parallel ones, or those that are named."""
+        of_ranks: Counter[int] = Counter(dict.fromkeys(range(len(self.ranks)), 0))
+        for index, rank in enumerate(self.ranks):
+            for micro_batch in rank:
+                of_ranks.update(dict.fromkeys(micro_batch.ranks or (index,), micro_batch.workload))
+        return _largest_over_mean([of_ranks[rank] for rank in range(max(of_ranks, default=0) + 1)])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -116,3 +120,8 @@ class StepPlan:
             delay_token_steps=data["delay_token_steps"],
             longest_delay=data["longest_delay"],
         )
+
+
+def _largest_over_mean(workloads: list[float]) -> float:
+    total = sum(workloads)
+    return max(workloads) * len(workloads) / total if total else 1.0

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import platform
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +20,12 @@ from wlb import __version__
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.models.transformer import check_built
-from wlb.profiling.timing import Timing, clock_of, measure_in_turns
+from wlb.profiling.timing import Timing, measure_in_turns
 from wlb.profiling.workbench import Key, Workbench
+from wlb.runtime.clock import PROCESS_TIME, WALL_TIME, Clock, clock_of
 from wlb.training.environment import activate_fast_attention, keep_freed_memory
-from wlb.workload import Costs, ModelShape
+from wlb.workload import ModelShape
+from wlb.workload.costs import HeldOut
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
 
 _ROUNDS, _QUICK_ROUNDS = 5, 2
@@ -33,9 +33,6 @@ _SMALLEST_DOCUMENT, _SMALLEST_MICRO_BATCH = 16, 64
 _SMALLEST_MAX_LENGTH, _LARGEST_MAX_LENGTH = 256, 2**22  # two sizes on every axis; measurements of hours
 _HELD_OUT = 12  # documents, and pieces; two thirds as many micro-batches
 
-# Sizes in tokens that a profile has not seen, with their seconds over all layers. "documents" have lengths, "pieces of
-# documents" are queries from a start to a stop that attend the keys up to their own, "micro-batches" segment lengths.
-HeldOut = dict[str, dict[Any, float]]
 Sizes = tuple[int, ...]
 
 
@@ -50,6 +47,11 @@ class ProfileSettings:
     tp: int = 1
     threads: int = 1
     quick: bool = False
+
+    @property
+    def clock(self) -> Clock:
+        """On one CPU thread its CPU time, which other programs do not lengthen."""
+        return clock_of(self.device, PROCESS_TIME if self.threads == 1 else WALL_TIME)
 
 
 def measure_profile(
@@ -151,8 +153,9 @@ def _measure(
     try:
         bench = Workbench(shard, settings.max_length, settings.device, settings.dtype)
         cases = {key: bench.case(*key) for key in keys}
-        clock = clock_of(settings.device, settings.threads)
-        measured = measure_in_turns({key: case for key, (case, _) in cases.items()}, clock, rounds, on_progress)
+        measured = measure_in_turns(
+            {key: case for key, (case, _) in cases.items()}, settings.clock, rounds, on_progress
+        )
     except torch.OutOfMemoryError:
         raise UserError(
             f"too little memory for {settings.max_length} tokens; lower --max-length or raise --tp"
@@ -177,7 +180,7 @@ def _profile(settings: ProfileSettings, axes: tuple[Sizes, ...], timings: dict[K
         machine=_machine(settings),
         versions={"wlb-llm": __version__, "torch": torch.__version__, "python": platform.python_version()},
         dtype=str(settings.dtype).removeprefix("torch."),
-        clock=clock_of(settings.device, settings.threads).name,
+        clock=settings.clock.name,
         threads=settings.threads,
         model=settings.shape,
         tp=settings.tp,
@@ -193,32 +196,3 @@ def _machine(settings: ProfileSettings) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "")
     return f"{settings.threads} thread{'s' * (settings.threads > 1)} of {named[1] if named else platform.machine()}"
-
-
-def prediction_errors(workload: Costs, held_out: HeldOut) -> list[dict[str, Any]]:
-    """Median and worst error of ``workload`` on each kind of work, as shares of the measured seconds."""
-    rows = []
-    for shapes, predicted in predictions(workload, held_out).items():
-        errors = np.abs(np.asarray(predicted) / [*held_out[shapes].values()] - 1)
-        found = {"median": float(np.median(errors)), "worst": float(errors.max())}
-        rows.append({"shapes": shapes, "count": len(errors)} | found)
-    return rows
-
-
-def predictions(workload: Costs, held_out: HeldOut) -> dict[str, Any]:
-    """What ``workload`` says of each size of ``held_out``, in seconds."""
-    documents, pieces, micro_batches = held_out.values()
-    attention = workload.attention_seconds([*documents]), workload.piece_seconds(*np.array([*pieces]).T)
-    return dict(zip(held_out, (*attention, [micro_batch_seconds(workload, n) for n in micro_batches]), strict=True))
-
-
-def micro_batch_seconds(workload: Costs, segment_lengths: Sequence[int]) -> float:
-    """W_a + W_l of a micro-batch."""
-    return float(workload.attention_seconds(segment_lengths).sum() + workload.linear_seconds(sum(segment_lengths)))
-
-
-def crossover_tokens(workload: Costs) -> int | None:
-    """Length at which a document's attention costs as much as everything else; None if over ten million tokens."""
-    lengths = range(1, 10_000_001)
-    shorter = bisect_left(lengths, 0.0, key=lambda n: float(workload.attention_seconds(n) - workload.linear_seconds(n)))
-    return lengths[shorter] if shorter < len(lengths) else None

@@ -10,18 +10,10 @@ from wlb.report.html.charts import intervals, series
 from wlb.report.html.escaping import Markup, tag
 from wlb.report.html.markup import Caption, table
 from wlb.report.html.page import facts, page, paragraph, section, verdict
-from wlb.report.run_directory import Kind, TrainingRun
+from wlb.report.run_directory import TrainingRun
 from wlb.terminal import number_of
 
 TITLE = "What this training job loses to imbalance"
-
-_DIMENSIONS = {
-    "tp": "tensor-parallel ranks",
-    "cp": "context-parallel ranks",
-    "pp": "pipeline stages",
-    "dp": "data-parallel ranks",
-}
-_KINDS: tuple[Kind, Kind] = ("predicted", "measured")
 
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
@@ -29,7 +21,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     before = before and _told_apart(before, run)
     runs = [run] if before is None else [before, run]
     values = {"a step, mean": _seconds(run.mean("step_seconds"))}
-    values["slowest over mean rank, compute of a step"] = f"{run.slowest('measured'):.2f}"
+    values["slowest over mean rank, compute of a step"] = f"{run.mean('measured'):.2f}"
     values["model FLOPs utilisation"] = f"{run.utilisation:.1%}"
     values["tokens/s, all ranks"] = f"{run.tokens_per_second:,.0f}"
     gained = []
@@ -55,7 +47,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
             facts(values),
             *gained,
             section("steps", "Steps", *_steps(runs)),
-            section("imbalance", "Imbalance", *_imbalance(runs)),
+            section("imbalance", "Imbalance", _imbalance(runs)),
         ],
     )
 
@@ -72,7 +64,7 @@ def _told_apart(before: TrainingRun, run: TrainingRun) -> TrainingRun:
 
 
 def _verdict(run: TrainingRun) -> str:
-    planned, measured = (run.slowest(kind) for kind in _KINDS)
+    planned, measured = run.mean("predicted"), run.mean("measured")
     return f"The slowest rank computes {measured:.2f} times as long as the mean rank; the plans predict {planned:.2f}."
 
 
@@ -116,6 +108,8 @@ def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
         "a step, mean": [_seconds(run.mean("step_seconds")) for run in runs],
         "model FLOPs utilisation": [f"{run.utilisation:.1%}" for run in runs],
         "tokens/s": [f"{run.tokens_per_second:,.0f}" for run in runs],
+        "slowest over mean rank, predicted": [f"{run.mean('predicted'):.3f}" for run in runs],
+        "slowest over mean rank, measured": [f"{run.mean('measured'):.3f}" for run in runs],
         "imbalance degree (predicted)": [f"{run.mean('imbalance_degree'):.3f}" for run in runs],
         "token delay, steps": [f"{run.mean('token_delay'):.2f}" for run in runs],
         "data wait": [f"{run.mean('data_wait_seconds') / run.mean('step_seconds'):.1%}" for run in runs],
@@ -124,22 +118,13 @@ def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
     return [series(caption, lines[::-1], "model FLOPs utilisation"), table(columns)]
 
 
-def _imbalance(runs: Sequence[TrainingRun]) -> list[Markup]:
-    columns = {"slowest over mean": [*_DIMENSIONS.values(), "all ranks"]} | {
-        f"{run.name}, {kind}": [
-            f"{factor:.3f}" for factor in (*(run.mean(f"{name} {kind}") for name in _DIMENSIONS), run.slowest(kind))
-        ]
-        for run in runs
-        for kind in _KINDS
-    }
-    return [
-        paragraph(
-            "Where a plan is uneven, the predicted factor is large too. Where only the measured one is large, a "
-            "machine is slow or the workload model does not fit. On GPUs measured seconds include collectives inside a "
-            "forward or backward, so tensor- and context-parallel ranks look alike."
-        ),
-        table(columns, "Means over steps."),
-    ]
+def _imbalance(runs: Sequence[TrainingRun]) -> Markup:
+    return paragraph(
+        "Where a plan is uneven, what it predicts of the slowest rank is large too. Where only the measured value is "
+        "large, a machine is slow or the workload model does not fit: rank_seconds in steps.jsonl say which rank it "
+        "is, and training.calibrate plans by what is measured. On GPUs measured seconds include collectives inside a "
+        "forward or backward."
+    )
 
 
 def _seconds(seconds: float) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,8 @@ from wlb.errors import UserError
 STEPS = "steps.jsonl"
 
 _LONGEST_LABEL = 22
-_DIMENSIONS = ("tp", "cp", "pp", "dp")
 _COLUMNS = ("step", "tokens", "step_seconds", "data_wait_seconds", "imbalance_degree", "token_delay", "mfu")
-
-Kind = Literal["predicted", "measured"]
+_KINDS = ("predicted", "measured")
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class TrainingRun:
     """Measured steps of a job, without the first of the file, in which it warms up, where there are others.
 
     Every mean of a run is over all of these steps. ``columns`` holds arrays of shape (steps,) by the names of
-    steps.jsonl, those of ``imbalance`` as "DIMENSION predicted" and "DIMENSION measured".
+    steps.jsonl, those of ``slowest_rank`` as "predicted" and "measured".
     """
 
     name: str
@@ -59,11 +57,6 @@ class TrainingRun:
     def mean(self, column: str) -> float:
         return float(self.columns[column].mean())
 
-    def slowest(self, kind: Kind) -> float:
-        """The compute of a step's slowest rank, with what it waits inside its groups, over that of the mean rank."""
-        factors = [self.columns[f"{dimension} {kind}"] for dimension in _DIMENSIONS]
-        return float(np.prod(factors, axis=0).mean())
-
 
 def read_run(path: Path) -> TrainingRun:
     """Read a job's ``metrics.dir``. Raises ``UserError`` for what is missing or was not written by a job."""
@@ -83,11 +76,7 @@ def _read_steps(path: Path) -> list[dict[str, float]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            factors = {
-                f"{dimension} {kind}": _number(row["imbalance"][dimension][kind])
-                for dimension in _DIMENSIONS
-                for kind in ("predicted", "measured")
-            }
+            factors = {kind: _number(row["slowest_rank"][kind]) for kind in _KINDS}
             rows.append({name: _number(row[name]) for name in _COLUMNS} | factors)
         except (ValueError, KeyError, TypeError):
             if number == len(lines):

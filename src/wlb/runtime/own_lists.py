@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered_rows
 
 T = TypeVar("T")
@@ -57,7 +58,9 @@ def own_batches(plan: StepPlan, dp_rank: int, cp_rank: int, read: Callable[[Micr
     return tuple(read(micro_batch) for micro_batch in own_micro_batches(plan, dp_rank, cp_rank))
 
 
-def level_step(model: nn.Module, batches: Sequence[T], loss_fn: Callable[[T], Tensor]) -> Tensor:
+def level_step(
+    model: nn.Module, batches: Sequence[T], loss_fn: Callable[[T], Tensor], calibration: Calibration | None = None
+) -> Tensor:
     """Run forward and backward of this rank's ``batches``; gradients are accumulated and reduced once, at the end.
 
     Every rank calls this once a step, with its own batches, and steps its optimizer afterwards. Under FSDP2 weights are
@@ -71,6 +74,7 @@ def level_step(model: nn.Module, batches: Sequence[T], loss_fn: Callable[[T], Te
         loss_fn: Runs ``model`` on a batch and returns its share of the step's loss, a scalar
             (``PackedBatch.loss(logits)``). It makes no other collective call, so a second FSDP2 model has to be
             gathered before.
+        calibration: Times the batches, if given.
 
     Returns:
         The sum of the losses, detached. Over all ranks it adds up to the loss of the step, times the number of ranks
@@ -83,16 +87,19 @@ def level_step(model: nn.Module, batches: Sequence[T], loss_fn: Callable[[T], Te
     losses = []
     if not isinstance(batches, Sequence) or not batches:
         raise UserError(f"batches are {type(batches).__name__}, not a list of at least one; give step.batches")
-    for batch in in_turn(model, batches):
+    for batch in in_turn(model, batches, calibration=calibration):
         loss = loss_fn(batch)
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
 
-def in_turn(model: nn.Module, batches: Sequence[T], *, keep_weights: bool = True) -> Iterator[T]:
+def in_turn(
+    model: nn.Module, batches: Sequence[T], *, keep_weights: bool = True, calibration: Calibration | None = None
+) -> Iterator[T]:
     """Yield each of ``batches`` with ``model`` set to reduce gradients in the backward of the last one only.
 
+    ``calibration`` times what the caller does with each but the first and the last, in which ranks wait for each other.
     With ``keep_weights`` FSDP2's weights are gathered before the first batch and kept; otherwise every batch gathers
     them block by block, which needs equally many batches on all ranks.
     """
@@ -115,6 +122,8 @@ def in_turn(model: nn.Module, batches: Sequence[T], *, keep_weights: bool = True
         with ExitStack() as local:
             for module in wrapped if not is_last else ():
                 local.enter_context(module.no_sync())
+            if calibration is not None and index > 0 and not is_last:
+                local.enter_context(calibration.timing(batch))
             yield batch
 
 

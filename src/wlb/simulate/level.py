@@ -85,9 +85,12 @@ class LevelSteps(StepSeconds):
 
     @cached_property
     def stages(self) -> Phases:
-        """What micro-batches take; shape (steps, 1, 1, micro-batches)."""
-        phases = zip(*(replace(kind.priced, modelled=self.modelled).stages for kind in self.kinds), strict=True)
-        return Phases(*(self._table([phase[:, :, 0] for phase in of_kinds])[:, :, None] for of_kinds in phases))
+        """What micro-batches take, as long as their slowest rank; shape (steps, 1, 1, micro-batches)."""
+        kinds = [(replace(kind.priced, modelled=self.modelled).stages, kind.ranks) for kind in self.kinds]
+        phases = zip(
+            *([phase[:, :, 0] / self._speeds[ranks].min(axis=1) for phase in p] for p, ranks in kinds), strict=True
+        )
+        return Phases(*(self._table(of_kinds)[:, :, None] for of_kinds in phases))
 
     @cached_property
     def pipelines(self) -> PipelineTimes:
@@ -155,7 +158,12 @@ class LevelSteps(StepSeconds):
         seconds = np.zeros((self.runs[-1][0] + 1, self.costs.layout.cp))
         for kind in self.kinds:
             np.add.at(seconds, (kind.step[:, None], kind.ranks), kind.priced.micro_batch_seconds[0, 0])
-        return seconds[:, None, None]
+        return (seconds / self._speeds)[:, None, None]
+
+    @property
+    def _speeds(self) -> Array:
+        """Of the ranks; all 1 where the job knows of none."""
+        return np.array(self.costs.job.speeds or [1.0] * self.costs.layout.cp)
 
     def _table(self, of_kinds: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Values of micro-batches, or of their ranks, in the shape (steps, 1, micro-batches) or with a last axis cp."""

@@ -15,23 +15,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import record_function
 
 from wlb.job.config import JobConfig
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.packing.plan import StepPlan
+from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
 from wlb.runtime.own_lists import own_micro_batches
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
+from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.directory_lock import check_shared, directories_of
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.failures import Terminated, TrainingError
-from wlb.training.observe.imbalance import RankSteps
 from wlb.training.observe.monitor import Monitor
 from wlb.training.observe.reporter import Reporter, StepOutcome
 from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
@@ -77,10 +80,11 @@ class Trainer:
 
         config, job, training = checked.config, checked.job, checked.config.training
         self.model = model = build_model(checked, device)
-        self.monitor = Monitor(config.metrics, job, model.mesh, device)
-        self.runner = PipelineRunner(
-            model.stages, job.layout, model.mesh, job.micro_batches_per_rank, model.execution, clock=self.monitor.clock
-        )
+        self.monitor = Monitor(config.metrics, device)
+        calibrates = training.calibrate and job.levels_steps and job.layout.tp == 1
+        self.calibration = Calibration(training.calibrate, job.layout.cp, device) if calibrates else None
+        micro_batches, measured_by = job.micro_batches_per_rank, (self.monitor.clock, self.calibration)
+        self.runner = PipelineRunner(model.stages, job.layout, model.mesh, micro_batches, model.execution, *measured_by)
         self.checkpointer = Checkpointer(config.checkpoint, checked.model, model.stages, model.optimizers)
         progress = Progress(0, None)
         if model.checkpoints:
@@ -88,7 +92,9 @@ class Trainer:
         elif config.model.pretrained is not None:
             PretrainedWeights(config.model.pretrained).load(*model.stages)
         self.step = progress.step
-        self.loader = StepLoader(checked.store, job, training, share=model.share, state=progress.loader)
+        self.loader = StepLoader(
+            checked.store, job, training, share=model.share, state=progress.loader, calibration=self.calibration
+        )
         self.reporter = Reporter(checked, model.execution, self.step) if dist.get_rank() == 0 else None
         self.evaluator: Evaluator | None = None
         if self.config.evaluation.store is not None:
@@ -127,6 +133,7 @@ class Trainer:
                     break  # what was loaded is not trained, so it is not in self._trained
                 self.step += 1
                 self._train_step(loaded)
+                self._calibrate()
                 self._trained = self.loader.state_dict()
                 self._evaluate()  # before the checkpoint, so that it is on record where a job continues from it
                 if self.checkpointer.is_due(self.step):
@@ -147,10 +154,16 @@ class Trainer:
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()
-        outcome, rows = train_step(self.step, loaded, self.model, self.runner, self.monitor)
+        outcome, computed = train_step(self.step, loaded, self.model, self.runner, self.monitor)
         if self.reporter:
             seconds = loaded.wait_seconds + time.perf_counter() - started
-            self.reporter.record(self.step, loaded, outcome._replace(step_seconds=seconds), rows)
+            self.reporter.record(self.step, loaded, outcome._replace(step_seconds=seconds), computed)
+
+    def _calibrate(self) -> None:
+        if self.calibration is not None and self.calibration.after_step(self.step):
+            self.loader.plan_again()
+            if self.reporter:
+                say(f"planning by what was measured up to step {self.step}: {self.calibration}")
 
     def _evaluate(self, *, last: bool = False) -> bool:
         """Evaluate where that is due; whether it was broken off, as a rank was asked to end."""
@@ -190,8 +203,8 @@ def train_step(
     model: RankModel,
     runner: PipelineRunner,
     monitor: Monitor,
-) -> tuple[StepOutcome, RankSteps]:
-    """Train ``loaded`` as step ``step``; what came of it, and the rows of all ranks. Its seconds are not known here.
+) -> tuple[StepOutcome, NDArray[np.float64]]:
+    """Train ``loaded`` as step ``step``; what came of it, and the seconds that each rank computed, shape (ranks,).
 
     Raises ``TrainingError``, with weights as they were, where the loss or the gradient norm is not finite.
     """
@@ -201,8 +214,7 @@ def train_step(
     for optimizer in model.optimizers:
         optimizer.zero_grad()
     share = runner.run_step(loaded.batches, loaded.loss_tokens)
-    rows = monitor.exchange(loaded, share)
-    loss = float(rows.loss_share.sum())
+    loss, computed = monitor.exchange(share)
     with record_function("gradient norm"):
         grad_norm = clip_gradients(model.stages, training.gradient_clip)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # on every rank alike
@@ -211,7 +223,7 @@ def train_step(
     with record_function("optimizer"):
         for optimizer in model.optimizers:
             optimizer.step()
-    return StepOutcome(loss, grad_norm, rate), rows
+    return StepOutcome(loss, grad_norm, rate), computed
 
 
 def _documents_to_blame(plan: StepPlan, model: RankModel, losses: Sequence[Tensor]) -> str:

@@ -17,9 +17,11 @@ the terms up to the seconds of a context-parallel group. ``attention_seconds`` (
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -42,6 +44,9 @@ from wlb.workload.weights import expert_weights, latent_expansion, mean_block_we
 if TYPE_CHECKING:  # planning without a profile needs NumPy alone
     from wlb.workload.profile import WorkloadProfile
 
+# Sizes in tokens that a profile has not seen, with their seconds over all layers. "documents" have lengths, "pieces of
+# documents" are queries from a start to a stop that attend the keys up to their own, "micro-batches" segment lengths.
+HeldOut = dict[str, dict[Any, float]]
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
 MASTER_BYTES = 4  # weights, gradients and moments are float32
 _LARGE = 2**30  # tokens, of which each takes its part of what a micro-batch costs in any case
@@ -349,3 +354,32 @@ def _grouping_flops(shape: ModelShape) -> float:
         return 0.0
     columns = _EXPERT_COLUMNS + experts.biased * _EXPERT_BIASES * experts.ffn_hidden
     return 2.0 * routed_layers(shape) * 3 * shape.hidden * experts.active * columns
+
+
+def prediction_errors(workload: Costs, held_out: HeldOut) -> list[dict[str, Any]]:
+    """Median and worst error of ``workload`` on each kind of work, as shares of the measured seconds."""
+    rows = []
+    for shapes, predicted in predictions(workload, held_out).items():
+        errors = np.abs(np.asarray(predicted) / [*held_out[shapes].values()] - 1)
+        found = {"median": float(np.median(errors)), "worst": float(errors.max())}
+        rows.append({"shapes": shapes, "count": len(errors)} | found)
+    return rows
+
+
+def predictions(workload: Costs, held_out: HeldOut) -> dict[str, Any]:
+    """What ``workload`` says of each size of ``held_out``, in seconds."""
+    documents, pieces, micro_batches = held_out.values()
+    attention = workload.attention_seconds([*documents]), workload.piece_seconds(*np.array([*pieces]).T)
+    return dict(zip(held_out, (*attention, [micro_batch_seconds(workload, n) for n in micro_batches]), strict=True))
+
+
+def micro_batch_seconds(workload: Costs, segment_lengths: Sequence[int]) -> float:
+    """W_a + W_l of a micro-batch."""
+    return float(workload.attention_seconds(segment_lengths).sum() + workload.linear_seconds(sum(segment_lengths)))
+
+
+def crossover_tokens(workload: Costs) -> int | None:
+    """Length at which a document's attention costs as much as everything else; None if over ten million tokens."""
+    lengths = range(1, 10_000_001)
+    shorter = bisect_left(lengths, 0.0, key=lambda n: float(workload.attention_seconds(n) - workload.linear_seconds(n)))
+    return lengths[shorter] if shorter < len(lengths) else None

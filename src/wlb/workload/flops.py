@@ -19,6 +19,15 @@ LINEAR_BACKWARD_FACTOR = 2.0
 ATTENTION_BACKWARD_FACTOR = 2.5
 
 
+def model_flops(shape: ModelShape, lengths: ArrayLike) -> float:
+    """Operations of training on documents of ``lengths``: the products of PaLM (arXiv 2204.02311, appendix B).
+
+    They count once forward and twice backward whatever is recomputed, causal attention by the pairs in documents.
+    """
+    attention = float(attention_flops(shape, lengths, "forward").sum())
+    return 3.0 * (attention + float(linear_flops(shape, np.sum(lengths), "forward")))
+
+
 def attended_pairs(lengths: ArrayLike, window: int | None = None) -> NDArray[np.float64]:
     """Query-key pairs under a causal mask, d (d + 1) / 2 for a document of d tokens; shape of ``lengths``.
 

@@ -14,20 +14,17 @@ import torch.distributed as dist
 from tests.training.distributed import run_ranks
 from tests.training.processes import stands_still, wait_until
 from wlb.training.observe import compute_clock
-from wlb.training.observe.compute_clock import EventClock, ThreadClock
+from wlb.training.observe.compute_clock import ComputeClock
 
 
-def test_each_micro_batch_gets_what_was_measured_for_it(monkeypatch: pytest.MonkeyPatch):
+def test_what_was_measured_in_a_step_adds_up(monkeypatch: pytest.MonkeyPatch):
     ticks = iter([0.0, 1.0, 12.0, 14.0, 23.0, 27.0])
     monkeypatch.setattr(compute_clock, "thread_seconds", lambda: next(ticks))
-    clock = ThreadClock()
-    clock.begin_step(3)
+    clock = ComputeClock(torch.device("cpu"))
     for phase, micro_batch in (("forward", 0), ("forward", 2), ("backward", 0)):
         with clock.measuring(phase, micro_batch):
             pass
-    assert clock.end_step().tolist() == [5.0, 0.0, 2.0]
-    clock.begin_step(2)
-    assert clock.end_step().tolist() == [0.0, 0.0]
+    assert (clock.end_step(), clock.end_step()) == (7.0, 0.0)
 
 
 class _Event:
@@ -49,15 +46,21 @@ class _Event:
         return end.at - self.at
 
 
+class _Stream:
+    def record_event(self, event: _Event) -> _Event:
+        event.record()
+        return event
+
+
 def test_events_are_read_after_the_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    clock = EventClock()
-    clock.begin_step(2)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    clock = ComputeClock(torch.device("cuda"))
     for phase, micro_batch in (("forward", 0), ("forward", 1), ("backward", 0)):
         with clock.measuring(phase, micro_batch):
             pass
     assert _Event.log == ["record"] * 6
-    assert clock.end_step().tolist() == pytest.approx([2e-3, 1e-3])
+    assert clock.end_step() == pytest.approx(3e-3)
     assert _Event.log == ["record"] * 6 + ["synchronize"] * 3
 
 
@@ -69,13 +72,12 @@ def _wait_for_rank_0() -> tuple[float, float]:
     """Rank 0 comes to the collective when it has seen rank 1 stand still there; (clock, wall) seconds."""
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
-    clock, started = ThreadClock(), time.monotonic()
-    clock.begin_step(1)
+    clock, started = ComputeClock(torch.device("cpu")), time.monotonic()
     with clock.measuring("forward", 0):
         if dist.get_rank() == 0:
             wait_until(lambda: stands_still(pids[1], ASLEEP))
         dist.all_reduce(torch.ones(1000))
-    return float(clock.end_step()[0]), time.monotonic() - started
+    return clock.end_step(), time.monotonic() - started
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to see a process stand still")

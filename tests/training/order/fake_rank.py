@@ -78,7 +78,7 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
         with watcher, fake_weights(fake):
             model = build_model(checked, torch.device("cpu"))
         job, cpu = checked.job, torch.device("cpu")
-        monitor = Monitor(config.metrics, job, model.mesh, cpu)
+        monitor = Monitor(config.metrics, cpu)
         per_rank = job.micro_batches_per_rank
         runner = PipelineRunner(model.stages, job.layout, model.mesh, per_rank, model.execution, monitor.clock)
         monitor.exchange = unset_fake_temporarily()(monitor.exchange)  # type: ignore[method-assign]

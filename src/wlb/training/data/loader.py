@@ -25,6 +25,7 @@ from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import TokenBatch, labelled_tokens, read_batch
+from wlb.runtime.calibration import Calibration
 from wlb.runtime.own_lists import digest_of, fingerprint_of, names_ranks
 from wlb.runtime.sharded_batch import RankShare, ShardedBatch
 
@@ -63,6 +64,7 @@ class StepLoader(Iterator[LoadedStep]):
     """Iterates over the steps of ``job`` for the rank that trains ``share`` of each, from ``state`` if given.
 
     Ends after one epoch if ``training.steps`` is unset and never otherwise. Close it, or use it as a context manager.
+    Steps are planned by what ``calibration`` found, which is part of the state.
     Raises ``UserError`` if ``state`` was saved on other data or settings. Failures of the threads surface in ``next``.
     """
 
@@ -74,17 +76,31 @@ class StepLoader(Iterator[LoadedStep]):
         *,
         share: RankShare | None = None,
         state: dict[str, Any] | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._job, self._calibration = store, job, calibration
         self._vocab_size = job.shape.vocab_size
         self._share = share or RankShare()
         self._identity = data_identity(store, job)
-        epochs = 1 if training.steps is None else None
-        lengths = store.stored_lengths
-        planner = StepPlanner(job, lengths, epochs=epochs)
+        self._epochs = 1 if training.steps is None else None
         if state is not None:
             check_identity(state, store, job)
-            planner.load_state_dict(state["planner"])
+            if calibration is not None and "calibration" in state:
+                calibration.load_state_dict(state["calibration"])
+        self._begin(None if state is None else state["planner"])
+
+    def plan_again(self) -> None:
+        """Plan what follows the last step handed out by what was calibrated since; steps planned ahead are dropped."""
+        self.close()
+        self._begin(self._state)
+
+    def _begin(self, state: dict[str, Any] | None) -> None:
+        job = self._job
+        if self._calibration is not None:
+            job = job.measured(self._calibration.prices, self._calibration.speeds)
+        planner = StepPlanner(job, self._store.stored_lengths, epochs=self._epochs)
+        if state is not None:
+            planner.load_state_dict(state)
         self._state = planner.state_dict()
         self._pending_documents = planner.pending_documents
         self._threads = [ThreadPoolExecutor(1, f"wlb-{work}") for work in ("planning", "reading")]
@@ -100,7 +116,8 @@ class StepLoader(Iterator[LoadedStep]):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue with the step after the last one handed out; JSON-serialisable."""
-        return {"identity": self._identity, "planner": self._state}
+        found = {} if self._calibration is None else {"calibration": self._calibration.state_dict()}
+        return {"identity": self._identity, "planner": self._state, **found}
 
     def totals(self) -> dict[str, Any]:
         """What became of the documents taken in, from the job's first step to the last one handed out.

@@ -1,4 +1,4 @@
-"""How long a rank computes on each micro-batch of a step.
+"""How long a rank computes in a step.
 
 Wall time cannot tell a slow rank from one that waits for it. On a CPU the clock counts the CPU seconds of the training
 thread, which has none while it waits in a collective: autograd runs CPU graphs in the thread that asks for them, and
@@ -11,53 +11,32 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.profiler import record_function
 
-Seconds = NDArray[np.float64]
+from wlb.runtime.clock import Clock, clock_of
+
 thread_seconds = time.thread_time  # CPU seconds of the calling thread
 
 
-class ThreadClock:
-    """The clock for CPU; used by one thread, and measures one step at a time."""
+class ComputeClock:
+    """Used by one thread, and measures one step at a time."""
 
-    def begin_step(self, micro_batches: int) -> None:
-        self._seconds = np.zeros(micro_batches)
-
-    @contextmanager
-    def measuring(self, phase: str, micro_batch: int) -> Iterator[None]:
-        """Count what runs inside for ``micro_batch``; a trace shows it as "PHASE micro-batch N"."""
-        with record_function(f"{phase} micro-batch {micro_batch}"):
-            before = thread_seconds()
-            yield
-            self._seconds[micro_batch] += thread_seconds() - before
-
-    def end_step(self) -> Seconds:
-        """The seconds of each micro-batch, shape (micro_batches,)."""
-        return self._seconds
-
-
-class EventClock(ThreadClock):
-    """The clock for CUDA: only ``end_step`` waits for the device."""
-
-    def begin_step(self, micro_batches: int) -> None:
-        super().begin_step(micro_batches)
-        self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device, Clock("thread CPU time", lambda: thread_seconds()))
+        self._marks: list[tuple[Any, Any]] = []
 
     @contextmanager
     def measuring(self, phase: str, micro_batch: int) -> Iterator[None]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        """Count what runs inside; a trace shows it as "PHASE micro-batch N"."""
         with record_function(f"{phase} micro-batch {micro_batch}"):
-            start.record()
+            begin = self._clock.mark()
             yield
-            end.record()
-        self._events.append((micro_batch, start, end))
+            self._marks.append((begin, self._clock.mark()))
 
-    def end_step(self) -> Seconds:
-        for micro_batch, start, end in self._events:
-            end.synchronize()
-            self._seconds[micro_batch] += start.elapsed_time(end) / 1000
-        return self._seconds
+    def end_step(self) -> float:
+        """The seconds of the step; waits for the device."""
+        marks, self._marks = self._marks, []
+        return sum(self._clock.between(end, begin) for begin, end in marks)

@@ -1,4 +1,4 @@
-"""The files of a job's metrics: ``steps.jsonl``, ``evaluation.jsonl`` and TensorBoard's, as rank 0 writes them.
+"""The files of a job's metrics, ``steps.jsonl`` and ``evaluation.jsonl``, as rank 0 writes them.
 
 A file never holds a step twice: a resumed job first cuts off what was written past its checkpoint, a new job sets an
 older file aside. Only the end of a file is read for that.
@@ -15,13 +15,12 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal
 
-from wlb.errors import UserError, require
+from wlb.errors import UserError
 from wlb.job.config import MetricsConfig
 from wlb.training.console import say
 from wlb.training.failures import TrainingError
 
 STEPS = "steps.jsonl"  # in metrics.dir
-_NOT_PLOTTED = {"step", "document_ids", "segments", "rank_seconds", "store_tokens"}
 
 
 class MetricsFiles:
@@ -31,7 +30,7 @@ class MetricsFiles:
     """
 
     def __init__(self, config: MetricsConfig, last_step: int) -> None:
-        self._directory, self._tensorboard = config.dir, None
+        self._directory = config.dir
         try:
             config.dir.mkdir(parents=True, exist_ok=True)
             for path in (config.dir / STEPS, config.dir / "evaluation.jsonl"):
@@ -41,11 +40,6 @@ class MetricsFiles:
             (config.dir / STEPS).open("a").close()
         except OSError as error:
             raise UserError(f"metrics.dir {config.dir} cannot be written: {error.strerror}") from error
-        if config.tensorboard:
-            require("tensorboard", "train")
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(config.dir), purge_step=last_step + 1)
 
     def write(self, file: Literal["steps", "evaluation"], row: dict[str, Any]) -> None:
         """Add a row of what ``row["step"]`` came to; raises ``TrainingError`` where that fails."""
@@ -57,22 +51,6 @@ class MetricsFiles:
             raise TrainingError(
                 f"step {row['step']}: metrics.dir {path} cannot be written: {error.strerror}"
             ) from error
-        if self._tensorboard is not None:
-            for name, value in _scalars(row if file == "steps" else {file: row}):
-                self._tensorboard.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-
-
-def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """What can be plotted of a row, nested names joined by "/"."""
-    for name, value in row.items():
-        if isinstance(value, dict):
-            yield from _scalars(value, f"{prefix}{name}/")
-        elif name not in _NOT_PLOTTED and value is not None:
-            yield prefix + name, value
 
 
 def continue_file(path: Path, last_step: int) -> str | None:

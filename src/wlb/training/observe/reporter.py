@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from wlb.packing.plan import StepPlan
 from wlb.terminal import next_command, number_of
 from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep
 from wlb.training.environment import attention_note, hardware_name, tokenizer_warning
-from wlb.training.observe.imbalance import RankSteps, imbalance_of
 from wlb.training.observe.metrics import MetricsFiles
-from wlb.training.parallel.mesh import mesh_shape
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.preflight import CheckedJob
-from wlb.workload import ModelShape, attention_flops, hardware_preset, linear_flops
+from wlb.workload import hardware_preset
+from wlb.workload.flops import model_flops
 
 
 class StepOutcome(NamedTuple):
@@ -54,14 +54,16 @@ class Reporter:
         documents = number_of(len(self._checked.store), "document")
         longest = self._job.longest_micro_batch // (self._job.layout.cp if self._job.levels_steps else 1)
         say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
+        if config.training.calibrate and not (self._job.levels_steps and self._job.layout.tp == 1):
+            say("wlb: note: training.calibrate needs level steps without tensor parallelism; this job keeps its prices")
         if config.training.steps and self._first >= config.training.steps:
             say(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
         note = attention_note(execution.dtype, execution.device)
         for warning in filter(None, (note, tokenizer_warning(config.model, self._checked.store))):
             say(warning)
 
-    def record(self, step: int, loaded: LoadedStep, outcome: StepOutcome, rows: RankSteps) -> None:
-        """Write down a step that was trained (docs/training.md has the fields); ``rows`` are those of all ranks."""
+    def record(self, step: int, loaded: LoadedStep, outcome: StepOutcome, computed: NDArray[np.float64]) -> None:
+        """Write down a step that was trained (docs/training.md has the fields); ranks ``computed`` so many seconds."""
         plan, planned, listed = loaded.plan, loaded.planned, self._config.metrics.document_ids
         row = {
             "step": step,
@@ -74,9 +76,9 @@ class Reporter:
             "data_wait_seconds": loaded.wait_seconds,
             "planning_seconds": planned.planning_seconds,
             "pending_documents": planned.pending_documents,
-            "mfu": model_flops(self._job.shape, plan) / (outcome.step_seconds * self._peak),
-            "imbalance": imbalance_of(rows, mesh_shape(self._job.layout)),
-            "rank_seconds": [round(seconds, 6) for seconds in rows.compute_seconds.tolist()],
+            "mfu": model_flops(self._job.shape, plan.table[:, 2]) / (outcome.step_seconds * self._peak),
+            "slowest_rank": {"predicted": plan.slowest_rank, "measured": float(computed.max() / computed.mean())},
+            "rank_seconds": [round(seconds, 6) for seconds in computed.tolist()],
             "loss_tokens": loaded.loss_tokens,
         }
         if listed:
@@ -108,8 +110,7 @@ class Reporter:
         say(f"evaluation after step {step}  {documents}  {shown or 'loss nan'}  {evaluation['seconds']:.1f} s")
 
     def finish(self) -> dict[str, Any]:
-        """Close the files, print what the steps of this run came to and where files are; returns that in one object."""
-        self._files.close()
+        """Print what the steps of this run came to and where files are; returns that in one object."""
         done, metrics, checkpoints = self._summary, self._config.metrics.dir, self._config.checkpoint.dir
         if done["steps"]:
             saved = f"checkpoints: {checkpoints}" if checkpoints else "no checkpoint.dir is set"
@@ -122,25 +123,11 @@ class Reporter:
 
 
 def live_line(row: dict[str, Any]) -> str:
-    """A step in one line; imbalance by dimension is predicted/measured, where the dimension has more than one rank."""
-    factors = [
-        f"  {name} {factor['predicted']:.2f}/{factor['measured']:.2f}"
-        for name, factor in row["imbalance"].items()
-        if factor["predicted"] is not None and factor["measured"] not in (None, 1)
-    ]
+    """A step in one line; of the slowest over the mean rank it shows what was predicted and measured."""
+    slowest = "/".join(f"{factor:.2f}" for factor in row["slowest_rank"].values())
     return (
         f"step {row['step']}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  "
         f"{row['step_seconds']:.2f} s  imbalance {row['imbalance_degree']:.3f}  delay {row['token_delay']:.2f}  "
         f"mfu {row['mfu']:.1%}  data wait {row['data_wait_seconds'] / row['step_seconds']:.0%}  "
-        f"{row['pending_documents']} pending{''.join(factors)}"
+        f"{row['pending_documents']} pending  slowest rank {slowest}"
     )
-
-
-def model_flops(shape: ModelShape, plan: StepPlan) -> float:
-    """Operations of training on the step, over all ranks: the products of PaLM (arXiv 2204.02311, appendix B).
-
-    They count once forward and twice backward whatever is recomputed, causal attention by the pairs in segments.
-    """
-    lengths = [segment.length for segment in plan.segments]
-    attention = float(attention_flops(shape, lengths, "forward").sum())
-    return 3.0 * (attention + float(linear_flops(shape, plan.tokens, "forward")))

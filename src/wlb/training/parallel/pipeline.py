@@ -23,12 +23,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.models.transformer import Transformer
 from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.calibration import Calibration
 from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import in_turn
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.runtime.stage import PipelineOrder, pipeline_order, run_order, variable_length_stage
 from wlb.schedules.layout import Layout
-from wlb.training.observe.compute_clock import ThreadClock
+from wlb.training.observe.compute_clock import ComputeClock
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
 from wlb.training.parallel.tied_embeddings import sum_tied_gradients
@@ -59,7 +60,8 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 class PipelineRunner:
     """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
 
-    ``Job`` has checked that the schedule can run so few. ``clock`` measures the compute of each step.
+    ``Job`` has checked that the schedule can run so few. ``clock`` measures the compute of each step; ``calibration``
+    times micro-batches of level steps.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class PipelineRunner:
         mesh: JobMesh,
         micro_batches: int,
         execution: Execution,
-        clock: ThreadClock | None = None,
+        clock: ComputeClock | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        self._clock = clock or ThreadClock()
+        self._clock, self._calibration = clock or ComputeClock(execution.device), calibration
         self._modules = stage_modules
         self._mesh = mesh
         self._execution = execution
@@ -108,7 +111,6 @@ class PipelineRunner:
         batches = [batch.to(self._execution.device) for batch in batches]
         targets = [LossTarget(batch.labels, loss_tokens, index) for index, batch in enumerate(batches)]
         keywords = [self._keywords(batch) for batch in batches]
-        self._clock.begin_step(len(batches))
         with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
             if self._order is None:
                 losses = self._run_alone(batches, keywords, targets)
@@ -131,7 +133,7 @@ class PipelineRunner:
         (module,) = self._modules
         losses = []
         levels = any(batch.ranks for batch in batches)
-        for index, batch in enumerate(in_turn(module, batches, keep_weights=levels)):
+        for index, batch in enumerate(in_turn(module, batches, keep_weights=levels, calibration=self._calibration)):
             with self._clock.measuring("forward", index):
                 scores = module(batch.tokens, **keywords[index])
             loss = self._loss(scores, targets[index])

@@ -1,0 +1,162 @@
+"""Prices and rank speeds that a job measures in its own level steps.
+
+Each rank times the micro-batches that it runs alone: those that no other rank shares, except the first of a step, which
+waits for weights, and the last, in which gradients are reduced. No collective runs inside them, so their wall time says
+what documents cost and how fast the rank is, whatever slows it down. Every few steps the ranks gather these times, and
+each of them computes the same from the same numbers:
+
+1. Prices (``wlb.workload.fitted``), from the seconds of all ranks, as a rank of speed 1 would have taken them.
+2. Each rank's speed: its median of predicted over measured seconds, relative to the median rank.
+
+Both are averaged over intervals. Plans change where an average differs from what they use by more than a dead band and
+by more than noise explains, and once when the average is of as many micro-batches as are remembered. So plans settle,
+and a rank that becomes slow still shows in the next interval.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from wlb.runtime.clock import clock_of
+from wlb.runtime.collectives import gathered_rows
+from wlb.workload.fitted import LEAST_SAMPLES, fit_prices
+
+Array = NDArray[np.float64]
+MeasuredPrices = tuple[float, float, float]  # ``square``, ``token`` and ``fixed`` of ``FittedPrices``
+
+_MOST_TIMED, _MOST_GATHERED = 256, 2**15  # micro-batches of a rank, the newest, and of all ranks
+_REMEMBERED = 400  # micro-batches of a rank over which its speed is averaged, and prices over those of all ranks
+_PRICE_BAND, _SPEED_BAND = 0.02, 0.03
+_LEAST_EXPLAINED = 0.5  # of the variance, or prices are not believed
+_ERRORS = 5.0  # standard errors that noise explains: of hundreds of ranks in hundreds of intervals, of none by chance
+_LEAST_TIMED = 16  # micro-batches of a rank in an interval that can show that its speed has changed
+_MEDIAN_ERROR = 1.2533  # standard error of a median, over that of a mean
+_ROUNDS = 3  # of fitting prices and speeds in turn
+
+
+class Calibration:
+    """Times this rank's batches and, every ``every`` steps, finds ``prices`` and ``speeds`` for all ``ranks``.
+
+    The processes of ``group`` (by default all) are the ranks of a level step, in order. ``prices`` are None until they
+    are known; ``speeds`` are None where all are equal.
+    """
+
+    def __init__(self, every: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.prices: MeasuredPrices | None = None
+        self.speeds: tuple[float, ...] | None = None
+        self._every, self._device, self._group, self._clock = every, device, group, clock_of(device)
+        most = min(_MOST_TIMED, -(-_MOST_GATHERED // ranks))
+        self._timed = deque[tuple[float, float, Any, Any]]([], most)  # sum(d^2), sum(d), and from when to when
+        self._mean_prices, self._price_count = np.zeros(3), 0
+        self._mean_logs, self._counts = np.zeros(ranks), np.zeros(ranks, np.int64)  # logarithms of speeds
+
+    @contextmanager
+    def timing(self, batch: Any) -> Iterator[None]:
+        """Time what runs inside for ``batch``, a ``ShardedBatch`` or ``PackedBatch``, unless other ranks share it."""
+        plan, start = batch.shard_plan, self._clock.mark()
+        yield
+        stop = self._clock.mark()
+        if plan is None or plan.cp_size == 1:
+            lengths = np.array((plan or batch).segment_lengths, np.float64)
+            self._timed.append((float((lengths**2).sum()), float(lengths.sum()), start, stop))
+
+    def after_step(self, step: int) -> bool:
+        """Gather and evaluate what was timed where that is due; whether ``prices`` or ``speeds`` changed.
+
+        Every rank calls it after step number ``step``. Plans from the next step on are to use what it found.
+        """
+        if step % self._every:
+            return False
+        rows = [number for *sums, start, stop in self._timed for number in (*sums, self._clock.between(stop, start))]
+        rows += [0.0] * (3 * (self._timed.maxlen or 0) - len(rows))
+        self._timed.clear()
+        return self.update(gathered_rows(rows, torch.float64, self._device, self._group).unflatten(1, (-1, 3)).numpy())
+
+    def update(self, rows: Array) -> bool:
+        """``after_step`` with the gathered ``rows``, shape (ranks, micro-batches, 3): sum(d^2), sum(d) and seconds.
+
+        Rows without seconds are left out; fewer than ``LEAST_SAMPLES`` of them change nothing.
+        """
+        timed = rows[..., 2] > 0
+        rank, counts, (squares, tokens, seconds) = np.nonzero(timed)[0], timed.sum(axis=1), rows[timed].T
+        if len(rank) < LEAST_SAMPLES:
+            return False
+        terms, mine = np.stack([squares, tokens, np.ones_like(tokens)], axis=1), counts > 0
+        logs, ratios = self._mean_logs.copy(), np.full(timed.shape, np.nan)
+        for _ in range(_ROUNDS):
+            fitted = fit_prices(squares, tokens, seconds * np.exp(logs)[rank])
+            found = np.array([fitted.square, fitted.token, fitted.fixed])
+            ratios[timed] = np.log(terms @ found / seconds)
+            medians = np.nanmedian(ratios[mine], axis=1)
+            logs[mine] = medians - np.median(medians)
+        noise = 1.4826 * float(np.nanmedian(np.abs(ratios[mine] - medians[:, None])))
+        priced = fitted.r_squared >= _LEAST_EXPLAINED and self._take_prices(found, terms, noise)
+        return self._take_speeds(logs, counts, noise) or priced
+
+    def _take_speeds(self, logs: Array, counts: NDArray[np.int64], noise: float) -> bool:
+        """Average, and take the averages of ranks that differ into plans; whether there are any."""
+        error, before = _MEDIAN_ERROR * noise, self._counts
+        changed = (np.abs(logs - self._mean_logs) > _band(_SPEED_BAND, error, counts)) & (counts >= _LEAST_TIMED)
+        self._counts = counts + np.where(changed, 0, np.minimum(before, np.maximum(0, _REMEMBERED - counts)))
+        self._mean_logs = self._mean_logs + (logs - self._mean_logs) * counts / np.maximum(1, self._counts)
+        used = np.ones(len(counts)) if self.speeds is None else np.array(self.speeds)
+        known = (before < _REMEMBERED) & (self._counts >= _REMEMBERED)
+        band = np.where(known & (used != 1), 0.0, _band(_SPEED_BAND, error, self._counts))
+        off = np.abs(self._mean_logs - np.log(used)) > band
+        found = np.where(off, np.round(np.exp(self._mean_logs), 2), used)
+        self.speeds = None if (found == 1).all() else tuple(found.tolist())
+        return bool((found != used).any())
+
+    def _take_prices(self, found: Array, terms: Array, noise: float) -> bool:
+        """Average, and take the average into plans where it prices micro-batches of ``terms`` differently."""
+        before, most = self._price_count, _REMEMBERED * len(self._counts)
+        self._price_count = min(before + len(terms), max(most, len(terms)))
+        self._mean_prices = self._mean_prices + (found - self._mean_prices) * len(terms) / self._price_count
+        if self.prices is not None and not before < most <= self._price_count:
+            now, used = terms @ self._mean_prices, terms @ self.prices
+            # Three prices are fitted: their errors add up.
+            if np.abs(now - used).sum() <= _band(_PRICE_BAND, 3**0.5 * noise, self._price_count) * used.sum():
+                return False
+        square, token, fixed = (float(f"{price:.3g}") for price in self._mean_prices)
+        earlier, self.prices = self.prices, (square, token, fixed)
+        return self.prices != earlier
+
+    def __str__(self) -> str:
+        """What plans use, in one line."""
+        square, token, fixed = self.prices or (0.0, 0.0, 0.0)
+        prices = f"{square:.3g} d^2 + {token:.3g} d s a document, {fixed:.3g} s a micro-batch"
+        other = [f"rank {rank} {speed:.2f}" for rank, speed in enumerate(self.speeds or ()) if speed != 1]
+        return f"{prices if self.prices else 'prices as before'}; speeds: {', '.join(other) or 'all equal'}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What plans use and what it is averaged from; what was timed since the last exchange is not in it."""
+        return {
+            "prices": self.prices,
+            "speeds": self.speeds,
+            "mean_prices": self._mean_prices.tolist(),
+            "price_count": self._price_count,
+            "mean_logs": self._mean_logs.tolist(),
+            "counts": self._counts.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; with another number of ranks, prices are kept and speeds dropped."""
+        square, token, fixed = state["prices"] or (0.0, 0.0, 0.0)
+        self.prices = (square, token, fixed) if state["prices"] else None
+        self._mean_prices, self._price_count = np.array(state["mean_prices"]), state["price_count"]
+        if len(state["counts"]) == len(self._counts):
+            self.speeds = tuple(state["speeds"]) if state["speeds"] else None
+            self._mean_logs, self._counts = np.array(state["mean_logs"]), np.array(state["counts"])
+
+
+def _band(dead: float, error: float, counts: Any) -> Any:
+    """What is no reason to change plans: ``dead``, or what noise of so many measurements with ``error`` explains."""
+    return np.maximum(dead, _ERRORS * error / np.sqrt(np.maximum(counts, 1e-9)))

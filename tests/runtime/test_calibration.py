@@ -1,0 +1,129 @@
+"""Prices and speeds found in a job's own steps: right, the same on all ranks, and settled in spite of noise."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.cases import in_turn
+from tests.training.distributed import run_ranks
+from wlb.runtime import calibration
+from wlb.runtime.calibration import Calibration
+from wlb.runtime.clock import Clock
+
+RANKS, TIMED = 32, 40  # micro-batches of a rank in an interval
+PRICES = np.array([6e-10, 2.5e-5, 0.01])
+CPU = torch.device("cpu")
+
+
+def timed(
+    rng: np.random.Generator, speeds: NDArray[np.float64], noise: float, count: int = TIMED
+) -> NDArray[np.float64]:
+    """The rows of an interval: micro-batches of random documents, in seconds that are off by ``noise``."""
+    lengths = rng.lognormal(8, 1.3, (len(speeds), count, 20)).clip(16, 32_768) * (rng.random((1, count, 20)) < 0.6)
+    rows = np.stack([(lengths**2).sum(axis=2), lengths.sum(axis=2), np.ones((len(speeds), count))], axis=2)
+    rows[..., 2] = rows @ PRICES / speeds[:, None] * np.exp(noise * rng.standard_normal((len(speeds), count)))
+    return rows
+
+
+def plan_by(found: Calibration, terms: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What plans go by: the seconds of micro-batches, and speeds."""
+    return terms @ np.array(found.prices or (0, 1, 0)), np.array(found.speeds or [1.0] * RANKS)
+
+
+@in_turn("seed", range(12))
+def test_it_settles_in_spite_of_noise(seed: int):
+    rng, speeds = np.random.default_rng(seed), np.ones(RANKS)
+    speeds[3], speeds[5] = 0.9, 0.85
+    found, updates = Calibration(1, RANKS, CPU), []
+    for interval in range(103):
+        rows = timed(rng, speeds, 0.1)
+        terms = np.concatenate([rows[..., :2], np.ones_like(rows[..., :1])], axis=2)
+        if found.update(rows):
+            updates.append((interval, *plan_by(found, terms[0])))
+    # As many micro-batches as are remembered come in 10 intervals; after that nothing changes, in no seed.
+    assert len(updates) <= 5
+    assert updates[-1][0] < calibration._REMEMBERED / TIMED
+    predicted, used = plan_by(found, terms[0])
+    assert predicted == pytest.approx(terms[0] @ PRICES, rel=0.03)
+    assert used == pytest.approx(speeds, abs=0.03)
+    for interval, _, later in updates[2:]:
+        assert np.abs(later / updates[1][2] - 1).max() <= 0.06, interval
+
+
+def test_a_rank_that_becomes_slow_shows_in_the_next_interval():
+    rng, speeds = np.random.default_rng(0), np.ones(RANKS)
+    found = Calibration(1, RANKS, CPU)
+    for _ in range(30):
+        found.update(timed(rng, speeds, 0.05))
+    assert "all equal" in str(found)
+    speeds[7] = 0.7
+    assert found.update(timed(rng, speeds, 0.05))
+    assert found.speeds is not None
+    assert found.speeds[7] == pytest.approx(0.7, abs=0.03)
+    assert [speed for rank, speed in enumerate(found.speeds) if rank != 7] == [1.0] * 31
+
+
+def test_exact_times_give_exact_prices_once():
+    speeds = np.array([1.0, 1.0, 0.8])
+    found, rng = Calibration(1, 3, CPU), np.random.default_rng(1)
+    changed = [found.update(timed(rng, speeds, 0.0)) for _ in range(15)]
+    assert changed[0]
+    assert sum(changed[1:]) <= 1  # in the third digit, when as many are averaged as are remembered
+    assert found.prices == pytest.approx(PRICES, rel=5e-3)
+    assert found.speeds == (1.0, 1.0, 0.8)
+    assert "speeds: rank 2 0.80" in str(found)
+
+
+def test_what_says_nothing_changes_nothing():
+    found = Calibration(1, 2, CPU)
+    assert not found.update(np.zeros((2, TIMED, 3)))
+    alike = np.broadcast_to([1e6, 1e3, 0.5], (2, TIMED, 3)) * np.exp(
+        0.1 * np.random.default_rng(0).standard_normal((2, TIMED, 1))
+    )
+    assert not found.update(np.where([False, False, True], alike, [1e6, 1e3, 0.5]))
+    assert (found.prices, found.speeds) == (None, None)
+
+
+def test_a_state_continues_to_the_bit_and_prices_also_on_other_ranks():
+    rng, speeds = np.random.default_rng(2), np.where(np.arange(RANKS) < 8, 0.85, 1.0)
+    straight, kept = Calibration(1, RANKS, CPU), Calibration(1, RANKS, CPU)
+    intervals = [timed(rng, speeds, 0.1) for _ in range(6)]
+    for rows in intervals[:3]:
+        straight.update(rows)
+    kept.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    assert [kept.update(rows) for rows in intervals[3:]] == [straight.update(rows) for rows in intervals[3:]]
+    assert kept.state_dict() == straight.state_dict()
+    fewer = Calibration(1, 16, CPU)
+    fewer.load_state_dict(straight.state_dict())
+    assert (fewer.prices, fewer.speeds) == (straight.prices, None)
+
+
+def _calibrated(steps: int) -> tuple[list[bool], dict[str, object]]:
+    """Batches of one document; rank 1 takes twice as long. One in three is shared and not timed."""
+    rank = torch.distributed.get_rank()
+    found, now, changed = Calibration(2, 2, CPU), [0.0], []
+    found._clock = Clock("made up", lambda: now[0])
+    for step in range(1, steps + 1):
+        for length in (100, 400, 900, 1600, 2500, 3600):
+            plan = SimpleNamespace(cp_size=2 if length == 900 else 1, segment_lengths=(length,))
+            with found.timing(SimpleNamespace(shard_plan=plan)):
+                now[0] += 99.0 if length == 900 else (1e-6 * length**2 + 1e-3 * length) * (1 + rank)
+        changed.append(found.after_step(step))
+    return changed, found.state_dict()
+
+
+def test_all_ranks_find_the_same():
+    first, second = run_ranks(2, _calibrated, 4)
+    assert first == second
+    changed, state = first
+    assert changed == [False, True, False, False]
+    slow, fast = np.array(state["speeds"])[[1, 0]]
+    assert fast / slow == pytest.approx(2, rel=0.02)
+    square, token, _ = state["prices"]
+    assert square * 1e6 == pytest.approx(token * 1e3, rel=0.01)
