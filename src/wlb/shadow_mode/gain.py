@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb.integrations.batches import WholeSteps, balanced_job
 from wlb.shadow_mode.lengths import Lengths
 from wlb.workload.fitted import FittedPrices, fit_prices
 
@@ -91,6 +90,8 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, waits_measured: bool) 
     that. Balanced micro-batches hold as many tokens as the job's on average, or the longest document if that is more; a
     step keeps its tokens. Raises ``UserError`` where there are too few micro-batches or documents.
     """
+    from wlb.integrations.batches import WholeSteps, balanced_job  # with torch, which ``import wlb`` does not need
+
     prices = _fitted(steps, waits_inside, waits_measured and len(steps[0]) > 1)
 
     def seconds(steps: Sequence[Step], of: str) -> list[list[list[float]]]:

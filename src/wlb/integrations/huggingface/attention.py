@@ -45,9 +45,9 @@ def register_attention(
     """Make our attention known to ``transformers`` as the implementation ``name``, and use it in ``model`` if given.
 
     A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
-    ``attend`` one rank's share of them (``PackedBatch``, ``context_parallel_share``), which the ranks of ``group`` or
-    of the batch attend together. Its memory does not grow with the square of the tokens. Encoders of images or audio keep
-    theirs. Without gradients the model also takes batches that are not packed, and attends them by ``sdpa``.
+    ``attend`` one rank's share of them (``PackedBatch``, ``context_parallel_share``), which the ranks of ``group``, or
+    of the batch, attend together. Its memory does not grow with the square of the tokens. Encoders of images or audio
+    keep theirs. Without gradients the model also takes batches that are not packed, and attends them by ``sdpa``.
 
     Raises ``UserError`` for a model that cannot be trained so (``check_model``). The attention raises it for what would
     silently train something else: a mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout, a
