@@ -28,6 +28,7 @@ PUBLISHED: dict[str, str | None] = {
         "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., own_lists=..., "
         "sharding=..., overlong=..., state=..., group=..., **settings"
     ),
+    "wlb.integrations.packed.packed_loss": "logits, labels, loss_tokens, *, averaged_over",
     "wlb.integrations.packed.FlatteningCollator": "",
     "wlb.integrations.accelerate.balanced_steps": "accelerator, prepared, documents, /, **settings",
     "wlb.integrations.batches.PlannedBatchSampler": (

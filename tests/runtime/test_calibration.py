@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 
 from tests.cases import in_turn
 from tests.training.distributed import run_ranks
-from wlb.runtime import calibration
+from wlb.integrations.packed import PackedBatch, packed_batches
+from wlb.runtime import calibration, level_step
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.clock import Clock
 
@@ -109,12 +111,11 @@ def _calibrated(steps: int) -> tuple[list[bool], dict[str, object]]:
     rank = torch.distributed.get_rank()
     found, now, changed = Calibration(2, 2, CPU), [0.0], []
     found._clock = Clock("made up", lambda: now[0])
-    for step in range(1, steps + 1):
+    for _ in range(steps):
         for length in (100, 400, 900, 1600, 2500, 3600):
-            plan = SimpleNamespace(cp_size=2 if length == 900 else 1, segment_lengths=(length,))
-            with found.timing(SimpleNamespace(shard_plan=plan)):
+            with found.timing(SimpleNamespace(is_shared=length == 900, segment_lengths=(length,))):
                 now[0] += 99.0 if length == 900 else (1e-6 * length**2 + 1e-3 * length) * (1 + rank)
-        changed.append(found.after_step(step))
+        changed.append(found.end_step())
     return changed, found.state_dict()
 
 
@@ -127,3 +128,44 @@ def test_all_ranks_find_the_same():
     assert fast / slow == pytest.approx(2, rel=0.02)
     square, token, _ = state["prices"]
     assert square * 1e6 == pytest.approx(token * 1e3, rel=0.01)
+
+
+def _own_lists(state: dict[str, Any] | None) -> list[tuple[list[float], dict[str, Any]]]:
+    """Tokens of each rank's unshared micro-batches and the state, step by step; rank 1 takes twice as long."""
+    rank, now, module = torch.distributed.get_rank(), [0.0], torch.nn.Linear(1, 1)
+    documents = [np.ones(length, np.int64) for length in np.random.default_rng(0).integers(50, 400, 4000)]
+    sizes: dict[str, Any] = {"context_window": 512, "micro_batches": 8, "max_length_factor": 1.0}
+    steps = packed_batches(
+        [np.ones(length, np.int64) for length in lengths],
+        model="tiny",
+        own_lists=True,
+        calibrate=3,
+        state=state,
+        **sizes,
+    )
+    assert steps.calibration is not None
+    steps.calibration._clock = Clock("made up", lambda: now[0])
+
+    def loss_of(batch: PackedBatch) -> torch.Tensor:
+        now[0] += sum(1e-6 * length**2 + 1e-3 * length for length in batch.segment_lengths) * (1 + rank)
+        return module.weight.sum()
+
+    found = []
+    for step in steps:
+        level_step(module, step.batches, loss_of, steps.calibration)
+        tokens = [0.0, 0.0]
+        for micro_batch in step.plan.micro_batches:
+            for member in micro_batch.ranks:
+                tokens[member] += micro_batch.tokens / len(micro_batch.ranks)
+        found.append((tokens, json.loads(json.dumps(steps.state_dict()))))
+    return found
+
+
+def test_packed_batches_give_a_slow_rank_less_and_resume_to_the_same_plans():
+    straight, _ = run_ranks(2, _own_lists, None)
+    shares = [slow / (fast + slow) for (fast, slow), _ in straight]
+    assert shares[2] == pytest.approx(1 / 2, abs=0.05)
+    assert shares[3] == pytest.approx(1 / 3, abs=0.05)
+    for after in (3, 4):  # right after a calibration, and between two
+        resumed, _ = run_ranks(2, _own_lists, straight[after - 1][1])
+        assert [tokens for tokens, _ in resumed] == [tokens for tokens, _ in straight[after:]]

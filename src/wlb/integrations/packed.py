@@ -6,6 +6,7 @@ loss of a step is the sum over its labelled tokens, divided by their number over
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -27,6 +28,7 @@ from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_len
 from wlb.integrations.document_fields import Document, check_documents, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch, read_batch
+from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import device_of, gathered_rows, sharing_group
 from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import fingerprint_of
@@ -56,6 +58,11 @@ class PackedBatch:
     ranks: int
     attend: ShardedAttention | None = None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks hold parts of the micro-batch."""
+        return self.attend is not None
+
     def loss(self, logits: Tensor) -> Tensor:
         """This micro-batch's share of the step's loss, a scalar in float32, or float64 where logits are.
 
@@ -66,9 +73,7 @@ class PackedBatch:
         if rows.shape[:-1] != self.labels.shape:
             shapes = f"logits have shape {tuple(logits.shape)} and the batch {len(self.labels)} tokens"
             raise UserError(f"{shapes}; give (tokens, vocabulary), or model(**batch).logits of a Hugging Face model")
-        if self.loss_tokens == 0:
-            warn_of_no_labels()
-        return summed_cross_entropy(rows, self.labels) * self.ranks / max(self.loss_tokens, 1)
+        return packed_loss(rows, self.labels, self.loss_tokens, averaged_over=self.ranks)
 
     @cached_property
     def _keywords(self) -> dict[str, Any]:
@@ -85,6 +90,17 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         tensors = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "position_ids")}
         return replace(self, **tensors)
+
+
+def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int, *, averaged_over: int) -> Tensor:
+    """A micro-batch's share of the loss of a step of ``loss_tokens`` labels, as ``PackedBatch.loss`` has it.
+
+    ``logits`` are (tokens, vocabulary), ``labels`` (tokens,). Gradients are averaged over ``averaged_over`` ranks
+    afterwards; 1 where they are summed.
+    """
+    if loss_tokens == 0:
+        warn_of_no_labels()
+    return summed_cross_entropy(logits, labels) * averaged_over / max(loss_tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -117,6 +133,8 @@ class PackedSteps(Iterator[PackedStep]):
         sharding: See ``cp``.
         overlong: "split", "truncate", "drop" or "error" documents over the window. A warning says that there are some,
             and ``overlong`` of the steps counts them.
+        calibrate: Every so many steps, plan by prices and, with ``own_lists``, rank speeds that they measured; 0 is
+            never. Give ``level_step`` the steps' ``calibration``, which does the measuring.
         state: What ``state_dict`` gave, with any number of processes, micro-batches, window, packing and model.
         group: The processes that train, by default all; with tensor or pipeline parallelism, the data-parallel ones.
         settings: Further keywords of ``balanced_job``: model, hardware, profile, preset, seed, shuffle and the like.
@@ -140,6 +158,7 @@ class PackedSteps(Iterator[PackedStep]):
         own_lists: bool = False,
         sharding: str = "hybrid",
         overlong: str = "split",
+        calibrate: int = 0,
         state: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
         **settings: Any,
@@ -170,13 +189,22 @@ class PackedSteps(Iterator[PackedStep]):
         strategy = "elastic" if self.job.packing.method == "elastic" else sharding
         self._share = RankShare(*divmod(self._rank, layout.cp), layout, strategy, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
-        self._begin: dict[str, Any] | None = {"sharding": strategy, "state": None}
+        self.calibration: Calibration | None = None
+        if calibrate:
+            if self.job.packed_by is not None or calibrate < 0:
+                raise UserError(
+                    f"calibrate = {calibrate} measures prices in place of workload; give one, and steps >= 1"
+                )
+            self.calibration = Calibration(calibrate, self._processes.ranks, device_of(group), group)
+        self._measured: tuple[Any, Any] = (None, None)  # prices and speeds that steps are planned by
+        self._begin: dict[str, Any] | None = {"sharding": strategy, "calibrate": calibrate, "state": None}
         if state is not None:
             self.load_state_dict(state)
 
     def __next__(self) -> PackedStep:
         if self._begin is not None:
             self._agree(self._begin)
+        self._plan_by_measured()
         plan = next(self._steps, None)
         shares = () if plan is None else self._share.batches(plan, self._read)
         loss_tokens = self._loss_tokens(plan, shares)
@@ -196,12 +224,23 @@ class PackedSteps(Iterator[PackedStep]):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last step, as JSON-serialisable data; the same on all processes."""
-        return self._steps.state_dict()
+        found = {} if self.calibration is None else {"calibration": self.calibration.state_dict()}
+        return self._steps.state_dict() | copy.deepcopy(found)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. Raises ``UserError`` where that is not possible, or a stream has begun."""
         self._steps.load_state_dict(state)
+        if self.calibration is not None and "calibration" in state:
+            self.calibration.load_state_dict(state["calibration"])
         self._begin = {"sharding": self._share.strategy, "state": digest(state)}
+
+    def _plan_by_measured(self) -> None:
+        if self.calibration is None:
+            return
+        found = self.calibration.prices, self.calibration.speeds if self.job.levels_steps else None
+        if found != self._measured:
+            self._steps.plan_by(self.job.measured(*found))
+            self._measured = found
 
     def _agree(self, begin: dict[str, Any]) -> None:
         """Compare what processes are about to train, and join those that share micro-batches."""

@@ -53,6 +53,7 @@ class Calibration:
         self.prices: MeasuredPrices | None = None
         self.speeds: tuple[float, ...] | None = None
         self._every, self._device, self._group, self._clock = every, device, group, clock_of(device)
+        self._steps = 0
         most = min(_MOST_TIMED, -(-_MOST_GATHERED // ranks))
         self._timed = deque[tuple[float, float, Any, Any]]([], most)  # sum(d^2), sum(d), and from when to when
         self._mean_prices, self._price_count = np.zeros(3), 0
@@ -61,19 +62,20 @@ class Calibration:
     @contextmanager
     def timing(self, batch: Any) -> Iterator[None]:
         """Time what runs inside for ``batch``, a ``ShardedBatch`` or ``PackedBatch``, unless other ranks share it."""
-        plan, start = batch.shard_plan, self._clock.mark()
+        start = self._clock.mark()
         yield
         stop = self._clock.mark()
-        if plan is None or plan.cp_size == 1:
-            lengths = np.array((plan or batch).segment_lengths, np.float64)
+        if not batch.is_shared:
+            lengths = np.array(batch.segment_lengths, np.float64)
             self._timed.append((float((lengths**2).sum()), float(lengths.sum()), start, stop))
 
-    def after_step(self, step: int) -> bool:
+    def end_step(self) -> bool:
         """Gather and evaluate what was timed where that is due; whether ``prices`` or ``speeds`` changed.
 
-        Every rank calls it after step number ``step``. Plans from the next step on are to use what it found.
+        Every rank calls it after every step. Plans from the next step on are to use what it found.
         """
-        if step % self._every:
+        self._steps += 1
+        if self._steps % self._every:
             return False
         rows = [number for *sums, start, stop in self._timed for number in (*sums, self._clock.between(stop, start))]
         rows += [0.0] * (3 * (self._timed.maxlen or 0) - len(rows))
@@ -81,7 +83,7 @@ class Calibration:
         return self.update(gathered_rows(rows, torch.float64, self._device, self._group).unflatten(1, (-1, 3)).numpy())
 
     def update(self, rows: Array) -> bool:
-        """``after_step`` with the gathered ``rows``, shape (ranks, micro-batches, 3): sum(d^2), sum(d) and seconds.
+        """``end_step`` with the gathered ``rows``, shape (ranks, micro-batches, 3): sum(d^2), sum(d) and seconds.
 
         Rows without seconds are left out; fewer than ``LEAST_SAMPLES`` of them change nothing.
         """
@@ -139,6 +141,7 @@ class Calibration:
     def state_dict(self) -> dict[str, Any]:
         """What plans use and what it is averaged from; what was timed since the last exchange is not in it."""
         return {
+            "steps": self._steps,
             "prices": self.prices,
             "speeds": self.speeds,
             "mean_prices": self._mean_prices.tolist(),
@@ -149,7 +152,7 @@ class Calibration:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; with another number of ranks, prices are kept and speeds dropped."""
-        square, token, fixed = state["prices"] or (0.0, 0.0, 0.0)
+        self._steps, (square, token, fixed) = state["steps"], state["prices"] or (0.0, 0.0, 0.0)
         self.prices = (square, token, fixed) if state["prices"] else None
         self._mean_prices, self._price_count = np.array(state["mean_prices"]), state["price_count"]
         if len(state["counts"]) == len(self._counts):

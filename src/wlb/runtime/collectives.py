@@ -39,14 +39,17 @@ def gathered_rows(
 ) -> Tensor:
     """``row`` of every rank (of ``group``), in rank order, on the CPU: the cheap ``gathered`` for a few numbers."""
     mine = torch.tensor(row, dtype=dtype, device=device)
+    if not dist.is_initialized():  # one process
+        return mine[None].cpu()
     rows = mine.new_empty(dist.get_world_size(group), len(row))
     dist.all_gather(list(rows.unbind()), mine, group)
     return rows.cpu()
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors have to be that ``group`` sends."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    """Where tensors have to be that ``group`` sends; without a group, where a process would train."""
+    on_gpu = dist.get_backend(group) == "nccl" if dist.is_initialized() else torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def sharing_group(size: int, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

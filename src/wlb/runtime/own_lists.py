@@ -74,7 +74,7 @@ def level_step(
         loss_fn: Runs ``model`` on a batch and returns its share of the step's loss, a scalar
             (``PackedBatch.loss(logits)``). It makes no other collective call, so a second FSDP2 model has to be
             gathered before.
-        calibration: Times the batches, if given.
+        calibration: Times the batches, if given: ``PackedSteps.calibration``.
 
     Returns:
         The sum of the losses, detached. Over all ranks it adds up to the loss of the step, times the number of ranks
@@ -91,6 +91,8 @@ def level_step(
         loss = loss_fn(batch)
         loss.backward()
         losses.append(loss.detach())
+    if calibration is not None:
+        calibration.end_step()
     return torch.stack(losses).sum()
 
 

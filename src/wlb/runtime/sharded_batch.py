@@ -49,6 +49,16 @@ class ShardedBatch:
     ranks: tuple[int, ...] = ()
 
     @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment of the whole micro-batch."""
+        return self.shard_plan.segment_lengths
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks hold parts of the micro-batch."""
+        return self.shard_plan.cp_size > 1
+
+    @property
     def rows(self) -> int:
         return len(self.tokens)
 

@@ -160,7 +160,7 @@ class Trainer:
             self.reporter.record(self.step, loaded, outcome._replace(step_seconds=seconds), computed)
 
     def _calibrate(self) -> None:
-        if self.calibration is not None and self.calibration.after_step(self.step):
+        if self.calibration is not None and self.calibration.end_step():
             self.loader.plan_again()
             if self.reporter:
                 say(f"planning by what was measured up to step {self.step}: {self.calibration}")

@@ -129,6 +129,13 @@ class WholeSteps(Iterator[StepPlan]):
         self._before, self.finished = step.state, step.documents
         return step.plan
 
+    def plan_by(self, job: Job) -> None:
+        """Plan what follows the last step returned as ``job`` does, which differs in prices or rank speeds alone."""
+        self._job, state = job, self._before
+        self._begin(self.first_epoch)
+        self._planner.load_state_dict(copy.deepcopy(state))
+        self._before = state
+
     @property
     def overlong(self) -> OverlongReport:
         """What became of documents over the context window, of all that were taken in."""
