@@ -136,7 +136,7 @@ def _own_lists(state: dict[str, Any] | None) -> list[tuple[list[float], dict[str
     documents = [np.ones(length, np.int64) for length in np.random.default_rng(0).integers(50, 400, 4000)]
     sizes: dict[str, Any] = {"context_window": 512, "micro_batches": 8, "max_length_factor": 1.0}
     steps = packed_batches(
-        [np.ones(length, np.int64) for length in lengths],
+        documents,
         model="tiny",
         own_lists=True,
         calibrate=3,
