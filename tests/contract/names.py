@@ -15,6 +15,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
     "wlb.make_shard_plan": "document_lengths, cp_size, strategy, *, workload=...",
     "wlb.make_workload": "model=..., hardware=..., tp=..., cp=..., profile=...",
+    "wlb.shadow": "loader_or_model, *, every=..., lengths=..., tensorboard=..., profile=..., model=...",
     "wlb.StepPlan": "step, ranks, delay_token_steps=..., longest_delay=...",
     "wlb.StepPlan.to_json": "",
     "wlb.StepPlan.from_json": "data",
