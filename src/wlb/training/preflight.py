@@ -128,6 +128,8 @@ def _settings_checks(config: JobConfig, store: TokenStore, model: TransformerCon
     ]
     if config.packing.method == "fixed_solver":
         checks.append(lambda: require("scipy.optimize", "solver"))
+    if config.metrics.tensorboard:
+        checks.append(lambda: require("tensorboard", "train"))
     return checks
 
 
