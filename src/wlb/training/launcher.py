@@ -38,7 +38,6 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     wrong by itself, and ``KeyboardInterrupt`` on Ctrl-C once all processes have ended.
     """
     config = load_config(config_path, overrides, auto_dp=_dp_of_this_machine)
-    require("torch", "train")
     if START_METHOD == "forkserver":
         # Signals stay blocked in the server and all that it forks, so that none is too early for a rank.
         resource_tracker.ensure_running()  # which unblocks them, and does so for the server if it starts it
