@@ -14,7 +14,7 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "studies").rglob("*.md")]
 )
 
-_PROGRAMS = ("wlb", "wlb-studies", "make", "python", "pytest", "torchrun", "hf", "nohup", "pip")
+_PROGRAMS = ("wlb", "wlb-studies", "make", "python", "pytest", "torchrun", "tensorboard", "hf", "nohup", "pip")
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+) -->")
 _FILE = re.compile(r"Write this to `(?P<name>\S+)`")
 _VARY = "<!-- figures vary -->"

@@ -181,7 +181,7 @@ def stored(case: Case, folder: Path) -> Case:
     with TokenStoreWriter(store, vocab_size=case.documents.vocab_size or 1) as writer:
         for length in case.documents.lengths:
             writer.add(np.zeros(length, np.int64))
-    metrics = {"dir": str(folder / "metrics")}
+    metrics = {"dir": str(folder / "metrics"), "tensorboard": False}
     given = case.config.model_dump(exclude_unset=True) | {"metrics": metrics}
     given["data"]["store"] = str(store)
     return replace(case, config=JobConfig.model_validate(given))

@@ -24,7 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "data": {"context_window": WINDOW},
     "packing": {"micro_batches": 4},
     "training": {"steps": 6, "warmup_steps": 2, "device": "cpu", "timeout_seconds": HUNG_SECONDS, "threads": 1},
-    "metrics": {"document_ids": True},
+    "metrics": {"document_ids": True, "tensorboard": False},
 }
 
 

@@ -70,6 +70,7 @@ def files_of(directory: Path) -> list[str]:
         f"checkpoint.dir={directory / 'checkpoints'}",
         f"checkpoint.every={10**6}",
         f"metrics.dir={directory}",
+        "metrics.tensorboard=false",
     ]
 
 

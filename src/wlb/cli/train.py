@@ -69,7 +69,8 @@ def train(
     Example: wlb train configs/405b_128k.toml --dry-run
     """
     settings = overrides or []
-    require("safetensors", "train")  # torch may be there without it, and processes that lack it end in a traceback
+    for package in ("safetensors", "torch"):  # processes that lack one of them end in a traceback
+        require(package, "train")
     if isinstance(asked, DryRunOptions):
         return _dry_run(config, settings, asked, json)
     from wlb.training.launcher import launch
@@ -93,7 +94,6 @@ def _dry_run(config: Path, overrides: list[str], asked: DryRunOptions, json: boo
         raise UserError(
             f"--hardware {name} has no effect on a job of --device {device}; leave it out, or choose --device {kind}"
         )
-    require("torch", "train")
     from wlb.training.dry_run import dry_run
 
     with stderr.status("checking the job and simulating its first steps"):

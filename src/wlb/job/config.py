@@ -236,6 +236,7 @@ class TrainingConfig(Section):
         description="Memory of a process; default: 90% of its GPU's less 4 GiB, or of its share of the machine's",
     )
     deterministic: bool = Field(False, description="Kernels that give the same bits in every run, also on GPUs; slower")
+    compile: bool = Field(False, description="Run blocks through torch.compile")
     threads: PositiveInt | None = Field(
         None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
     )
@@ -259,10 +260,11 @@ class CheckpointConfig(Section):
 class MetricsConfig(Section):
     """What the job writes about itself."""
 
-    dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl")
+    dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
     document_ids: Literal[False, True, "segments"] = Field(
         False, description="List the documents of every step in steps.jsonl, or their segments too"
     )
+    tensorboard: bool = Field(True, description="Write TensorBoard event files")
     profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4")
 
 

@@ -67,12 +67,8 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     ranks run equally many micro-batches.
     """
     if not micro_batch.segments:
-        return TokenBatch(
-            torch.zeros(1, dtype=torch.int64),
-            torch.full((1,), IGNORE_LABEL),
-            torch.zeros(1, dtype=torch.int64),
-            (1,),
-        )
+        zero = torch.zeros(1, dtype=torch.int64)
+        return TokenBatch(zero, torch.full_like(zero, IGNORE_LABEL), zero.clone(), (1,))
     segment_lengths = np.array(micro_batch.lengths, dtype=np.int64)
     ends = np.cumsum(segment_lengths)
     tokens = np.empty(ends[-1], dtype=np.int64)
@@ -91,12 +87,8 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
         if len(run) == length:
             labels[end - 1] = IGNORE_LABEL
     positions = np.arange(ends[-1]) - np.repeat(ends - segment_lengths, segment_lengths)
-    return TokenBatch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(labels),
-        torch.from_numpy(positions),
-        tuple(micro_batch.lengths),
-    )
+    tokens_T, labels_T, positions_T = map(torch.from_numpy, (tokens, labels, positions))
+    return TokenBatch(tokens_T, labels_T, positions_T, tuple(micro_batch.lengths))
 
 
 def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | None = None) -> TokenBatch:
@@ -109,20 +101,13 @@ def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | Non
     store.check_unchanged(documents)
     batch = make_batch(micro_batch, store)
     store.check_unchanged(documents)
-    if vocab_size is not None:
-        check_vocabulary(batch, micro_batch, vocab_size)
-    return batch
-
-
-def check_vocabulary(batch: TokenBatch, micro_batch: MicroBatch, vocab_size: int) -> None:
-    """Raise ``UserError`` unless every token of ``batch``, made from ``micro_batch``, is below ``vocab_size``."""
-    largest = int(torch.maximum(batch.tokens, batch.labels).max())
-    if largest >= vocab_size:
-        documents = ", ".join(str(segment.document) for segment in micro_batch.segments)
+    if vocab_size is not None and (largest := int(torch.maximum(batch.tokens, batch.labels).max())) >= vocab_size:
+        named = ", ".join(str(segment.document) for segment in micro_batch.segments)
         raise UserError(
             f"token {largest} is outside the vocabulary of model.vocab_size = {vocab_size}; it is in one of "
-            f"the documents {documents}"
+            f"the documents {named}"
         )
+    return batch
 
 
 def labelled_tokens(step_plan: StepPlan, store: TokenSource) -> int:

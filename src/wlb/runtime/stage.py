@@ -28,10 +28,6 @@ from wlb.runtime.own_lists import gather_weights
 Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
 
 
-def _unmeasured(phase: str, micro_batch: int) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 class PlannedStage(PipelineStage):
     """A stage that passes a residual stream (rows, width) of known rows per micro-batch; see ``variable_length_stage``.
 
@@ -123,7 +119,7 @@ def variable_length_stage(
     device: torch.device,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None = None,
-    measuring: Measuring = _unmeasured,
+    measuring: Measuring = lambda phase, micro_batch: nullcontext(),
 ) -> PlannedStage:
     """Make ``module`` a pipeline stage that runs micro-batches of any length.
 

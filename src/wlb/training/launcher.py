@@ -20,7 +20,7 @@ from typing import Any
 from wlb.errors import UserError, require
 from wlb.job.config import CheckpointConfig, JobConfig
 from wlb.job.config_file import load_config
-from wlb.training.checkpoint.files import step_of
+from wlb.training.checkpoint.files import newest_checkpoint, step_of
 from wlb.training.console import say, write
 from wlb.training.failures import TERMINATED_STATUS, Ending, ending_of
 from wlb.training.termination import signals_to_end
@@ -38,7 +38,6 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     wrong by itself, and ``KeyboardInterrupt`` on Ctrl-C once all processes have ended.
     """
     config = load_config(config_path, overrides, auto_dp=_dp_of_this_machine)
-    require("torch", "train")
     if START_METHOD == "forkserver":
         # Signals stay blocked in the server and all that it forks, so that none is too early for a rank.
         resource_tracker.ensure_running()  # which unblocks them, and does so for the server if it starts it
@@ -81,8 +80,6 @@ def _train(config: JobConfig, summary: bool) -> int:
 
 def _step_to_continue_from(config: CheckpointConfig) -> int | None:
     """0 where there is no checkpoint yet, None where the job does not continue by itself."""
-    from wlb.training.checkpoint.files import newest_checkpoint
-
     if config.dir is None or not config.resume:
         return None
     try:

@@ -70,7 +70,7 @@ def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
     before clipping, the same on every rank.
     """
     counted = [(p.grad, _share(stage, p)) for stage in stages for p in stage.parameters() if p.grad is not None]
-    gradients = [_local(gradient) for gradient, _ in counted]
+    gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad, _ in counted]
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for (_, share), part in zip(counted, torch._foreach_norm(gradients), strict=True):
         squares += part.double() ** 2 * share
@@ -79,10 +79,6 @@ def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
     if 0 < largest < norm:
         torch._foreach_mul_(gradients, largest / norm)
     return norm
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _share(stage: nn.Module, parameter: Tensor) -> float:

@@ -29,8 +29,6 @@ from wlb.training.environment import device_type, hardware_name, trained_model
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.failures import TrainingError
 
-Check = Callable[[], object]
-
 
 @dataclass(frozen=True)
 class CheckedJob:
@@ -105,8 +103,13 @@ def checked(
     """
     model = trained_model(config, store)
     job = Job.from_config(config, hardware, vocab_size=model.shape.vocab_size, limit=limit)
-    for check in _settings_checks(config, store, model):
-        tried(check)
+    tried(lambda: DocumentStream(store.stored_lengths, config.data))  # refuses what leaves nothing to train on
+    tried(store.check_labels)
+    tried(lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size))
+    if config.packing.method == "fixed_solver":
+        tried(lambda: require("scipy.optimize", "solver"))
+    if config.metrics.tensorboard:
+        tried(lambda: require("tensorboard", "train"))
     for name, directory in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if directory is not None:
             tried(partial(_check_could_write, name, directory))
@@ -117,18 +120,6 @@ def checked(
     job = tried(lambda: decide(job, lengths)) or decide(job.with_length_factor(job.least_length_factor), lengths)
     tried(lambda: _check_memory(job, resumes=saved is not None))
     return CheckedJob(config, job, model, store, saved)
-
-
-def _settings_checks(config: JobConfig, store: TokenStore, model: TransformerConfig) -> list[Check]:
-    """What can be said of settings and data before anything is decided; each raises ``UserError``."""
-    checks: list[Check] = [
-        lambda: DocumentStream(store.stored_lengths, config.data),  # refuses what leaves nothing to train on
-        store.check_labels,
-        lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size),
-    ]
-    if config.packing.method == "fixed_solver":
-        checks.append(lambda: require("scipy.optimize", "solver"))
-    return checks
 
 
 def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str, Any] | None:

@@ -51,6 +51,7 @@ def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
         execution,
         seed=training.seed if initialise else None,
         activation_checkpointing=job.activation_checkpointing,
+        compiled=training.compile,
     )
     optimizers = [build_optimizer(stage, training) for stage in stages]
     share = share_in(job, mesh.rank("dp"), mesh.rank("cp"))

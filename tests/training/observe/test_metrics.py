@@ -18,15 +18,18 @@ from wlb.training.observe.metrics import MetricsFiles, continue_file, last_step_
 ROW: dict[str, Any] = {
     "step": 1,
     "loss": 2.5,
+    "slowest_rank": {"predicted": 1.02, "measured": 1.051},
     "rank_seconds": [0.1, 0.2],
     "document_ids": [4, 7, 9],
 }
+EVALUATION = {"step": 1, "loss": None, "buckets": {"1-255": {"loss": 3.5}, "256+": {"loss": None}}}
 
 
 def write(folder: Path, last_step: int, steps: range) -> None:
-    files = MetricsFiles(MetricsConfig(dir=folder), last_step)
+    files = MetricsFiles(MetricsConfig(dir=folder, tensorboard=False), last_step)
     for step in steps:
         files.write("steps", ROW | {"step": step})
+    files.close()
 
 
 def steps_in(path: Path) -> list[int]:
@@ -45,14 +48,28 @@ def test_a_new_job_sets_an_older_file_aside(tmp_path):
 def test_a_resumed_job_goes_back_to_its_checkpoint(tmp_path, capfd):
     write(tmp_path, 0, range(1, 6))
     (tmp_path / "evaluation.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
-    assert MetricsFiles(MetricsConfig(dir=tmp_path), 3).evaluated == 2
+    assert MetricsFiles(MetricsConfig(dir=tmp_path, tensorboard=False), 3).evaluated == 2
     assert steps_in(tmp_path / "steps.jsonl") == [1, 2, 3]
     assert "steps.jsonl goes back to step 3, later lines removed: 2" in capfd.readouterr().err
 
 
+def test_scalars_reach_tensorboard(tmp_path):
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    files = MetricsFiles(MetricsConfig(dir=tmp_path), 0)
+    files.write("steps", ROW)
+    files.write("evaluation", EVALUATION)
+    assert json.loads((tmp_path / "steps.jsonl").read_text()) == ROW  # at once
+    files.close()
+    events = reading.EventAccumulator(str(tmp_path))
+    events.Reload()
+    names = {"loss", "slowest_rank/predicted", "slowest_rank/measured", "evaluation/buckets/1-255/loss"}
+    assert set(events.Tags()["scalars"]) == names
+    assert events.Scalars("slowest_rank/measured")[0].value == pytest.approx(1.051)
+
+
 def test_a_full_disk_is_told_in_one_line(tmp_path):
     (tmp_path / "steps.jsonl").symlink_to("/dev/full")
-    files = MetricsFiles(MetricsConfig(dir=tmp_path), 0)
+    files = MetricsFiles(MetricsConfig(dir=tmp_path, tensorboard=False), 0)
     with pytest.raises(TrainingError, match=r"step 1: .*steps\.jsonl cannot be written: No space left on device"):
         files.write("steps", ROW)
 

@@ -1,6 +1,7 @@
-"""What parallelising does to a model: sizes, types and memory, and blocks that are recomputed.
+"""What parallelising does to a model: sizes, types and memory, and blocks that are recomputed or compiled.
 
-Every strategy computes the same numbers to the last bit, and attends as often as it says.
+Every strategy computes the same numbers to the last bit, and attends as often as it says. Blocks are compiled once for
+all lengths, and compute what they compute uncompiled.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from tests.training.distributed import run_ranks
@@ -29,6 +32,7 @@ from wlb.training.parallel.parallelize import (
     Execution,
     apply_activation_checkpointing,
     build_stage_modules,
+    compile_blocks,
 )
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape
@@ -40,6 +44,8 @@ SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hid
 SEGMENTS = (5, 9, 1, 13)
 # Exchanges of keys and values, a layer; what is received is kept.
 EXCHANGES: dict[Checkpointing, int] = {"none": 1, "selective": 1, "full": 2}
+GRAPHS = 4  # attention's norm; projections and rotation; output projection; residual and feed-forward layer
+LENGTHS = (41, 7, 23, 64, 41, 10, 3, 2, 57, 35)
 LAYOUT = Layout(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
 
 
@@ -111,6 +117,53 @@ def test_only_full_attends_and_exchanges_twice() -> None:
 def test_parameters_keep_their_names() -> None:
     none, selective, full = (list(recomputed(strategy).state_dict()) for strategy in ("none", "selective", "full"))
     assert none == selective == full
+
+
+@pytest.fixture
+def nothing_is_compiled():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def train_on(module: Transformer, length: int) -> Tensor:
+    attend = partial(context_parallel_attention, shard_plan=make_shard_plan([length], 1, "per_sequence"), group=None)
+    tokens = torch.arange(length)
+    loss: Tensor = module(tokens % SHAPE.vocab_size, tokens, attend).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.parametrize("strategy", ["none", "selective"])
+def test_one_compilation_serves_every_length_and_every_block(strategy):
+    plain, compiled = plain_model(), plain_model()
+    compile_blocks(compiled, backend="aot_eager")  # traces forward and backward as inductor does, writes no code
+    apply_activation_checkpointing(compiled, strategy)
+    for length in LENGTHS:
+        torch.testing.assert_close(train_on(compiled, length), train_on(plain, length), rtol=1e-12, atol=0)
+        assert graphs() == GRAPHS
+    for (name, weight), exact in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, exact.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+def test_lengths_that_pytorch_treats_apart_are_compiled_once():
+    compiled = plain_model()
+    compile_blocks(compiled, backend="aot_eager")
+    apart = (1, SHAPE.hidden)
+    for length in (*apart, *LENGTHS):
+        train_on(compiled, length)
+    compiled_graphs = graphs()
+    assert compiled_graphs <= (len(apart) + 1) * GRAPHS
+    for length in (*LENGTHS, *apart, 99):
+        train_on(compiled, length)
+    assert graphs() == compiled_graphs
 
 
 BLOCKS = 2  # of a pipeline rank

@@ -33,11 +33,6 @@ def unsupported(query: Tensor) -> str | None:
         return f"the tensors are on {query.device.type}, not on a CUDA device"
     if torch.version.hip:
         return "PyTorch for ROCm arranges the log-sum-exp differently"
-    return unsupported_by_kernel(query)
-
-
-def unsupported_by_kernel(query: Tensor) -> str | None:
-    """The same for a query that is on a CUDA device."""
     if query.dtype not in _TYPES:
         return f"{query.dtype} is not one of {', '.join(str(dtype) for dtype in _TYPES)}"
     if query.shape[-1] > _LARGEST_HEAD_DIM or query.shape[-1] % 8:

@@ -23,8 +23,8 @@ from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
 from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
-from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.batch import TokenBatch, labelled_tokens, read_batch
+from wlb.packing.plan import StepPlan
+from wlb.runtime.batch import labelled_tokens, read_batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.own_lists import digest_of, fingerprint_of, names_ranks
 from wlb.runtime.sharded_batch import RankShare, ShardedBatch
@@ -79,7 +79,6 @@ class StepLoader(Iterator[LoadedStep]):
         calibration: Calibration | None = None,
     ) -> None:
         self._store, self._job, self._calibration = store, job, calibration
-        self._vocab_size = job.shape.vocab_size
         self._share = share or RankShare()
         self._identity = data_identity(store, job)
         self._epochs = 1 if training.steps is None else None
@@ -137,14 +136,11 @@ class StepLoader(Iterator[LoadedStep]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _batch(self, micro_batch: MicroBatch) -> TokenBatch:
-        return read_batch(micro_batch, self._store, self._vocab_size)
-
     def _read(self, planned: PlannedStep) -> LoadedStep:
         plan = planned.plan
         loss_tokens = labelled_tokens(plan, self._store)
         # Last, as this notices where a file was changed before it was read to the end.
-        batches = self._share.batches(plan, self._batch)
+        batches = self._share.batches(plan, lambda part: read_batch(part, self._store, self._job.shape.vocab_size))
         shards = [] if names_ranks(plan) else [[table.tolist() for table in b.shard_plan.pieces] for b in batches]
         return LoadedStep(
             planned=planned,

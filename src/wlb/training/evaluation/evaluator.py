@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import record_function
@@ -23,6 +22,7 @@ from torch.profiler import record_function
 from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import IGNORE_LABEL, read_batch
 from wlb.runtime.collectives import gathered, gathered_rows
+from wlb.runtime.own_lists import fsdp_units
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.training.evaluation.held_out import HeldOut
 from wlb.training.parallel.parallelize import master_dtype
@@ -61,9 +61,8 @@ class Evaluator:
                 break
             for micro_batch in plan.ranks[self._model.share.dp_rank]:
                 self._score(micro_batch, sums)
-        for unit in (unit for stage in self._model.stages for unit in stage.modules()):
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # or the weights that it has gathered stay; training gathers them anew
+        for unit in (unit for stage in self._model.stages for unit in fsdp_units(stage)):
+            unit.reshard()  # or the weights that it has gathered stay; training gathers them anew
         if self.broken_off:
             return None
         dist.all_reduce(sums)

@@ -1,4 +1,4 @@
-"""The files of a job's metrics, ``steps.jsonl`` and ``evaluation.jsonl``, as rank 0 writes them.
+"""The files of a job's metrics: ``steps.jsonl``, ``evaluation.jsonl`` and TensorBoard's, as rank 0 writes them.
 
 A file never holds a step twice: a resumed job first cuts off what was written past its checkpoint, a new job sets an
 older file aside. Only the end of a file is read for that.
@@ -15,7 +15,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal
 
-from wlb.errors import UserError
+from wlb.errors import UserError, require
 from wlb.job.config import MetricsConfig
 from wlb.training.console import say
 from wlb.training.failures import TrainingError
@@ -30,7 +30,7 @@ class MetricsFiles:
     """
 
     def __init__(self, config: MetricsConfig, last_step: int) -> None:
-        self._directory = config.dir
+        self._directory, self._tensorboard = config.dir, None
         try:
             config.dir.mkdir(parents=True, exist_ok=True)
             for path in (config.dir / STEPS, config.dir / "evaluation.jsonl"):
@@ -38,6 +38,11 @@ class MetricsFiles:
                     say(note)
             self.evaluated = last_step_in(path)
             (config.dir / STEPS).open("a").close()
+            if config.tensorboard:
+                require("tensorboard", "train")
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._tensorboard = SummaryWriter(str(config.dir), purge_step=last_step + 1)
         except OSError as error:
             raise UserError(f"metrics.dir {config.dir} cannot be written: {error.strerror}") from error
 
@@ -47,10 +52,27 @@ class MetricsFiles:
         try:
             with path.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(row, allow_nan=False) + "\n")
+            if self._tensorboard is not None:
+                for name, value in _scalars(row if file == "steps" else {file: row}):
+                    self._tensorboard.add_scalar(name, value, row["step"])
         except OSError as error:
             raise TrainingError(
                 f"step {row['step']}: metrics.dir {path} cannot be written: {error.strerror}"
             ) from error
+
+    def close(self) -> None:
+        """Write out what TensorBoard has not been given yet."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a row, nested names joined by "/"; lists of documents and of ranks are not plotted."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            yield prefix + name, value
 
 
 def continue_file(path: Path, last_step: int) -> str | None:

@@ -110,7 +110,8 @@ class Reporter:
         say(f"evaluation after step {step}  {documents}  {shown or 'loss nan'}  {evaluation['seconds']:.1f} s")
 
     def finish(self) -> dict[str, Any]:
-        """Print what the steps of this run came to and where files are; returns that in one object."""
+        """Close the files, print what the steps of this run came to and where files are; returns that in one object."""
+        self._files.close()
         done, metrics, checkpoints = self._summary, self._config.metrics.dir, self._config.checkpoint.dir
         if done["steps"]:
             saved = f"checkpoints: {checkpoints}" if checkpoints else "no checkpoint.dir is set"

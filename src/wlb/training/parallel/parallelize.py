@@ -1,7 +1,7 @@
 """Everything that is done to a plain ``Transformer`` to train it in parallel, applied from outside.
 
 ``build_stage_modules`` cuts the model into this rank's pipeline stages, splits each over tensor-parallel ranks, has its
-blocks recomputed, shards what is left over all data- and context-parallel ranks with FSDP2, and only then
+blocks compiled and recomputed, shards what is left over all data- and context-parallel ranks with FSDP2, and only then
 gives it memory and weights. Parameters keep the names that they have in the plain model.
 """
 
@@ -45,6 +45,7 @@ def build_stage_modules(
     *,
     seed: int | None,
     activation_checkpointing: Checkpointing = "none",
+    compiled: bool = False,
 ) -> list[Transformer]:
     """Build this rank's pipeline stages, sharded and initialised: ``pp_rank`` and every pp-th after it.
 
@@ -58,6 +59,8 @@ def build_stage_modules(
             module = Transformer(config, splits[stage]).to(master_dtype(execution.dtype))
         if layout.tp > 1:
             apply_tensor_parallel(module, mesh.work["tp"])
+        if compiled:
+            compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
         shard_weights(module, mesh.weights, execution.dtype, reshard_after_forward=layout.pp == 1)
         module.to_empty(device=execution.device)
@@ -70,6 +73,32 @@ def build_stage_modules(
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of weights, their gradients and the loss when computing in ``dtype``: at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def compile_blocks(module: Transformer, backend: str = "inductor") -> None:
+    """Have every block of ``module`` compiled when it first runs; call it before ``apply_activation_checkpointing``.
+
+    The token count is dynamic, so a block is compiled for its first micro-batch and never again, except that PyTorch
+    may compile once more for a length of 1 and one that equals a width of the model. Attention stays outside, because
+    its runs and exchanges follow from each plan. ``backend`` is one of ``torch.compile``.
+    """
+    for block in _blocks(module):
+        block.forward = _compiled(block.forward, backend)  # type: ignore[method-assign]
+
+
+def _compiled(forward: _BlockForward, backend: str) -> _BlockForward:
+    compiled = torch.compile(forward, backend=backend, dynamic=True)
+
+    @wraps(forward)
+    def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
+        if type(x_TD) is not Tensor:
+            # Still on its way from a tensor-parallel collective. Compiled code (torch 2.13) would run on it and give it
+            # a wrong gradient; a copy has arrived.
+            x_TD = x_TD.clone()
+        out: Tensor = compiled(x_TD, rotation, torch.compiler.disable(attend))
+        return out
+
+    return run
 
 
 def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> None:

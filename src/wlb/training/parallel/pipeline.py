@@ -120,12 +120,8 @@ class PipelineRunner:
                 sum_tied_gradients(self._modules, self._mesh.group("pp"))
         self.losses = [loss.detach() for loss in losses]
         # A new tensor every time, also without losses: the caller may reduce it in place.
-        dtype = master_dtype(self._execution.dtype)
-        total = torch.zeros((), dtype=dtype, device=self._execution.device)
-        if self._mesh.rank("tp") == 0:  # the others computed the same
-            for loss in self.losses:
-                total += loss
-        return total
+        nothing = torch.zeros((), dtype=master_dtype(self._execution.dtype), device=self._execution.device)
+        return sum(self.losses, nothing) if self._mesh.rank("tp") == 0 else nothing  # the others computed the same
 
     def _run_alone(
         self, batches: Sequence[ShardedBatch], keywords: Sequence[dict[str, Any]], targets: Sequence[LossTarget]

@@ -36,20 +36,10 @@ def apply_tensor_parallel(module: Transformer, mesh: DeviceMesh) -> None:
         plan |= {f"layers.{layer}.{name}": style for name, style in _block_plan(module.config.qk_norm).items()}
     if module.head is not None:
         plan["head.norm"] = SequenceParallel(sequence_dim=0)
-        plan["head.output"] = _tied_output() if module.config.tied_embeddings else _output()
+        # Scores stay split by vocabulary, as a DTensor for ``loss_parallel``. A tied matrix is split that way already.
+        own = ColwiseParallel(input_layouts=_TOKENS, output_layouts=Shard(-1), use_local_output=False)
+        plan["head.output"] = _all_tokens(inputs=2) if module.config.tied_embeddings else own
     parallelize_module(module, mesh, plan)
-
-
-def _output() -> ColwiseParallel:
-    """The head gives scores split by vocabulary, as a DTensor for ``loss_parallel``."""
-    return ColwiseParallel(input_layouts=_TOKENS, output_layouts=Shard(-1), use_local_output=False)
-
-
-def _tied_output() -> PrepareModuleInput:
-    """The same with the embedding's matrix, which is split by vocabulary already."""
-    return PrepareModuleInput(
-        input_layouts=(_TOKENS, None), desired_input_layouts=(Replicate(), None), use_local_output=False
-    )
 
 
 def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:

@@ -168,6 +168,7 @@ def _settings(run: SeedRun, data: tuple[Path, Path]) -> dict[str, Any]:
         "checkpoint.keep": 1,
         "metrics.dir": str(run.folder / "metrics"),
         "metrics.document_ids": True,
+        "metrics.tensorboard": False,
     } | METHODS[run.method]
 
 
