@@ -37,8 +37,8 @@ class ShadowGain:
 
     In balanced steps ranks run in lock step, or their own lists of micro-batches (None where that is not predicted).
     ``imbalance`` is the slowest process over the mean one, by the prices where measured seconds include waiting.
-    Balanced micro-batches hold ``context_window`` tokens on average, and each process has ``micro_batches`` a step;
-    ``most_tokens`` are those of a micro-batch on one process, now and in the faster balanced steps.
+    Balanced micro-batches hold ``context_window`` tokens on average, and each process has ``micro_batches`` a step.
+    The ``profile`` has the prices, where the model is known.
     """
 
     steps: int
@@ -51,18 +51,12 @@ class ShadowGain:
     own_lists: float | None
     context_window: int
     micro_batches: int
-    most_tokens: tuple[int, int]
-    profile: WorkloadProfile | None = None  # of these prices, where the model is known
-
-    @property
-    def best(self) -> str:
-        """The faster balanced steps: "lock_step" or "own_lists"."""
-        return "own_lists" if self.own_lists is not None and self.own_lists < self.lock_step else "lock_step"
+    profile: WorkloadProfile | None = None
 
     @property
     def speed(self) -> float:
         """Of the faster balanced steps over the job's own, by the prices."""
-        return float(self.own / getattr(self, self.best))
+        return self.own / min(self.lock_step, self.own_lists or self.lock_step)
 
     @property
     def values(self) -> dict[str, float]:
@@ -77,14 +71,10 @@ class ShadowGain:
             return f"keep what you have: balanced steps gain under {_LEAST_GAIN:.0%}"
         if (explained := self.prices.r_squared) < _LEAST_EXPLAINED:
             return f"the gain is not known: prices explain {max(explained, 0):.0%} of the variance of measured seconds"
-        now, then = self.most_tokens
-        how, setting = {"lock_step": ("in lock step", ""), "own_lists": ("with own lists", "own_lists=True, ")}[
-            self.best
-        ]
-        return (
-            f"balanced steps run {self.speed:.2f}x as fast {how}; train with {setting}context_window="
-            f"{self.context_window}, micro_batches={self.micro_batches}, of up to {then:,} tokens (now {now:,})"
-        )
+        lists = self.own_lists is not None and self.own_lists < self.lock_step
+        how, setting = ("with own lists", "own_lists=True, ") if lists else ("in lock step", "")
+        settings = f"{setting}context_window={self.context_window}, micro_batches={self.micro_batches}"
+        return f"balanced steps run {self.speed:.2f}x as fast {how}; train with {settings}"
 
     def __str__(self) -> str:
         padding, balance = self.own / self.unpadded, self.unpadded / self.lock_step
@@ -126,14 +116,8 @@ def gain_of(
     window = max(int(lengths.max(initial=1)), round(lengths.sum() / len(parts)))
     micro_batches = max(1, round(lengths.sum() / len(steps) / len(ranks) / window))
     sizes = {"context_window": window, "micro_batches": micro_batches, "dp": len(ranks)}
-    lock_step, most = _balanced(lengths, prices, waits_inside, **sizes, workload=prices)
-    own_lists = profile = hardware = None
-    if shape is not None:
-        profile, hardware = _profile(prices, shape, on_cuda)
-    if profile is not None and len(ranks) > 1:
-        lists = {"own_lists": True, "profile": profile, "hardware": hardware}
-        own_lists, most_of_lists = _balanced(lengths, prices, waits_inside, **sizes, **lists)
-        most = most_of_lists if own_lists < lock_step else most
+    profile, hardware = (None, "") if shape is None else _profile(prices, shape, on_cuda)
+    lists = {"own_lists": True, "profile": profile, "hardware": hardware} if profile and ranks[1:] else None
     return ShadowGain(
         steps=len(steps),
         imbalance=sum(map(max, of_ranks)) / sum(map(np.mean, of_ranks)),
@@ -141,32 +125,30 @@ def gain_of(
         measured=mean(measured),
         own=mean(computed),
         unpadded=mean(seconds("documents")),
-        lock_step=lock_step / len(steps),
-        own_lists=None if own_lists is None else own_lists / len(steps),
+        lock_step=_balanced(lengths, prices, waits_inside, **sizes, workload=prices) / len(steps),
+        own_lists=_balanced(lengths, prices, waits_inside, **sizes, **lists) / len(steps) if lists else None,
         context_window=window,
         micro_batches=micro_batches,
-        most_tokens=(max(int(one.computed.sum()) for one in parts), most),
         profile=profile,
     )
 
 
-def _balanced(lengths: Lengths, prices: FittedPrices, waits_inside: bool, **settings: Any) -> tuple[float, int]:
-    """Seconds of balanced steps of these documents, and the most tokens of a micro-batch on one process.
-
-    A micro-batch of one process takes what ``prices`` say, a shared one what it is planned to take, by their profile.
-    """
+def _balanced(lengths: Lengths, prices: FittedPrices, waits_inside: bool, **settings: Any) -> float:
+    """Seconds of balanced steps: by ``prices``, but for a shared micro-batch, which takes what it is planned to."""
     from wlb.integrations.batches import WholeSteps, balanced_job  # with torch, which ``import wlb`` does not need
 
     job, total = balanced_job(lengths, **settings), 0.0
-    plans = [*WholeSteps(job, lengths)]
-    for plan in plans:
-        free = np.zeros(settings["dp"])  # when each process has done its own list so far
-        for one in plan.micro_batches if job.levels_steps else ():
+    for plan in WholeSteps(job, lengths):
+        if not job.levels_steps:
+            ranks = [[prices.seconds(one.lengths) for one in rank] for rank in plan.ranks]
+            total += _step_seconds(ranks, waits_inside)
+            continue
+        free = np.zeros(settings["dp"])  # when each process is done with its list so far
+        for one in plan.micro_batches:
             members = [*one.ranks]
             free[members] = free[members].max() + (one.workload if members[1:] else prices.seconds(one.lengths))
-        ranks = [[prices.seconds(one.lengths) for one in rank] for rank in plan.ranks]
-        total += float(free.max()) if job.levels_steps else _step_seconds(ranks, waits_inside)
-    return total, max(-(-one.tokens // max(1, len(one.ranks))) for plan in plans for one in plan.micro_batches)
+        total += float(free.max())
+    return total
 
 
 def _profile(prices: FittedPrices, shape: ModelShape, on_cuda: bool) -> tuple[WorkloadProfile, str]:

@@ -28,7 +28,7 @@ from wlb.shadow_mode.lengths import fields_of, read_lengths
 from wlb.workload import ModelShape, model_shape
 from wlb.workload.profile import write_profile
 
-_MOST_DOCUMENTS, _LEAST_STEPS = 2**15, 16  # of all processes, of which the last ones are kept
+_MOST_DOCUMENTS, _LEAST_STEPS = 2**14, 8  # of all processes, of which the last ones are kept
 _MOST_OPEN = 2**10  # micro-batches of a step
 _LAST_WAIT = 5.0  # seconds
 _NUMBERS = count()  # of shadows: the same one has the same number on every process
@@ -89,8 +89,8 @@ class Shadow:
         if every < 1 or (profile and self._shape is None):
             raise UserError(f"give every >= 1, which is {every}, and the model of the profile, which is {model}")
         self.gain: ShadowGain | None = None
-        self._began: tuple[Any, Any] | None = None  # fields of the batch, and the clock
-        self._open: list[tuple[Any, Any, Any]] = []  # micro-batches of this step: fields, and the clock twice
+        self._began: tuple[Any, Any] | None = None  # documents, and the clock
+        self._open: list[tuple[Any, Any, Any]] = []  # micro-batches of this step: documents, and the clock twice
         self._running: list[list[tuple[Any, Any, Any]]] = []  # steps that the device may not have done
         self._kept: dict[tuple[int, int], list[Measured]] = {}  # steps, by pass over the loader and number in it
         self._passes = self._of_pass = self._steps = 0
@@ -153,9 +153,11 @@ class Shadow:
         if not self._processes:
             self._join()
         fields = fields_of(batch) if self._lengths is None else {"lengths": self._lengths(batch)}
-        # Copied without waiting, and read when the step is done.
-        copied = {kind: a.to("cpu", non_blocking=True) if hasattr(a, "is_cuda") else a for kind, a in fields.items()}
-        self._began = copied, self._clock()
+        if self._on_cuda:  # copied without waiting, and read when the step is done
+            fields = {
+                kind: a.to("cpu", non_blocking=True) if hasattr(a, "is_cuda") else a for kind, a in fields.items()
+            }
+        self._began = fields if self._on_cuda else read_lengths(fields), self._clock()
 
     @_at_no_risk
     def _end(self) -> None:
@@ -270,9 +272,10 @@ class Shadow:
 _LIVE: WeakSet[Shadow] = WeakSet()
 
 
-def _measured(fields: dict[str, Any], begin: Any, end: Any) -> Measured:
-    seconds = end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
-    return Measured(*read_lengths(fields), seconds)
+def _measured(documents: Any, begin: Any, end: Any) -> Measured:
+    on_cpu = isinstance(begin, float)
+    computed, without_padding = documents if on_cpu else read_lengths(documents)
+    return Measured(computed, without_padding, end - begin if on_cpu else begin.elapsed_time(end) / 1000)
 
 
 def _shape_of(model: Any, watched: Any) -> ModelShape | None:
