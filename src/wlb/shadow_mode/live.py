@@ -142,9 +142,9 @@ class Shadow:
 
     @_at_no_risk
     def _forward_begins(self, module: Any, positional: Any, keywords: Any) -> None:
-        from torch import is_grad_enabled
+        from torch import compiler, is_grad_enabled
 
-        if module.training and is_grad_enabled():
+        if module.training and is_grad_enabled() and not compiler.is_compiling():
             self._begin({**self._names.bind_partial(*positional, **keywords).arguments, **keywords})
 
     @_at_no_risk
