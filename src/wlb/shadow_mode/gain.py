@@ -54,9 +54,14 @@ class ShadowGain:
     profile: WorkloadProfile | None = None
 
     @property
+    def advises_lists(self) -> bool:
+        """Whether own lists, which ask more of the loop, are faster than lock step by enough to be worth it."""
+        return self.own_lists is not None and self.own_lists * (1 + _LEAST_GAIN) < self.lock_step
+
+    @property
     def speed(self) -> float:
-        """Of the faster balanced steps over the job's own, by the prices."""
-        return self.own / min(self.lock_step, self.own_lists or self.lock_step)
+        """Of the balanced steps that are advised over the job's own, by the prices."""
+        return self.own / (self.own_lists if self.own_lists and self.advises_lists else self.lock_step)
 
     @property
     def values(self) -> dict[str, float]:
@@ -71,8 +76,7 @@ class ShadowGain:
             return f"keep what you have: balanced steps gain under {_LEAST_GAIN:.0%}"
         if (explained := self.prices.r_squared) < _LEAST_EXPLAINED:
             return f"the gain is not known: prices explain {max(explained, 0):.0%} of the variance of measured seconds"
-        lists = self.own_lists is not None and self.own_lists < self.lock_step
-        how, setting = ("with own lists", "own_lists=True, ") if lists else ("in lock step", "")
+        how, setting = ("with own lists", "own_lists=True, ") if self.advises_lists else ("in lock step", "")
         settings = f"{setting}context_window={self.context_window}, micro_batches={self.micro_batches}"
         return f"balanced steps run {self.speed:.2f}x as fast {how}; train with {settings}"
 
