@@ -226,12 +226,14 @@ def packed(documents: Sequence[list[int]], loss_tokens: int, ranks: int) -> Pack
 
 def unbalanced(trainer_class: type[Any], *, context_window: int) -> type[Any]:
     """In place of ``balanced``: the Trainer with its own random batches, packed without padding."""
+    from wlb.integrations.huggingface import register_attention
 
     class Unbalanced(trainer_class):
-        def __init__(self, *, args: Any, train_dataset: Any, **more: Any) -> None:
+        def __init__(self, *, model: Any, args: Any, train_dataset: Any, **more: Any) -> None:
+            register_attention(model)  # that of the balanced Trainer
             args.per_device_train_batch_size = usual_batch(train_dataset, context_window)
             args.remove_unused_columns = False
-            super().__init__(args=args, train_dataset=train_dataset, **more)
+            super().__init__(model=model, args=args, train_dataset=train_dataset, **more)
             self.data_collator = FlatteningCollator()  # SFTTrainer makes its own in place of one that it is given
 
     return Unbalanced

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from wlb.errors import UserError
 from wlb.shadow_mode.gain import Measured, ShadowGain, gain_of
+from wlb.workload import model_shape
 from wlb.workload.fitted import FittedPrices
 
 TRUE = FittedPrices(square=2e-9, token=3e-6, fixed=4e-3, r_squared=1.0)
@@ -43,26 +46,26 @@ def waiting(steps: list[list[list[Measured]]], inside: bool) -> list[list[list[M
 @pytest.mark.parametrize("inside", [False, True])
 def test_both_clocks_say_the_same(inside: bool):
     steps = steps_of(64)
-    gain = gain_of(steps, waits_inside=inside, waits_measured=False)
+    gain = gain_of(steps, waits_inside=inside)
     assert (gain.prices.square, gain.prices.token) == pytest.approx((TRUE.square, TRUE.token), rel=1e-6)
     assert gain.own == pytest.approx(gain.measured) == pytest.approx(gain.unpadded)
     assert gain.speed > 1.1
     assert gain.imbalance > 1.05
-    waited = gain_of(waiting(steps, inside), waits_inside=inside, waits_measured=True)
-    for name in ("imbalance", "measured", "own", "unpadded", "balanced", "fewer"):
+    waited = gain_of(waiting(steps, inside), waits_inside=inside, on_cuda=True)
+    for name in ("imbalance", "measured", "own", "unpadded", "lock_step"):
         assert getattr(waited, name) == pytest.approx(getattr(gain, name), rel=1e-3)
 
 
 def test_even_micro_batches_keep_what_they_have():
     rows = [[[Measured(np.array([512]), np.array([512]), TRUE.seconds([512]))] * 2] * 2] * 8
-    gain = gain_of(rows, waits_inside=False, waits_measured=False)
+    gain = gain_of(rows, waits_inside=False)
     assert gain.speed == pytest.approx(1)
     assert gain.imbalance == pytest.approx(1)
     assert gain.verdict == "keep what you have: balanced steps gain under 5%"
 
 
 def test_padding_is_told_from_balance():
-    gain = gain_of(steps_of(64, width=1000), waits_inside=False, waits_measured=False)
+    gain = gain_of(steps_of(64, width=1000), waits_inside=False)
     assert gain.own / gain.unpadded > 1.2
     assert f"(padding {gain.own / gain.unpadded:.2f}x, " in str(gain)
     assert "train with context_window=" in gain.verdict
@@ -71,22 +74,33 @@ def test_padding_is_told_from_balance():
 def test_processes_with_the_same_documents_count_as_one():
     steps = steps_of(32)
     tensor_parallel = [[rank for rank in step for _ in range(2)] for step in steps]
-    twice, once = (gain_of(each, waits_inside=False, waits_measured=False) for each in (tensor_parallel, steps))
+    twice, once = (gain_of(each, waits_inside=False) for each in (tensor_parallel, steps))
     assert twice.speed == pytest.approx(once.speed)
-    assert twice.balanced == pytest.approx(once.balanced)
+    assert twice.lock_step == pytest.approx(once.lock_step)
 
 
 def test_a_gain_that_prices_do_not_explain_is_not_believed():
-    gain = ShadowGain(8, 1.0, FittedPrices(0, 1, 0, 0.2), 2, 2, 2, 1, 1, 512, 2, (900, 768))
+    gain = ShadowGain(8, 1.0, FittedPrices(0, 1, 0, 0.2), 2, 2, 2, 1, None, 512, 2)
     assert gain.verdict == "the gain is not known: prices explain 20% of the variance of measured seconds"
 
 
-def test_one_process_gains_from_fewer_micro_batches_alone():
-    gain = gain_of(steps_of(64, ranks=1), waits_inside=False, waits_measured=False)
-    assert gain.speed == pytest.approx(gain.fewer)
-    assert gain.fewer > 1
+def test_the_faster_of_lock_step_and_own_lists_is_advised():
+    steps = steps_of(64, micro_batches=2)
+    gain = gain_of(steps, waits_inside=True, shape=model_shape("550m"))
+    assert gain.own_lists is not None
+    work = sum(float(TRUE.document_seconds(one.documents).sum()) for step in steps for rank in step for one in rank)
+    assert min(gain.lock_step, gain.own_lists) * 64 > work / 2  # on two processes
+    assert gain.profile is not None
+    assert gain.profile.attention_seconds(4096) == pytest.approx(TRUE.square * 4096**2)
+    for seconds, how in (
+        (0.5, "with own lists; train with own_lists=True, "),
+        (2.0, "in lock step; train with context"),
+    ):
+        assert how in replace(gain, lock_step=gain.own / 1.5, own_lists=seconds * gain.own / 1.5).verdict
 
 
 def test_too_few_micro_batches_are_refused():
     with pytest.raises(UserError, match="at least 8 micro-batches"):
-        gain_of(steps_of(1), waits_inside=False, waits_measured=False)
+        gain_of(steps_of(1), waits_inside=False)
+    with pytest.raises(UserError, match="no optimizer step was measured on all processes"):
+        gain_of([], waits_inside=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -14,12 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import optimizer
 from typer.testing import CliRunner
 
 import wlb
 from tests.training.distributed import run_ranks
 from wlb.cli.app import app
 from wlb.errors import UserError
+from wlb.shadow_mode.gain import gain_of
+from wlb.shadow_mode.live import Shadow
 from wlb.workload.fitted import FittedPrices
 
 TRUE = FittedPrices(square=2e-9, token=3e-6, fixed=4e-3, r_squared=1.0)
@@ -86,7 +91,7 @@ def test_a_loader_is_passed_through_and_prices_are_found(capsys: pytest.CaptureF
     assert (prices.square, prices.token, prices.fixed) == pytest.approx((TRUE.square, TRUE.token, TRUE.fixed))
     assert shadowed.gain.measured == pytest.approx(sum(TRUE.seconds(lengths) for lengths in loader.batches) / 20)
     said = capsys.readouterr().out
-    assert "step 10, the last 10: slowest process 1.00x the mean" in said
+    assert "step 11, the last 11: slowest process 1.00x the mean" in said
     assert "balance 1.00x)" in said  # one process alone
     assert "wlb shadow: balanced steps run" in said
 
@@ -104,7 +109,7 @@ def test_a_model_is_watched_while_it_trains():
     assert gain.steps == 20
     assert gain.prices.square == pytest.approx(TRUE.square)
     train(loader, model)
-    assert watched.conclude().steps == 20
+    assert watched.close().steps == 20
 
 
 def test_lengths_may_be_a_function_of_the_batch():
@@ -113,16 +118,76 @@ def test_lengths_may_be_a_function_of_the_batch():
     assert shadowed.gain.prices.token == pytest.approx(TRUE.token)
 
 
-def test_a_loop_that_is_left_early_is_reported():
-    shadowed: Any = wlb.shadow(Loader(40))
-    train((batch for batch, _ in zip(shadowed, range(20), strict=False)), Model())
-    assert shadowed.gain.steps == 10
+def test_what_fails_in_measuring_is_told_once_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no disk")
+
+    model, whole = Model(), len(Loader(40))
+    failing: dict[str, dict[str, Any]] = {
+        "TypeError": {"lengths": lambda batch: 1 + batch},
+        "RuntimeError: no disk": {"tensorboard": SimpleNamespace(add_scalar=broken)},
+        "UserError: profile": {"profile": tmp_path / "none" / "prices", "model": "550m"},
+    }
+    for message, settings in failing.items():
+        assert len(train(wlb.shadow(Loader(40), every=4, **settings), model)) == whole
+        said = capsys.readouterr().out
+        assert f"wlb shadow: process 0: {message}" in said
+        assert said.count("; nothing is measured from here on") == 1
+    watched: Any = wlb.shadow(model)
+    monkeypatch.setattr("wlb.shadow_mode.live.read_lengths", broken)
+    assert len(train(Loader(40), model)) == whole
+    assert watched.close() is None
+    assert capsys.readouterr().out.count("no disk; nothing is measured from here on") == 1
+
+
+def test_a_loop_that_is_left_early_is_reported_without_waiting(monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+    taken = Shadow._taken
+    monkeypatch.setattr(Shadow, "_taken", lambda self, wait: waits.append(wait) or taken(self, wait))  # type: ignore[func-returns-value]
+    for batches in (20, 50):
+        shadowed: Any = wlb.shadow(Loader(40))
+        train((batch for batch, _ in zip(shadowed, range(batches), strict=False)), Model())
+        assert shadowed.gain.steps == min(batches, 40) // 2
+    assert waits == [0.0, 5.0]
+
+
+def test_copies_and_compiled_graphs_of_a_watched_model_are_not_measured():
+    watched: Any = wlb.shadow(model := Model())
+    others: list[Any] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.compile(model, backend="eager")]
+    for other in others:
+        assert len(train(Loader(4), other)) == 4
+    assert watched.close() is None
+
+
+def test_passes_add_up_and_keep_nothing_open():
+    loader: Any = wlb.shadow(Loader(10), every=3)
+    alone = len(optimizer._global_optimizer_pre_hooks)
+    for passes in range(1, 4):
+        train(loader, Model())
+        assert loader.gain.steps == 5 * passes
+        assert len(optimizer._global_optimizer_pre_hooks) == alone
+
+
+def test_shadows_of_loader_and_model_do_not_measure_each_other(monkeypatch: pytest.MonkeyPatch):
+    def planning(*arguments: Any, **settings: Any) -> Any:
+        SECONDS[0] += 50
+        return gain_of(*arguments, **settings)
+
+    monkeypatch.setattr("wlb.shadow_mode.live.gain_of", planning)
+    model, loader = Model(), Loader(40)
+    watched: Any = wlb.shadow(model, every=3)
+    shadowed: Any = wlb.shadow(loader, every=3)
+    train(shadowed, model)
+    for gain in (shadowed.gain, watched.close()):
+        assert gain.measured == pytest.approx(sum(TRUE.seconds(lengths) for lengths in loader.batches) / 20)
 
 
 def test_micro_batches_without_an_optimizer_are_told(capsys: pytest.CaptureFixture[str]):
     for _ in wlb.shadow(Loader(1100)):
         pass
-    assert "1024 micro-batches without a step of a torch optimizer are not counted" in capsys.readouterr().out
+    assert "no torch optimizer made a step in 1024 micro-batches; nothing is measured" in capsys.readouterr().out
 
 
 def test_values_are_logged(monkeypatch: pytest.MonkeyPatch):
@@ -132,7 +197,7 @@ def test_values_are_logged(monkeypatch: pytest.MonkeyPatch):
     writer = SimpleNamespace(add_scalar=lambda *row: rows.append(row))
     train(wlb.shadow(Loader(20), every=5, tensorboard=writer), Model())
     steps = [step for name, _, step in rows if name == "wlb_shadow/speed"]
-    assert steps == [5, -1, 10, -1, 10, -1]
+    assert steps == [6, -1, 10, -1]
 
 
 def test_the_profile_is_taken_by_check(tmp_path: Path):
@@ -148,22 +213,41 @@ def test_settings_are_checked():
         wlb.shadow(Loader(1), every=0)
     with pytest.raises(UserError, match="the model of the profile, which is None"):
         wlb.shadow(Loader(1), profile="prices.json")
+    with pytest.raises(UserError, match=r"model has no known shape: .* give a name"):
+        wlb.shadow(Loader(1), model=Model())
 
 
-def _one_rank(batches: tuple[int, int]) -> Any:
+def _one_rank(batches: tuple[int, int], broken: int | None, model: str | None) -> Any:
     time.thread_time = lambda: SECONDS[0]
     rank = dist.get_rank()
-    shadowed: Any = wlb.shadow(Loader(batches[rank], seed=rank), every=4)
-    train(shadowed, Model())
-    if rank == 0:
-        return shadowed.gain and (shadowed.gain.steps, shadowed.gain.speed, shadowed.gain.prices.square)
-    return shadowed.gain
+    loader: Any = wlb.shadow(Loader(batches[rank], seed=rank), every=4, model=model)
+    loader._stopped = rank == broken
+    for _ in range(2):  # passes
+        train(loader, Model())
+    if loader.gain is None:
+        return None
+    return loader.gain.steps, loader.gain.speed, loader.gain.own_lists, loader.gain.prices.square
 
 
-@pytest.mark.parametrize(("batches", "steps"), [((40, 40), 20), ((24, 40), 12), ((40, 24), 12)])
+@pytest.mark.parametrize(("batches", "steps"), [((40, 40), 40), ((24, 40), 24), ((40, 24), 24)])
 def test_processes_of_unequal_loaders_do_not_wait(batches: tuple[int, int], steps: int):
-    (found, speed, square), other = run_ranks(2, _one_rank, batches)
+    (found, speed, own_lists, square), other = run_ranks(2, _one_rank, batches, None, "550m")
     assert other is None
     assert found == steps
     assert speed > 1.05
+    assert own_lists > 0
     assert square == pytest.approx(TRUE.square)
+
+
+def test_a_process_that_measures_no_more_is_told_on_the_first():
+    assert run_ranks(2, _one_rank, (12, 12), 1, None) == [None, None]
+
+
+def _without_store() -> Any:
+    dist.ProcessGroup.get_group_store = None  # type: ignore[method-assign,assignment]
+    return _one_rank((20, 20), None, None)
+
+
+def test_without_a_store_the_first_process_is_measured_alone():
+    (steps, *_), other = run_ranks(2, _without_store)
+    assert (steps, other) == (20, None)

@@ -1,7 +1,4 @@
-"""Shadow mode in Hugging Face's Trainer and those made of it (TRL, Axolotl, LLaMA-Factory, ms-swift).
-
-trainer.add_callback(ShadowCallback())
-"""
+"""Shadow mode in Hugging Face's Trainer and those made of it (TRL, Axolotl, LLaMA-Factory, ms-swift)."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from wlb.shadow_mode.live import Shadow
 
 
 class ShadowCallback(TrainerCallback):
-    """Measures what balanced steps would gain while a Trainer trains as it does; ``settings`` are those of ``Shadow``.
+    """Measures what balanced steps would gain: ``trainer.add_callback(ShadowCallback())``.
 
-    ``shadow.gain`` is what was found last.
+    ``settings`` are those of ``Shadow``; ``shadow.gain`` is what was found last.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -26,5 +23,5 @@ class ShadowCallback(TrainerCallback):
         self.shadow = Shadow(model, **self._settings)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        assert self.shadow is not None
-        self.shadow.close()
+        if self.shadow is not None:
+            self.shadow.close()

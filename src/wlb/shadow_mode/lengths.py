@@ -22,14 +22,19 @@ _FIELDS = {
 
 
 def fields_of(batch: Any) -> dict[str, Any]:
-    """What says how long the documents of a batch are: a dictionary, an object, or a tuple that has one of these."""
+    """What says how long the documents of a batch are: a dictionary, an object, or a tuple that has one of these.
+
+    Of its tokens that is the shape. Positions of images and masks of pairs have more dimensions, and say nothing.
+    """
     if isinstance(batch, tuple | list):
         return next(filter(None, map(fields_of, batch)), {})
     if hasattr(batch, "dtype"):
-        return {"tokens": batch}
+        batch = {"tokens": batch}
     of = batch.get if isinstance(batch, Mapping) else lambda name: getattr(batch, name, None)
-    named = {kind: [value for name in names if (value := of(name)) is not None] for kind, names in _FIELDS.items()}
-    found = {kind: values[0] for kind, values in named.items() if values}
+    named = ((kind, of(name)) for kind, names in _FIELDS.items() for name in reversed(names))
+    found = {kind: value for kind, value in named if value is not None and getattr(value, "ndim", 1) <= 2}
+    if "tokens" in found:
+        found["tokens"] = np.shape(found["tokens"])
     packed = of("packed_seq_params")  # Megatron-Core's
     return found if packed is None else found | fields_of(packed)
 
@@ -40,15 +45,14 @@ def read_lengths(fields: Mapping[str, Any]) -> tuple[Lengths, Lengths]:
     A row of one document is computed in its full width; padding behind several is computed as one more. Raises
     ``UserError`` where nothing says how long documents are.
     """
-    shape = next((np.atleast_2d(fields[kind]).shape for kind in ("tokens", "positions", "mask") if kind in fields), ())
+    arrays = {kind: np.atleast_2d(fields[kind]) for kind in ("positions", "mask") if kind in fields}
+    shape = next(((1, *one)[-2:] for one in (fields.get("tokens"), *(a.shape for a in arrays.values())) if one), ())
     if "ends" in fields or "lengths" in fields:
         own = np.diff(np.ravel(fields["ends"])) if "ends" in fields else np.asarray(fields["lengths"])
         rows = [(own[own > 0], int(np.prod(shape)) if shape else int(own.sum()))]
-    elif len(shape) == 2:
-        given = {kind: np.atleast_2d(fields[kind]) for kind in ("positions", "mask") if kind in fields}
-        places = given.get("positions", np.arange(shape[1])[None])
-        places = np.broadcast_to(places if places.ndim == 2 else np.arange(shape[1]), shape)  # images have 3
-        mask = given.get("mask", np.ones(shape))
+    elif shape:
+        places = np.broadcast_to(arrays.get("positions", np.arange(shape[1])), shape)
+        mask = arrays.get("mask", np.ones(shape))
         kept = mask.astype(bool) if mask.shape == shape else np.ones(shape, bool)
         rows = [(_between_restarts(row[of_row]), shape[1]) for row, of_row in zip(places, kept, strict=True)]
     else:
