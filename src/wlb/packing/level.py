@@ -41,9 +41,7 @@ Integers = NDArray[np.int64]
 _TICKS = 1e9  # a second: whole numbers add up to the same on every machine
 _SHARED_TOO = 4  # documents that one rank could hold
 _EVENLY = 1.01
-_PACE = (
-    3  # What a rank loses to a slower one, over as long a wait, in which it may run short documents; tried: 1 to 1000
-)
+_PACE = 3  # a wait for a slower rank costs so many waits to begin, in which short documents can run
 _ROUNDS = 4  # of giving more ranks to documents that would be done too late
 
 
@@ -170,31 +168,28 @@ class _Step:
         free, alone = self._free[sets], takes[sets]
         begins, slowest = free.max(axis=0), alone.max(axis=0)
         ends, lost = begins + slowest, size * (begins + _PACE * slowest) - (free + _PACE * alone).sum(axis=0)
-        for end in (self._even - self._full, self._even):
-            in_time = np.flatnonzero(ends <= end)
-            if len(in_time):
-                best = in_time[lost[in_time].argmin()]
-                break
-        else:
-            best = ends.argmin()
+        late = (ends > self._even - self._full).astype(int) + (ends > self._even)
+        least_late = np.flatnonzero(late == late.min())
+        best = least_late[(lost if late.min() < 2 else ends)[least_late].argmin()]
         return np.sort(sets[:, best])
 
     def _sets(self, size: int, busy: Integers) -> Integers:
-        """Ranks that may share a document, on as few nodes as hold them, in columns: neighbours by when they are free.
+        """Sets of ranks that may share a document, on as few nodes as hold them; shape (``size``, sets).
 
-        Where speeds differ, also the fastest and the slowest of nodes.
+        Neighbours by when they are free and, where speeds differ, the fastest and the slowest of nodes.
         """
-        nodes, busy = -(-size // self._per_node), busy.reshape(-1, self._per_node)
+        busy, nodes = busy.reshape(-1, self._per_node), -(-size // self._per_node)
+        of_each = -(-size // nodes)
         order = np.argsort(busy, axis=1, kind="stable") + self._nodes
         if nodes > 1:
             order = order[np.argsort(busy.max(axis=1), kind="stable")]  # by when the whole of each is free
         tables = [order]
-        if self._differ:
+        if self._differ and of_each < self._per_node:
             by_speed = np.take_along_axis(order, np.argsort(-self._speeds[order], axis=1, kind="stable"), axis=1)
-            of_each = -(-size // nodes)
             tables += [by_speed[:, :of_each], by_speed[:, -of_each:]]
-        first = _starts(size, *(table.shape for table in tables))
-        return np.concatenate([table.ravel() for table in tables])[first + np.arange(size)[:, None]]
+        places = _starts(size, *(table.shape for table in tables)) + np.arange(size)[:, None]
+        ranks: Integers = np.concatenate([table.ravel() for table in tables])
+        return ranks.take(places)
 
     def _fill(self, rank: int, gap: int) -> None:
         """Give ``rank`` documents that take no longer than ``gap``, dearest first."""
@@ -261,7 +256,7 @@ class _OwnMicroBatches:
 
 @lru_cache
 def _starts(size: int, *shapes: tuple[int, int]) -> Integers:
-    """Where ``size`` in a row begin that are of one line of tables of ``shapes`` or, where too long, of whole lines."""
+    """Where ``size`` in a row begin in tables of ``shapes``: in one line, or where that is too short, with a line."""
     starts, before = [], 0
     for lines, width in shapes:
         places = np.arange(lines * width - size + 1)
