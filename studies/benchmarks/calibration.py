@@ -5,9 +5,10 @@
 Simulated: llama3-8b on H200s, a window of 128K, one context window a GPU and step, no tensor parallelism. A job plans
 by the preset while its attention really takes other times, or some of its GPUs are slower. The simulator prices every
 plan by what is true. ``calibrated`` jobs are given the seconds of the micro-batches that a rank runs alone, off by
-``--noise``, and evaluate them as ``wlb train`` does with ``training.calibrate = 4``. Losses are seconds of the last
-half of the steps, over those of a job that plans by the true prices, or of one without slow GPUs; medians and the range
-over draws of documents and of which GPUs are slow.
+``--noise``, and evaluate them as ``wlb train`` does with ``training.calibrate = 4``; ``known`` jobs are told what is
+true. Losses are seconds of the last half of the steps, over those of a job that plans by the true prices, or of one
+without slow GPUs; medians and the range over draws of documents and of which GPUs are slow. The least possible is the
+number of GPUs over the sum of their speeds.
 """
 
 from __future__ import annotations
@@ -38,13 +39,22 @@ Row = dict[str, Any]
 _WINDOW, _DOCUMENTS = 131_072, 20_000
 _EVERY = 4  # steps between calibrations
 _ATTENTION = {"attention x0.6": 0.6, "attention x1.25": 1.25, "attention x1.6": 1.6}  # seconds, over the preset's
-_SLOW = {"1 of 32 GPUs 10% slow": (1, 0.9), "8 of 32 GPUs 15% slow": (8, 0.85), "1 of 32 GPUs 30% slow": (1, 0.7)}
+_SLOW = {  # how many GPUs, their speed, and in what steps they follow each other, or at random
+    "1 of 32 GPUs 10% slow": (1, 0.9, None),
+    "1 of 32 GPUs 30% slow": (1, 0.7, None),
+    "8 of 32 GPUs 15% slow, at random": (8, 0.85, None),
+    "two of each node 15% slow": (8, 0.85, 4),
+    "one node of four 15% slow": (8, 0.85, 1),
+}
 _COLUMNS = {
     "what is not as assumed": "{case}",
     "loss without calibration": "{without:.1%}",
     "range": "{without_range}",
     "calibrated": "{calibrated:.1%}",
     "its range": "{calibrated_range}",
+    "known": "{known:.1%}",
+    "known range": "{known_range}",
+    "least possible": "{least:.1%}",
     "plans changed": "{updates:.0f}",
 }
 
@@ -60,9 +70,10 @@ def with_attention(job: Job, factor: float) -> Job:
     return replace(job, hardware=replace(job.hardware, attention=job.hardware.attention.times(1 / factor)))
 
 
-def with_slow_gpus(job: Job, count: int, speed: float, rng: np.random.Generator) -> Job:
+def with_slow_gpus(job: Job, count: int, speed: float, step: int | None, rng: np.random.Generator) -> Job:
     speeds = np.ones(job.layout.cp)
-    speeds[rng.choice(job.layout.cp, count, replace=False)] = speed
+    slow = rng.choice(job.layout.cp, count, replace=False) if step is None else np.arange(count) * step
+    speeds[slow] = speed
     return replace(job, speeds=tuple(speeds.tolist()))
 
 
@@ -103,12 +114,15 @@ def calibrated_plans(
 
 
 def losses(job: Job, true: Job, ideal: Job, lengths: NDArray[np.int64], options: argparse.Namespace, draw: int) -> Row:
-    """Of a job that does not know what is ``true``, and of one that calibrates itself, over the ``ideal`` job."""
+    """Of jobs that do not know what is ``true``, calibrate themselves, or know it, over the ``ideal`` job."""
     steps, rng = options.steps, np.random.default_rng(draw)
     calibrated, updates = calibrated_plans(job, true, lengths, steps, options.noise, rng)
     base = _seconds(plans_of(ideal, lengths, steps), ideal)
     without = _seconds(plans_of(job, lengths, steps), true) / base - 1
-    return {"without": without, "calibrated": _seconds(calibrated, true) / base - 1, "updates": updates}
+    known = _seconds(plans_of(true, lengths, steps), true) / base - 1
+    least = true.layout.cp / sum(true.speeds) - 1 if true.speeds else 0.0
+    found = _seconds(calibrated, true) / base - 1
+    return {"without": without, "calibrated": found, "known": known, "least": least, "updates": updates}
 
 
 def _seconds(plans: Sequence[StepPlan], true: Job) -> float:
@@ -119,7 +133,7 @@ def _seconds(plans: Sequence[StepPlan], true: Job) -> float:
 def over_draws(case: str, rows: Sequence[Row]) -> Row:
     """Medians, and the range of losses."""
     row: Row = {"case": case} | {name: float(np.median([one[name] for one in rows])) for name in rows[0]}
-    for name in ("without", "calibrated"):
+    for name in ("without", "calibrated", "known"):
         values = [one[name] for one in rows]
         row[f"{name}_range"] = f"{min(values):.1%} to {max(values):.1%}"
     return row
@@ -142,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             true = with_attention(job, factor)
             found[case].append(losses(job, true, true, lengths, options, draw))
         job = assumed_job(32, lengths)
-        for case, (count, speed) in _SLOW.items():
-            true = with_slow_gpus(job, count, speed, np.random.default_rng(draw))
+        for case, (count, speed, step) in _SLOW.items():
+            true = with_slow_gpus(job, count, speed, step, np.random.default_rng(draw))
             found[case].append(losses(job, true, job, lengths, options, draw))
     rows = [over_draws(case, of_draws) for case, of_draws in found.items()]
     prices, slow = rows[: len(_ATTENTION)], rows[len(_ATTENTION) :]

@@ -4,8 +4,8 @@ Ranks of a pipeline stage that keep their weights through a step meet only where
 So not every micro-batch has to be level, but the step. A document lies on as few ranks as hold it, or on as many as it
 needs to be done when the others are. What is shared comes first, and short documents make the ranks even:
 
-1. The largest groups are placed first, each on ranks of as few nodes as hold it: where its members would wait for each
-   other least, of all places where it ends in time.
+1. The largest groups are placed first, each on ranks of as few nodes as hold it: where its members would lose least to
+   each other, of all places where it ends in time.
 2. Where a member is free before the others it runs short documents until then.
 3. The other short documents go, longest first, each to the rank that is free soonest, into one of its micro-batches.
 
@@ -17,15 +17,16 @@ as long as the mean rank, or that divide all ranks; and the longest documents of
 Every rank runs its micro-batches in the order in which the plan lists them. So of all that are not done, the first can
 always run, and no ranks wait for each other in a circle.
 
-Ranks may differ in speed. A slow rank takes longer for its own micro-batches, a shared one takes as long as its slowest
-member, and groups are placed as if slow ranks were busy for longer. Speeds are whole per cent and times whole ticks, so
-that all machines plan alike.
+Ranks may differ in speed. A slow rank takes longer for its own micro-batches, and a shared one takes as long as its
+slowest member. So groups are of ranks alike in speed where there are enough on as few nodes, and slow ranks run more of
+the short documents. Speeds are whole per cent and times whole ticks, so that all machines plan alike.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -40,6 +41,7 @@ Integers = NDArray[np.int64]
 _TICKS = 1e9  # a second: whole numbers add up to the same on every machine
 _SHARED_TOO = 4  # documents that one rank could hold
 _EVENLY = 1.01
+_PACE = 3  # a wait for a slower rank costs so many waits to begin, in which short documents can run
 _ROUNDS = 4  # of giving more ranks to documents that would be done too late
 
 
@@ -122,6 +124,8 @@ class _Step:
         self._per_node, self._capacity, self._lengths = prices.per_node, capacity, lengths.tolist()
         self._free = np.zeros(prices.ranks, np.int64)
         self._speeds = _percent(prices)
+        self._differ = bool((self._speeds != self._speeds[0]).any())
+        self._nodes = np.arange(0, prices.ranks, prices.per_node)[:, None]  # the first rank of each
         self._even = 100 * int((sizes * ticks).sum()) // int(self._speeds.sum())
         full = np.array([capacity])
         self._full = int(_ticks(prices.alone(full) + prices.beginning(full))[0])
@@ -155,27 +159,37 @@ class _Step:
         self.groups.append(RankGroup(tuple(ranks.tolist()), (document,), ticks / _TICKS))
 
     def _place(self, size: int, ticks: int) -> Integers:
-        """The ranks that wait least for each other, where they are done in time; else those that are done first.
+        """The ranks that lose least to each other, where they are done in time; else those that are done first.
 
         In time, if possible, for a micro-batch of each rank's own, beside whose backward gradients are reduced.
         """
-        busy = self._free + _taken(ticks, self._speeds) - ticks
-        order = _one_after_another(busy, size, self._per_node)
-        # A set is as many ranks in a row, of several nodes from the beginning of one.
-        first = np.arange(0, order.shape[1] - size + 1, 1 if size <= self._per_node else self._per_node)
-        last, times = first + size - 1, busy[order]
-        until = np.cumsum(times, axis=1)
-        begins = np.maximum.accumulate(times, axis=1)[:, last]
-        waiting = (size * begins - until[:, last] + until[:, first] - times[:, first]).ravel()
-        for end in (self._even - self._full, self._even):
-            in_time = np.flatnonzero(begins.ravel() + ticks <= end)
-            if len(in_time):
-                best = in_time[waiting[in_time].argmin()]
-                break
-        else:
-            best = begins.argmin()
-        row, column = divmod(int(best), len(first))
-        return np.sort(order[row, first[column] : first[column] + size])
+        takes = _taken(ticks, self._speeds)
+        sets = self._sets(size, self._free + takes)
+        free, alone = self._free[sets], takes[sets]
+        begins, slowest = free.max(axis=0), alone.max(axis=0)
+        ends, lost = begins + slowest, size * (begins + _PACE * slowest) - (free + _PACE * alone).sum(axis=0)
+        late = (ends > self._even - self._full).astype(int) + (ends > self._even)
+        least_late = np.flatnonzero(late == late.min())
+        best = least_late[(lost if late.min() < 2 else ends)[least_late].argmin()]
+        return np.sort(sets[:, best])
+
+    def _sets(self, size: int, busy: Integers) -> Integers:
+        """Sets of ranks that may share a document, on as few nodes as hold them; shape (``size``, sets).
+
+        Neighbours by when they are free and, where speeds differ, the fastest and the slowest of nodes.
+        """
+        busy, nodes = busy.reshape(-1, self._per_node), -(-size // self._per_node)
+        of_each = -(-size // nodes)
+        order = np.argsort(busy, axis=1, kind="stable") + self._nodes
+        if nodes > 1:
+            order = order[np.argsort(busy.max(axis=1), kind="stable")]  # by when the whole of each is free
+        tables = [order]
+        if self._differ and of_each < self._per_node:
+            by_speed = np.take_along_axis(order, np.argsort(-self._speeds[order], axis=1, kind="stable"), axis=1)
+            tables += [by_speed[:, :of_each], by_speed[:, -of_each:]]
+        places = _starts(size, *(table.shape for table in tables)) + np.arange(size)[:, None]
+        ranks: Integers = np.concatenate([table.ravel() for table in tables])
+        return ranks.take(places)
 
     def _fill(self, rank: int, gap: int) -> None:
         """Give ``rank`` documents that take no longer than ``gap``, dearest first."""
@@ -240,14 +254,15 @@ class _OwnMicroBatches:
         return adds
 
 
-def _one_after_another(free: Integers, size: int, per_node: int) -> Integers:
-    """Ranks by when they are free, a row for each node; where nodes are too small, all in one row, node after node."""
-    nodes = free.reshape(-1, per_node)
-    order = np.argsort(nodes, axis=1, kind="stable") + np.arange(len(nodes))[:, None] * per_node
-    if size <= per_node:
-        return order
-    by_node = np.argsort(nodes.max(axis=1), kind="stable")  # by when the whole of each is free
-    return order[by_node].reshape(1, -1)
+@lru_cache
+def _starts(size: int, *shapes: tuple[int, int]) -> Integers:
+    """Where ``size`` in a row begin in tables of ``shapes``: in one line, or where that is too short, with a line."""
+    starts, before = [], 0
+    for lines, width in shapes:
+        places = np.arange(lines * width - size + 1)
+        starts.append(before + places[places % width <= max(0, width - size)])
+        before += lines * width
+    return np.concatenate(starts)
 
 
 def _sized(lengths: Integers, capacity: int, prices: StagePrices) -> tuple[Integers, Integers]:

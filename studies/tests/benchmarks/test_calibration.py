@@ -15,7 +15,9 @@ from wlb.documents.synthetic import sample_lengths
 def test_calibration_gets_most_of_it_back(what: str) -> None:
     lengths = sample_lengths(4000, 131_072, 0)
     job = assumed_job(8, lengths)
-    true = with_attention(job, 0.4) if what == "attention" else with_slow_gpus(job, 1, 0.7, np.random.default_rng(0))
+    true = (
+        with_attention(job, 0.4) if what == "attention" else with_slow_gpus(job, 1, 0.7, None, np.random.default_rng(0))
+    )
     ideal = true if what == "attention" else job
     row = losses(job, true, ideal, lengths, argparse.Namespace(steps=8, noise=0.02), draw=0)
     assert row["updates"] > 0
