@@ -45,7 +45,7 @@ MAY_IMPORT = {
         *("attention", "documents", "job", "packing", "runtime", "sharding", "simulate", "training", "workload"),
         "shadow_mode",
     },
-    "shadow_mode": {"integrations", "training", "workload"},
+    "shadow_mode": {"integrations", "workload"},
 }
 TORCH = {"attention", "models", "runtime", "training", "profiling"}  # and commands and integrations that use them
 ANYTHING = {"cli", "__main__", "__init__"}

@@ -3,10 +3,9 @@
     .venv/bin/python -m studies.benchmarks.shadow [--stacks NAME,..] [--turns N] [--documents N] [--out FILE]
 
 Two processes of one thread each train documents in random micro-batches, as ``studies.benchmarks.adoption`` does, under
-``wlb.shadow``, which predicts how fast balanced steps are. Then they train the same documents in balanced steps; with
-FSDP2 in lock step, and with own lists. All take turns, after one to warm up. Seconds are CPU seconds of the critical
-path: with FSDP2 ranks wait for each other in every micro-batch, but for own lists, otherwise at the end of a step.
-Speeds are at equal work.
+``wlb.shadow``, which predicts how fast balanced steps are. Then they train the same documents in balanced steps, in
+lock step. Both take turns, after one to warm up. Seconds are CPU seconds of the critical path: with FSDP2 ranks wait
+for each other in every micro-batch, otherwise at the end of a step. Speeds are at equal work.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from studies.benchmarks.adoption import PROCESSES, add_turn, critical_path, exam
 STACKS = {"torch_loop": "DDP", "own_lists": "FSDP2", "hf_trainer": "Hugging Face Trainer"}  # by example
 COLUMNS = {
     "stack": "{stack}",
-    "balanced": "{balanced}",
     "predicted": "{predicted:.3f}x",
     "measured": "{measured:.3f}x",
     "predicted over measured": "{ratio:.3f}",
@@ -46,9 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context-window", type=int, default=4096)
     options = parser.parse_args(arguments)
     rows = [
-        row
+        predicted_row(name, on_ranks(PROCESSES, predict_and_measure, name, options))
         for name in chosen(options.stacks, [*STACKS], "stack")
-        for row in predicted_rows(name, on_ranks(PROCESSES, predict_and_measure, name, options))
     ]
     results = facts("torch", "transformers", "accelerate")
     console.print(results)
@@ -57,19 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def predict_and_measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One rank of a stack: its micro-batches of every turn, by way, and what shadow mode found in each."""
+    """One rank of a stack: its micro-batches of every turn, random and balanced, and what shadow mode found in each."""
     train = example(name, options)
     random, *_ = ways = ways_of(name)
-    balanced = {"lock step": ways.get("lock step") or ways["balanced"]}
-    balanced |= {way: replaced for way, replaced in ways.items() if way == "own lists"}
-    found: dict[str, dict[str, Any]] = {way: {"turns": []} for way in (random, *balanced)}
+    balanced = "lock step" if "lock step" in ways else "balanced"
+    found: dict[str, dict[str, Any]] = {way: {"turns": []} for way in (random, balanced)}
     gains = []
     for _ in range(options.turns + 1):
         shadows: list[Any] = []
         add_turn(found[random], name, train, ways[random] | shadowed(train, shadows))
         gains.append(shadows[0].close())
-        for way, replaced in balanced.items():
-            add_turn(found[way], name, train, replaced, alone=way == "own lists")
+        add_turn(found[balanced], name, train, ways[balanced])
     for of_way in found.values():
         del of_way["turns"][0]
     return found | {"gains": gains[1:]}
@@ -112,30 +107,24 @@ class _Found:
         return self._callback.shadow.gain
 
 
-def predicted_rows(name: str, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each kind of balanced steps."""
+def predicted_row(name: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row of the table."""
     ways = [{way: found for way, found in rank.items() if way != "gains"} for rank in ranks]
     gains = ranks[0]["gains"]
     turns = zip(*(rank["random"]["turns"] for rank in ranks), strict=True)
     random = [sum(map(critical_path, zip(*turn, strict=True))) for turn in turns]
-    rows = []
-    for row in rows_of(name, ways)[1:]:
-        predicted = [gain.own / getattr(gain, row["way"].replace(" ", "_")) for gain in gains]
-        own = [gain.own * gain.steps / seconds for gain, seconds in zip(gains, random, strict=True)]
-        rows.append(
-            {
-                "stack": STACKS[name],
-                "balanced": row["way"],
-                "predicted": float(np.median(predicted)),
-                "measured": row["speed"],
-                "ratio": float(np.median(predicted)) / row["speed"],
-                "least": min(predicted),
-                "most": max(predicted),
-                "r_squared": float(np.median([gain.prices.r_squared for gain in gains])),
-                "own": float(np.median(own)),
-            }
-        )
-    return rows
+    (_, balanced), predicted = rows_of(name, ways), [gain.speed for gain in gains]
+    own = [gain.own * gain.steps / seconds for gain, seconds in zip(gains, random, strict=True)]
+    return {
+        "stack": STACKS[name],
+        "predicted": float(np.median(predicted)),
+        "measured": balanced["speed"],
+        "ratio": float(np.median(predicted)) / balanced["speed"],
+        "least": min(predicted),
+        "most": max(predicted),
+        "r_squared": float(np.median([gain.prices.r_squared for gain in gains])),
+        "own": float(np.median(own)),
+    }
 
 
 if __name__ == "__main__":

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from wlb.errors import UserError
 from wlb.shadow_mode.gain import Measured, ShadowGain, gain_of
-from wlb.workload import model_shape
 from wlb.workload.fitted import FittedPrices
 
 TRUE = FittedPrices(square=2e-9, token=3e-6, fixed=4e-3, r_squared=1.0)
@@ -52,7 +49,7 @@ def test_both_clocks_say_the_same(inside: bool):
     assert gain.speed > 1.1
     assert gain.imbalance > 1.05
     waited = gain_of(waiting(steps, inside), waits_inside=inside, on_cuda=True)
-    for name in ("imbalance", "measured", "own", "unpadded", "lock_step"):
+    for name in ("imbalance", "measured", "own", "unpadded", "balanced"):
         assert getattr(waited, name) == pytest.approx(getattr(gain, name), rel=1e-3)
 
 
@@ -76,27 +73,12 @@ def test_processes_with_the_same_documents_count_as_one():
     tensor_parallel = [[rank for rank in step for _ in range(2)] for step in steps]
     twice, once = (gain_of(each, waits_inside=False) for each in (tensor_parallel, steps))
     assert twice.speed == pytest.approx(once.speed)
-    assert twice.lock_step == pytest.approx(once.lock_step)
+    assert twice.balanced == pytest.approx(once.balanced)
 
 
 def test_a_gain_that_prices_do_not_explain_is_not_believed():
-    gain = ShadowGain(8, 1.0, FittedPrices(0, 1, 0, 0.2), 2, 2, 2, 1, None, 512, 2)
+    gain = ShadowGain(8, 1.0, FittedPrices(0, 1, 0, 0.2), 2, 2, 2, 1, 512, 2)
     assert gain.verdict == "the gain is not known: prices explain 20% of the variance of measured seconds"
-
-
-def test_the_faster_of_lock_step_and_own_lists_is_advised():
-    steps = steps_of(64, micro_batches=2)
-    gain = gain_of(steps, waits_inside=True, shape=model_shape("550m"))
-    assert gain.own_lists is not None
-    work = sum(float(TRUE.document_seconds(one.documents).sum()) for step in steps for rank in step for one in rank)
-    assert min(gain.lock_step, gain.own_lists) * 64 > work / 2  # on two processes
-    assert gain.profile is not None
-    assert gain.profile.attention_seconds(4096) == pytest.approx(TRUE.square * 4096**2)
-    for seconds, how in (
-        (0.5, "with own lists; train with own_lists=True, "),
-        (2.0, "in lock step; train with context"),
-    ):
-        assert how in replace(gain, lock_step=gain.own / 1.5, own_lists=seconds * gain.own / 1.5).verdict
 
 
 def test_too_few_micro_batches_are_refused():

@@ -217,35 +217,34 @@ def test_settings_are_checked():
         wlb.shadow(Loader(1), model=Model())
 
 
-def _one_rank(batches: tuple[int, int], broken: int | None, model: str | None) -> Any:
+def _one_rank(batches: tuple[int, int], broken: int | None = None) -> Any:
     time.thread_time = lambda: SECONDS[0]
     rank = dist.get_rank()
-    loader: Any = wlb.shadow(Loader(batches[rank], seed=rank), every=4, model=model)
+    loader: Any = wlb.shadow(Loader(batches[rank], seed=rank), every=4)
     loader._stopped = rank == broken
     for _ in range(2):  # passes
         train(loader, Model())
     if loader.gain is None:
         return None
-    return loader.gain.steps, loader.gain.speed, loader.gain.own_lists, loader.gain.prices.square
+    return loader.gain.steps, loader.gain.speed, loader.gain.prices.square
 
 
 @pytest.mark.parametrize(("batches", "steps"), [((40, 40), 40), ((24, 40), 24), ((40, 24), 24)])
 def test_processes_of_unequal_loaders_do_not_wait(batches: tuple[int, int], steps: int):
-    (found, speed, own_lists, square), other = run_ranks(2, _one_rank, batches, None, "550m")
+    (found, speed, square), other = run_ranks(2, _one_rank, batches)
     assert other is None
     assert found == steps
     assert speed > 1.05
-    assert own_lists > 0
     assert square == pytest.approx(TRUE.square)
 
 
 def test_a_process_that_measures_no_more_is_told_on_the_first():
-    assert run_ranks(2, _one_rank, (12, 12), 1, None) == [None, None]
+    assert run_ranks(2, _one_rank, (12, 12), 1) == [None, None]
 
 
 def _without_store() -> Any:
     dist.ProcessGroup.get_group_store = None  # type: ignore[method-assign,assignment]
-    return _one_rank((20, 20), None, None)
+    return _one_rank((20, 20))
 
 
 def test_without_a_store_the_first_process_is_measured_alone():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -63,8 +64,7 @@ class Shadow:
             fields do not say them.
         tensorboard: A ``SummaryWriter`` for the values.
         profile: A file for the fitted prices, which ``wlb check --profile`` takes.
-        model: Name, ``ModelShape`` or Hugging Face config, by default that of the model watched. ``profile`` and the
-            prediction of own lists need it.
+        model: That of the profile: a name, ``ModelShape`` or Hugging Face config; by default that of the model watched.
 
     Raises:
         UserError: ``every`` is below 1; ``model`` has no known shape, or is missing for a ``profile``.
@@ -192,8 +192,8 @@ class Shadow:
             self._leave()
         elif gain := self._report(wait):
             self._say(gain.verdict)
-            if self._profile and gain.profile:
-                write_profile(gain.profile, self._profile)
+            if self._profile:
+                self._write_profile(gain, self._profile)
 
     def _join(self) -> None:
         """Find out where the loop runs, and with which other processes."""
@@ -251,7 +251,7 @@ class Shadow:
     def _report(self, wait: float) -> ShadowGain | None:
         """Print and log what balanced steps would gain, where that is known."""
         try:
-            gain = gain_of(self._taken(wait), waits_inside=self._waits_inside, on_cuda=self._on_cuda, shape=self._shape)
+            gain = gain_of(self._taken(wait), waits_inside=self._waits_inside, on_cuda=self._on_cuda)
         except UserError as error:
             self._say(f"step {self._steps}: no gain is known, as {error}")
             return None
@@ -263,6 +263,21 @@ class Shadow:
         if run := getattr(sys.modules.get("wandb"), "run", None):
             run.log(gain.values, commit=False)  # with what the loop logs next, whose steps stay as they are
         return gain
+
+    def _write_profile(self, gain: ShadowGain, path: str | Path) -> None:
+        import torch
+
+        assert self._shape is not None
+        profile = gain.prices.profile(
+            self._shape,
+            machine=torch.cuda.get_device_name() if self._on_cuda else platform.processor() or platform.machine(),
+            versions={"torch": torch.__version__},
+            dtype="as trained",
+            clock="events around micro-batches" if self._on_cuda else "CPU seconds of the training thread",
+            threads=torch.get_num_threads(),
+        )
+        write_profile(profile, path)
+        self._say(f"prices are in {path}")
 
     def _say(self, text: str) -> None:
         if self._rank == 0:
