@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from wlb.documents.segments import OverlongReport
+from wlb.documents.segments import OverlongReport, Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
@@ -173,7 +173,9 @@ class PackedSteps(Iterator[PackedStep]):
         if isinstance(documents, TokenStore):
             lengths, self._read = checked_lengths(documents.lengths), partial(read_batch, store=documents)
         elif hasattr(documents, "__len__") and not isinstance(documents, IterableDataset):
-            lengths = checked_lengths([token_count(one, f"document {index}") for index, one in enumerate(documents)])
+            sized: Any = documents  # iterating a torch data set may not end by itself
+            numbered = enumerate(islice(sized, len(sized)))
+            lengths = checked_lengths([token_count(one, f"document {index}") for index, one in numbered])
             self._read = partial(_batch_of, documents, lengths)
         elif epochs != 1:
             raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave it out, or repeat documents in it")
@@ -183,6 +185,7 @@ class PackedSteps(Iterator[PackedStep]):
             settings |= {"shuffle": False}
         settings |= {"dp": self._processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
+        self.lengths: Any = lengths  # of all documents; None for a stream
         planned: Any = lengths if self._stream is None else self._stream
         self._steps = WholeSteps(self.job, planned, epochs=epochs)
         layout = replace(self.job.layout, tp=1)
@@ -197,13 +200,13 @@ class PackedSteps(Iterator[PackedStep]):
                 )
             self.calibration = Calibration(calibrate, self._processes.ranks, device_of(group), group)
         self._measured: tuple[Any, Any] = (None, None)  # prices and speeds that steps are planned by
-        self._begin: dict[str, Any] | None = {"sharding": strategy, "calibrate": calibrate, "state": None}
+        self._compared: dict[str, Any] = {"sharding": strategy, "calibrate": calibrate}
+        self._begin: dict[str, Any] | None = self._compared | {"state": None}
         if state is not None:
             self.load_state_dict(state)
 
     def __next__(self) -> PackedStep:
-        if self._begin is not None:
-            self._agree(self._begin)
+        self.agree()
         self._plan_by_measured()
         plan = next(self._steps, None)
         shares = () if plan is None else self._share.batches(plan, self._read)
@@ -232,7 +235,7 @@ class PackedSteps(Iterator[PackedStep]):
         self._steps.load_state_dict(state)
         if self.calibration is not None and "calibration" in state:
             self.calibration.load_state_dict(state["calibration"])
-        self._begin = {"sharding": self._share.strategy, "state": digest(state)}
+        self._begin = self._compared | {"state": digest(state)}
 
     def _plan_by_measured(self) -> None:
         if self.calibration is None:
@@ -242,10 +245,16 @@ class PackedSteps(Iterator[PackedStep]):
             self._steps.plan_by(self.job.measured(*found))
             self._measured = found
 
-    def _agree(self, begin: dict[str, Any]) -> None:
-        """Compare what processes are about to train, and join those that share micro-batches."""
+    def plans(self) -> Iterator[StepPlan]:
+        """The plans of the steps to come, without taking any of them; not for a stream."""
+        return copy.deepcopy(self._steps)
+
+    def agree(self) -> None:
+        """Compare what processes are about to train, and join those that share micro-batches, as the first ``next``."""
+        if self._begin is None:
+            return
         check_accumulation()
-        ranks = self._processes.agree(self._steps.settings | begin, self._rank)
+        ranks = self._processes.agree(self._steps.settings | self._begin, self._rank)
         if ranks and self.job.layout.cp > 1 and self._sharing is None:
             if ranks != [*range(self._processes.ranks)]:
                 raise UserError(
@@ -253,6 +262,12 @@ class PackedSteps(Iterator[PackedStep]):
                 )
             self._sharing = sharing_group(self.job.layout.cp, self._processes.group)
         self._begin = None
+
+    def batch_of(self, documents: Sequence[Document]) -> PackedBatch:
+        """This rank's share of a micro-batch of ``documents``, which belongs to no step; ``agree`` comes before."""
+        lengths = [*map(token_count, documents)]
+        segments = tuple(Segment(number, 0, length) for number, length in enumerate(lengths))
+        return self._packed(self._share.of(_batch_of(documents, lengths, MicroBatch(segments, 0.0))), 0)
 
     def _packed(self, share: ShardedBatch, loss_tokens: int) -> PackedBatch:
         plan, tensors = share.shard_plan, (share.tokens, share.labels, share.positions)

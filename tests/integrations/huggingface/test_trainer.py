@@ -34,44 +34,44 @@ from wlb.attention import segment_attention
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.huggingface import balanced, model_shape_of, register_attention
-from wlb.integrations.huggingface.resuming import TrainedBatches
-from wlb.integrations.packed import FlatteningCollator
+from wlb.integrations.huggingface.loader import StepLoader
+from wlb.integrations.packed import FlatteningCollator, packed_batches
 
 pytest.importorskip("accelerate")
 
 
-class Recording(FlatteningCollator):
-    """Also writes down which documents went through, after those of the check."""
+class Recording(list[Any]):
+    """Documents that also write down which of them were read in training."""
 
     def __init__(self) -> None:
+        super().__init__(DATA)
         self.seen: list[int] = []
 
     def forget_the_check(self) -> Any:
-        collator = self
+        documents = self
 
         class Callback(transformers.TrainerCallback):
             def on_epoch_begin(self, *positional: Any, **arguments: Any) -> None:
-                collator.seen.clear()
+                documents.seen.clear()
 
         return Callback()
 
-    def __call__(self, documents: Any) -> dict[str, Any]:
-        self.seen += [document["number"] for document in documents]
-        return super().__call__(documents)
+    def __getitem__(self, number: Any) -> Any:
+        self.seen.append(number)
+        return super().__getitem__(number)
 
 
 def train(
     folder: str, resume: bool | str = False, planning: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[torch.Tensor, list[int], Any]:
     """Weights afterwards, the documents of this process, and the steps."""
-    packed = model()
+    packed, documents = model(), Recording()
     register_attention(packed)
-    collator = Recording()
-    trainer = balanced_trainer(folder, packed, DATA, collator, planning=planning or {}, **settings)
-    trainer.add_callback(collator.forget_the_check())
+    trainer = balanced_trainer(folder, packed, documents, planning=planning or {}, **settings)
+    trainer.add_callback(documents.forget_the_check())
     trainer.train(resume_from_checkpoint=resume)
     weights = torch.cat([parameter.detach().flatten() for parameter in packed.parameters()])
-    return weights, collator.seen, trainer.state.global_step
+    return weights, documents.seen, trainer.state.global_step
 
 
 def one_at_a_time(epochs: int, smoothing: float = 0.0, **planning: Any) -> torch.Tensor:
@@ -98,8 +98,8 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     weights, seen, steps = train(str(tmp_path / "whole"), **save)
     assert Counter(seen) == dict.fromkeys(range(len(DATA)), 2)
     assert relative(weights, one_at_a_time(2)) < 1e-7
-    # A loader with workers is ahead of what a checkpoint has trained.
-    train(str(tmp_path / "ahead"), **save, dataloader_num_workers=2, max_steps=7)
+    with pytest.warns(UserWarning, match="dataloader_num_workers = 0 in training"):
+        train(str(tmp_path / "ahead"), **save, dataloader_num_workers=2, max_steps=7)
     again, rest, of_all = train(str(tmp_path / "ahead"), resume=str(tmp_path / "ahead" / "checkpoint-5"))
     assert torch.equal(again, weights)
     assert of_all == steps
@@ -116,7 +116,7 @@ def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
         packed, oracle = model(), model()
         register_attention(packed)
         trainer = balanced_trainer(tmp_path, packed, documents, num_train_epochs=1, gradient_accumulation_steps=8)
-        assert [len(plan.ranks[0]) for plan in trainer.train_sampler.steps()] == [8]
+        assert [len(plan.ranks[0]) for plan in trainer._wlb_steps.plans()] == [8]
         trainer._set_signature_columns_if_needed()
         assert {"completion_mask", "loss_mask", "length"} < {*trainer._signature_columns}
         with nullcontext() if documents is few else pytest.warns(UserWarning, match="a step has no labelled token"):
@@ -143,11 +143,20 @@ def test_a_trainer_resumes_with_other_settings_and_loses_nothing(two_processes: 
 
 def test_a_last_step_of_more_micro_batches_is_several_of_the_trainers_and_loses_nothing():
     lengths = [21, 25, 13, 16, 32, 26, 32, 13]
-    sampler = PlannedBatchSampler(lengths, context_window=32, model="tiny", micro_batches=2, dp=2, epochs=2)
-    assert [len(plan.ranks[0]) for plan in sampler.steps()] == [2, 3]
-    batches = TrainedBatches(sampler, max_steps=-1)
-    assert Counter(index for batch in batches for index in batch) == Counter([*range(8)] * 2)
-    assert [*batches.states] == [0, 1, 3]  # not 2, after which the last micro-batches are still to come
+    seen: Counter[int] = Counter()
+    for rank in range(2):
+        documents: list[Any] = [[number] * length for number, length in enumerate(lengths)]
+        planned: dict[str, Any] = {"context_window": 32, "model": "tiny", "micro_batches": 2, "dp": 2, "epochs": 2}
+        steps = packed_batches(documents, rank=rank, **planned)
+        assert [len(plan.ranks[0]) for plan in steps.plans()] == [2, 3]
+        loader = StepLoader(steps, steps.state_dict(), max_steps=-1)
+        after = []
+        for inputs in loader:
+            after.append(loader.step)
+            seen.update(inputs["input_ids"][inputs["position_ids"] == 0].tolist())
+        assert after == [0, 1, 1, 1, 3]  # not 2, after which the last micro-batches are still to come
+        assert (len(loader), loader.all_steps) == (5, 3)
+    assert seen == dict.fromkeys(range(8), 2)
 
 
 def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):
@@ -294,8 +303,11 @@ def test_what_breaks_packing_is_set_right_in_a_copy(tmp_path: Path):
 
 
 def test_a_collator_that_is_not_ours_is_refused(tmp_path: Path):
-    for collator in (transformers.DataCollatorWithFlattening(), transformers.default_data_collator):
-        with pytest.raises(UserError, match=r"the data collator \w+ is not known to lay documents in one row"):
+    class Own(FlatteningCollator):
+        pass
+
+    for collator in (transformers.DataCollatorWithFlattening(), transformers.default_data_collator, Own()):
+        with pytest.raises(UserError, match=r"the data collator \w+ would collate nothing, as documents come packed"):
             balanced_trainer(tmp_path, None, DATA, collator)
 
 
@@ -401,12 +413,6 @@ class LeakingAtTimes(transformers.LlamaForCausalLM):
         return super().forward(*positional, **arguments)
 
 
-class LearnsFirst(FlatteningCollator):
-    def __call__(self, documents: Any) -> dict[str, Any]:
-        batch = super().__call__(documents)
-        return {**batch, "labels": batch["input_ids"].clone()}
-
-
 class ForgetsProcesses(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
         return model(**inputs, num_items_in_batch=num_items_in_batch).loss
@@ -437,19 +443,18 @@ class AveragedLoss(transformers.Trainer):
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "family", "settings", "collator"),
+    ("trainer_class", "family", "settings"),
     [
         # Its auxiliary loss is a mean.
-        (transformers.Trainer, "Mixtral", {**EXPERTS, "output_router_logits": True}, None),
-        (AveragedLoss, "Llama", {}, None),
-        (transformers.Trainer, "Llama", {}, LearnsFirst()),
+        (transformers.Trainer, "Mixtral", {**EXPERTS, "output_router_logits": True}),
+        (AveragedLoss, "Llama", {}),
     ],
 )
 def test_training_does_not_begin_where_packing_changes_it(
-    tmp_path: Path, trainer_class: Any, family: str, settings: dict[str, Any], collator: Any
+    tmp_path: Path, trainer_class: Any, family: str, settings: dict[str, Any]
 ):
     changed = model(family, None, **settings)
-    trainer = balanced_trainer(tmp_path, changed, DATA, collator, base=trainer_class)
+    trainer = balanced_trainer(tmp_path, changed, base=trainer_class)
     with pytest.raises(UserError, match="packed documents train something else"):
         trainer.train()
     assert trainer.state.global_step == 0

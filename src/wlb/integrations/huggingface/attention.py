@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from wlb.attention import segment_attention
@@ -39,15 +38,13 @@ _HARMLESS = {
 }
 
 
-def register_attention(
-    model: nn.Module | None = None, *, name: str = NAME, group: dist.ProcessGroup | None = None
-) -> None:
+def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> None:
     """Make our attention known to ``transformers`` as the implementation ``name``, and use it in ``model`` if given.
 
     A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
-    ``attend`` one rank's share of them (``PackedBatch``, ``context_parallel_share``), which the ranks of ``group``, or
-    of the batch, attend together. Its memory does not grow with the square of the tokens. Encoders of images or audio
-    keep theirs. Without gradients the model also takes batches that are not packed, and attends them by ``sdpa``.
+    ``attend`` one rank's share of them (``PackedBatch``), which ranks attend together. Its memory does not grow with
+    the square of the tokens. Encoders of images or audio keep theirs. Without gradients the model also takes batches
+    that are not packed, and attends them by ``sdpa``.
 
     Raises ``UserError`` for a model that cannot be trained so (``check_model``). The attention raises it for what would
     silently train something else: a mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout, a
@@ -55,7 +52,7 @@ def register_attention(
     a state, and what the model gives to its attention and is not known here (softcap, sinks, a position bias).
     """
     transformers = require("transformers", "hf")
-    transformers.AttentionInterface.register(name, PackedAttention(group))
+    transformers.AttentionInterface.register(name, PackedAttention())
     transformers.AttentionMaskInterface.register(name, _mask)
     if model is None:
         return
@@ -175,8 +172,7 @@ class _Mask:
 class PackedAttention:
     """An attention function as ``transformers`` calls it: tensors of shape (1, heads, tokens, head_dim)."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self._extents: Tensor | None = None  # of the last micro-batch, so that its layers read them once
         self._lengths: list[int] = []
 
@@ -208,11 +204,10 @@ class PackedAttention:
         kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
         q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
-        if attend is None:
-            return segment_attention(q, k, v, lengths, window=window)[None], None
-        if attend.group is None:
-            attend = replace(attend, group=self._group)
-        return attend(q, k, v, window=window)[None], None
+        attended = (
+            segment_attention(q, k, v, lengths, window=window) if attend is None else attend(q, k, v, window=window)
+        )
+        return attended[None], None
 
     def _segment_lengths(self, arguments: Mapping[str, Any]) -> list[int]:
         extents: Tensor = arguments["cu_seq_lens_q"]

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wlb.errors import UserError
+from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.huggingface.attention import attend_with, is_packed_attention
-from wlb.runtime.batch import IGNORE_LABEL
+from wlb.integrations.huggingface.loader import inputs_of
+from wlb.integrations.packed import FlatteningCollator, PackedSteps
 from wlb.runtime.collectives import gathered_rows
 
 Inputs = Mapping[str, Any]
@@ -97,20 +99,20 @@ def _square(parameters: Sequence[nn.Parameter]) -> float:
     return sum(float(torch.linalg.vector_norm(gradient, dtype=dtype)) ** 2 for gradient, dtype in exact)
 
 
-def check_trainer(trainer: Any, collated: Callable[[Sequence[int]], Inputs]) -> None:
-    """``check_packing`` of micro-batches in a Trainer's own terms: its collator, loss, training mode and wrapped model.
+def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
+    """``check_packing`` of micro-batches as ``steps`` packs them, by a Trainer's own loss, mode and wrapped model.
 
-    One has the longest document and a few short ones, one many short ones. Labels are those that the collator makes,
-    and tokens that it masks are learnt as well, as a mask could hide what documents see.
+    One has the longest of ``documents`` and a few short ones, one many short ones. All tokens are learnt, also those
+    that are masked, as a mask could hide what documents see.
 
     All processes train the same documents, so that they call the same collectives and refuse together; with ``cp``
     each its share of them, and then all of each document alone. Nothing is compared, with a warning, where a backward
     pass is more than that: under DeepSpeed, and with an optimizer that steps in it.
     """
-    wrapped, cp, share = trainer.model_wrapped, trainer.train_sampler.job.layout.cp, trainer._wlb_share
+    wrapped, cp = trainer.model_wrapped, steps.job.layout.cp
     model = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
-    steps = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
-    if getattr(trainer, "is_deepspeed_enabled", False) or steps:
+    hooked = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
+    if getattr(trainer, "is_deepspeed_enabled", False) or hooked:
         unchecked = "not checked, under DeepSpeed or with an optimizer that steps in the backward pass"
         warnings.warn(f"balanced: packing is {unchecked}; run check_packing", stacklevel=2)
         return
@@ -127,19 +129,20 @@ def check_trainer(trainer: Any, collated: Callable[[Sequence[int]], Inputs]) -> 
     def items_of(inputs: Inputs) -> Any:
         return trainer.get_batch_samples(iter([inputs]), 1, trainer.args.device)[1]
 
+    alone = FlatteningCollator()
     metrics = {name: vars(trainer)[name] for name in ("_metrics", "_total_train_tokens") if name in vars(trainer)}
     vars(trainer).update(copy.deepcopy(metrics))  # those of TRL
-    for documents in _checked_documents(trainer.train_sampler):
-        packed = _learning_all(collated(documents))
-        if not (packed["labels"][:, 1:] != IGNORE_LABEL).any():
+    for numbers in _checked_documents(steps):
+        tokens = [ids_and_labels(documents[number])[0] for number in numbers]
+        if max(map(len, tokens)) == 1:
             continue  # single tokens teach nothing
-        packed = packed if share is None else share(packed)
+        packed = inputs_of(steps.batch_of(tokens))
         items = items_of(packed)
         # Each document alone is trained by all ranks that share the packed ones.
-        singles = (partial(loss_of, _learning_all(collated([number])), items, 1 / cp) for number in documents)
+        singles = (partial(loss_of, alone([ids]), items, 1 / cp) for ids in tokens)
         check_packing(model, partial(loss_of, packed, items), singles, wrapped=wrapped, computed=(mixed, tf32))
     if trainer.args.world_size > 1:
-        one = _learning_all(collated(documents[-1:]))
+        one = alone(tokens[-1:])
         with torch.no_grad(), _undisturbed(wrapped):
             _check_processes(trainer.args.world_size, lambda items: float(loss_of(one, items)), items_of(one))
     vars(trainer).update(metrics)
@@ -162,22 +165,16 @@ def _check_processes(processes: int, loss: Callable[[Any], float], items: Any) -
         )
 
 
-def _checked_documents(sampler: Any) -> tuple[list[int], list[int]]:
+def _checked_documents(steps: PackedSteps) -> tuple[list[int], list[int]]:
     """The longest document with a few of the shortest, and more of these; of those that teach a token, if some do.
 
     The longest is one that fits into the memory of a single rank.
     """
-    order = np.argsort(sampler.lengths, kind="stable")
-    tokens = sampler.lengths[order]
-    fits = tokens <= max(tokens[0], min(_TOKENS, sampler.job.longest_micro_batch // sampler.job.layout.cp))
+    order = np.argsort(steps.lengths, kind="stable")
+    tokens = steps.lengths[order]
+    fits = tokens <= max(tokens[0], min(_TOKENS, steps.job.longest_micro_batch // steps.job.layout.cp))
     chosen = order[fits & (tokens > 1)].tolist() or order[fits].tolist()
     return [chosen[-1], *chosen[: min(_BESIDE, len(chosen) - 1)]], chosen[:_SHORT]
-
-
-def _learning_all(batch: Inputs) -> Inputs:
-    """``batch`` with every token learnt, but for first ones of documents, which are as the collator has them."""
-    kept = (batch["labels"] != IGNORE_LABEL) | (batch["position_ids"] == 0)
-    return {**batch, "labels": batch["labels"].where(kept, batch["input_ids"])}
 
 
 @contextmanager

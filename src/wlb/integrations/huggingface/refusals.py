@@ -10,8 +10,8 @@ from wlb.errors import UserError
 from wlb.integrations.document_fields import check_documents
 from wlb.integrations.packed import FlatteningCollator
 
-# Arguments of a Trainer, and what they must be: documents are packed, dealt and resumed by the sampler, and labels are
-# counted over all processes.
+# Arguments of a Trainer, and what they must be: documents are packed, dealt and resumed here, and labels are counted
+# over all processes.
 _RIGHT: dict[str, Any] = {
     **dict.fromkeys(("packing", "eval_packing", "padding_free", "ignore_data_skip", "group_by_length"), False),
     **dict.fromkeys(("split_batches", "dispatch_batches"), False),
@@ -37,6 +37,8 @@ def set_right(args: Any, context_window: int) -> tuple[Any, list[str]]:
         for name, value in wanted.items():
             setattr(holder, name, value)
             changed.append(f"{name} = {value}")
+    if getattr(args, "dataloader_num_workers", 0):
+        changed.append("dataloader_num_workers = 0 in training")  # evaluation has them
     return args, changed
 
 
@@ -50,10 +52,10 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
             "yours with wlb.balance"
         )
     collator, dataset = arguments.get("data_collator"), arguments.get("train_dataset")
-    if collator is not None and not isinstance(collator, FlatteningCollator):
+    if collator is not None and type(collator) is not FlatteningCollator:
         raise UserError(
-            f"the data collator {getattr(collator, '__name__', type(collator).__name__)} is not known to lay documents "
-            "in one row, without padding and masked labels; leave it out, or give a subclass of FlatteningCollator"
+            f"the data collator {getattr(collator, '__name__', type(collator).__name__)} would collate nothing, as "
+            "documents come packed, with the labels that their fields say; leave it out, and prepare the data set"
         )
     check_documents(dataset, "train_dataset")
     if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -63,13 +65,13 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
         )
 
 
-def check_settings(trainer: Any) -> None:
+def check_settings(trainer: Any, planning: Mapping[str, Any]) -> None:
     """Raise ``UserError`` where ``trainer`` would not train micro-batches as planned, or not exactly."""
-    for reason in _refusals(trainer):
+    for reason in _refusals(trainer, planning):
         raise UserError(reason)
 
 
-def _refusals(trainer: Any) -> Iterator[str]:
+def _refusals(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
     args, model = trainer.args, type(trainer.model).__name__
     loss = getattr(trainer.model, "loss_type", None)
     if loss and not loss.endswith(("ForCausalLM", "ForConditionalGeneration")):
@@ -89,3 +91,13 @@ def _refusals(trainer: Any) -> Iterator[str]:
             yield f"{kind} = {size} of the Trainer would share documents; use data parallelism, or balanced(cp=...)"
     if (epochs := args.num_train_epochs) != int(epochs) and args.max_steps <= 0:
         yield f"num_train_epochs = {epochs} ends inside an epoch; give a whole number, or max_steps"
+    if planning.get("own_lists"):
+        yield "own_lists gives ranks their own numbers of micro-batches, and a Trainer runs equally many; leave it out"
+    if planning.get("calibrate"):
+        if trainer.accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            yield (
+                f"calibrate under {trainer.accelerator.distributed_type.value} would measure how long ranks wait for "
+                "each other inside micro-batches; leave it out, and give a profile"
+            )
+        if args.max_steps <= 0:
+            yield "calibrate plans anew on the way, so how many steps an epoch has is not known before; give max_steps"

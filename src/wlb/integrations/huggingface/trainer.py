@@ -5,20 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
 from math import ceil
 from typing import Any, cast
 
-import numpy as np
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from wlb.errors import UserError, require
-from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.batches.processes import data_parallel_ranks
-from wlb.integrations.document_fields import FIELDS, token_count
+from wlb.integrations.document_fields import FIELDS
 from wlb.integrations.huggingface.attention import (
     check_model,
     check_rotary,
@@ -27,15 +21,15 @@ from wlb.integrations.huggingface.attention import (
     register_attention,
 )
 from wlb.integrations.huggingface.check import check_trainer
-from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
+from wlb.integrations.huggingface.loader import StepLoader, trained_state
 from wlb.integrations.huggingface.refusals import check_arguments, check_settings, set_right
-from wlb.integrations.huggingface.resuming import STATE, TrainedBatches, trained_state
-from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
+from wlb.integrations.packed import FlatteningCollator, PackedSteps, warn_of_no_labels
 from wlb.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
 from wlb.workload.model_json import language_model, shape_of
 
-_TRAINED_SAMPLES, _ALL_STEPS = 3, 6  # in what Trainer.set_initial_training_values returns
+# In what Trainer.set_initial_training_values returns.
+_EPOCHS, _STEPS_OF_EPOCH, _TRAINED_SAMPLES, _ALL_STEPS = 0, 1, 3, 6
 
 
 def balanced(
@@ -79,10 +73,10 @@ def balanced(
     (``output_router_logits``), and ``label_smoothing_factor`` before transformers 5.15.
     """
     check_arguments(trainer_class, {})
+    planning = {"context_window": context_window, "cp": cp, "sharding": sharding, **settings}
 
     class Balanced(_BalancedTrainer, trainer_class):
-        _wlb_planning = {"context_window": context_window, "cp": cp, **settings}  # noqa: RUF012  # never changed
-        _wlb_sharding = sharding
+        _wlb_planning = planning
         _wlb_checks = check
 
     Balanced.__name__ = Balanced.__qualname__ = f"Balanced{trainer_class.__name__}"
@@ -93,7 +87,6 @@ class _BalancedTrainer:
     """What ``balanced`` adds to a Trainer."""
 
     _wlb_planning: dict[str, Any]
-    _wlb_sharding: str
     _wlb_checks: bool
 
     def __init__(self, *positional: Any, **arguments: Any) -> None:
@@ -102,32 +95,26 @@ class _BalancedTrainer:
         args, changed = set_right(arguments.get("args"), self._wlb_planning["context_window"])
         super().__init__(**arguments | {"args": args})
         trainer: Any = self
-        trainer.data_collator = arguments.get("data_collator") or FlatteningCollator()
+        trainer.data_collator = FlatteningCollator()
         changed += _prepare_model(trainer.model)
         if changed and trainer.args.process_index == 0:
             warnings.warn(f"balanced() set {', '.join(changed)}", stacklevel=2)
         if trainer.train_dataset is None:
             return  # it evaluates
-        check_settings(trainer)
+        check_settings(trainer, self._wlb_planning)
         self._wlb_epochs = max(1, ceil(trainer.args.num_train_epochs))
-        trainer.args.num_train_epochs = 1
-        self.train_sampler = self._wlb_sampler(trainer)
-        self._wlb_share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-        job = self.train_sampler.job
+        trainer.args.num_train_epochs, trainer.args.ignore_data_skip = 1, True  # the loader knows where it begins
+        self._wlb_steps = self._wlb_planned_steps(trainer)
         # Pools may have another number of micro-batches than was asked for.
-        trainer.args.gradient_accumulation_steps = job.micro_batches_per_rank
+        trainer.args.gradient_accumulation_steps = self._wlb_steps.job.micro_batches_per_rank
         self._wlb_planned = self._wlb_planned_by()
-        self._wlb_batches = TrainedBatches(self.train_sampler, trainer.args.max_steps)
+        self._wlb_begin = self._wlb_steps.state_dict()
+        self._wlb_loader = StepLoader(self._wlb_steps, self._wlb_begin, trainer.args.max_steps)
         trainer.add_callback(_callback(trainer))
-        if job.layout.cp > 1:
+        if self._wlb_steps.job.layout.cp > 1:
             if kinds := other_layers(getattr(trainer.model, "config", None)):
                 raise UserError(f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out")
-            register_attention(trainer.model, group=context_parallel_group(job.layout.cp))
-            rank, prices = dist.get_rank() % job.layout.cp, job.costs
-            strategy = "elastic" if job.packing.method == "elastic" else self._wlb_sharding
-            self._wlb_share = partial(
-                context_parallel_share, cp=job.layout.cp, rank=rank, sharding=strategy, workload=prices
-            )
+            register_attention(trainer.model)  # FlashAttention does not share
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As Trainer's, on the documents that come next in the checkpoint. Raises ``UserError`` where none can."""
@@ -140,45 +127,32 @@ class _BalancedTrainer:
                 "planned by; make another Trainer"
             )
 
-        def begin() -> TrainedBatches:
-            trained = trained_state(trainer.args, resume_from_checkpoint)
-            if trained is None and not self._wlb_batches.is_continued:
-                return self._wlb_batches
-            return TrainedBatches(self.train_sampler, trainer.args.max_steps, *trained or ())
+        def begin() -> StepLoader:
+            done, state = trained_state(trainer.args, resume_from_checkpoint) or (0, self._wlb_begin)
+            if state == self._wlb_loader.state:
+                return self._wlb_loader
+            return StepLoader(self._wlb_steps, state, trainer.args.max_steps, done)
 
-        self._wlb_batches = on_every_rank(begin) if dist.is_initialized() else begin()
-        self._wlb_batches.agree()  # before the check, in which other documents would be other collectives
+        self._wlb_loader = on_every_rank(begin) if dist.is_initialized() else begin()
+        self._wlb_loader.agree()  # before the check, in which other documents would be other collectives
         return super().train(resume_from_checkpoint, *positional, **arguments)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
-        trainer: Any = self
-        args = trainer.args
-        loader = DataLoader(
-            self._wlb_dataset(),
-            batch_sampler=self._wlb_batches,
-            collate_fn=partial(_collated, trainer.data_collator, self._wlb_share),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor if args.dataloader_num_workers else None,
-        )
-        return trainer.accelerator.prepare(loader)
+        return self._wlb_loader
+
+    def training_step(self, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
+        with self._wlb_loader.timing(inputs):
+            return super().training_step(model, inputs, *positional, **arguments)  # type: ignore[misc]
 
     def _wlb_planned_by(self) -> tuple[Any, ...]:
         args, dataset = cast(Any, self).args, cast(Any, self).train_dataset
         return id(dataset), args.gradient_accumulation_steps, args.max_steps, args.num_train_epochs
 
-    def _wlb_dataset(self) -> Any:
-        trainer: Any = self
-        dataset = trainer.train_dataset
-        if hasattr(dataset, "column_names"):
-            dataset = trainer._remove_unused_columns(dataset, description="training")
-        return dataset
-
     def set_initial_training_values(self, *positional: Any, **arguments: Any) -> Any:
-        """As Trainer's, with the documents of all epochs for its metric of samples in a second."""
+        """As Trainer's, with all epochs as one, steps that are done, and documents for its metric of samples."""
         values = [*super().set_initial_training_values(*positional, **arguments)]  # type: ignore[misc]
-        values[_TRAINED_SAMPLES] = self._wlb_batches.documents_a_step * values[_ALL_STEPS]
+        values[_EPOCHS], values[_STEPS_OF_EPOCH], values[_ALL_STEPS] = 1, *[self._wlb_loader.all_steps] * 2
+        values[_TRAINED_SAMPLES] = self._wlb_loader.documents_a_step * self._wlb_loader.all_steps
         return tuple(values)
 
     def get_batch_samples(self, *positional: Any, **arguments: Any) -> Any:
@@ -189,17 +163,16 @@ class _BalancedTrainer:
         return batches, items
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Keep the columns that the collator reads, which the model does not take."""
+        """Keep the columns of documents that the model does not take."""
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
         columns = cast(Any, self)._signature_columns
         cast(Any, self)._signature_columns = [*columns, *(field for field in FIELDS if field not in columns)]
 
-    def _wlb_sampler(self, trainer: Any) -> PlannedBatchSampler:
-        dp = data_parallel_ranks(trainer.args.world_size, self._wlb_planning["cp"])
-        lengths = _lengths_of(trainer.train_dataset)
-        config = getattr(trainer.model, "config", None)
-        check_rotary(config, lengths)
-        usual = {"seed": trainer.args.seed, "hardware": "cpu" if trainer.args.device.type == "cpu" else "h100"}
+    def _wlb_planned_steps(self, trainer: Any) -> PackedSteps:
+        args, config, documents = trainer.args, getattr(trainer.model, "config", None), trainer.train_dataset
+        if hasattr(documents, "column_names"):
+            documents = trainer._remove_unused_columns(documents, description="training")
+        usual = {"seed": args.seed, "hardware": "cpu" if args.device.type == "cpu" else "h100"}
         if "model" not in self._wlb_planning:
             if config is None:
                 raise UserError(
@@ -207,13 +180,15 @@ class _BalancedTrainer:
                     "model=wlb.workload.ModelShape(...)), or the name of a model near it in size"
                 )
             usual["model"] = model_shape_of(config)
-        return PlannedBatchSampler(
-            lengths,
-            micro_batches=trainer.args.gradient_accumulation_steps,
-            dp=dp,
-            epochs=None if trainer.args.max_steps > 0 else self._wlb_epochs,  # max_steps ends it
-            **usual | self._wlb_planning,
-        )
+        epochs = None if args.max_steps > 0 else self._wlb_epochs  # max_steps ends it
+        sizes = {"micro_batches": args.gradient_accumulation_steps, "epochs": epochs}
+        steps = PackedSteps(documents, **sizes, **usual | self._wlb_planning)
+        self._wlb_documents, lengths, window = documents, steps.lengths, steps.job.context_window
+        if (longest := lengths.max()) > window:
+            number = f"document {lengths.argmax()} has {longest} tokens"
+            raise UserError(f"{number}, over context_window = {window}; raise it, or cut such documents before")
+        check_rotary(config, lengths)
+        return steps
 
 
 def _prepare_model(model: Any) -> list[str]:
@@ -230,21 +205,6 @@ def _prepare_model(model: Any) -> list[str]:
     return changed
 
 
-def _collated(collator: Callable[[Any], Any], share: Callable[[Any], Any] | None, documents: Any) -> Any:
-    batch = collator(documents)
-    return batch if share is None else share(batch)
-
-
-def _lengths_of(dataset: Any) -> Sequence[int]:
-    """Tokens of every document, without padding."""
-    columns = getattr(dataset, "column_names", None) or ()
-    if "attention_mask" in columns:
-        return [int(np.count_nonzero(mask)) for mask in dataset["attention_mask"]]
-    if "input_ids" in columns:
-        return [len(ids) for ids in dataset["input_ids"]]
-    return [token_count(dataset[index], f"document {index}") for index in range(len(dataset))]
-
-
 def _callback(trainer: Any) -> Any:
     """What a Trainer does beside its steps: checks packing first, counts epochs, and saves the sampler's state."""
     callbacks = require("transformers.trainer_callback", "hf")
@@ -257,30 +217,31 @@ def _callback(trainer: Any) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
             # The model is wrapped and loaded by now.
-            state.stateful_callbacks.setdefault(STATE, {})
             self._step, state.num_train_epochs = state.global_step, trainer._wlb_epochs
             self._began = self._trained = round((state.epoch or 0) * documents)
             if trainer._wlb_checks:
-                dataset = trainer._wlb_dataset()
-                check_trainer(trainer, lambda indices: trainer.data_collator([dataset[index] for index in indices]))
+                check_trainer(trainer, trainer._wlb_steps, trainer._wlb_documents)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            batches, before = trainer._wlb_batches, self._trained // documents
-            self._step = state.global_step
-            batches.states = {step: saved for step, saved in batches.states.items() if step >= self._step}
-            if self._step in batches.states:
-                self._trained = self._began + batches.states[self._step][1]
+            before, self._step = self._trained // documents, state.global_step
+            if self._is_whole and trainer._wlb_steps.calibration is not None:
+                trainer._wlb_steps.calibration.end_step()
+            self._trained = self._began + trainer._wlb_loader.documents
             state.epoch = self._trained / documents
-            if (
-                before < self._trained // documents and self._step < state.max_steps
-            ):  # after which the Trainer's own epoch ends
+            # The Trainer's own epoch ends with the last step.
+            if before < self._trained // documents and self._step < state.max_steps:
                 for does, strategy in (("save", "save"), ("evaluate", "eval"), ("log", "logging")):
                     if getattr(args, f"{strategy}_strategy", None) == "epoch":
                         setattr(control, f"should_{does}", True)
 
+        @property
+        def _is_whole(self) -> bool:
+            """Whether all micro-batches of the planned step are trained, and none of the next has been read."""
+            return bool(trainer._wlb_loader.step == self._step)
+
         def state(self) -> dict[str, Any]:
-            state, _ = trainer._wlb_batches.states.get(self._step, (None, 0))
-            return {"args": {}, "attributes": {"saved": json.dumps(state)}}
+            saved = trainer._wlb_steps.state_dict() if self._is_whole else None
+            return {"args": {}, "attributes": {"saved": json.dumps(saved)}}
 
     return BalancedState()
 
