@@ -29,6 +29,7 @@ from wlb.errors import UserError
 from wlb.shadow_mode.gain import Measured, ShadowGain, Step, gain_of
 from wlb.shadow_mode.lengths import fields_of, read_lengths
 from wlb.workload import ModelShape, model_shape
+from wlb.workload.model_json import shape_of_config
 from wlb.workload.profile import write_profile
 
 _MOST_DOCUMENTS, _LEAST_STEPS = 2**15, 16  # of which the last ones are kept
@@ -233,9 +234,7 @@ class Shadow:
 
         shape = model_shape(self._model) if isinstance(self._model, str) else self._model
         if not isinstance(shape, ModelShape):
-            from wlb.integrations.huggingface import model_shape_of
-
-            shape = model_shape_of(shape)
+            shape = shape_of_config(shape)
         profile = gain.prices.profile(
             shape,
             machine=torch.cuda.get_device_name() if self._on_cuda else platform.processor() or platform.machine(),

@@ -24,9 +24,10 @@ from tests.integrations.huggingface.models import (
 )
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
-from wlb.integrations.huggingface import check_packing, model_shape_of, register_attention
+from wlb.integrations.huggingface import check_packing, register_attention
 from wlb.integrations.huggingface.loader import inputs_of
 from wlb.integrations.packed import FlatteningCollator, packed_batches
+from wlb.workload.model_json import shape_of_config
 
 
 def checked(of: Any, **wrapped: Any) -> float:
@@ -233,10 +234,10 @@ def test_a_model_that_cannot_be_trained_exactly_is_refused(family: str, settings
 
 
 def test_documents_are_priced_for_the_model():
-    shape = model_shape_of(model().config)
+    shape = shape_of_config(model().config)
     assert (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (32, 2, 4, 2, 8)
     gemma = transformers.Gemma3TextConfig(
         layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6
     )
-    assert model_shape_of(gemma).full_attention_every == 6
-    assert model_shape_of(transformers.Phi3Config()).layers == 32  # of no family that is known: a dense decoder
+    assert shape_of_config(gemma).full_attention_every == 6
+    assert shape_of_config(transformers.Phi3Config()).layers == 32  # of no family that is known: a dense decoder

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
@@ -17,6 +16,7 @@ from wlb.errors import UserError, require
 from wlb.runtime.sharded_batch import ShardedAttention
 
 NAME = "wlb"  # of the attention implementation
+MaskMaker = partial[Tensor | None]
 
 # Kinds of layers in ``config.layer_types`` that this attention computes, or refuses by the length of the documents, and
 # those without attention. Layers of any other kind carry a state over the tokens or choose what they attend.
@@ -41,15 +41,13 @@ _HARMLESS = {
 def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> None:
     """Make our attention known to ``transformers`` as the implementation ``name``, and use it in ``model`` if given.
 
-    A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
-    ``attend`` one rank's share of them (``PackedBatch``), which ranks attend together. Its memory does not grow with
-    the square of the tokens. Encoders of images or audio keep theirs. Without gradients the model also takes batches
-    that are not packed, and attends them by ``sdpa``.
+    A model that uses it takes packed micro-batches of one row (``FlatteningCollator``, ``PackedBatch``), in memory that
+    does not grow with the square of the tokens. Encoders of images or audio keep their attention. Without gradients the
+    model also takes batches that are not packed, and attends them by ``sdpa``.
 
     Raises ``UserError`` for a model that cannot be trained so (``check_model``). The attention raises it for what would
-    silently train something else: a mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout, a
-    document longer than chunked attention or rotary scaling allows, attention that is not causal, shares of layers with
-    a state, and what the model gives to its attention and is not known here (softcap, sinks, a position bias).
+    silently train something else: masks, caches, rows without ``cu_seq_lens_q``, dropout, documents over chunks or
+    rotary scaling, and what the model gives to its attention and is not known here (softcap, sinks, a position bias).
     """
     transformers = require("transformers", "hf")
     transformers.AttentionInterface.register(name, PackedAttention())
@@ -57,11 +55,24 @@ def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> N
     if model is None:
         return
     if not hasattr(model, "set_attn_implementation"):
-        raise UserError(
-            f"{type(model).__name__} is no model of transformers; attend by wlb.attention.segment_attention"
-        )
+        kind = type(model).__name__
+        raise UserError(f"{kind} is no model of transformers; attend by wlb.attention.segment_attention")
     check_model(model)
     attend_with(model, name)
+
+
+def prepare_model(model: Any) -> list[str]:
+    """Let ``model`` train packed documents; what was set. Raises ``UserError`` where it cannot (``check_model``)."""
+    changed, config = [], getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]
+        changed.append("model.config.use_cache = False")
+    check_model(model)
+    attention = str(getattr(config, "_attn_implementation", None))
+    if hasattr(model, "set_attn_implementation") and "flash" not in attention and not is_packed_attention(model):
+        register_attention(model)
+        changed.append(f'the attention "{NAME}" in place of {attention}')
+    return changed
 
 
 def attend_with(model: Any, name: str) -> None:
@@ -84,37 +95,33 @@ def check_model(model: nn.Module) -> None:
     It must attend through ``transformers``' AttentionInterface, without a cache, and other layers with a state must be
     those of kernels that are installed.
     """
-    config: Any = getattr(model, "config", None)
-    if config is None:
+    for objection in _objections_to_model(model):
+        raise UserError(objection)
+
+
+def _objections_to_model(model: Any) -> Iterator[str]:
+    if (config := getattr(model, "config", None)) is None:
         return
-    network, name = cast(Any, model), type(model).__name__
     adapters = (getattr(model, "peft_config", None) or {}).values()
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
-        raise UserError(
-            "prompt and prefix tuning put their tokens before a row, and all documents of a micro-batch but the first "
-            "would miss them; train LoRA, or this adapter without packing"
-        )
+        yield "prompt and prefix tuning put their tokens before a row, where one document sees them; train LoRA instead"
     if getattr(config, "use_cache", False):
-        raise UserError(
-            "model.config.use_cache = True makes transformers leave out the mask between packed documents, so they "
-            "would attend each other; set model.config.use_cache = False"
-        )
-    kinds = other_layers(config)
+        yield "model.config.use_cache = True makes documents attend each other, without a mask; set it to False"
+    kinds, name = other_layers(config), type(model).__name__
     if kinds or getattr(model, "_is_stateful", False):
-        packages = _KERNELS.get(_text(config).model_type)
         layers = f"{name} has layers of {', '.join(sorted(kinds)) or 'recurrence'}"
+        packages = _KERNELS.get(_text(config).model_type)
         if packages is None:
-            raise UserError(f"{layers}, to which transformers does not say where documents end; train it unpacked")
+            yield f"{layers}, to which transformers does not say where documents end; train it unpacked"
+            return
         missing = [package for package in packages if find_spec(package) is None]
         if tuple(map(int, require("transformers", "hf").__version__.split(".")[:2])) < _KERNELS_SINCE:
             missing.append("transformers >= 5.23")
         if missing:
-            raise UserError(
-                f"{layers}, in which only kernels of {' and '.join(packages)} on a GPU keep documents apart; install "
-                f"{' and '.join(missing)}, or train it unpacked"
-            )
-    elif not (getattr(model, "_supports_attention_backend", False) and network._can_set_attn_implementation()):
-        raise UserError(
+            kernels = f"only kernels of {' and '.join(packages)} on a GPU keep documents apart"
+            yield f"{layers}, in which {kernels}; install {' and '.join(missing)}, or train it unpacked"
+    elif not (getattr(model, "_supports_attention_backend", False) and model._can_set_attn_implementation()):
+        yield (
             f"{name} does not say that it attends through transformers' AttentionInterface "
             "(_supports_attention_backend), so packed documents may attend each other; train one that does, as Llama"
         )
@@ -139,13 +146,12 @@ def check_rotary(config: Any, lengths: Sequence[int]) -> None:
     rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for of_layers in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):
         kind = str(of_layers.get("rope_type", of_layers.get("type")))
-        if kind == "longrope":
-            usual = getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
-            limit = of_layers.get("original_max_position_embeddings") or usual
-        elif "dynamic" in kind:
-            limit = text.max_position_embeddings
-        else:
+        if "dynamic" not in kind and kind != "longrope":
             continue
+        limit = text.max_position_embeddings
+        if kind == "longrope":
+            limit = getattr(text, "original_max_position_embeddings", None) or limit
+            limit = of_layers.get("original_max_position_embeddings") or limit
         if max(lengths) > limit:
             raise UserError(
                 f"a document has {max(lengths)} tokens, and past {limit} the model's rotary scaling, {kind}, changes "
@@ -158,15 +164,6 @@ def is_packed_attention(model: nn.Module) -> bool:
     interface = require("transformers", "hf").AttentionInterface()
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return name in interface and isinstance(interface[name], PackedAttention)
-
-
-@dataclass(frozen=True)
-class _Mask:
-    """In place of the mask of a kind of layers, which packed micro-batches do not need."""
-
-    size: int | None  # of sliding windows or chunks
-    refusal: str | None  # of packed micro-batches
-    make_of_sdpa: Callable[[], Tensor | None]
 
 
 class PackedAttention:
@@ -182,19 +179,21 @@ class PackedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | _Mask | None,
+        attention_mask: Tensor | MaskMaker | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
         attend: ShardedAttention | None = arguments.get("attend")
+        for objection in _unknown(arguments):
+            raise UserError(objection)
         if attend is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
-            _refuse_unknown(arguments)
-            mask = attention_mask.make_of_sdpa() if isinstance(attention_mask, _Mask) else attention_mask
+            mask = attention_mask() if isinstance(attention_mask, partial) else attention_mask
             by_sdpa = require("transformers", "hf").AttentionInterface()["sdpa"]
             arguments |= {"scaling": scaling, "dropout": dropout}
             return cast(tuple[Tensor, None], by_sdpa(module, query, key, value, mask, **arguments))
-        _refuse(module, query, key, attention_mask, dropout, arguments)
+        for objection in _objections(module, query, key, attention_mask, dropout, arguments):
+            raise UserError(objection)
         lengths = self._segment_lengths(arguments) if attend is None else attend.shard_plan.segment_lengths
         check_rotary(getattr(module, "config", None), lengths)
         window = _window(attention_mask, arguments.get("sliding_window"), lengths)
@@ -204,10 +203,9 @@ class PackedAttention:
         kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
         q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
-        attended = (
-            segment_attention(q, k, v, lengths, window=window) if attend is None else attend(q, k, v, window=window)
-        )
-        return attended[None], None
+        if attend is None:
+            return segment_attention(q, k, v, lengths, window=window)[None], None
+        return attend(q, k, v, window=window)[None], None
 
     def _segment_lengths(self, arguments: Mapping[str, Any]) -> list[int]:
         extents: Tensor = arguments["cu_seq_lens_q"]
@@ -216,34 +214,29 @@ class PackedAttention:
         return self._lengths
 
 
-def _mask(
-    *positional: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **arguments: Any
-) -> _Mask | None:
-    """In place of the mask that ``transformers`` would make; raises ``UserError`` where training would need one."""
-    refusal = None
-    if attention_mask is not None:
-        refusal = _refused_mask(attention_mask)
-    elif "allow_is_bidirectional_skip" in arguments or arguments.get("use_vmap"):  # what transformers gives for these
-        refusal = "attention that is not causal, or has a mask of the model's own, is not supported"
+def _mask(*positional: Any, **arguments: Any) -> MaskMaker | None:
+    """How ``sdpa`` makes its mask, in place of it. Raises ``UserError`` where training would need one."""
+    make: MaskMaker = partial(require("transformers", "hf").AttentionMaskInterface()["sdpa"], *positional, **arguments)
     if torch.is_grad_enabled():
-        if refusal:
-            raise UserError(refusal)
-        if local_size is None:
+        for objection in _objections_to_mask(make):
+            raise UserError(objection)
+        if arguments.get("local_size") is None:
             return None
-    make = require("transformers", "hf").AttentionMaskInterface()["sdpa"]
-    made = partial(make, *positional, attention_mask=attention_mask, local_size=local_size, **arguments)
-    return _Mask(local_size, refusal, made)
+    return make
 
 
-def _refused_mask(mask: Tensor) -> str:
-    return (
-        f"an attention_mask of shape {tuple(mask.shape)} was given; packed micro-batches have none: FlatteningCollator"
-    )
+def _objections_to_mask(mask: Tensor | MaskMaker | None) -> Iterator[str]:
+    settings = mask.keywords if isinstance(mask, partial) else {"attention_mask": mask}
+    if (given := settings.get("attention_mask")) is not None:
+        shape = tuple(given.shape)
+        yield f"an attention_mask of shape {shape} was given; packed micro-batches have none: FlatteningCollator"
+    if "allow_is_bidirectional_skip" in settings or settings.get("use_vmap"):  # what transformers gives for these
+        yield "attention that is not causal, or has a mask of the model's own, is not supported"
 
 
-def _window(mask: Tensor | _Mask | None, window: int | None, lengths: Sequence[int]) -> int | None:
+def _window(mask: Tensor | MaskMaker | None, window: int | None, lengths: Sequence[int]) -> int | None:
     """The sliding window to attend with, None where every document fits into it."""
-    local = mask.size if isinstance(mask, _Mask) else None
+    local = mask.keywords.get("local_size") if isinstance(mask, partial) else None
     sizes = [size for size in (local, window) if size is not None]
     if max(lengths) <= min(sizes, default=max(lengths)):
         return None
@@ -255,36 +248,29 @@ def _window(mask: Tensor | _Mask | None, window: int | None, lengths: Sequence[i
     return window
 
 
-def _refuse(module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, given: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` for what this attention would not compute."""
-    (rows, _, queries, _), keys, attend = query.shape, key.shape[2], given.get("attend")
-    kinds = other_layers(module.config) if attend is not None and hasattr(module, "config") else ()
-    acausal = given.get("is_causal") is False or getattr(module, "is_causal", True) is False
-    for refused, reason in (
-        (mask is not None, _refused_mask(mask) if isinstance(mask, Tensor) else getattr(mask, "refusal", None)),
-        (rows != 1, f"a batch of {rows} rows is not packed; lay documents in one row, as FlatteningCollator does"),
-        (
-            queries != keys,
-            f"{queries} queries attend {keys} keys: there is a cache; set use_cache = False, and generate with another "
-            'attention implementation, such as "sdpa"',
-        ),
-        (
-            "cu_seq_lens_q" not in given and attend is None,
-            "the batch has no cu_seq_lens_q, so documents are not known; use FlatteningCollator, and a model that "
-            "hands its keyword arguments on to its attention",
-        ),
-        (dropout, f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0"),
-        (acausal, "attention that is not causal is not supported; use another attention implementation"),
-        (kinds, f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out"),
-    ):
-        if refused and reason:
-            raise UserError(reason)
-    _refuse_unknown(given)
+def _objections(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, given: Mapping[str, Any]
+) -> Iterator[str]:
+    """What this attention would not compute."""
+    (rows, _, queries, _), keys, shared = query.shape, key.shape[2], given.get("attend") is not None
+    yield from _objections_to_mask(mask)
+    if rows != 1:
+        yield f"a batch of {rows} rows is not packed; lay documents in one row, as FlatteningCollator does"
+    if queries != keys:
+        yield f"{queries} queries attend {keys} keys: there is a cache; set use_cache = False, and generate with sdpa"
+    if "cu_seq_lens_q" not in given and not shared:
+        yield "the batch, or what the model hands on to its attention, has no cu_seq_lens_q; use FlatteningCollator"
+    if dropout:
+        yield f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0"
+    if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        yield "attention that is not causal is not supported; use another attention implementation"
+    if shared and (kinds := other_layers(getattr(module, "config", None))):
+        yield f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out"
 
 
-def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` for what the model gives to its attention and neither this one nor sdpa would look at."""
+def _unknown(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """What the model gives to its attention and neither this one nor sdpa would look at."""
     for name, value in arguments.items():
         if name not in _HARMLESS and isinstance(value, Tensor | int | float) and not isinstance(value, bool):
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"= {value}"
-            raise UserError(f"{name} {shown} is not supported; use flash_attention_2 for this model")
+            yield f"{name} {shown} is not supported; use flash_attention_2 for this model"

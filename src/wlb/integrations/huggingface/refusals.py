@@ -47,9 +47,8 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
     of_trl = [base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl"]
     if of_trl and "SFTTrainer" not in of_trl:
         raise UserError(
-            f"{trainer_class.__name__} learns from pairs, rewards or what it generates, and balanced() plans documents "
-            "that are learnt token by token; give it Trainer or SFTTrainer, or divide the documents of each step of "
-            "yours with wlb.balance"
+            f"{trainer_class.__name__} learns from pairs, rewards or what it generates, not token by token; give "
+            "balanced() Trainer or SFTTrainer, or divide the documents of each step of yours with wlb.balance"
         )
     collator, dataset = arguments.get("data_collator"), arguments.get("train_dataset")
     if collator is not None and type(collator) is not FlatteningCollator:
@@ -60,8 +59,7 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
     check_documents(dataset, "train_dataset")
     if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
-            "a stream of documents has no lengths to plan by; load it as a data set with a length, or train on a token "
-            "store with packed_batches"
+            "a stream of documents has no lengths to plan by; load it as one with a length, or use packed_batches"
         )
 
 
@@ -73,6 +71,8 @@ def check_settings(trainer: Any, planning: Mapping[str, Any]) -> None:
 
 def _refusals(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
     args, model = trainer.args, type(trainer.model).__name__
+    if getattr(trainer.model, "config", None) is None and "model" not in planning:
+        yield f"{model} has no config to price documents by; give balanced(..., model=...), a name near it in size"
     loss = getattr(trainer.model, "loss_type", None)
     if loss and not loss.endswith(("ForCausalLM", "ForConditionalGeneration")):
         yield f"{model} does not learn the next token of its documents; train it without balanced()"
@@ -94,10 +94,7 @@ def _refusals(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
     if planning.get("own_lists"):
         yield "own_lists gives ranks their own numbers of micro-batches, and a Trainer runs equally many; leave it out"
     if planning.get("calibrate"):
-        if trainer.accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-            yield (
-                f"calibrate under {trainer.accelerator.distributed_type.value} would measure how long ranks wait for "
-                "each other inside micro-batches; leave it out, and give a profile"
-            )
+        if (kind := trainer.accelerator.distributed_type.value) not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            yield f"calibrate would time ranks that wait for others, as in every micro-batch under {kind}; leave it out"
         if args.max_steps <= 0:
             yield "calibrate plans anew on the way, so how many steps an epoch has is not known before; give max_steps"
