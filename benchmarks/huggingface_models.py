@@ -24,7 +24,6 @@ from benchmarks.parts.measurement import chosen, command, facts, make_parser, sh
 from benchmarks.parts.ranks import on_ranks
 from wlb.errors import UserError, require
 from wlb.integrations.huggingface import register_attention
-from wlb.integrations.huggingface.loader import inputs_of
 from wlb.integrations.packed import FlatteningCollator, packed_batches
 
 Row = dict[str, Any]
@@ -206,7 +205,7 @@ def share_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """This process's share of all documents in one micro-batch, of which each process has a part of each."""
     tokens = sum(len(document["input_ids"]) for document in documents)
     sizes: dict[str, Any] = {"context_window": tokens, "micro_batches": 1, "cp": CP, "sharding": "per_document"}
-    return inputs_of(next(packed_batches(documents, **sizes, model="tiny", hardware="cpu")).batches[0])
+    return next(packed_batches(documents, **sizes, model="tiny", hardware="cpu")).batches[0].with_labels()
 
 
 def error_of(model: Any, batch: Mapping[str, Any], expected: Tensor) -> float | str:

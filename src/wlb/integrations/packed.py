@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -80,6 +81,20 @@ class PackedBatch:
         rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
         shared = {} if self.attend is None else {"attend": self.attend}
         return rows | extents_of(self.segment_lengths, self.tokens.device) | shared
+
+    def with_labels(self) -> dict[str, Any]:
+        """These keywords and ``labels``, of shape (1, tokens), for code that counts and shifts them, as a Trainer does.
+
+        In a share the next token may lie on another rank. So it has ``shift_labels``, the token to predict at each
+        place, and ``labels`` with the same one place further on: one token more, neither attended nor learnt. Elsewhere
+        the last token must be the end of a document.
+        """
+        labels = F.pad(self.labels[None], (1, 0), value=IGNORE_LABEL)
+        if self.attend is None:
+            return {**self, "labels": labels[:, :-1]}
+        rows = {name: F.pad(self[name], (0, 1)) for name in ("input_ids", "position_ids")}
+        shifted = F.pad(self.labels[None], (0, 1), value=IGNORE_LABEL)
+        return {**self, **rows, "labels": labels, "shift_labels": shifted}
 
     def keys(self) -> KeysView[str]:
         return self._keywords.keys()

@@ -25,7 +25,6 @@ from tests.integrations.huggingface.models import (
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
 from wlb.integrations.huggingface import check_packing, register_attention
-from wlb.integrations.huggingface.loader import inputs_of
 from wlb.integrations.packed import FlatteningCollator, packed_batches
 from wlb.workload.model_json import shape_of_config
 
@@ -137,7 +136,7 @@ def _context_parallel_gradient(family: str, sharding: str, loss: str) -> torch.T
     packed = model(family)
     register_attention(packed)
     steps = [step for documents in LOOPS for step in packed_batches(documents, cp=2, sharding=sharding, **PLANNED)]
-    for batch in (inputs_of(batch) for step in steps for batch in step.batches):
+    for batch in (batch.with_labels() for step in steps for batch in step.batches):
         output = packed(**batch, num_items_in_batch=1)
         if loss == "of labels":  # as compute_loss_func gets them, and label smoothing: still to be shifted
             scores, labels = output.logits[0, :-1], batch["labels"][0, 1:]

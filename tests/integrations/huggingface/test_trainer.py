@@ -142,21 +142,21 @@ def test_a_trainer_resumes_with_other_settings_and_loses_nothing(two_processes: 
     assert seen == dict.fromkeys(range(len(DATA)), 2)
 
 
-def test_a_last_step_of_more_micro_batches_is_several_of_the_trainers_and_loses_nothing():
-    lengths = [21, 25, 13, 16, 32, 26, 32, 13]
-    seen: Counter[int] = Counter()
+def test_steps_of_other_numbers_of_micro_batches_lose_nothing():
+    lengths, seen = [21, 25, 13, 16, 32, 26, 32, 13], Counter[int]()
     for rank in range(2):
         documents: list[Any] = [[number] * length for number, length in enumerate(lengths)]
         planned: dict[str, Any] = {"context_window": 32, "model": "tiny", "micro_batches": 2, "dp": 2, "epochs": 2}
         steps = packed_batches(documents, rank=rank, **planned)
         assert [len(plan.ranks[0]) for plan in steps.plans()] == [2, 3]
-        loader = TrainLoader(steps, -1, (0, 0.0, steps.state_dict()))
-        whole = []
-        for number, inputs in enumerate(loader, 1):
-            whole.append(loader.state_after(-(-number // 2)) is not None)
-            seen.update(inputs["input_ids"][inputs["position_ids"] == 0].tolist())
-        assert whole == [False, True, False, False, True]  # a last step of three is two of the Trainer's
-        assert (len(loader), loader.all_steps) == (5, 3)
+        loader, ends = TrainLoader(steps, -1, (0, 0.0, steps.state_dict())), []
+        for inputs in loader:
+            ends.append(loader.step)
+            if loader.step < 3:
+                seen.update(inputs["input_ids"][inputs["position_ids"] == 0].tolist())
+        assert ends == [0, 1, 1, 1, 1, 3]  # not 2, after which there are more; the last is empty
+        assert (inputs["input_ids"].tolist(), inputs["labels"].tolist()) == ([[0]], [[-100]])
+        assert (len(loader), loader.all_steps, loader.epoch) == (6, 3, 2.0)
     assert seen == dict.fromkeys(range(8), 2)
 
 
@@ -481,6 +481,7 @@ def test_the_check_changes_nothing_that_is_trained(tmp_path: Path):
 
 
 def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):
-    trainer = balanced_trainer(tmp_path, num_train_epochs=3)
+    trainer = balanced_trainer(tmp_path, num_train_epochs=3, learning_rate=0.0)
+    trainer.train()
     values: Any = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
     assert values[3] == 3 * len(DATA)

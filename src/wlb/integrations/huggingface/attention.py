@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -50,7 +50,7 @@ def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> N
     rotary scaling, and what the model gives to its attention and is not known here (softcap, sinks, a position bias).
     """
     transformers = require("transformers", "hf")
-    transformers.AttentionInterface.register(name, PackedAttention())
+    transformers.AttentionInterface.register(name, packed_attention)
     transformers.AttentionMaskInterface.register(name, _mask)
     if model is None:
         return
@@ -89,14 +89,18 @@ def _text(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def _refuse(objections: Iterator[str]) -> None:
+    for objection in objections:
+        raise UserError(objection)
+
+
 def check_model(model: nn.Module) -> None:
     """Raise ``UserError`` unless the settings and layers of a model are known to keep packed documents apart.
 
     It must attend through ``transformers``' AttentionInterface, without a cache, and other layers with a state must be
     those of kernels that are installed.
     """
-    for objection in _objections_to_model(model):
-        raise UserError(objection)
+    _refuse(_objections_to_model(model))
 
 
 def _objections_to_model(model: Any) -> Iterator[str]:
@@ -145,14 +149,13 @@ def check_rotary(config: Any, lengths: Sequence[int]) -> None:
     text = _text(config)
     rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for of_layers in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):
-        kind = str(of_layers.get("rope_type", of_layers.get("type")))
-        if "dynamic" not in kind and kind != "longrope":
-            continue
-        limit = text.max_position_embeddings
-        if kind == "longrope":
-            limit = getattr(text, "original_max_position_embeddings", None) or limit
-            limit = of_layers.get("original_max_position_embeddings") or limit
-        if max(lengths) > limit:
+        kind, limit = str(of_layers.get("rope_type", of_layers.get("type"))), None
+        if "dynamic" in kind:
+            limit = text.max_position_embeddings
+        elif kind == "longrope":
+            usual = getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+            limit = of_layers.get("original_max_position_embeddings") or usual
+        if limit and max(lengths) > limit:
             raise UserError(
                 f"a document has {max(lengths)} tokens, and past {limit} the model's rotary scaling, {kind}, changes "
                 "that of all documents in its micro-batch; give shorter documents"
@@ -163,63 +166,52 @@ def is_packed_attention(model: nn.Module) -> bool:
     """Whether ``model`` attends with what ``register_attention`` registered, under whichever name."""
     interface = require("transformers", "hf").AttentionInterface()
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return name in interface and isinstance(interface[name], PackedAttention)
+    return name in interface and interface[name] is packed_attention
 
 
-class PackedAttention:
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | MaskMaker | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
     """An attention function as ``transformers`` calls it: tensors of shape (1, heads, tokens, head_dim)."""
+    attend: ShardedAttention | None = arguments.get("attend")
+    _refuse(_unknown(arguments))
+    if attend is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
+        mask = attention_mask() if isinstance(attention_mask, partial) else attention_mask
+        by_sdpa = require("transformers", "hf").AttentionInterface()["sdpa"]
+        arguments |= {"scaling": scaling, "dropout": dropout}
+        return cast(tuple[Tensor, None], by_sdpa(module, query, key, value, mask, **arguments))
+    _refuse(_objections(module, query, key, attention_mask, dropout, arguments))
+    lengths = _lengths(arguments["cu_seq_lens_q"]) if attend is None else attend.shard_plan.segment_lengths
+    check_rotary(getattr(module, "config", None), lengths)
+    window = _window(attention_mask, arguments.get("sliding_window"), lengths)
+    usual = query.shape[-1] ** -0.5
+    if scaling is not None and not math.isclose(scaling, usual, rel_tol=1e-6):
+        query = query * (scaling / usual)
+    kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
+    if attend is None:
+        return segment_attention(q, k, v, lengths, window=window)[None], None
+    return attend(q, k, v, window=window)[None], None
 
-    def __init__(self) -> None:
-        self._extents: Tensor | None = None  # of the last micro-batch, so that its layers read them once
-        self._lengths: list[int] = []
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | MaskMaker | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **arguments: Any,
-    ) -> tuple[Tensor, None]:
-        attend: ShardedAttention | None = arguments.get("attend")
-        for objection in _unknown(arguments):
-            raise UserError(objection)
-        if attend is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
-            mask = attention_mask() if isinstance(attention_mask, partial) else attention_mask
-            by_sdpa = require("transformers", "hf").AttentionInterface()["sdpa"]
-            arguments |= {"scaling": scaling, "dropout": dropout}
-            return cast(tuple[Tensor, None], by_sdpa(module, query, key, value, mask, **arguments))
-        for objection in _objections(module, query, key, attention_mask, dropout, arguments):
-            raise UserError(objection)
-        lengths = self._segment_lengths(arguments) if attend is None else attend.shard_plan.segment_lengths
-        check_rotary(getattr(module, "config", None), lengths)
-        window = _window(attention_mask, arguments.get("sliding_window"), lengths)
-        wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if not math.isclose(wanted, query.shape[-1] ** -0.5, rel_tol=1e-6):
-            query = query * (wanted * query.shape[-1] ** 0.5)
-        kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
-        if attend is None:
-            return segment_attention(q, k, v, lengths, window=window)[None], None
-        return attend(q, k, v, window=window)[None], None
-
-    def _segment_lengths(self, arguments: Mapping[str, Any]) -> list[int]:
-        extents: Tensor = arguments["cu_seq_lens_q"]
-        if extents is not self._extents:
-            self._extents, self._lengths = extents, extents.diff().tolist()
-        return self._lengths
+@lru_cache(maxsize=1)  # all layers of a micro-batch have the same tensor, which may be on a GPU
+def _lengths(extents: Tensor) -> list[int]:
+    return [*map(int, extents.diff().tolist())]
 
 
 def _mask(*positional: Any, **arguments: Any) -> MaskMaker | None:
     """How ``sdpa`` makes its mask, in place of it. Raises ``UserError`` where training would need one."""
     make: MaskMaker = partial(require("transformers", "hf").AttentionMaskInterface()["sdpa"], *positional, **arguments)
     if torch.is_grad_enabled():
-        for objection in _objections_to_mask(make):
-            raise UserError(objection)
+        _refuse(_objections_to_mask(make))
         if arguments.get("local_size") is None:
             return None
     return make

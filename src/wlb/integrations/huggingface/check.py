@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from wlb.errors import UserError
 from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.huggingface.attention import attend_with, is_packed_attention
-from wlb.integrations.huggingface.loader import inputs_of
 from wlb.integrations.packed import FlatteningCollator, PackedSteps
 from wlb.runtime.collectives import gathered_rows
 
@@ -136,7 +135,7 @@ def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
         tokens = [ids_and_labels(documents[number])[0] for number in numbers]
         if max(map(len, tokens)) == 1:
             continue  # single tokens teach nothing
-        packed = inputs_of(steps.batch_of(tokens))
+        packed = steps.batch_of(tokens).with_labels()
         items = items_of(packed)
         # Each document alone is trained by all ranks that share the packed ones.
         singles = (partial(loss_of, alone([ids]), items, 1 / cp) for ids in tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -94,7 +93,6 @@ class _BalancedTrainer:
         self.args.gradient_accumulation_steps = self._wlb_steps.job.micro_batches_per_rank
         self._wlb_planned = self._wlb_planned_by()
         self._wlb_begin = 0, 0.0, self._wlb_steps.state_dict()
-        self._wlb_loader = TrainLoader(self._wlb_steps, self.args.max_steps, self._wlb_begin)
         self.add_callback(_callback(self))
         if self._wlb_steps.job.layout.cp > 1:
             if kinds := other_layers(getattr(self.model, "config", None)):
@@ -110,20 +108,18 @@ class _BalancedTrainer:
                 "train_dataset, gradient_accumulation_steps, max_steps or num_train_epochs is not what the steps were "
                 "planned by; make another Trainer"
             )
-        load = partial(self._wlb_loader_after, resume_from_checkpoint)
+
+        def load() -> TrainLoader:
+            begin = trained_state(self.args, resume_from_checkpoint) or self._wlb_begin
+            return TrainLoader(self._wlb_steps, self.args.max_steps, begin)
+
         self._wlb_loader = on_every_rank(load) if dist.is_initialized() else load()
-        self._wlb_loader.rewind()
         self._wlb_steps.agree()  # before the check, in which other documents would be other collectives
         return super().train(resume_from_checkpoint, *positional, **arguments)  # type: ignore[misc]
 
     def _wlb_planned_by(self: Any) -> tuple[Any, ...]:
         args = self.args
         return id(self.train_dataset), args.gradient_accumulation_steps, args.max_steps, args.num_train_epochs
-
-    def _wlb_loader_after(self: Any, resume_from_checkpoint: str | bool | None) -> TrainLoader:
-        begin = trained_state(self.args, resume_from_checkpoint) or self._wlb_begin
-        loader: TrainLoader = self._wlb_loader
-        return loader if begin == loader.begin else TrainLoader(self._wlb_steps, self.args.max_steps, begin)
 
     def get_train_dataloader(self: Any) -> Any:
         return self._wlb_loader
@@ -187,17 +183,22 @@ def _callback(trainer: Any) -> Any:
                 check_trainer(trainer, trainer._wlb_steps, trainer._wlb_documents)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            self._step, before = state.global_step, self._epoch
-            trainer._wlb_loader.end_step(self._step)
-            state.epoch = trainer._wlb_loader.epoch
+            before, self._step, state.epoch = self._epoch, state.global_step, trainer._wlb_loader.epoch
             self._epoch = int(state.epoch)
+            if self._is_whole and (calibration := trainer._wlb_steps.calibration) is not None:
+                calibration.end_step()
             if before < self._epoch and self._step < state.max_steps:  # after which the Trainer's own epoch ends
                 for does, strategy in (("save", "save"), ("evaluate", "eval"), ("log", "logging")):
                     if getattr(args, f"{strategy}_strategy", None) == "epoch":
                         setattr(control, f"should_{does}", True)
 
+        @property
+        def _is_whole(self) -> bool:
+            """Whether a planned step ends here, and nothing was read beyond it."""
+            return bool(trainer._wlb_loader.step == self._step)
+
         def state(self) -> dict[str, Any]:
-            saved = json.dumps(trainer._wlb_loader.state_after(self._step))
+            saved = json.dumps(trainer._wlb_steps.state_dict() if self._is_whole else None)
             return {"args": {}, "attributes": {"saved": saved}}
 
     return BalancedState()
