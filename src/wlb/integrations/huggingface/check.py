@@ -1,8 +1,7 @@
 """Whether packing changes what a model trains: micro-batches against their documents one at a time.
 
-A wrong mask, positions that do not restart, or a loss that is a mean of means shows at once. The documents alone go
-through the model's own attention (``sdpa``) where it otherwise attends with ours, so that the check also finds what our
-attention would leave out.
+A wrong mask, positions that do not restart, or a loss that is a mean of means shows at once. Documents alone go through
+the model's own attention (``sdpa``) in place of ours, so that the check also finds what ours would leave out.
 """
 
 from __future__ import annotations
@@ -47,12 +46,9 @@ def check_packing(
     """Compare the loss and gradients of ``packed()`` with the sums over ``singles``; returns the gradients' error.
 
     Each call runs ``model``, or where it is ``wrapped`` (DDP, FSDP) that, and returns the summed loss of its documents'
-    labelled tokens: ``packed`` of a micro-batch, ``singles`` of its documents alone. The model is in training mode
-    without dropout, and afterwards as before, gradients included. The tolerance is that of the least exact type of the
-    parameters, of autocast and ``computed``. What is wrapped may have parts of losses and gradients on each process,
-    so they are averaged over all, which call this together.
-
-    Raises ``UserError`` where the two differ by more.
+    labelled tokens. Afterwards the model is as before, gradients included. The tolerance is that of the least exact
+    type of the parameters, of autocast and ``computed``. Losses and gradients of what is wrapped are averaged over
+    processes, which call this together. Raises ``UserError`` where the two differ by more.
     """
     trained = wrapped or model
     parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
@@ -70,9 +66,8 @@ def check_packing(
     if not (error <= tolerance and apart <= max(tolerance, _LOSS_TOLERANCE)):
         raise UserError(
             f"packed documents train something else than single ones: loss {packed_loss:.6g} and {single_loss:.6g}, "
-            f"gradients {error:.1e} apart, over {tolerance:g}; look at the attention implementation "
-            "(register_attention), position_ids that restart, labels of -100 for first tokens, use_cache = False, "
-            "dropout, and losses that are means (a router's auxiliary loss is one)"
+            f"gradients {error:.1e} apart, over {tolerance:g}; look at the attention (register_attention), use_cache = "
+            "False, dropout, and losses that are means (a router's auxiliary loss is one)"
         )
     return error
 
@@ -101,12 +96,10 @@ def _square(parameters: Sequence[nn.Parameter]) -> float:
 def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
     """``check_packing`` of micro-batches as ``steps`` packs them, by a Trainer's own loss, mode and wrapped model.
 
-    One has the longest of ``documents`` and a few short ones, one many short ones. All tokens are learnt, also those
-    that are masked, as a mask could hide what documents see.
-
-    All processes train the same documents, so that they call the same collectives and refuse together; with ``cp``
-    each its share of them, and then all of each document alone. Nothing is compared, with a warning, where a backward
-    pass is more than that: under DeepSpeed, and with an optimizer that steps in it.
+    One has the longest of ``documents`` and a few short ones, one many short ones. All tokens are learnt, also masked
+    ones, as a mask could hide what documents see. All processes train the same documents, so that they call the same
+    collectives and refuse together. Nothing is compared, with a warning, where a backward pass is more than that: under
+    DeepSpeed, and with an optimizer that steps in it.
     """
     wrapped, cp = trainer.model_wrapped, steps.job.layout.cp
     model = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
@@ -207,12 +200,11 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _own_attention(model: Any) -> Iterator[None]:
     """``model`` attends as it would without us."""
-    ours = is_packed_attention(model)
-    name: Any = model.config._attn_implementation if ours else None
+    name = model.config._attn_implementation if is_packed_attention(model) else None
+    if name is not None:
+        attend_with(model, "sdpa" if model._supports_sdpa else "eager")
     try:
-        if ours:
-            attend_with(model, "sdpa" if model._supports_sdpa else "eager")
         yield
     finally:
-        if ours:
+        if name is not None:
             attend_with(model, name)

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from wlb.errors import UserError, require
 from wlb.integrations.document_fields import FIELDS
-from wlb.integrations.huggingface.attention import (
-    check_rotary,
-    other_layers,
-    prepare_model,
-    register_attention,
-)
+from wlb.integrations.huggingface.attention import check_rotary, other_layers, prepare_model, register_attention
 from wlb.integrations.huggingface.check import check_trainer
 from wlb.integrations.huggingface.loader import TrainLoader, trained_state
 from wlb.integrations.huggingface.refusals import check_arguments, check_settings, set_right
@@ -43,19 +38,18 @@ def balanced(
     Args:
         context_window: Tokens of a micro-batch on average and of a document at most;
             ``per_device_train_batch_size`` has no effect. Memory must hold ``max_length_factor`` = 1.5 windows.
-        cp: Neighbouring processes that share every micro-batch, with the attention of ``register_attention``.
-        sharding: The strategy by which they do.
-        check: Before the first step, also after resuming, compare losses and gradients of packed documents with single
-            ones (``check_trainer``), in the time of a few micro-batches; nothing that is trained changes.
+        cp: Neighbouring processes that share every micro-batch, by the strategy ``sharding``.
+        check: Before the first step, compare losses and gradients of packed documents with single ones
+            (``check_trainer``), in the time of a few micro-batches; nothing that is trained changes.
         settings: Further keywords of ``packed_batches``: hardware, preset ("elastic" pools all processes anew, so leave
-            ``cp`` out), pool, workload, seed, options of the packer, ``calibrate``. ``model`` is the trained one.
+            ``cp`` out), seed, options of the packer, ``calibrate``. ``model`` is the trained one.
 
     Gradient accumulation is the number of micro-batches. All epochs are one stream, repeated up to ``max_steps`` where
     that is given. ``state.epoch`` is the documents trained over those of the data set. Resuming goes on with the
     documents that come next, also with other settings; without ``train_dataset`` a Trainer evaluates.
 
-    The constructor and ``train`` raise ``UserError`` for what would silently train something else, such as losses that
-    are means, masks and noise of other kinds, and other documents after resuming; docs/stacks/huggingface.md lists it.
+    The constructor and ``train`` raise ``UserError`` for what would silently train something else
+    (docs/stacks/huggingface.md), such as losses that are means, and other documents after resuming.
     """
     check_arguments(trainer_class, {})
     planning = {"context_window": context_window, "cp": cp, "sharding": sharding, **settings}
@@ -168,11 +162,9 @@ class _BalancedTrainer:
 
 def _callback(trainer: Any) -> Any:
     """What a Trainer does beside its steps: checks packing first, counts epochs, and saves the state of the steps."""
-    callbacks = require("transformers.trainer_callback", "hf")
-    base: type[Any] = callbacks.TrainerCallback
-    exportable: type[Any] = callbacks.ExportableState
+    callbacks: Any = require("transformers.trainer_callback", "hf")
 
-    class BalancedState(base, exportable):
+    class BalancedState(callbacks.TrainerCallback, callbacks.ExportableState):
         _step = _epoch = 0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
@@ -185,20 +177,16 @@ def _callback(trainer: Any) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
             before, self._step, state.epoch = self._epoch, state.global_step, trainer._wlb_loader.epoch
             self._epoch = int(state.epoch)
-            if self._is_whole and (calibration := trainer._wlb_steps.calibration) is not None:
-                calibration.end_step()
+            if trainer._wlb_steps.calibration is not None:
+                trainer._wlb_steps.calibration.end_step()
             if before < self._epoch and self._step < state.max_steps:  # after which the Trainer's own epoch ends
                 for does, strategy in (("save", "save"), ("evaluate", "eval"), ("log", "logging")):
                     if getattr(args, f"{strategy}_strategy", None) == "epoch":
                         setattr(control, f"should_{does}", True)
 
-        @property
-        def _is_whole(self) -> bool:
-            """Whether a planned step ends here, and nothing was read beyond it."""
-            return bool(trainer._wlb_loader.step == self._step)
-
         def state(self) -> dict[str, Any]:
-            saved = json.dumps(trainer._wlb_steps.state_dict() if self._is_whole else None)
-            return {"args": {}, "attributes": {"saved": saved}}
+            # None inside a planned step, or where more was read than trained.
+            state = trainer._wlb_steps.state_dict() if trainer._wlb_loader.step == self._step else None
+            return {"args": {}, "attributes": {"saved": json.dumps(state)}}
 
     return BalancedState()
