@@ -34,7 +34,7 @@ from wlb.attention import segment_attention
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.huggingface import balanced, register_attention
-from wlb.integrations.huggingface.loader import TrainLoader
+from wlb.integrations.huggingface.trainer import TrainLoader
 from wlb.integrations.packed import FlatteningCollator, packed_batches
 from wlb.workload.model_json import shape_of_config
 
@@ -250,6 +250,9 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha = 5.0: NEFTune divides its noise by the root of"),
         ({}, {"family": "Bloom", "attention": None}, "BloomForCausalLM does not say that it attends"),
         ({}, {"accepts_loss_kwargs": False}, "takes no num_items_in_batch"),
+        ({"planning": {"context_window": 64}}, {}, r"document \d+ has \d+ tokens, over context_window = 64; raise it"),
+        ({"planning": {"own_lists": True}}, {}, "own_lists gives ranks their own numbers of micro-batches"),
+        ({"planning": {"calibrate": 5}}, {}, "how many steps an epoch has is not known before; give max_steps"),
         (
             {},
             {"rope_parameters": DYNAMIC, "max_position_embeddings": 64},
@@ -478,6 +481,13 @@ def test_the_check_changes_nothing_that_is_trained(tmp_path: Path):
         trainer.train()
         weights.append(torch.cat([value.flatten() for value in dropping.state_dict().values()]))
     assert torch.equal(*weights)
+
+
+def test_a_trainer_times_micro_batches_but_the_first_and_last_of_a_step(tmp_path: Path):
+    trainer = balanced_trainer(tmp_path, planning={"calibrate": 3}, gradient_accumulation_steps=4, max_steps=4)
+    trainer.train()
+    assert trainer._wlb_steps.calibration.state_dict()["steps"] == 4
+    assert len(trainer._wlb_steps.calibration._timed) == 2  # of the fourth step
 
 
 def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):

@@ -45,9 +45,9 @@ def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> N
     does not grow with the square of the tokens. Encoders of images or audio keep their attention. Without gradients the
     model also takes batches that are not packed, and attends them by ``sdpa``.
 
-    Raises ``UserError`` for a model that cannot be trained so (``check_model``). The attention raises it for what would
-    silently train something else: masks, caches, rows without ``cu_seq_lens_q``, dropout, documents over chunks or
-    rotary scaling, and what the model gives to its attention and is not known here (softcap, sinks, a position bias).
+    Raises ``UserError`` for a model that cannot be trained so. The attention raises it for what would silently train
+    something else: masks, caches, rows without ``cu_seq_lens_q``, dropout, documents over chunks or rotary scaling, and
+    what the model gives to its attention and is not known here (softcap, sinks, a position bias).
     """
     transformers = require("transformers", "hf")
     transformers.AttentionInterface.register(name, packed_attention)
@@ -57,17 +57,17 @@ def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> N
     if not hasattr(model, "set_attn_implementation"):
         kind = type(model).__name__
         raise UserError(f"{kind} is no model of transformers; attend by wlb.attention.segment_attention")
-    check_model(model)
+    _refuse(_objections_to_model(model))
     attend_with(model, name)
 
 
 def prepare_model(model: Any) -> list[str]:
-    """Let ``model`` train packed documents; what was set. Raises ``UserError`` where it cannot (``check_model``)."""
+    """Let ``model`` train packed documents; what was set. Raises ``UserError`` where it cannot."""
     changed, config = [], getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
         changed.append("model.config.use_cache = False")
-    check_model(model)
+    _refuse(_objections_to_model(model))
     attention = str(getattr(config, "_attn_implementation", None))
     if hasattr(model, "set_attn_implementation") and "flash" not in attention and not is_packed_attention(model):
         register_attention(model)
@@ -94,16 +94,8 @@ def _refuse(objections: Iterator[str]) -> None:
         raise UserError(objection)
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise ``UserError`` unless the settings and layers of a model are known to keep packed documents apart.
-
-    It must attend through ``transformers``' AttentionInterface, without a cache, and other layers with a state must be
-    those of kernels that are installed.
-    """
-    _refuse(_objections_to_model(model))
-
-
 def _objections_to_model(model: Any) -> Iterator[str]:
+    """Why settings or layers of ``model`` are not known to keep packed documents apart."""
     if (config := getattr(model, "config", None)) is None:
         return
     adapters = (getattr(model, "peft_config", None) or {}).values()
@@ -234,8 +226,8 @@ def _window(mask: Tensor | MaskMaker | None, window: int | None, lengths: Sequen
         return None
     if local != window:  # a mask without a window is that of chunked attention
         raise UserError(
-            f"a document has {max(lengths)} tokens, over the {min(sizes)} of the model's attention_chunk_size or "
-            "sliding_window, and its layers do not attend in a plain sliding window; give shorter documents"
+            f"a document has {max(lengths)} tokens, over the {min(sizes)} of attention_chunk_size or sliding_window, "
+            "and the layers do not attend in a plain sliding window; give shorter documents"
         )
     return window
 

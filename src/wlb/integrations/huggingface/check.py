@@ -28,6 +28,7 @@ from wlb.runtime.collectives import gathered_rows
 Inputs = Mapping[str, Any]
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}  # of the gradient
+_MIXED = {"no": torch.float64, "fp16": torch.float16}  # precision
 _LOSS_TOLERANCE = 1e-5  # at least: Hugging Face takes the loss in float32, whatever the parameters are
 _BESIDE, _SHORT = 3, 8  # short documents in a micro-batch with the longest one, and in one without
 _TOKENS = 8192  # of the longest document at most, for which a model's own attention may make a mask of tokens squared
@@ -105,11 +106,10 @@ def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
     model = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     hooked = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
     if getattr(trainer, "is_deepspeed_enabled", False) or hooked:
-        unchecked = "not checked, under DeepSpeed or with an optimizer that steps in the backward pass"
-        warnings.warn(f"balanced: packing is {unchecked}; run check_packing", stacklevel=2)
+        where = "under DeepSpeed or with an optimizer that steps in the backward pass"
+        warnings.warn(f"balanced: packing is not checked {where}; run check_packing", stacklevel=2)
         return
-    precision = {"no": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-    mixed = precision.get(trainer.accelerator.mixed_precision, torch.bfloat16)
+    mixed = _MIXED.get(trainer.accelerator.mixed_precision, torch.bfloat16)
     tf32 = torch.float64 if torch.get_float32_matmul_precision() == "highest" else torch.float16
     trainer.current_gradient_accumulation_steps = 1  # some losses look; the Trainer sets it in every step
 
@@ -141,19 +141,15 @@ def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
 
 
 def _check_processes(processes: int, loss: Callable[[Any], float], items: Any) -> None:
-    """Raise ``UserError`` where ``loss`` of one document on all processes is a mean over them only without ``items``.
-
-    Gradients are averaged over processes, so a loss over the step's tokens is to be multiplied by their number.
-    """
+    """Raise ``UserError`` where ``loss`` of one document on all processes is their mean only without ``items``."""
     try:
         mean = loss(None)
     except TypeError:
         return  # it divides by the items, and has no other loss
     if mean and math.isclose(loss(items) * processes, mean, rel_tol=_TOLERANCE[torch.bfloat16]):
         raise UserError(
-            f"compute_loss divides by num_items_in_batch, which counts the tokens of {processes} processes, and "
-            f"gradients are averaged over them: they would be {processes} times too small; multiply the loss by "
-            "self.accelerator.num_processes"
+            "compute_loss divides by num_items_in_batch, of all processes, and gradients are averaged over them: they "
+            f"would be {processes} times too small; multiply the loss by self.accelerator.num_processes"
         )
 
 

@@ -27,12 +27,9 @@ def set_right(args: Any, context_window: int) -> tuple[Any, list[str]]:
         args.accelerator_config = copy.copy(args.accelerator_config)
     for holder in (args, getattr(args, "accelerator_config", None)):
         wanted = {name: value for name, value in _RIGHT.items() if getattr(holder, name, None) not in (None, value)}
-        most = getattr(holder, "max_length", None)  # SFTTrainer cuts documents there, at 1,024 tokens unless told
-        if (
-            hasattr(holder, "packing")
-            and most is not None
-            and (most == getattr(type(holder), "max_length", None) or most > context_window)
-        ):
+        # SFTTrainer cuts documents there, at 1,024 tokens unless told.
+        most, usual = getattr(holder, "max_length", None), getattr(type(holder), "max_length", None)
+        if hasattr(holder, "packing") and most is not None and (most == usual or most > context_window):
             wanted["max_length"] = context_window
         for name, value in wanted.items():
             setattr(holder, name, value)
@@ -46,21 +43,15 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
     """Raise ``UserError`` for what a Trainer cannot be made of: trainers, collators and data sets of another kind."""
     of_trl = [base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl"]
     if of_trl and "SFTTrainer" not in of_trl:
-        raise UserError(
-            f"{trainer_class.__name__} learns from pairs, rewards or what it generates, not token by token; give "
-            "balanced() Trainer or SFTTrainer, or divide the documents of each step of yours with wlb.balance"
-        )
+        kind = f"{trainer_class.__name__} learns from pairs, rewards or what it generates"
+        raise UserError(f"{kind}; give balanced() Trainer or SFTTrainer, or divide its documents with wlb.balance")
     collator, dataset = arguments.get("data_collator"), arguments.get("train_dataset")
     if collator is not None and type(collator) is not FlatteningCollator:
-        raise UserError(
-            f"the data collator {getattr(collator, '__name__', type(collator).__name__)} would collate nothing, as "
-            "documents come packed, with the labels that their fields say; leave it out, and prepare the data set"
-        )
+        name = getattr(collator, "__name__", type(collator).__name__)
+        raise UserError(f"the data collator {name} would collate nothing, as documents come packed; leave it out")
     check_documents(dataset, "train_dataset")
     if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UserError(
-            "a stream of documents has no lengths to plan by; load it as one with a length, or use packed_batches"
-        )
+        raise UserError("a stream of documents has no lengths to plan by; load all of it, or use packed_batches")
 
 
 def check_settings(trainer: Any, planning: Mapping[str, Any]) -> None:
@@ -77,10 +68,8 @@ def _refusals(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
     if loss and not loss.endswith(("ForCausalLM", "ForConditionalGeneration")):
         yield f"{model} does not learn the next token of its documents; train it without balanced()"
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-        yield (
-            f"the loss of {model} takes no num_items_in_batch, so documents of long micro-batches would count less; "
-            "give its forward **kwargs that reach its loss, or the Trainer a compute_loss_func that divides by it"
-        )
+        less = "documents of long micro-batches would count less; give a compute_loss_func that divides by it"
+        yield f"the loss of {model} takes no num_items_in_batch, so {less}"
     noise = [getattr(module, "neftune_noise_alpha", None) for module in trainer.model.modules()]
     if alpha := next(filter(None, (getattr(args, "neftune_noise_alpha", None), *noise)), None):
         yield f"neftune_noise_alpha = {alpha}: NEFTune divides its noise by the root of a row's tokens; leave it out"

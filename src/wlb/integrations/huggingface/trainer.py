@@ -1,11 +1,19 @@
-"""Makes a Trainer that trains planned steps from any Trainer class."""
+"""Makes a Trainer that trains planned steps from any Trainer class.
+
+A Trainer resumes by passing over batches, which is right only where every setting is what it was. So the state of the
+steps is in ``trainer_state.json``, and the loader of a resumed run begins after it.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,12 +23,12 @@ from wlb.errors import UserError, require
 from wlb.integrations.document_fields import FIELDS
 from wlb.integrations.huggingface.attention import check_rotary, other_layers, prepare_model, register_attention
 from wlb.integrations.huggingface.check import check_trainer
-from wlb.integrations.huggingface.loader import TrainLoader, trained_state
 from wlb.integrations.huggingface.refusals import check_arguments, check_settings, set_right
-from wlb.integrations.packed import FlatteningCollator, PackedSteps, warn_of_no_labels
+from wlb.integrations.packed import FlatteningCollator, PackedBatch, PackedSteps, warn_of_no_labels
 from wlb.runtime.collectives import on_every_rank
 from wlb.workload.model_json import shape_of_config
 
+_PLANNED = 64  # steps of an endless stream that are looked at before training; planning all would take minutes
 _EPOCHS, _STEPS_OF_EPOCH, _SAMPLES, _ALL_STEPS = 0, 1, 3, 6  # in what Trainer.set_initial_training_values returns
 
 
@@ -48,8 +56,7 @@ def balanced(
     that is given. ``state.epoch`` is the documents trained over those of the data set. Resuming goes on with the
     documents that come next, also with other settings; without ``train_dataset`` a Trainer evaluates.
 
-    The constructor and ``train`` raise ``UserError`` for what would silently train something else
-    (docs/stacks/huggingface.md), such as losses that are means, and other documents after resuming.
+    Raises ``UserError`` for what would silently train something else; docs/stacks/huggingface.md lists it.
     """
     check_arguments(trainer_class, {})
     planning = {"context_window": context_window, "cp": cp, "sharding": sharding, **settings}
@@ -190,3 +197,70 @@ def _callback(trainer: Any) -> Any:
             return {"args": {}, "attributes": {"saved": json.dumps(state)}}
 
     return BalancedState()
+
+
+class TrainLoader:
+    """Micro-batches of this process after ``begin``: the Trainer's steps done, its epoch, and the state of ``steps``.
+
+    As a Trainer accumulates equally many in every step, empty ones fill a planned step that has fewer, and one that has
+    more is several of the Trainer's. ``all_steps`` are the Trainer's, those done included, up to ``max_steps`` where
+    that is positive, with ``documents_a_step`` on average. ``step`` and ``epoch`` are where what was read ends.
+    """
+
+    def __init__(self, steps: PackedSteps, max_steps: int, begin: tuple[int, float, Mapping[str, Any]]) -> None:
+        self._steps, self._begin, self._wanted = steps, begin, steps.job.micro_batches_per_rank
+        self._inner: dict[int, PackedBatch] = {}  # neither first nor last of their step, by the id of their inputs
+        self.rewind()
+        plans = [*islice(steps.plans(), _PLANNED if max_steps > 0 else None)]
+        planned = sum(-(-len(plan.ranks[0]) // self._wanted) for plan in plans)
+        self.all_steps = max_steps if max_steps > 0 else begin[0] + planned
+        self.documents_a_step = sum(len([*plan.segments]) for plan in plans) / max(1, planned)
+
+    def rewind(self) -> None:
+        """Go back to the beginning."""
+        self.step, self.epoch, state = self._begin
+        self._steps.load_state_dict(state)
+
+    def __len__(self) -> int:
+        # Trainer refuses an empty loader; where nothing is left it reads nothing.
+        return max(1, (self.all_steps - self._begin[0]) * self._wanted)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.rewind()
+        trained, documents = round(self.epoch * len(self._steps.lengths)), len(self._steps.lengths)
+        for step in self._steps:
+            batches = [*step.batches]
+            batches += [self._steps.batch_of([])] * (-len(batches) % self._wanted)
+            *others, last = (batch.with_labels() for batch in batches)
+            self._inner = {id(inputs): batch for inputs, batch in zip(others[1:], batches[1:-1], strict=True)}
+            yield from others
+            self.step += len(batches) // self._wanted
+            trained += len([*step.plan.segments])
+            self.epoch = trained / documents
+            yield last
+
+    def timing(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Time what runs inside for the calibration, but for a step's first and last, in which ranks wait."""
+        batch, calibration = self._inner.get(id(inputs)), self._steps.calibration
+        return nullcontext() if batch is None or calibration is None else calibration.timing(batch)
+
+
+def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple[int, float, dict[str, Any]] | None:
+    """Where the checkpoint ends that Trainer is to resume from, for ``TrainLoader`` to begin; None without one.
+
+    Raises ``UserError`` for a checkpoint that does not say it.
+    """
+    folder: Any = resume_from_checkpoint
+    if folder is True:
+        folder = require("transformers.trainer_utils", "hf").get_last_checkpoint(args.output_dir)
+    if not folder:
+        return None  # which Trainer refuses where it was asked for one
+    path = Path(folder) / "trainer_state.json"
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    exported = (saved.get("stateful_callbacks") or {}).get("BalancedState", {})
+    if state := json.loads(exported.get("attributes", {}).get("saved", "null")):
+        return saved["global_step"], saved["epoch"] or 0.0, state
+    raise UserError(
+        f"the checkpoint {folder} does not say which documents were trained, so it cannot be continued exactly; begin "
+        "anew from its weights, or train on without balanced()"
+    )
