@@ -491,7 +491,6 @@ def test_a_trainer_times_micro_batches_but_the_first_and_last_of_a_step(tmp_path
 
 
 def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):
-    trainer = balanced_trainer(tmp_path, num_train_epochs=3, learning_rate=0.0)
-    trainer.train()
+    trainer = balanced_trainer(tmp_path, num_train_epochs=3)
     values: Any = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
     assert values[3] == 3 * len(DATA)

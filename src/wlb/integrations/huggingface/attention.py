@@ -57,7 +57,7 @@ def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> N
     if not hasattr(model, "set_attn_implementation"):
         kind = type(model).__name__
         raise UserError(f"{kind} is no model of transformers; attend by wlb.attention.segment_attention")
-    _refuse(_objections_to_model(model))
+    refuse(_objections_to_model(model))
     attend_with(model, name)
 
 
@@ -67,7 +67,7 @@ def prepare_model(model: Any) -> list[str]:
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
         changed.append("model.config.use_cache = False")
-    _refuse(_objections_to_model(model))
+    refuse(_objections_to_model(model))
     attention = str(getattr(config, "_attn_implementation", None))
     if hasattr(model, "set_attn_implementation") and "flash" not in attention and not is_packed_attention(model):
         register_attention(model)
@@ -89,7 +89,8 @@ def _text(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _refuse(objections: Iterator[str]) -> None:
+def refuse(objections: Iterator[str]) -> None:
+    """Raise ``UserError`` with the first of ``objections``, if there are any."""
     for objection in objections:
         raise UserError(objection)
 
@@ -117,10 +118,8 @@ def _objections_to_model(model: Any) -> Iterator[str]:
             kernels = f"only kernels of {' and '.join(packages)} on a GPU keep documents apart"
             yield f"{layers}, in which {kernels}; install {' and '.join(missing)}, or train it unpacked"
     elif not (getattr(model, "_supports_attention_backend", False) and model._can_set_attn_implementation()):
-        yield (
-            f"{name} does not say that it attends through transformers' AttentionInterface "
-            "(_supports_attention_backend), so packed documents may attend each other; train one that does, as Llama"
-        )
+        through = "through transformers' AttentionInterface (_supports_attention_backend)"
+        yield f"{name} does not say that it attends {through}, so documents may attend each other; train it unpacked"
 
 
 def other_layers(config: Any) -> set[str]:
@@ -135,8 +134,7 @@ def other_layers(config: Any) -> set[str]:
 def check_rotary(config: Any, lengths: Sequence[int]) -> None:
     """Raise ``UserError`` where a document of ``lengths`` changes the rotary frequencies of others in its micro-batch.
 
-    transformers scales by the highest position of a row: longrope takes other factors past the length of pretraining,
-    and dynamic scaling grows with it. A row without such documents is exact.
+    transformers scales by the highest position of a row, past the length of pretraining.
     """
     text = _text(config)
     rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -173,13 +171,13 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """An attention function as ``transformers`` calls it: tensors of shape (1, heads, tokens, head_dim)."""
     attend: ShardedAttention | None = arguments.get("attend")
-    _refuse(_unknown(arguments))
+    refuse(_unknown(arguments))
     if attend is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
         mask = attention_mask() if isinstance(attention_mask, partial) else attention_mask
         by_sdpa = require("transformers", "hf").AttentionInterface()["sdpa"]
         arguments |= {"scaling": scaling, "dropout": dropout}
         return cast(tuple[Tensor, None], by_sdpa(module, query, key, value, mask, **arguments))
-    _refuse(_objections(module, query, key, attention_mask, dropout, arguments))
+    refuse(_objections(module, query, key, attention_mask, dropout, arguments))
     lengths = _lengths(arguments["cu_seq_lens_q"]) if attend is None else attend.shard_plan.segment_lengths
     check_rotary(getattr(module, "config", None), lengths)
     window = _window(attention_mask, arguments.get("sliding_window"), lengths)
@@ -203,7 +201,7 @@ def _mask(*positional: Any, **arguments: Any) -> MaskMaker | None:
     """How ``sdpa`` makes its mask, in place of it. Raises ``UserError`` where training would need one."""
     make: MaskMaker = partial(require("transformers", "hf").AttentionMaskInterface()["sdpa"], *positional, **arguments)
     if torch.is_grad_enabled():
-        _refuse(_objections_to_mask(make))
+        refuse(_objections_to_mask(make))
         if arguments.get("local_size") is None:
             return None
     return make

@@ -154,10 +154,7 @@ def _check_processes(processes: int, loss: Callable[[Any], float], items: Any) -
 
 
 def _checked_documents(steps: PackedSteps) -> tuple[list[int], list[int]]:
-    """The longest document with a few of the shortest, and more of these; of those that teach a token, if some do.
-
-    The longest is one that fits into the memory of a single rank.
-    """
+    """The longest document that one rank can hold with a few short ones, and more of these; of those that teach."""
     order = np.argsort(steps.lengths, kind="stable")
     tokens = steps.lengths[order]
     fits = tokens <= max(tokens[0], min(_TOKENS, steps.job.longest_micro_batch // steps.job.layout.cp))

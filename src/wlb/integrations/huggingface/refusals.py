@@ -8,6 +8,7 @@ from typing import Any
 
 from wlb.errors import UserError
 from wlb.integrations.document_fields import check_documents
+from wlb.integrations.huggingface.attention import refuse
 from wlb.integrations.packed import FlatteningCollator
 
 # Arguments of a Trainer, and what they must be: documents are packed, dealt and resumed here, and labels are counted
@@ -56,11 +57,10 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
 
 def check_settings(trainer: Any, planning: Mapping[str, Any]) -> None:
     """Raise ``UserError`` where ``trainer`` would not train micro-batches as planned, or not exactly."""
-    for reason in _refusals(trainer, planning):
-        raise UserError(reason)
+    refuse(_objections(trainer, planning))
 
 
-def _refusals(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
+def _objections(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
     args, model = trainer.args, type(trainer.model).__name__
     if getattr(trainer.model, "config", None) is None and "model" not in planning:
         yield f"{model} has no config to price documents by; give balanced(..., model=...), a name near it in size"

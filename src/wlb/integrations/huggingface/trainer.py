@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -94,6 +95,7 @@ class _BalancedTrainer:
         self.args.gradient_accumulation_steps = self._wlb_steps.job.micro_batches_per_rank
         self._wlb_planned = self._wlb_planned_by()
         self._wlb_begin = 0, 0.0, self._wlb_steps.state_dict()
+        self._wlb_loader = None
         self.add_callback(_callback(self))
         if self._wlb_steps.job.layout.cp > 1:
             if kinds := other_layers(getattr(self.model, "config", None)):
@@ -109,11 +111,7 @@ class _BalancedTrainer:
                 "train_dataset, gradient_accumulation_steps, max_steps or num_train_epochs is not what the steps were "
                 "planned by; make another Trainer"
             )
-
-        def load() -> TrainLoader:
-            begin = trained_state(self.args, resume_from_checkpoint) or self._wlb_begin
-            return TrainLoader(self._wlb_steps, self.args.max_steps, begin)
-
+        load = partial(self._wlb_loader_after, resume_from_checkpoint)
         self._wlb_loader = on_every_rank(load) if dist.is_initialized() else load()
         self._wlb_steps.agree()  # before the check, in which other documents would be other collectives
         return super().train(resume_from_checkpoint, *positional, **arguments)  # type: ignore[misc]
@@ -122,7 +120,13 @@ class _BalancedTrainer:
         args = self.args
         return id(self.train_dataset), args.gradient_accumulation_steps, args.max_steps, args.num_train_epochs
 
+    def _wlb_loader_after(self: Any, resume_from_checkpoint: str | bool | None) -> TrainLoader:
+        begin = trained_state(self.args, resume_from_checkpoint) or self._wlb_begin
+        return TrainLoader(self._wlb_steps, self.args.max_steps, begin)
+
     def get_train_dataloader(self: Any) -> Any:
+        if self._wlb_loader is None:
+            self._wlb_loader = self._wlb_loader_after(None)  # before ``train``, which makes its own
         return self._wlb_loader
 
     def training_step(self: Any, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
