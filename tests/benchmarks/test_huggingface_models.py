@@ -16,7 +16,7 @@ def test_every_model_can_be_made_and_is_compared():
     model = huggingface_models.model_of("Mistral")
     huggingface_models.train(model, *_single())
     batch = huggingface_models.FlatteningCollator()(huggingface_models.DOCUMENTS[:1])
-    error = huggingface_models.error_of(model, batch, huggingface_models.gradient(model), shared=False)
+    error = huggingface_models.error_of(model, batch, huggingface_models.gradient(model))
     assert isinstance(error, float)
     assert error < huggingface_models.EXACT
 

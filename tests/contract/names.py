@@ -38,7 +38,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.integrations.huggingface.balanced": (
         "trainer_class, *, context_window, cp=..., sharding=..., check=..., **settings"
     ),
-    "wlb.integrations.huggingface.register_attention": "model=..., *, name=..., group=...",
+    "wlb.integrations.huggingface.register_attention": "model=..., *, name=...",
     "wlb.runtime.level_step": "model, batches, loss_fn",
     "wlb.runtime.own_batches": "plan, dp_rank, cp_rank, read",
     "wlb.simulate.simulate": "job, lengths, steps",

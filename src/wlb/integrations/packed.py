@@ -10,16 +10,17 @@ import copy
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from wlb.documents.segments import OverlongReport
+from wlb.documents.segments import OverlongReport, Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
@@ -80,6 +81,20 @@ class PackedBatch:
         rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
         shared = {} if self.attend is None else {"attend": self.attend}
         return rows | extents_of(self.segment_lengths, self.tokens.device) | shared
+
+    def with_labels(self) -> dict[str, Any]:
+        """These keywords and ``labels``, of shape (1, tokens), for code that counts and shifts them, as a Trainer does.
+
+        In a share the next token may lie on another rank. So it has ``shift_labels``, the token to predict at each
+        place, and ``labels`` with the same one place further on: one token more, neither attended nor learnt. Elsewhere
+        the last token must be the end of a document.
+        """
+        labels = F.pad(self.labels[None], (1, 0), value=IGNORE_LABEL)
+        if self.attend is None:
+            return {**self, "labels": labels[:, :-1]}
+        rows = {name: F.pad(self[name], (0, 1)) for name in ("input_ids", "position_ids")}
+        shifted = F.pad(self.labels[None], (0, 1), value=IGNORE_LABEL)
+        return {**self, **rows, "labels": labels, "shift_labels": shifted}
 
     def keys(self) -> KeysView[str]:
         return self._keywords.keys()
@@ -173,7 +188,9 @@ class PackedSteps(Iterator[PackedStep]):
         if isinstance(documents, TokenStore):
             lengths, self._read = checked_lengths(documents.lengths), partial(read_batch, store=documents)
         elif hasattr(documents, "__len__") and not isinstance(documents, IterableDataset):
-            lengths = checked_lengths([token_count(one, f"document {index}") for index, one in enumerate(documents)])
+            sized: Any = documents  # iterating a torch data set may not end by itself
+            numbered = enumerate(islice(sized, len(sized)))
+            lengths = checked_lengths([token_count(one, f"document {index}") for index, one in numbered])
             self._read = partial(_batch_of, documents, lengths)
         elif epochs != 1:
             raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave it out, or repeat documents in it")
@@ -183,6 +200,7 @@ class PackedSteps(Iterator[PackedStep]):
             settings |= {"shuffle": False}
         settings |= {"dp": self._processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
+        self.lengths: Any = lengths  # of all documents; None for a stream
         planned: Any = lengths if self._stream is None else self._stream
         self._steps = WholeSteps(self.job, planned, epochs=epochs)
         layout = replace(self.job.layout, tp=1)
@@ -197,13 +215,13 @@ class PackedSteps(Iterator[PackedStep]):
                 )
             self.calibration = Calibration(calibrate, self._processes.ranks, device_of(group), group)
         self._measured: tuple[Any, Any] = (None, None)  # prices and speeds that steps are planned by
-        self._begin: dict[str, Any] | None = {"sharding": strategy, "calibrate": calibrate, "state": None}
+        self._compared: dict[str, Any] = {"sharding": strategy, "calibrate": calibrate}
+        self._begin: dict[str, Any] | None = self._compared | {"state": None}
         if state is not None:
             self.load_state_dict(state)
 
     def __next__(self) -> PackedStep:
-        if self._begin is not None:
-            self._agree(self._begin)
+        self.agree()
         self._plan_by_measured()
         plan = next(self._steps, None)
         shares = () if plan is None else self._share.batches(plan, self._read)
@@ -232,7 +250,7 @@ class PackedSteps(Iterator[PackedStep]):
         self._steps.load_state_dict(state)
         if self.calibration is not None and "calibration" in state:
             self.calibration.load_state_dict(state["calibration"])
-        self._begin = {"sharding": self._share.strategy, "state": digest(state)}
+        self._begin = self._compared | {"state": digest(state)}
 
     def _plan_by_measured(self) -> None:
         if self.calibration is None:
@@ -242,10 +260,16 @@ class PackedSteps(Iterator[PackedStep]):
             self._steps.plan_by(self.job.measured(*found))
             self._measured = found
 
-    def _agree(self, begin: dict[str, Any]) -> None:
-        """Compare what processes are about to train, and join those that share micro-batches."""
+    def plans(self) -> Iterator[StepPlan]:
+        """The plans of the steps to come, without taking any of them; not for a stream."""
+        return copy.deepcopy(self._steps)
+
+    def agree(self) -> None:
+        """Compare what processes are about to train, and join those that share micro-batches, as the first ``next``."""
+        if self._begin is None:
+            return
         check_accumulation()
-        ranks = self._processes.agree(self._steps.settings | begin, self._rank)
+        ranks = self._processes.agree(self._steps.settings | self._begin, self._rank)
         if ranks and self.job.layout.cp > 1 and self._sharing is None:
             if ranks != [*range(self._processes.ranks)]:
                 raise UserError(
@@ -253,6 +277,12 @@ class PackedSteps(Iterator[PackedStep]):
                 )
             self._sharing = sharing_group(self.job.layout.cp, self._processes.group)
         self._begin = None
+
+    def batch_of(self, documents: Sequence[Document]) -> PackedBatch:
+        """This rank's share of a micro-batch of ``documents``, which belongs to no step; ``agree`` comes before."""
+        lengths = [*map(token_count, documents)]
+        segments = tuple(Segment(number, 0, length) for number, length in enumerate(lengths))
+        return self._packed(self._share.of(_batch_of(documents, lengths, MicroBatch(segments, 0.0))), 0)
 
     def _packed(self, share: ShardedBatch, loss_tokens: int) -> PackedBatch:
         plan, tensors = share.shard_plan, (share.tokens, share.labels, share.positions)

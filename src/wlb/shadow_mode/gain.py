@@ -79,10 +79,11 @@ class ShadowGain:
 def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False) -> ShadowGain:
     """What balanced steps, those of ``packed_batches`` in lock step, gain over ``steps``.
 
-    Each step has equally many processes. Processes with the same documents, as tensor-parallel ones, count as one. ``waits_inside`` says whether processes
-    wait for each other in every micro-batch or only at the end of a step; seconds ``on_cuda`` include that. Balanced
-    micro-batches hold as many tokens as the job's on average, or the longest document if that is more; a step keeps its
-    tokens. Raises ``UserError`` where there are too few micro-batches or documents.
+    Each step has equally many processes. Processes with the same documents, as tensor-parallel ones, count as one.
+    ``waits_inside`` says whether processes wait for each other in every micro-batch or only at the end of a step;
+    seconds ``on_cuda`` include that. Balanced micro-batches hold as many tokens as the job's on average, or the longest
+    document if that is more; a step keeps its tokens. Raises ``UserError`` where there are too few micro-batches or
+    documents.
     """
     from wlb.integrations.batches import WholeSteps, balanced_job  # with torch, which ``import wlb`` does not need
 

@@ -27,6 +27,7 @@ from wlb.errors import UserError
 from wlb.shadow_mode.gain import Measured, ShadowGain, Step, gain_of
 from wlb.shadow_mode.lengths import fields_of, read_lengths
 from wlb.workload import ModelShape, model_shape
+from wlb.workload.model_json import shape_of_config
 from wlb.workload.profile import write_profile
 
 _MOST_DOCUMENTS, _LEAST_STEPS = 2**14, 8  # of all processes, of which the last ones are kept
@@ -299,9 +300,7 @@ def _shape_of(model: Any, watched: Any) -> ModelShape | None:
         given = getattr(watched, "config", None) if model is None else model
         if given is None or isinstance(given, ModelShape | str):
             return model_shape(given) if isinstance(given, str) else given
-        from wlb.integrations.huggingface import model_shape_of
-
-        return model_shape_of(given)
+        return shape_of_config(given)
     except Exception as error:
         if model is None:
             return None

@@ -68,6 +68,19 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return document
 
 
+def shape_of_config(config: Any) -> ModelShape:
+    """The shape of a decoder from its configuration in ``transformers``, to price documents for it.
+
+    A model that is of no family here is priced as a dense decoder of its size. Raises ``UserError`` for a shape that
+    cannot be priced.
+    """
+    renamed = {usual: getattr(config, usual, None) for usual in getattr(config, "attribute_map", ())}
+    document = dict(language_model(config.to_dict() | renamed))
+    if document.get("intermediate_size") is None and document.get("hidden_size"):
+        document["intermediate_size"] = 4 * document["hidden_size"]  # what GPT-2, Bloom and Falcon leave out
+    return shape_of(document)
+
+
 def read_shape(path: Path) -> ModelShape:
     """The shape of the model in the directory ``path``, or of the ``config.json`` at it.
 

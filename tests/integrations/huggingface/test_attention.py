@@ -24,14 +24,9 @@ from tests.integrations.huggingface.models import (
 )
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
-from wlb.integrations.huggingface import (
-    check_packing,
-    context_parallel_group,
-    context_parallel_share,
-    model_shape_of,
-    register_attention,
-)
+from wlb.integrations.huggingface import check_packing, register_attention
 from wlb.integrations.packed import FlatteningCollator, packed_batches
+from wlb.workload.model_json import shape_of_config
 
 
 def checked(of: Any, **wrapped: Any) -> float:
@@ -51,11 +46,14 @@ def test_packed_documents_train_as_single_ones(family: str):
     assert checked(packed) < 1e-7
 
 
+PLANNED: dict[str, Any] = {"context_window": 300, "micro_batches": 1, "model": "tiny", "hardware": "cpu"}
+
+
 def _loop_gradient(documents: list[Any], window: int = 64, **sizes: Any) -> torch.Tensor:
     """Of the loop in the README, summed over all steps of the loss over their labelled tokens."""
     packed = model("Mistral", sliding_window=window)
     register_attention(packed)
-    for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
+    for step in packed_batches(documents, **PLANNED, **sizes):
         for batch in step.batches:
             (batch.loss(packed(**batch).logits) / batch.ranks).backward()
     return gradient(packed)
@@ -64,7 +62,7 @@ def _loop_gradient(documents: list[Any], window: int = 64, **sizes: Any) -> torc
 def _loop_oracle(documents: list[Any], window: int = 64, **sizes: Any) -> torch.Tensor:
     """The same, one document at a time by transformers' own attention."""
     oracle = model("Mistral", sliding_window=window)
-    for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
+    for step in packed_batches(documents, **PLANNED, **sizes):
         for segment in step.plan.segments:
             ids = torch.tensor(documents[segment.document]["input_ids"])
             scores = oracle(input_ids=ids[None]).logits[0, :-1]
@@ -74,8 +72,8 @@ def _loop_oracle(documents: list[Any], window: int = 64, **sizes: Any) -> torch.
 
 @pytest.mark.parametrize("window", [64, 4096], ids=["documents over the window", "Mistral's default"])
 def test_the_loop_of_the_readme_trains_as_single_documents(window: int):
-    found = _loop_gradient(DOCUMENTS, window, micro_batches=1)
-    assert relative(found, _loop_oracle(DOCUMENTS, window, micro_batches=1)) < 1e-12
+    found = _loop_gradient(DOCUMENTS, window)
+    assert relative(found, _loop_oracle(DOCUMENTS, window)) < 1e-12
 
 
 def test_layers_with_a_state_are_exact_where_kernels_keep_documents_apart(monkeypatch: pytest.MonkeyPatch):
@@ -94,8 +92,9 @@ def test_layers_with_a_state_are_exact_where_kernels_keep_documents_apart(monkey
     )
     packed(**batch, num_items_in_batch=1).loss.backward()
     assert relative(gradient(packed), single_gradient("Lfm2", **layers)) < 1e-7
+    shared = model("Lfm2", attention="wlb", layer_types=["full_attention", "conv"])
     with pytest.raises(UserError, match="layers of conv cannot be shared by ranks"):
-        packed(**context_parallel_share(batch, 2, 0, "per_sequence"))
+        shared(**next(packed_batches(DOCUMENTS, dp=1, cp=2, rank=0, **PLANNED)).batches[0])
 
 
 def test_packed_documents_train_as_single_ones_under_autocast():
@@ -118,11 +117,10 @@ LOOPS = (DOCUMENTS, DOCUMENTS[1:2])  # under hybrid sharding one rank has nothin
 
 
 def _context_parallel_gradients() -> tuple[list[torch.Tensor], tuple[float, bool], list[torch.Tensor]]:
-    group = context_parallel_group(2)
-    loops = [_loop_gradient(documents, micro_batches=1, cp=2) for documents in LOOPS]
+    loops = [_loop_gradient(documents, cp=2) for documents in LOOPS]
     for total in loops:
         dist.all_reduce(total)
-    return [_context_parallel_gradient(group, *case) for case in SHARED], _check_of_sharded_weights(), loops
+    return [_context_parallel_gradient(*case) for case in SHARED], _check_of_sharded_weights(), loops
 
 
 def _check_of_sharded_weights() -> tuple[float, bool]:
@@ -133,11 +131,12 @@ def _check_of_sharded_weights() -> tuple[float, bool]:
     return checked(sharded, wrapped=sharded), all(parameter.grad is None for parameter in sharded.parameters())
 
 
-def _context_parallel_gradient(group: Any, family: str, sharding: str, loss: str) -> torch.Tensor:
+def _context_parallel_gradient(family: str, sharding: str, loss: str) -> torch.Tensor:
+    """With the inputs of a Trainer."""
     packed = model(family)
-    register_attention(packed, group=group)
-    for documents in LOOPS:
-        batch = context_parallel_share(FlatteningCollator()(documents), 2, dist.get_rank(), sharding)
+    register_attention(packed)
+    steps = [step for documents in LOOPS for step in packed_batches(documents, cp=2, sharding=sharding, **PLANNED)]
+    for batch in (batch.with_labels() for step in steps for batch in step.batches):
         output = packed(**batch, num_items_in_batch=1)
         if loss == "of labels":  # as compute_loss_func gets them, and label smoothing: still to be shifted
             scores, labels = output.logits[0, :-1], batch["labels"][0, 1:]
@@ -151,7 +150,7 @@ def _context_parallel_gradient(group: Any, family: str, sharding: str, loss: str
 
 def test_context_parallel_ranks_train_an_unmodified_model():
     expected = {family: single_gradient(family, [*DOCUMENTS, DOCUMENTS[1]]) for family, *_ in SHARED}
-    of_loops = [_loop_oracle(documents, micro_batches=1) for documents in LOOPS]
+    of_loops = [_loop_oracle(documents) for documents in LOOPS]
     for totals, (sharded_error, restored), loops in run_ranks(2, _context_parallel_gradients):
         assert max(map(relative, loops, of_loops)) < 1e-12
         assert sharded_error < 1e-7
@@ -234,10 +233,10 @@ def test_a_model_that_cannot_be_trained_exactly_is_refused(family: str, settings
 
 
 def test_documents_are_priced_for_the_model():
-    shape = model_shape_of(model().config)
+    shape = shape_of_config(model().config)
     assert (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (32, 2, 4, 2, 8)
     gemma = transformers.Gemma3TextConfig(
         layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6
     )
-    assert model_shape_of(gemma).full_attention_every == 6
-    assert model_shape_of(transformers.Phi3Config()).layers == 32  # of no family that is known: a dense decoder
+    assert shape_of_config(gemma).full_attention_every == 6
+    assert shape_of_config(transformers.Phi3Config()).layers == 32  # of no family that is known: a dense decoder

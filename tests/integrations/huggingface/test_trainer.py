@@ -33,52 +33,53 @@ from tests.training.distributed import run_ranks
 from wlb.attention import segment_attention
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.huggingface import balanced, model_shape_of, register_attention
-from wlb.integrations.huggingface.resuming import TrainedBatches
-from wlb.integrations.packed import FlatteningCollator
+from wlb.integrations.huggingface import balanced, register_attention
+from wlb.integrations.huggingface.trainer import TrainLoader
+from wlb.integrations.packed import FlatteningCollator, packed_batches
+from wlb.workload.model_json import shape_of_config
 
 pytest.importorskip("accelerate")
 
 
-class Recording(FlatteningCollator):
-    """Also writes down which documents went through, after those of the check."""
+class Recording(list[Any]):
+    """Documents that also write down which of them were read in training."""
 
     def __init__(self) -> None:
+        super().__init__(DATA)
         self.seen: list[int] = []
 
     def forget_the_check(self) -> Any:
-        collator = self
+        documents = self
 
         class Callback(transformers.TrainerCallback):
             def on_epoch_begin(self, *positional: Any, **arguments: Any) -> None:
-                collator.seen.clear()
+                documents.seen.clear()
 
         return Callback()
 
-    def __call__(self, documents: Any) -> dict[str, Any]:
-        self.seen += [document["number"] for document in documents]
-        return super().__call__(documents)
+    def __getitem__(self, number: Any) -> Any:
+        self.seen.append(number)
+        return super().__getitem__(number)
 
 
 def train(
     folder: str, resume: bool | str = False, planning: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[torch.Tensor, list[int], Any]:
     """Weights afterwards, the documents of this process, and the steps."""
-    packed = model()
+    packed, documents = model(), Recording()
     register_attention(packed)
-    collator = Recording()
-    trainer = balanced_trainer(folder, packed, DATA, collator, planning=planning or {}, **settings)
-    trainer.add_callback(collator.forget_the_check())
+    trainer = balanced_trainer(folder, packed, documents, planning=planning or {}, **settings)
+    trainer.add_callback(documents.forget_the_check())
     trainer.train(resume_from_checkpoint=resume)
     weights = torch.cat([parameter.detach().flatten() for parameter in packed.parameters()])
-    return weights, collator.seen, trainer.state.global_step
+    return weights, documents.seen, trainer.state.global_step
 
 
 def one_at_a_time(epochs: int, smoothing: float = 0.0, **planning: Any) -> torch.Tensor:
     """The same steps of plain SGD, a document at a time in one process, by transformers' own attention."""
     oracle = model()
     settings: dict[str, Any] = {"context_window": 128, "micro_batches": 2, "hardware": "cpu", "seed": 42}
-    planned = PlannedBatchSampler(LENGTHS, epochs=epochs, model=model_shape_of(oracle.config), **settings | planning)
+    planned = PlannedBatchSampler(LENGTHS, epochs=epochs, model=shape_of_config(oracle.config), **settings | planning)
     for plan in planned.steps():
         oracle.zero_grad()
         for segment in plan.segments:
@@ -98,8 +99,8 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     weights, seen, steps = train(str(tmp_path / "whole"), **save)
     assert Counter(seen) == dict.fromkeys(range(len(DATA)), 2)
     assert relative(weights, one_at_a_time(2)) < 1e-7
-    # A loader with workers is ahead of what a checkpoint has trained.
-    train(str(tmp_path / "ahead"), **save, dataloader_num_workers=2, max_steps=7)
+    with pytest.warns(UserWarning, match="dataloader_num_workers = 0 in training"):
+        train(str(tmp_path / "ahead"), **save, dataloader_num_workers=2, max_steps=7)
     again, rest, of_all = train(str(tmp_path / "ahead"), resume=str(tmp_path / "ahead" / "checkpoint-5"))
     assert torch.equal(again, weights)
     assert of_all == steps
@@ -116,7 +117,7 @@ def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
         packed, oracle = model(), model()
         register_attention(packed)
         trainer = balanced_trainer(tmp_path, packed, documents, num_train_epochs=1, gradient_accumulation_steps=8)
-        assert [len(plan.ranks[0]) for plan in trainer.train_sampler.steps()] == [8]
+        assert [len(plan.ranks[0]) for plan in trainer._wlb_steps.plans()] == [8]
         trainer._set_signature_columns_if_needed()
         assert {"completion_mask", "loss_mask", "length"} < {*trainer._signature_columns}
         with nullcontext() if documents is few else pytest.warns(UserWarning, match="a step has no labelled token"):
@@ -141,13 +142,22 @@ def test_a_trainer_resumes_with_other_settings_and_loses_nothing(two_processes: 
     assert seen == dict.fromkeys(range(len(DATA)), 2)
 
 
-def test_a_last_step_of_more_micro_batches_is_several_of_the_trainers_and_loses_nothing():
-    lengths = [21, 25, 13, 16, 32, 26, 32, 13]
-    sampler = PlannedBatchSampler(lengths, context_window=32, model="tiny", micro_batches=2, dp=2, epochs=2)
-    assert [len(plan.ranks[0]) for plan in sampler.steps()] == [2, 3]
-    batches = TrainedBatches(sampler, max_steps=-1)
-    assert Counter(index for batch in batches for index in batch) == Counter([*range(8)] * 2)
-    assert [*batches.states] == [0, 1, 3]  # not 2, after which the last micro-batches are still to come
+def test_steps_of_other_numbers_of_micro_batches_lose_nothing():
+    lengths, seen = [21, 25, 13, 16, 32, 26, 32, 13], Counter[int]()
+    for rank in range(2):
+        documents: list[Any] = [[number] * length for number, length in enumerate(lengths)]
+        planned: dict[str, Any] = {"context_window": 32, "model": "tiny", "micro_batches": 2, "dp": 2, "epochs": 2}
+        steps = packed_batches(documents, rank=rank, **planned)
+        assert [len(plan.ranks[0]) for plan in steps.plans()] == [2, 3]
+        loader, ends = TrainLoader(steps, -1, (0, 0.0, steps.state_dict())), []
+        for inputs in loader:
+            ends.append(loader.step)
+            if loader.step < 3:
+                seen.update(inputs["input_ids"][inputs["position_ids"] == 0].tolist())
+        assert ends == [0, 1, 1, 1, 1, 3]  # not 2, after which there are more; the last is empty
+        assert (inputs["input_ids"].tolist(), inputs["labels"].tolist()) == ([[0]], [[-100]])
+        assert (len(loader), loader.all_steps, loader.epoch) == (6, 3, 2.0)
+    assert seen == dict.fromkeys(range(8), 2)
 
 
 def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):
@@ -240,6 +250,9 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha = 5.0: NEFTune divides its noise by the root of"),
         ({}, {"family": "Bloom", "attention": None}, "BloomForCausalLM does not say that it attends"),
         ({}, {"accepts_loss_kwargs": False}, "takes no num_items_in_batch"),
+        ({"planning": {"context_window": 64}}, {}, r"document \d+ has \d+ tokens, over context_window = 64; raise it"),
+        ({"planning": {"own_lists": True}}, {}, "own_lists gives ranks their own numbers of micro-batches"),
+        ({"planning": {"calibrate": 5}}, {}, "how many steps an epoch has is not known before; give max_steps"),
         (
             {},
             {"rope_parameters": DYNAMIC, "max_position_embeddings": 64},
@@ -294,8 +307,11 @@ def test_what_breaks_packing_is_set_right_in_a_copy(tmp_path: Path):
 
 
 def test_a_collator_that_is_not_ours_is_refused(tmp_path: Path):
-    for collator in (transformers.DataCollatorWithFlattening(), transformers.default_data_collator):
-        with pytest.raises(UserError, match=r"the data collator \w+ is not known to lay documents in one row"):
+    class Own(FlatteningCollator):
+        pass
+
+    for collator in (transformers.DataCollatorWithFlattening(), transformers.default_data_collator, Own()):
+        with pytest.raises(UserError, match=r"the data collator \w+ would collate nothing, as documents come packed"):
             balanced_trainer(tmp_path, None, DATA, collator)
 
 
@@ -333,7 +349,7 @@ def test_a_model_without_a_configuration_is_trained_with_a_shape_to_price_it_by(
     trainer = balanced_trainer(tmp_path, OwnModel(), planning={"model": "tiny"}, max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2
-    with pytest.raises(UserError, match=r"OwnModel has no config to price documents by; give balanced\(\.\.\., model="):
+    with pytest.raises(UserError, match="OwnModel has no config to price documents by"):
         balanced_trainer(tmp_path, OwnModel())
     with pytest.raises(UserError, match="OwnModel is no model of transformers"):
         register_attention(OwnModel())
@@ -401,12 +417,6 @@ class LeakingAtTimes(transformers.LlamaForCausalLM):
         return super().forward(*positional, **arguments)
 
 
-class LearnsFirst(FlatteningCollator):
-    def __call__(self, documents: Any) -> dict[str, Any]:
-        batch = super().__call__(documents)
-        return {**batch, "labels": batch["input_ids"].clone()}
-
-
 class ForgetsProcesses(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
         return model(**inputs, num_items_in_batch=num_items_in_batch).loss
@@ -437,19 +447,18 @@ class AveragedLoss(transformers.Trainer):
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "family", "settings", "collator"),
+    ("trainer_class", "family", "settings"),
     [
         # Its auxiliary loss is a mean.
-        (transformers.Trainer, "Mixtral", {**EXPERTS, "output_router_logits": True}, None),
-        (AveragedLoss, "Llama", {}, None),
-        (transformers.Trainer, "Llama", {}, LearnsFirst()),
+        (transformers.Trainer, "Mixtral", {**EXPERTS, "output_router_logits": True}),
+        (AveragedLoss, "Llama", {}),
     ],
 )
 def test_training_does_not_begin_where_packing_changes_it(
-    tmp_path: Path, trainer_class: Any, family: str, settings: dict[str, Any], collator: Any
+    tmp_path: Path, trainer_class: Any, family: str, settings: dict[str, Any]
 ):
     changed = model(family, None, **settings)
-    trainer = balanced_trainer(tmp_path, changed, DATA, collator, base=trainer_class)
+    trainer = balanced_trainer(tmp_path, changed, base=trainer_class)
     with pytest.raises(UserError, match="packed documents train something else"):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -472,6 +481,13 @@ def test_the_check_changes_nothing_that_is_trained(tmp_path: Path):
         trainer.train()
         weights.append(torch.cat([value.flatten() for value in dropping.state_dict().values()]))
     assert torch.equal(*weights)
+
+
+def test_a_trainer_times_micro_batches_but_the_first_and_last_of_a_step(tmp_path: Path):
+    trainer = balanced_trainer(tmp_path, planning={"calibrate": 3}, gradient_accumulation_steps=4, max_steps=4)
+    trainer.train()
+    assert trainer._wlb_steps.calibration.state_dict()["steps"] == 4
+    assert len(trainer._wlb_steps.calibration._timed) == 2  # of the fourth step
 
 
 def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):

@@ -5,14 +5,6 @@ trainer = balanced(Trainer, context_window=8192)(model=model, args=args, train_d
 
 from wlb.integrations.huggingface.attention import register_attention
 from wlb.integrations.huggingface.check import check_packing
-from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
-from wlb.integrations.huggingface.trainer import balanced, model_shape_of
+from wlb.integrations.huggingface.trainer import balanced
 
-__all__ = [
-    "balanced",
-    "check_packing",
-    "context_parallel_group",
-    "context_parallel_share",
-    "model_shape_of",
-    "register_attention",
-]
+__all__ = ["balanced", "check_packing", "register_attention"]

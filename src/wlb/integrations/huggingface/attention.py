@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from wlb.attention import segment_attention
@@ -18,6 +16,7 @@ from wlb.errors import UserError, require
 from wlb.runtime.sharded_batch import ShardedAttention
 
 NAME = "wlb"  # of the attention implementation
+MaskMaker = partial[Tensor | None]
 
 # Kinds of layers in ``config.layer_types`` that this attention computes, or refuses by the length of the documents, and
 # those without attention. Layers of any other kind carry a state over the tokens or choose what they attend.
@@ -39,32 +38,41 @@ _HARMLESS = {
 }
 
 
-def register_attention(
-    model: nn.Module | None = None, *, name: str = NAME, group: dist.ProcessGroup | None = None
-) -> None:
+def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> None:
     """Make our attention known to ``transformers`` as the implementation ``name``, and use it in ``model`` if given.
 
-    A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
-    ``attend`` one rank's share of them (``PackedBatch``, ``context_parallel_share``), which the ranks of ``group``, or
-    of the batch, attend together. Its memory does not grow with the square of the tokens. Encoders of images or audio
-    keep theirs. Without gradients the model also takes batches that are not packed, and attends them by ``sdpa``.
+    A model that uses it takes packed micro-batches of one row (``FlatteningCollator``, ``PackedBatch``), in memory that
+    does not grow with the square of the tokens. Encoders of images or audio keep their attention. Without gradients the
+    model also takes batches that are not packed, and attends them by ``sdpa``.
 
-    Raises ``UserError`` for a model that cannot be trained so (``check_model``). The attention raises it for what would
-    silently train something else: a mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout, a
-    document longer than chunked attention or rotary scaling allows, attention that is not causal, shares of layers with
-    a state, and what the model gives to its attention and is not known here (softcap, sinks, a position bias).
+    Raises ``UserError`` for a model that cannot be trained so. The attention raises it for what would silently train
+    something else: masks, caches, rows without ``cu_seq_lens_q``, dropout, documents over chunks or rotary scaling, and
+    what the model gives to its attention and is not known here (softcap, sinks, a position bias).
     """
     transformers = require("transformers", "hf")
-    transformers.AttentionInterface.register(name, PackedAttention(group))
+    transformers.AttentionInterface.register(name, packed_attention)
     transformers.AttentionMaskInterface.register(name, _mask)
     if model is None:
         return
     if not hasattr(model, "set_attn_implementation"):
-        raise UserError(
-            f"{type(model).__name__} is no model of transformers; attend by wlb.attention.segment_attention"
-        )
-    check_model(model)
+        kind = type(model).__name__
+        raise UserError(f"{kind} is no model of transformers; attend by wlb.attention.segment_attention")
+    refuse(_objections_to_model(model))
     attend_with(model, name)
+
+
+def prepare_model(model: Any) -> list[str]:
+    """Let ``model`` train packed documents; what was set. Raises ``UserError`` where it cannot."""
+    changed, config = [], getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]
+        changed.append("model.config.use_cache = False")
+    refuse(_objections_to_model(model))
+    attention = str(getattr(config, "_attn_implementation", None))
+    if hasattr(model, "set_attn_implementation") and "flash" not in attention and not is_packed_attention(model):
+        register_attention(model)
+        changed.append(f'the attention "{NAME}" in place of {attention}')
+    return changed
 
 
 def attend_with(model: Any, name: str) -> None:
@@ -81,46 +89,37 @@ def _text(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise ``UserError`` unless the settings and layers of a model are known to keep packed documents apart.
+def refuse(objections: Iterator[str]) -> None:
+    """Raise ``UserError`` with the first of ``objections``, if there are any."""
+    for objection in objections:
+        raise UserError(objection)
 
-    It must attend through ``transformers``' AttentionInterface, without a cache, and other layers with a state must be
-    those of kernels that are installed.
-    """
-    config: Any = getattr(model, "config", None)
-    if config is None:
+
+def _objections_to_model(model: Any) -> Iterator[str]:
+    """Why settings or layers of ``model`` are not known to keep packed documents apart."""
+    if (config := getattr(model, "config", None)) is None:
         return
-    network, name = cast(Any, model), type(model).__name__
     adapters = (getattr(model, "peft_config", None) or {}).values()
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
-        raise UserError(
-            "prompt and prefix tuning put their tokens before a row, and all documents of a micro-batch but the first "
-            "would miss them; train LoRA, or this adapter without packing"
-        )
+        yield "prompt and prefix tuning put their tokens before a row, where one document sees them; train LoRA instead"
     if getattr(config, "use_cache", False):
-        raise UserError(
-            "model.config.use_cache = True makes transformers leave out the mask between packed documents, so they "
-            "would attend each other; set model.config.use_cache = False"
-        )
-    kinds = other_layers(config)
+        yield "model.config.use_cache = True makes documents attend each other, without a mask; set it to False"
+    kinds, name = other_layers(config), type(model).__name__
     if kinds or getattr(model, "_is_stateful", False):
-        packages = _KERNELS.get(_text(config).model_type)
         layers = f"{name} has layers of {', '.join(sorted(kinds)) or 'recurrence'}"
+        packages = _KERNELS.get(_text(config).model_type)
         if packages is None:
-            raise UserError(f"{layers}, to which transformers does not say where documents end; train it unpacked")
+            yield f"{layers}, to which transformers does not say where documents end; train it unpacked"
+            return
         missing = [package for package in packages if find_spec(package) is None]
         if tuple(map(int, require("transformers", "hf").__version__.split(".")[:2])) < _KERNELS_SINCE:
             missing.append("transformers >= 5.23")
         if missing:
-            raise UserError(
-                f"{layers}, in which only kernels of {' and '.join(packages)} on a GPU keep documents apart; install "
-                f"{' and '.join(missing)}, or train it unpacked"
-            )
-    elif not (getattr(model, "_supports_attention_backend", False) and network._can_set_attn_implementation()):
-        raise UserError(
-            f"{name} does not say that it attends through transformers' AttentionInterface "
-            "(_supports_attention_backend), so packed documents may attend each other; train one that does, as Llama"
-        )
+            kernels = f"only kernels of {' and '.join(packages)} on a GPU keep documents apart"
+            yield f"{layers}, in which {kernels}; install {' and '.join(missing)}, or train it unpacked"
+    elif not (getattr(model, "_supports_attention_backend", False) and model._can_set_attn_implementation()):
+        through = "through transformers' AttentionInterface (_supports_attention_backend)"
+        yield f"{name} does not say that it attends {through}, so documents may attend each other; train it unpacked"
 
 
 def other_layers(config: Any) -> set[str]:
@@ -135,21 +134,18 @@ def other_layers(config: Any) -> set[str]:
 def check_rotary(config: Any, lengths: Sequence[int]) -> None:
     """Raise ``UserError`` where a document of ``lengths`` changes the rotary frequencies of others in its micro-batch.
 
-    transformers scales by the highest position of a row: longrope takes other factors past the length of pretraining,
-    and dynamic scaling grows with it. A row without such documents is exact.
+    transformers scales by the highest position of a row, past the length of pretraining.
     """
     text = _text(config)
     rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for of_layers in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):
-        kind = str(of_layers.get("rope_type", of_layers.get("type")))
-        if kind == "longrope":
+        kind, limit = str(of_layers.get("rope_type", of_layers.get("type"))), None
+        if "dynamic" in kind:
+            limit = text.max_position_embeddings
+        elif kind == "longrope":
             usual = getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
             limit = of_layers.get("original_max_position_embeddings") or usual
-        elif "dynamic" in kind:
-            limit = text.max_position_embeddings
-        else:
-            continue
-        if max(lengths) > limit:
+        if limit and max(lengths) > limit:
             raise UserError(
                 f"a document has {max(lengths)} tokens, and past {limit} the model's rotary scaling, {kind}, changes "
                 "that of all documents in its micro-batch; give shorter documents"
@@ -160,136 +156,103 @@ def is_packed_attention(model: nn.Module) -> bool:
     """Whether ``model`` attends with what ``register_attention`` registered, under whichever name."""
     interface = require("transformers", "hf").AttentionInterface()
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return name in interface and isinstance(interface[name], PackedAttention)
+    return name in interface and interface[name] is packed_attention
 
 
-@dataclass(frozen=True)
-class _Mask:
-    """In place of the mask of a kind of layers, which packed micro-batches do not need."""
-
-    size: int | None  # of sliding windows or chunks
-    refusal: str | None  # of packed micro-batches
-    make_of_sdpa: Callable[[], Tensor | None]
-
-
-class PackedAttention:
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | MaskMaker | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
     """An attention function as ``transformers`` calls it: tensors of shape (1, heads, tokens, head_dim)."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._extents: Tensor | None = None  # of the last micro-batch, so that its layers read them once
-        self._lengths: list[int] = []
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | _Mask | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **arguments: Any,
-    ) -> tuple[Tensor, None]:
-        attend: ShardedAttention | None = arguments.get("attend")
-        if attend is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
-            _refuse_unknown(arguments)
-            mask = attention_mask.make_of_sdpa() if isinstance(attention_mask, _Mask) else attention_mask
-            by_sdpa = require("transformers", "hf").AttentionInterface()["sdpa"]
-            arguments |= {"scaling": scaling, "dropout": dropout}
-            return cast(tuple[Tensor, None], by_sdpa(module, query, key, value, mask, **arguments))
-        _refuse(module, query, key, attention_mask, dropout, arguments)
-        lengths = self._segment_lengths(arguments) if attend is None else attend.shard_plan.segment_lengths
-        check_rotary(getattr(module, "config", None), lengths)
-        window = _window(attention_mask, arguments.get("sliding_window"), lengths)
-        wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if not math.isclose(wanted, query.shape[-1] ** -0.5, rel_tol=1e-6):
-            query = query * (wanted * query.shape[-1] ** 0.5)
-        kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
-        if attend is None:
-            return segment_attention(q, k, v, lengths, window=window)[None], None
-        if attend.group is None:
-            attend = replace(attend, group=self._group)
-        return attend(q, k, v, window=window)[None], None
-
-    def _segment_lengths(self, arguments: Mapping[str, Any]) -> list[int]:
-        extents: Tensor = arguments["cu_seq_lens_q"]
-        if extents is not self._extents:
-            self._extents, self._lengths = extents, extents.diff().tolist()
-        return self._lengths
+    attend: ShardedAttention | None = arguments.get("attend")
+    refuse(_unknown(arguments))
+    if attend is None and "cu_seq_lens_q" not in arguments and not torch.is_grad_enabled():
+        mask = attention_mask() if isinstance(attention_mask, partial) else attention_mask
+        by_sdpa = require("transformers", "hf").AttentionInterface()["sdpa"]
+        arguments |= {"scaling": scaling, "dropout": dropout}
+        return cast(tuple[Tensor, None], by_sdpa(module, query, key, value, mask, **arguments))
+    refuse(_objections(module, query, key, attention_mask, dropout, arguments))
+    lengths = _lengths(arguments["cu_seq_lens_q"]) if attend is None else attend.shard_plan.segment_lengths
+    check_rotary(getattr(module, "config", None), lengths)
+    window = _window(attention_mask, arguments.get("sliding_window"), lengths)
+    usual = query.shape[-1] ** -0.5
+    if scaling is not None and not math.isclose(scaling, usual, rel_tol=1e-6):
+        query = query * (scaling / usual)
+    kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
+    if attend is None:
+        return segment_attention(q, k, v, lengths, window=window)[None], None
+    return attend(q, k, v, window=window)[None], None
 
 
-def _mask(
-    *positional: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **arguments: Any
-) -> _Mask | None:
-    """In place of the mask that ``transformers`` would make; raises ``UserError`` where training would need one."""
-    refusal = None
-    if attention_mask is not None:
-        refusal = _refused_mask(attention_mask)
-    elif "allow_is_bidirectional_skip" in arguments or arguments.get("use_vmap"):  # what transformers gives for these
-        refusal = "attention that is not causal, or has a mask of the model's own, is not supported"
+@lru_cache(maxsize=1)  # all layers of a micro-batch have the same tensor, which may be on a GPU
+def _lengths(extents: Tensor) -> list[int]:
+    return [*map(int, extents.diff().tolist())]
+
+
+def _mask(*positional: Any, **arguments: Any) -> MaskMaker | None:
+    """How ``sdpa`` makes its mask, in place of it. Raises ``UserError`` where training would need one."""
+    make: MaskMaker = partial(require("transformers", "hf").AttentionMaskInterface()["sdpa"], *positional, **arguments)
     if torch.is_grad_enabled():
-        if refusal:
-            raise UserError(refusal)
-        if local_size is None:
+        refuse(_objections_to_mask(make))
+        if arguments.get("local_size") is None:
             return None
-    make = require("transformers", "hf").AttentionMaskInterface()["sdpa"]
-    made = partial(make, *positional, attention_mask=attention_mask, local_size=local_size, **arguments)
-    return _Mask(local_size, refusal, made)
+    return make
 
 
-def _refused_mask(mask: Tensor) -> str:
-    return (
-        f"an attention_mask of shape {tuple(mask.shape)} was given; packed micro-batches have none: FlatteningCollator"
-    )
+def _objections_to_mask(mask: Tensor | MaskMaker | None) -> Iterator[str]:
+    settings = mask.keywords if isinstance(mask, partial) else {"attention_mask": mask}
+    if (given := settings.get("attention_mask")) is not None:
+        shape = tuple(given.shape)
+        yield f"an attention_mask of shape {shape} was given; packed micro-batches have none: FlatteningCollator"
+    if "allow_is_bidirectional_skip" in settings or settings.get("use_vmap"):  # what transformers gives for these
+        yield "attention that is not causal, or has a mask of the model's own, is not supported"
 
 
-def _window(mask: Tensor | _Mask | None, window: int | None, lengths: Sequence[int]) -> int | None:
+def _window(mask: Tensor | MaskMaker | None, window: int | None, lengths: Sequence[int]) -> int | None:
     """The sliding window to attend with, None where every document fits into it."""
-    local = mask.size if isinstance(mask, _Mask) else None
+    local = mask.keywords.get("local_size") if isinstance(mask, partial) else None
     sizes = [size for size in (local, window) if size is not None]
     if max(lengths) <= min(sizes, default=max(lengths)):
         return None
     if local != window:  # a mask without a window is that of chunked attention
         raise UserError(
-            f"a document has {max(lengths)} tokens, over the {min(sizes)} of the model's attention_chunk_size or "
-            "sliding_window, and its layers do not attend in a plain sliding window; give shorter documents"
+            f"a document has {max(lengths)} tokens, over the {min(sizes)} of attention_chunk_size or sliding_window, "
+            "and the layers do not attend in a plain sliding window; give shorter documents"
         )
     return window
 
 
-def _refuse(module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, given: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` for what this attention would not compute."""
-    (rows, _, queries, _), keys, attend = query.shape, key.shape[2], given.get("attend")
-    kinds = other_layers(module.config) if attend is not None and hasattr(module, "config") else ()
-    acausal = given.get("is_causal") is False or getattr(module, "is_causal", True) is False
-    for refused, reason in (
-        (mask is not None, _refused_mask(mask) if isinstance(mask, Tensor) else getattr(mask, "refusal", None)),
-        (rows != 1, f"a batch of {rows} rows is not packed; lay documents in one row, as FlatteningCollator does"),
-        (
-            queries != keys,
-            f"{queries} queries attend {keys} keys: there is a cache; set use_cache = False, and generate with another "
-            'attention implementation, such as "sdpa"',
-        ),
-        (
-            "cu_seq_lens_q" not in given and attend is None,
-            "the batch has no cu_seq_lens_q, so documents are not known; use FlatteningCollator, and a model that "
-            "hands its keyword arguments on to its attention",
-        ),
-        (dropout, f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0"),
-        (acausal, "attention that is not causal is not supported; use another attention implementation"),
-        (kinds, f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out"),
-    ):
-        if refused and reason:
-            raise UserError(reason)
-    _refuse_unknown(given)
+def _objections(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, given: Mapping[str, Any]
+) -> Iterator[str]:
+    """What this attention would not compute."""
+    (rows, _, queries, _), keys, shared = query.shape, key.shape[2], given.get("attend") is not None
+    yield from _objections_to_mask(mask)
+    if rows != 1:
+        yield f"a batch of {rows} rows is not packed; lay documents in one row, as FlatteningCollator does"
+    if queries != keys:
+        yield f"{queries} queries attend {keys} keys: there is a cache; set use_cache = False, and generate with sdpa"
+    if "cu_seq_lens_q" not in given and not shared:
+        yield "the batch, or what the model hands on to its attention, has no cu_seq_lens_q; use FlatteningCollator"
+    if dropout:
+        yield f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0"
+    if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        yield "attention that is not causal is not supported; use another attention implementation"
+    if shared and (kinds := other_layers(getattr(module, "config", None))):
+        yield f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out"
 
 
-def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` for what the model gives to its attention and neither this one nor sdpa would look at."""
+def _unknown(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """What the model gives to its attention and neither this one nor sdpa would look at."""
     for name, value in arguments.items():
         if name not in _HARMLESS and isinstance(value, Tensor | int | float) and not isinstance(value, bool):
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"= {value}"
-            raise UserError(f"{name} {shown} is not supported; use flash_attention_2 for this model")
+            yield f"{name} {shown} is not supported; use flash_attention_2 for this model"

@@ -1,8 +1,7 @@
 """Whether packing changes what a model trains: micro-batches against their documents one at a time.
 
-A wrong mask, positions that do not restart, or a loss that is a mean of means shows at once. The documents alone go
-through the model's own attention (``sdpa``) where it otherwise attends with ours, so that the check also finds what our
-attention would leave out.
+A wrong mask, positions that do not restart, or a loss that is a mean of means shows at once. Documents alone go through
+the model's own attention (``sdpa``) in place of ours, so that the check also finds what ours would leave out.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wlb.errors import UserError
+from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.huggingface.attention import attend_with, is_packed_attention
-from wlb.runtime.batch import IGNORE_LABEL
+from wlb.integrations.packed import FlatteningCollator, PackedSteps
 from wlb.runtime.collectives import gathered_rows
 
 Inputs = Mapping[str, Any]
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}  # of the gradient
+_MIXED = {"no": torch.float64, "fp16": torch.float16}  # precision
 _LOSS_TOLERANCE = 1e-5  # at least: Hugging Face takes the loss in float32, whatever the parameters are
 _BESIDE, _SHORT = 3, 8  # short documents in a micro-batch with the longest one, and in one without
 _TOKENS = 8192  # of the longest document at most, for which a model's own attention may make a mask of tokens squared
@@ -46,12 +47,9 @@ def check_packing(
     """Compare the loss and gradients of ``packed()`` with the sums over ``singles``; returns the gradients' error.
 
     Each call runs ``model``, or where it is ``wrapped`` (DDP, FSDP) that, and returns the summed loss of its documents'
-    labelled tokens: ``packed`` of a micro-batch, ``singles`` of its documents alone. The model is in training mode
-    without dropout, and afterwards as before, gradients included. The tolerance is that of the least exact type of the
-    parameters, of autocast and ``computed``. What is wrapped may have parts of losses and gradients on each process,
-    so they are averaged over all, which call this together.
-
-    Raises ``UserError`` where the two differ by more.
+    labelled tokens. Afterwards the model is as before, gradients included. The tolerance is that of the least exact
+    type of the parameters, of autocast and ``computed``. Losses and gradients of what is wrapped are averaged over
+    processes, which call this together. Raises ``UserError`` where the two differ by more.
     """
     trained = wrapped or model
     parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
@@ -69,9 +67,8 @@ def check_packing(
     if not (error <= tolerance and apart <= max(tolerance, _LOSS_TOLERANCE)):
         raise UserError(
             f"packed documents train something else than single ones: loss {packed_loss:.6g} and {single_loss:.6g}, "
-            f"gradients {error:.1e} apart, over {tolerance:g}; look at the attention implementation "
-            "(register_attention), position_ids that restart, labels of -100 for first tokens, use_cache = False, "
-            "dropout, and losses that are means (a router's auxiliary loss is one)"
+            f"gradients {error:.1e} apart, over {tolerance:g}; look at the attention (register_attention), use_cache = "
+            "False, dropout, and losses that are means (a router's auxiliary loss is one)"
         )
     return error
 
@@ -97,25 +94,22 @@ def _square(parameters: Sequence[nn.Parameter]) -> float:
     return sum(float(torch.linalg.vector_norm(gradient, dtype=dtype)) ** 2 for gradient, dtype in exact)
 
 
-def check_trainer(trainer: Any, collated: Callable[[Sequence[int]], Inputs]) -> None:
-    """``check_packing`` of micro-batches in a Trainer's own terms: its collator, loss, training mode and wrapped model.
+def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
+    """``check_packing`` of micro-batches as ``steps`` packs them, by a Trainer's own loss, mode and wrapped model.
 
-    One has the longest document and a few short ones, one many short ones. Labels are those that the collator makes,
-    and tokens that it masks are learnt as well, as a mask could hide what documents see.
-
-    All processes train the same documents, so that they call the same collectives and refuse together; with ``cp``
-    each its share of them, and then all of each document alone. Nothing is compared, with a warning, where a backward
-    pass is more than that: under DeepSpeed, and with an optimizer that steps in it.
+    One has the longest of ``documents`` and a few short ones, one many short ones. All tokens are learnt, also masked
+    ones, as a mask could hide what documents see. All processes train the same documents, so that they call the same
+    collectives and refuse together. Nothing is compared, with a warning, where a backward pass is more than that: under
+    DeepSpeed, and with an optimizer that steps in it.
     """
-    wrapped, cp, share = trainer.model_wrapped, trainer.train_sampler.job.layout.cp, trainer._wlb_share
+    wrapped, cp = trainer.model_wrapped, steps.job.layout.cp
     model = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
-    steps = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
-    if getattr(trainer, "is_deepspeed_enabled", False) or steps:
-        unchecked = "not checked, under DeepSpeed or with an optimizer that steps in the backward pass"
-        warnings.warn(f"balanced: packing is {unchecked}; run check_packing", stacklevel=2)
+    hooked = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
+    if getattr(trainer, "is_deepspeed_enabled", False) or hooked:
+        where = "under DeepSpeed or with an optimizer that steps in the backward pass"
+        warnings.warn(f"balanced: packing is not checked {where}; run check_packing", stacklevel=2)
         return
-    precision = {"no": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-    mixed = precision.get(trainer.accelerator.mixed_precision, torch.bfloat16)
+    mixed = _MIXED.get(trainer.accelerator.mixed_precision, torch.bfloat16)
     tf32 = torch.float64 if torch.get_float32_matmul_precision() == "highest" else torch.float16
     trainer.current_gradient_accumulation_steps = 1  # some losses look; the Trainer sets it in every step
 
@@ -127,57 +121,45 @@ def check_trainer(trainer: Any, collated: Callable[[Sequence[int]], Inputs]) -> 
     def items_of(inputs: Inputs) -> Any:
         return trainer.get_batch_samples(iter([inputs]), 1, trainer.args.device)[1]
 
+    alone = FlatteningCollator()
     metrics = {name: vars(trainer)[name] for name in ("_metrics", "_total_train_tokens") if name in vars(trainer)}
     vars(trainer).update(copy.deepcopy(metrics))  # those of TRL
-    for documents in _checked_documents(trainer.train_sampler):
-        packed = _learning_all(collated(documents))
-        if not (packed["labels"][:, 1:] != IGNORE_LABEL).any():
+    for numbers in _checked_documents(steps):
+        tokens = [ids_and_labels(documents[number])[0] for number in numbers]
+        if max(map(len, tokens)) == 1:
             continue  # single tokens teach nothing
-        packed = packed if share is None else share(packed)
+        packed = steps.batch_of(tokens).with_labels()
         items = items_of(packed)
         # Each document alone is trained by all ranks that share the packed ones.
-        singles = (partial(loss_of, _learning_all(collated([number])), items, 1 / cp) for number in documents)
+        singles = (partial(loss_of, alone([ids]), items, 1 / cp) for ids in tokens)
         check_packing(model, partial(loss_of, packed, items), singles, wrapped=wrapped, computed=(mixed, tf32))
     if trainer.args.world_size > 1:
-        one = _learning_all(collated(documents[-1:]))
+        one = alone(tokens[-1:])
         with torch.no_grad(), _undisturbed(wrapped):
             _check_processes(trainer.args.world_size, lambda items: float(loss_of(one, items)), items_of(one))
     vars(trainer).update(metrics)
 
 
 def _check_processes(processes: int, loss: Callable[[Any], float], items: Any) -> None:
-    """Raise ``UserError`` where ``loss`` of one document on all processes is a mean over them only without ``items``.
-
-    Gradients are averaged over processes, so a loss over the step's tokens is to be multiplied by their number.
-    """
+    """Raise ``UserError`` where ``loss`` of one document on all processes is their mean only without ``items``."""
     try:
         mean = loss(None)
     except TypeError:
         return  # it divides by the items, and has no other loss
     if mean and math.isclose(loss(items) * processes, mean, rel_tol=_TOLERANCE[torch.bfloat16]):
         raise UserError(
-            f"compute_loss divides by num_items_in_batch, which counts the tokens of {processes} processes, and "
-            f"gradients are averaged over them: they would be {processes} times too small; multiply the loss by "
-            "self.accelerator.num_processes"
+            "compute_loss divides by num_items_in_batch, of all processes, and gradients are averaged over them: they "
+            f"would be {processes} times too small; multiply the loss by self.accelerator.num_processes"
         )
 
 
-def _checked_documents(sampler: Any) -> tuple[list[int], list[int]]:
-    """The longest document with a few of the shortest, and more of these; of those that teach a token, if some do.
-
-    The longest is one that fits into the memory of a single rank.
-    """
-    order = np.argsort(sampler.lengths, kind="stable")
-    tokens = sampler.lengths[order]
-    fits = tokens <= max(tokens[0], min(_TOKENS, sampler.job.longest_micro_batch // sampler.job.layout.cp))
+def _checked_documents(steps: PackedSteps) -> tuple[list[int], list[int]]:
+    """The longest document that one rank can hold with a few short ones, and more of these; of those that teach."""
+    order = np.argsort(steps.lengths, kind="stable")
+    tokens = steps.lengths[order]
+    fits = tokens <= max(tokens[0], min(_TOKENS, steps.job.longest_micro_batch // steps.job.layout.cp))
     chosen = order[fits & (tokens > 1)].tolist() or order[fits].tolist()
     return [chosen[-1], *chosen[: min(_BESIDE, len(chosen) - 1)]], chosen[:_SHORT]
-
-
-def _learning_all(batch: Inputs) -> Inputs:
-    """``batch`` with every token learnt, but for first ones of documents, which are as the collator has them."""
-    kept = (batch["labels"] != IGNORE_LABEL) | (batch["position_ids"] == 0)
-    return {**batch, "labels": batch["labels"].where(kept, batch["input_ids"])}
 
 
 @contextmanager
@@ -211,12 +193,11 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _own_attention(model: Any) -> Iterator[None]:
     """``model`` attends as it would without us."""
-    ours = is_packed_attention(model)
-    name: Any = model.config._attn_implementation if ours else None
+    name = model.config._attn_implementation if is_packed_attention(model) else None
+    if name is not None:
+        attend_with(model, "sdpa" if model._supports_sdpa else "eager")
     try:
-        if ours:
-            attend_with(model, "sdpa" if model._supports_sdpa else "eager")
         yield
     finally:
-        if ours:
+        if name is not None:
             attend_with(model, name)

@@ -1,41 +1,36 @@
-"""Makes a Trainer with a planned train loader from any Trainer class."""
+"""Makes a Trainer that trains planned steps from any Trainer class.
+
+A Trainer resumes by passing over batches, which is right only where every setting is what it was. So the state of the
+steps is in ``trainer_state.json``, and the loader of a resumed run begins after it.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import islice
 from math import ceil
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from wlb.errors import UserError, require
-from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.batches.processes import data_parallel_ranks
-from wlb.integrations.document_fields import FIELDS, token_count
-from wlb.integrations.huggingface.attention import (
-    check_model,
-    check_rotary,
-    is_packed_attention,
-    other_layers,
-    register_attention,
-)
+from wlb.integrations.document_fields import FIELDS
+from wlb.integrations.huggingface.attention import check_rotary, other_layers, prepare_model, register_attention
 from wlb.integrations.huggingface.check import check_trainer
-from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
 from wlb.integrations.huggingface.refusals import check_arguments, check_settings, set_right
-from wlb.integrations.huggingface.resuming import STATE, TrainedBatches, trained_state
-from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
+from wlb.integrations.packed import FlatteningCollator, PackedBatch, PackedSteps, warn_of_no_labels
 from wlb.runtime.collectives import on_every_rank
-from wlb.workload import ModelShape
-from wlb.workload.model_json import language_model, shape_of
+from wlb.workload.model_json import shape_of_config
 
-_TRAINED_SAMPLES, _ALL_STEPS = 3, 6  # in what Trainer.set_initial_training_values returns
+_PLANNED = 64  # steps of an endless stream that are looked at before training; planning all would take minutes
+_EPOCHS, _STEPS_OF_EPOCH, _SAMPLES, _ALL_STEPS = 0, 1, 3, 6  # in what Trainer.set_initial_training_values returns
 
 
 def balanced(
@@ -47,42 +42,28 @@ def balanced(
     check: bool = True,
     **settings: Any,
 ) -> type[Any]:
-    """A subclass of ``trainer_class`` (``Trainer``, ``SFTTrainer``) that trains balanced micro-batches.
+    """A subclass of ``trainer_class`` (``Trainer``, ``SFTTrainer``) that trains the steps of ``packed_batches``.
 
     Args:
         context_window: Tokens of a micro-batch on average and of a document at most;
             ``per_device_train_batch_size`` has no effect. Memory must hold ``max_length_factor`` = 1.5 windows.
-        cp: Neighbouring processes that share every micro-batch, with the attention of ``register_attention``.
-        sharding: The strategy by which they do.
-        check: Before the first step, also after resuming, compare losses and gradients of packed documents with single
-            ones (``check_trainer``), in the time of a few micro-batches; nothing that is trained changes.
-        settings: Further keywords of ``wlb.integrations.batches.balanced_job``: hardware, preset ("elastic" pools all
-            processes anew, so leave ``cp`` out), pool, workload, seed, options of the packer. ``model`` is the
-            trained one; a model without a ``config`` needs it.
+        cp: Neighbouring processes that share every micro-batch, by the strategy ``sharding``.
+        check: Before the first step, compare losses and gradients of packed documents with single ones
+            (``check_trainer``), in the time of a few micro-batches; nothing that is trained changes.
+        settings: Further keywords of ``packed_batches``: hardware, preset ("elastic" pools all processes anew, so leave
+            ``cp`` out), seed, options of the packer, ``calibrate``. ``model`` is the trained one.
 
-    One warning says what it set: ``config.use_cache``, our attention in place of any but FlashAttention, and arguments
-    that break packing (``refusals.set_right``). Without ``train_dataset`` it only evaluates.
+    Gradient accumulation is the number of micro-batches. All epochs are one stream, repeated up to ``max_steps`` where
+    that is given. ``state.epoch`` is the documents trained over those of the data set. Resuming goes on with the
+    documents that come next, also with other settings; without ``train_dataset`` a Trainer evaluates.
 
-    All epochs are one stream, repeated up to ``max_steps`` where that is given; gradient accumulation is the number of
-    micro-batches. ``state.epoch`` is the documents trained over those of the data set, and the strategy "epoch" saves,
-    evaluates and logs after the step in which it passes a whole number.
-
-    Resuming goes on with the documents that come next, also with another gradient accumulation, number of processes,
-    ``cp``, window or preset. ``train`` raises ``UserError`` where documents, seed or shuffle differ, and for a
-    checkpoint that does not have the sampler's state in its ``trainer_state.json``.
-
-    The constructor raises ``UserError`` for what would silently train something else: layers that carry a state from
-    one document into the next, and documents by which rotary scaling changes for others; losses that take no
-    ``num_items_in_batch``; NEFTune; tensor, context or sequence parallelism of the Trainer, and ``DataParallel``; other
-    collators; TRL's other trainers, classification, prompt and prefix tuning; and a fraction of an epoch. The check
-    finds a ``compute_loss`` that forgets the number of processes, and losses that are means: a router's auxiliary loss
-    (``output_router_logits``), and ``label_smoothing_factor`` before transformers 5.15.
+    Raises ``UserError`` for what would silently train something else; docs/stacks/huggingface.md lists it.
     """
     check_arguments(trainer_class, {})
+    planning = {"context_window": context_window, "cp": cp, "sharding": sharding, **settings}
 
     class Balanced(_BalancedTrainer, trainer_class):
-        _wlb_planning = {"context_window": context_window, "cp": cp, **settings}  # noqa: RUF012  # never changed
-        _wlb_sharding = sharding
+        _wlb_planning = planning
         _wlb_checks = check
 
     Balanced.__name__ = Balanced.__qualname__ = f"Balanced{trainer_class.__name__}"
@@ -93,206 +74,197 @@ class _BalancedTrainer:
     """What ``balanced`` adds to a Trainer."""
 
     _wlb_planning: dict[str, Any]
-    _wlb_sharding: str
     _wlb_checks: bool
 
-    def __init__(self, *positional: Any, **arguments: Any) -> None:
+    def __init__(self: Any, *positional: Any, **arguments: Any) -> None:
         arguments = inspect.signature(super().__init__).bind_partial(*positional).arguments | arguments
         check_arguments(type(self), arguments)
         args, changed = set_right(arguments.get("args"), self._wlb_planning["context_window"])
         super().__init__(**arguments | {"args": args})
-        trainer: Any = self
-        trainer.data_collator = arguments.get("data_collator") or FlatteningCollator()
-        changed += _prepare_model(trainer.model)
-        if changed and trainer.args.process_index == 0:
+        self.data_collator = FlatteningCollator()
+        changed += prepare_model(self.model)
+        if changed and self.args.process_index == 0:
             warnings.warn(f"balanced() set {', '.join(changed)}", stacklevel=2)
-        if trainer.train_dataset is None:
+        if self.train_dataset is None:
             return  # it evaluates
-        check_settings(trainer)
-        self._wlb_epochs = max(1, ceil(trainer.args.num_train_epochs))
-        trainer.args.num_train_epochs = 1
-        self.train_sampler = self._wlb_sampler(trainer)
-        self._wlb_share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-        job = self.train_sampler.job
+        check_settings(self, self._wlb_planning)
+        self._wlb_epochs = max(1, ceil(self.args.num_train_epochs))
+        self.args.num_train_epochs, self.args.ignore_data_skip = 1, True  # the loader knows where it begins
+        self._wlb_steps = self._wlb_planned_steps()
         # Pools may have another number of micro-batches than was asked for.
-        trainer.args.gradient_accumulation_steps = job.micro_batches_per_rank
+        self.args.gradient_accumulation_steps = self._wlb_steps.job.micro_batches_per_rank
         self._wlb_planned = self._wlb_planned_by()
-        self._wlb_batches = TrainedBatches(self.train_sampler, trainer.args.max_steps)
-        trainer.add_callback(_callback(trainer))
-        if job.layout.cp > 1:
-            if kinds := other_layers(getattr(trainer.model, "config", None)):
+        self._wlb_begin = 0, 0.0, self._wlb_steps.state_dict()
+        self._wlb_loader = None
+        self.add_callback(_callback(self))
+        if self._wlb_steps.job.layout.cp > 1:
+            if kinds := other_layers(getattr(self.model, "config", None)):
                 raise UserError(f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out")
-            register_attention(trainer.model, group=context_parallel_group(job.layout.cp))
-            rank, prices = dist.get_rank() % job.layout.cp, job.costs
-            strategy = "elastic" if job.packing.method == "elastic" else self._wlb_sharding
-            self._wlb_share = partial(
-                context_parallel_share, cp=job.layout.cp, rank=rank, sharding=strategy, workload=prices
-            )
+            register_attention(self.model)  # also in place of FlashAttention
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As Trainer's, on the documents that come next in the checkpoint. Raises ``UserError`` where none can."""
-        trainer: Any = self
-        if trainer.train_dataset is None:
+        if self.train_dataset is None:
             raise UserError("there are no documents to train; give train_dataset")
         if self._wlb_planned != self._wlb_planned_by():
             raise UserError(
                 "train_dataset, gradient_accumulation_steps, max_steps or num_train_epochs is not what the steps were "
                 "planned by; make another Trainer"
             )
-
-        def begin() -> TrainedBatches:
-            trained = trained_state(trainer.args, resume_from_checkpoint)
-            if trained is None and not self._wlb_batches.is_continued:
-                return self._wlb_batches
-            return TrainedBatches(self.train_sampler, trainer.args.max_steps, *trained or ())
-
-        self._wlb_batches = on_every_rank(begin) if dist.is_initialized() else begin()
-        self._wlb_batches.agree()  # before the check, in which other documents would be other collectives
+        load = partial(self._wlb_loader_after, resume_from_checkpoint)
+        self._wlb_loader = on_every_rank(load) if dist.is_initialized() else load()
+        self._wlb_steps.agree()  # before the check, in which other documents would be other collectives
         return super().train(resume_from_checkpoint, *positional, **arguments)  # type: ignore[misc]
 
-    def get_train_dataloader(self) -> Any:
-        trainer: Any = self
-        args = trainer.args
-        loader = DataLoader(
-            self._wlb_dataset(),
-            batch_sampler=self._wlb_batches,
-            collate_fn=partial(_collated, trainer.data_collator, self._wlb_share),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor if args.dataloader_num_workers else None,
-        )
-        return trainer.accelerator.prepare(loader)
+    def _wlb_planned_by(self: Any) -> tuple[Any, ...]:
+        args = self.args
+        return id(self.train_dataset), args.gradient_accumulation_steps, args.max_steps, args.num_train_epochs
 
-    def _wlb_planned_by(self) -> tuple[Any, ...]:
-        args, dataset = cast(Any, self).args, cast(Any, self).train_dataset
-        return id(dataset), args.gradient_accumulation_steps, args.max_steps, args.num_train_epochs
+    def _wlb_loader_after(self: Any, resume_from_checkpoint: str | bool | None) -> TrainLoader:
+        begin = trained_state(self.args, resume_from_checkpoint) or self._wlb_begin
+        return TrainLoader(self._wlb_steps, self.args.max_steps, begin)
 
-    def _wlb_dataset(self) -> Any:
-        trainer: Any = self
-        dataset = trainer.train_dataset
-        if hasattr(dataset, "column_names"):
-            dataset = trainer._remove_unused_columns(dataset, description="training")
-        return dataset
+    def get_train_dataloader(self: Any) -> Any:
+        if self._wlb_loader is None:
+            self._wlb_loader = self._wlb_loader_after(None)  # before ``train``, which makes its own
+        return self._wlb_loader
 
-    def set_initial_training_values(self, *positional: Any, **arguments: Any) -> Any:
-        """As Trainer's, with the documents of all epochs for its metric of samples in a second."""
+    def training_step(self: Any, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
+        with self._wlb_loader.timing(inputs):
+            return super().training_step(model, inputs, *positional, **arguments)  # type: ignore[misc]
+
+    def set_initial_training_values(self: Any, *positional: Any, **arguments: Any) -> Any:
+        """As Trainer's, with all epochs as one, steps that are done, and documents for its metric of samples."""
         values = [*super().set_initial_training_values(*positional, **arguments)]  # type: ignore[misc]
-        values[_TRAINED_SAMPLES] = self._wlb_batches.documents_a_step * values[_ALL_STEPS]
+        values[_EPOCHS], values[_STEPS_OF_EPOCH], values[_ALL_STEPS] = 1, *[self._wlb_loader.all_steps] * 2
+        values[_SAMPLES] = self._wlb_loader.documents_a_step * self._wlb_loader.all_steps
         return tuple(values)
 
-    def get_batch_samples(self, *positional: Any, **arguments: Any) -> Any:
+    def get_batch_samples(self: Any, *positional: Any, **arguments: Any) -> Any:
         batches, items = super().get_batch_samples(*positional, **arguments)  # type: ignore[misc]
         if batches and items is not None and not int(items.max() if isinstance(items, Tensor) else items):
             warn_of_no_labels()
             items = items + 1  # the loss is a sum of nothing, divided by them
         return batches, items
 
-    def _set_signature_columns_if_needed(self) -> None:
-        """Keep the columns that the collator reads, which the model does not take."""
+    def _set_signature_columns_if_needed(self: Any) -> None:
+        """Keep the columns of documents that the model does not take."""
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
-        columns = cast(Any, self)._signature_columns
-        cast(Any, self)._signature_columns = [*columns, *(field for field in FIELDS if field not in columns)]
+        self._signature_columns = [*dict.fromkeys([*self._signature_columns, *FIELDS])]
 
-    def _wlb_sampler(self, trainer: Any) -> PlannedBatchSampler:
-        dp = data_parallel_ranks(trainer.args.world_size, self._wlb_planning["cp"])
-        lengths = _lengths_of(trainer.train_dataset)
-        config = getattr(trainer.model, "config", None)
-        check_rotary(config, lengths)
-        usual = {"seed": trainer.args.seed, "hardware": "cpu" if trainer.args.device.type == "cpu" else "h100"}
-        if "model" not in self._wlb_planning:
-            if config is None:
-                raise UserError(
-                    f"{type(trainer.model).__name__} has no config to price documents by; give balanced(..., "
-                    "model=wlb.workload.ModelShape(...)), or the name of a model near it in size"
-                )
-            usual["model"] = model_shape_of(config)
-        return PlannedBatchSampler(
-            lengths,
-            micro_batches=trainer.args.gradient_accumulation_steps,
-            dp=dp,
-            epochs=None if trainer.args.max_steps > 0 else self._wlb_epochs,  # max_steps ends it
-            **usual | self._wlb_planning,
-        )
-
-
-def _prepare_model(model: Any) -> list[str]:
-    """Let ``model`` train packed documents; what was set. Raises ``UserError`` where it cannot (``check_model``)."""
-    changed, config = [], getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False  # type: ignore[union-attr]
-        changed.append("model.config.use_cache = False")
-    check_model(model)
-    attention = str(getattr(config, "_attn_implementation", None))
-    if hasattr(model, "set_attn_implementation") and "flash" not in attention and not is_packed_attention(model):
-        register_attention(model)
-        changed.append(f'the attention "wlb" in place of {attention}')
-    return changed
-
-
-def _collated(collator: Callable[[Any], Any], share: Callable[[Any], Any] | None, documents: Any) -> Any:
-    batch = collator(documents)
-    return batch if share is None else share(batch)
-
-
-def _lengths_of(dataset: Any) -> Sequence[int]:
-    """Tokens of every document, without padding."""
-    columns = getattr(dataset, "column_names", None) or ()
-    if "attention_mask" in columns:
-        return [int(np.count_nonzero(mask)) for mask in dataset["attention_mask"]]
-    if "input_ids" in columns:
-        return [len(ids) for ids in dataset["input_ids"]]
-    return [token_count(dataset[index], f"document {index}") for index in range(len(dataset))]
+    def _wlb_planned_steps(self: Any) -> PackedSteps:
+        args, config, documents = self.args, getattr(self.model, "config", None), self.train_dataset
+        if hasattr(documents, "column_names"):
+            documents = self._remove_unused_columns(documents, description="training")
+        settings: dict[str, Any] = {"seed": args.seed, "hardware": "cpu" if args.device.type == "cpu" else "h100"}
+        if config is not None and "model" not in self._wlb_planning:
+            settings["model"] = shape_of_config(config)
+        settings |= {"micro_batches": args.gradient_accumulation_steps, **self._wlb_planning}
+        steps = PackedSteps(documents, epochs=None if args.max_steps > 0 else self._wlb_epochs, **settings)
+        longest, window = int(steps.lengths.argmax()), steps.job.context_window
+        if (tokens := steps.lengths[longest]) > window:
+            raise UserError(
+                f"document {longest} has {tokens} tokens, over context_window = {window}; raise it, or cut it"
+            )
+        check_rotary(config, steps.lengths)
+        self._wlb_documents = documents
+        return steps
 
 
 def _callback(trainer: Any) -> Any:
-    """What a Trainer does beside its steps: checks packing first, counts epochs, and saves the sampler's state."""
-    callbacks = require("transformers.trainer_callback", "hf")
-    base: type[Any] = callbacks.TrainerCallback
-    exportable: type[Any] = callbacks.ExportableState
-    documents = len(trainer.train_dataset)
+    """What a Trainer does beside its steps: checks packing first, counts epochs, and saves the state of the steps."""
+    callbacks: Any = require("transformers.trainer_callback", "hf")
 
-    class BalancedState(base, exportable):
-        _step, _began, _trained = 0, 0, 0  # documents, of all epochs
+    class BalancedState(callbacks.TrainerCallback, callbacks.ExportableState):
+        _step = _epoch = 0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
             # The model is wrapped and loaded by now.
-            state.stateful_callbacks.setdefault(STATE, {})
-            self._step, state.num_train_epochs = state.global_step, trainer._wlb_epochs
-            self._began = self._trained = round((state.epoch or 0) * documents)
+            self._step, self._epoch = state.global_step, int(trainer._wlb_loader.epoch)
+            state.num_train_epochs = trainer._wlb_epochs
             if trainer._wlb_checks:
-                dataset = trainer._wlb_dataset()
-                check_trainer(trainer, lambda indices: trainer.data_collator([dataset[index] for index in indices]))
+                check_trainer(trainer, trainer._wlb_steps, trainer._wlb_documents)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            batches, before = trainer._wlb_batches, self._trained // documents
-            self._step = state.global_step
-            batches.states = {step: saved for step, saved in batches.states.items() if step >= self._step}
-            if self._step in batches.states:
-                self._trained = self._began + batches.states[self._step][1]
-            state.epoch = self._trained / documents
-            if (
-                before < self._trained // documents and self._step < state.max_steps
-            ):  # after which the Trainer's own epoch ends
+            before, self._step, state.epoch = self._epoch, state.global_step, trainer._wlb_loader.epoch
+            self._epoch = int(state.epoch)
+            if trainer._wlb_steps.calibration is not None:
+                trainer._wlb_steps.calibration.end_step()
+            if before < self._epoch and self._step < state.max_steps:  # after which the Trainer's own epoch ends
                 for does, strategy in (("save", "save"), ("evaluate", "eval"), ("log", "logging")):
                     if getattr(args, f"{strategy}_strategy", None) == "epoch":
                         setattr(control, f"should_{does}", True)
 
         def state(self) -> dict[str, Any]:
-            state, _ = trainer._wlb_batches.states.get(self._step, (None, 0))
+            # None inside a planned step, or where more was read than trained.
+            state = trainer._wlb_steps.state_dict() if trainer._wlb_loader.step == self._step else None
             return {"args": {}, "attributes": {"saved": json.dumps(state)}}
 
     return BalancedState()
 
 
-def model_shape_of(config: Any) -> ModelShape:
-    """The shape of a Hugging Face decoder from its ``config``, to price documents for it.
+class TrainLoader:
+    """Micro-batches of this process after ``begin``: the Trainer's steps done, its epoch, and the state of ``steps``.
 
-    Experts, windows and latent attention are priced in the families of ``wlb.workload.model_json``; another model is
-    priced as a dense decoder of its size. Raises ``UserError`` for a shape that cannot be priced.
+    As a Trainer accumulates equally many in every step, empty ones fill a planned step that has fewer, and one that has
+    more is several of the Trainer's. ``all_steps`` are the Trainer's, those done included, up to ``max_steps`` where
+    that is positive, with ``documents_a_step`` on average. ``step`` and ``epoch`` are where what was read ends.
     """
-    renamed = {usual: getattr(config, usual, None) for usual in getattr(config, "attribute_map", ())}
-    document = dict(language_model(config.to_dict() | renamed))
-    if document.get("intermediate_size") is None and document.get("hidden_size"):
-        document["intermediate_size"] = 4 * document["hidden_size"]  # what GPT-2, Bloom and Falcon leave out
-    return shape_of(document)
+
+    def __init__(self, steps: PackedSteps, max_steps: int, begin: tuple[int, float, Mapping[str, Any]]) -> None:
+        self._steps, self._begin, self._wanted = steps, begin, steps.job.micro_batches_per_rank
+        self._inner: dict[int, PackedBatch] = {}  # neither first nor last of their step, by the id of their inputs
+        self.rewind()
+        plans = [*islice(steps.plans(), _PLANNED if max_steps > 0 else None)]
+        planned = sum(-(-len(plan.ranks[0]) // self._wanted) for plan in plans)
+        self.all_steps = max_steps if max_steps > 0 else begin[0] + planned
+        self.documents_a_step = sum(len([*plan.segments]) for plan in plans) / max(1, planned)
+
+    def rewind(self) -> None:
+        """Go back to the beginning."""
+        self.step, self.epoch, state = self._begin
+        self._steps.load_state_dict(state)
+
+    def __len__(self) -> int:
+        # Trainer refuses an empty loader; where nothing is left it reads nothing.
+        return max(1, (self.all_steps - self._begin[0]) * self._wanted)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.rewind()
+        trained, documents = round(self.epoch * len(self._steps.lengths)), len(self._steps.lengths)
+        for step in self._steps:
+            batches = [*step.batches]
+            batches += [self._steps.batch_of([])] * (-len(batches) % self._wanted)
+            *others, last = (batch.with_labels() for batch in batches)
+            self._inner = {id(inputs): batch for inputs, batch in zip(others[1:], batches[1:-1], strict=True)}
+            yield from others
+            self.step += len(batches) // self._wanted
+            trained += len([*step.plan.segments])
+            self.epoch = trained / documents
+            yield last
+
+    def timing(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Time what runs inside for the calibration, but for a step's first and last, in which ranks wait."""
+        batch, calibration = self._inner.get(id(inputs)), self._steps.calibration
+        return nullcontext() if batch is None or calibration is None else calibration.timing(batch)
+
+
+def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple[int, float, dict[str, Any]] | None:
+    """Where the checkpoint ends that Trainer is to resume from, for ``TrainLoader`` to begin; None without one.
+
+    Raises ``UserError`` for a checkpoint that does not say it.
+    """
+    folder: Any = resume_from_checkpoint
+    if folder is True:
+        folder = require("transformers.trainer_utils", "hf").get_last_checkpoint(args.output_dir)
+    if not folder:
+        return None  # which Trainer refuses where it was asked for one
+    path = Path(folder) / "trainer_state.json"
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    exported = (saved.get("stateful_callbacks") or {}).get("BalancedState", {})
+    if state := json.loads(exported.get("attributes", {}).get("saved", "null")):
+        return saved["global_step"], saved["epoch"] or 0.0, state
+    raise UserError(
+        f"the checkpoint {folder} does not say which documents were trained, so it cannot be continued exactly; begin "
+        "anew from its weights, or train on without balanced()"
+    )
