@@ -8,9 +8,9 @@ each of them computes the same from the same numbers:
 1. Prices (``wlb.workload.fitted``), from the seconds of all ranks, as a rank of speed 1 would have taken them.
 2. Each rank's speed: its median of predicted over measured seconds, relative to the median rank.
 
-Both are averaged over intervals. Plans change where an average differs from what they use by more than a dead band and
-by more than noise explains, and once when the average is of as many micro-batches as are remembered. So plans settle,
-and a rank that becomes slow still shows in the next interval.
+Both are averaged over intervals. Plans change where an average is off from what they use by more than a dead band, and
+by more than noise explains: that inside an interval, and that from one interval to the next. They also change once when
+the averages are complete. So plans settle, and a rank that becomes slow still shows soon.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _PRICE_BAND, _SPEED_BAND = 0.02, 0.03
 _LEAST_EXPLAINED = 0.5  # of the variance, or prices are not believed
 _ERRORS = 5.0  # standard errors that noise explains: of hundreds of ranks in hundreds of intervals, of none by chance
 _LEAST_TIMED = 16  # micro-batches of a rank in an interval that can show that its speed has changed
+_DRIFT_PART = 0.2  # of the variance between intervals that one of them makes
 _MEDIAN_ERROR = 1.2533  # standard error of a median, over that of a mean
 _ROUNDS = 3  # of fitting prices and speeds in turn
 
@@ -57,6 +58,7 @@ class Calibration:
         most = min(_MOST_TIMED, -(-_MOST_GATHERED // ranks))
         self._timed = deque[tuple[float, float, Any, Any]]([], most)  # sum(d^2), sum(d), and from when to when
         self._mean_prices, self._price_count = np.zeros(3), 0
+        self._drift, self._price_drift = 0.0, 0.0  # variances of an interval's logarithms that noise inside it leaves
         self._mean_logs, self._counts = np.zeros(ranks), np.zeros(ranks, np.int64)  # logarithms of speeds
 
     @contextmanager
@@ -105,27 +107,34 @@ class Calibration:
 
     def _take_speeds(self, logs: Array, counts: NDArray[np.int64], noise: float) -> bool:
         """Average, and take the averages of ranks that differ into plans; whether there are any."""
-        error, before = _MEDIAN_ERROR * noise, self._counts
-        changed = (np.abs(logs - self._mean_logs) > _band(_SPEED_BAND, error, counts)) & (counts >= _LEAST_TIMED)
+        off, before, inside = logs - self._mean_logs, self._counts, (_MEDIAN_ERROR * noise) ** 2 / np.maximum(1, counts)
+        if ((counts > 0) & (before > 0)).any():
+            self._drift = _averaged(self._drift, (1.4826 * np.median(np.abs(off))) ** 2 - float(np.median(inside)))
+        changed = (np.abs(off) > _band(_SPEED_BAND, inside + self._drift)) & (counts >= _LEAST_TIMED)
         self._counts = counts + np.where(changed, 0, np.minimum(before, np.maximum(0, _REMEMBERED - counts)))
-        self._mean_logs = self._mean_logs + (logs - self._mean_logs) * counts / np.maximum(1, self._counts)
+        part = counts / np.maximum(1, self._counts)  # of the average that is new
+        self._mean_logs = self._mean_logs + off * part
         used = np.ones(len(counts)) if self.speeds is None else np.array(self.speeds)
         known = (before < _REMEMBERED) & (self._counts >= _REMEMBERED)
-        band = np.where(known & (used != 1), 0.0, _band(_SPEED_BAND, error, self._counts))
-        off = np.abs(self._mean_logs - np.log(used)) > band
-        found = np.where(off, np.round(np.exp(self._mean_logs), 2), used)
+        band = np.where(known & (used != 1), 0.0, _band(_SPEED_BAND, (inside + self._drift) * part))
+        differs = np.abs(self._mean_logs - np.log(used)) > band
+        found = np.where(differs, np.round(np.exp(self._mean_logs), 2), used)
         self.speeds = None if (found == 1).all() else tuple(found.tolist())
         return bool((found != used).any())
 
     def _take_prices(self, found: Array, terms: Array, noise: float) -> bool:
         """Average, and take the average into plans where it prices micro-batches of ``terms`` differently."""
         before, most = self._price_count, _REMEMBERED * len(self._counts)
+        inside = 3 * noise**2 / len(terms)  # three prices are fitted: their errors add up
+        if before:
+            off = float(np.log((terms @ found).sum() / (terms @ self._mean_prices).sum()))
+            self._price_drift = _averaged(self._price_drift, off**2 - inside)
         self._price_count = min(before + len(terms), max(most, len(terms)))
-        self._mean_prices = self._mean_prices + (found - self._mean_prices) * len(terms) / self._price_count
+        part = len(terms) / self._price_count
+        self._mean_prices = self._mean_prices + (found - self._mean_prices) * part
         if self.prices is not None and not before < most <= self._price_count:
             now, used = terms @ self._mean_prices, terms @ self.prices
-            # Three prices are fitted: their errors add up.
-            if np.abs(now - used).sum() <= _band(_PRICE_BAND, 3**0.5 * noise, self._price_count) * used.sum():
+            if np.abs(now - used).sum() <= _band(_PRICE_BAND, (inside + self._price_drift) * part) * used.sum():
                 return False
         square, token, fixed = (float(f"{price:.3g}") for price in self._mean_prices)
         earlier, self.prices = self.prices, (square, token, fixed)
@@ -146,6 +155,7 @@ class Calibration:
             "speeds": self.speeds,
             "mean_prices": self._mean_prices.tolist(),
             "price_count": self._price_count,
+            "drifts": [self._drift, self._price_drift],
             "mean_logs": self._mean_logs.tolist(),
             "counts": self._counts.tolist(),
         }
@@ -155,11 +165,17 @@ class Calibration:
         self._steps, (square, token, fixed) = state["steps"], state["prices"] or (0.0, 0.0, 0.0)
         self.prices = (square, token, fixed) if state["prices"] else None
         self._mean_prices, self._price_count = np.array(state["mean_prices"]), state["price_count"]
+        self._drift, self._price_drift = state["drifts"]
         if len(state["counts"]) == len(self._counts):
             self.speeds = tuple(state["speeds"]) if state["speeds"] else None
             self._mean_logs, self._counts = np.array(state["mean_logs"]), np.array(state["counts"])
 
 
-def _band(dead: float, error: float, counts: Any) -> Any:
-    """What is no reason to change plans: ``dead``, or what noise of so many measurements with ``error`` explains."""
-    return np.maximum(dead, _ERRORS * error / np.sqrt(np.maximum(counts, 1e-9)))
+def _averaged(drift: float, seen: float) -> float:
+    """The variance between intervals, with what another interval shows of it."""
+    return drift + _DRIFT_PART * (max(0.0, seen) - drift)
+
+
+def _band(dead: float, variance: Any) -> Any:
+    """What is no reason to change plans: ``dead``, or what noise of this ``variance`` explains."""
+    return np.maximum(dead, _ERRORS * np.sqrt(variance))
