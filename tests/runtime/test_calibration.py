@@ -71,6 +71,12 @@ def test_a_rank_that_becomes_slow_shows_in_the_next_interval():
     assert [speed for rank, speed in enumerate(found.speeds) if rank != 7] == [1.0] * 31
 
 
+def test_drift_from_interval_to_interval_is_no_news():
+    rng, found = np.random.default_rng(0), Calibration(1, RANKS, CPU)
+    changes = [found.update(timed(rng, np.exp(0.05 * rng.standard_normal(RANKS)), 0.1)) for _ in range(60)]
+    assert sum(changes) <= 4
+
+
 def test_exact_times_give_exact_prices_once():
     speeds = np.array([1.0, 1.0, 0.8])
     found, rng = Calibration(1, 3, CPU), np.random.default_rng(1)
