@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import re
 import subprocess
 import sys
 from typing import Any
@@ -28,7 +29,7 @@ def tasks(draw: st.DrawFn) -> dict[str, Any]:
     equal_size = draw(st.booleans())
     count = parts * draw(st.integers(1, 12)) if equal_size else draw(st.integers(parts, 60))
     lengths = draw(st.lists(st.integers(0, 20_000), min_size=count, max_size=count))
-    room = draw(st.sampled_from([None, 1.02, 1.5, 4.0]))
+    room = draw(st.sampled_from([None, 0.5, 1.02, 1.5, 4.0]))
     limit = None if room is None else max(*lengths, 1, int(room * sum(lengths) / parts) + 1)
     workload = draw(st.sampled_from([None, "tokens", WORKLOAD]))
     return {"lengths": lengths, "parts": parts, "max_tokens": limit, "equal_size": equal_size, "workload": workload}
@@ -206,15 +207,20 @@ def test_costs_stand_in_for_prices():
     st.lists(st.tuples(st.integers(0, 300), st.integers(0, 5)), max_size=40),
     st.integers(1, 4),
     st.sampled_from([None, 100]),
+    st.sampled_from([None, 1, 4]),
     st.booleans(),
 )
 def test_rollouts_of_any_lengths_and_number_are_divided_among_ranks(
-    rollouts: list[tuple[int, int]], ranks: int, most: int | None, together: bool
+    rollouts: list[tuple[int, int]], ranks: int, most: int | None, parts: int | None, together: bool
 ):
     lengths, prompts = [length for length, _ in rollouts], [prompt for _, prompt in rollouts]
     groups = prompts if together else None
     wishes: dict[str, Any] = {"oversize": "alone", "empty": "allowed", "groups": groups}
-    of_ranks = wlb.balance(lengths, max_tokens=most, ranks=ranks, **wishes)
+    try:
+        of_ranks = wlb.balance(lengths, parts, most, ranks=ranks, **wishes)
+    except UserError:
+        assert None not in (parts, most), "enough micro-batches of any size hold all"
+        return
     assert len(of_ranks) == ranks
     assert len({len(own) for own in of_ranks}) == 1
     assert sorted(itertools.chain(*itertools.chain(*of_ranks))) == list(range(len(lengths)))
@@ -238,6 +244,26 @@ def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
     assert len(wlb.balance([5] * 9, None, 10)) == 5
     assert len(wlb.balance([5] * 9, None, 10, multiple_of=4)) == 8
     assert len(wlb.balance([5] * 9, None, 20, equal_size=True)) == 3
+    assert len(wlb.balance([4, 6, 3, 4, 3, 8, 5, 5], None, 10)) == 4  # which only best fit finds
+
+
+def test_no_documents_are_no_micro_batches_where_empty_ones_are_allowed():
+    wishes: dict[str, Any] = {"ranks": 2, "equal_size": True, "empty": "allowed"}
+    assert wlb.balance([], **wishes) == wlb.balance([], groups=[], **wishes) == [[[]], [[]]]
+
+
+@pytest.mark.parametrize("equal_size", [False, True])
+@pytest.mark.parametrize("lengths", [[6, 6, 6, 6, 6, 6], [100] * 10, [9, 8, 7, 7, 5, 5, 5, 4]])
+def test_what_a_refusal_says_would_do_does(lengths: list[int], equal_size: bool):
+    with pytest.raises(UserError) as refusal:
+        wlb.balance(lengths, 2, max(lengths) + 1, equal_size=equal_size)
+    enough = [int(number) for number in re.findall(r"\((\d+) would do\)", str(refusal.value))]
+    assert len(wlb.balance(lengths, 2, enough[0], equal_size=equal_size)) == 2
+    assert [len(wlb.balance(lengths, number, max(lengths) + 1)) for number in enough[1:]] == enough[1:]
+    assert len(enough) == 2 - equal_size
+
+
+_OF_GROUPS = {"lengths": [4] * 4, "parts": 2, "ranks": 2}
 
 
 @pytest.mark.parametrize(
@@ -248,7 +274,7 @@ def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
         ({"lengths": [4, True], "parts": 1}, r"not bool \(document 1 is True\)"),
         ({"lengths": [[4], [4, 4]], "parts": 1}, r"not list \(document 0 is \[4\]\)"),
         ({"lengths": [4], "parts": 1, "groups": [1]}, "groups needs ranks"),
-        ({"lengths": [4, 4], "ranks": 1, "groups": ["a"]}, "one id for each of 2 documents"),
+        ({"lengths": [4, 4], "ranks": 1, "groups": ["a"]}, "for each of 2 documents"),
         ({"lengths": [4] * 3, "ranks": 1, "groups": [1, 1, 2], "equal_size": True}, "of one size, not of 1 to 2"),
         ({"lengths": [2**63, -1], "parts": 1}, "document 1 has -1 tokens"),
         ({"lengths": [2**62, 2**62], "parts": 1}, "have 9223372036854775808 tokens together, over 9223372036854775807"),
@@ -266,11 +292,18 @@ def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
         ({"lengths": [4], "parts": 1, "costs": [1.0], "workload": "tokens"}, "give one of them"),
         ({"lengths": [4, 4, 4], "parts": 2, "equal_size": True}, "3 documents are no multiple of 2 parts"),
         ({"lengths": [4, 9], "parts": 2, "max_tokens": 8}, "document 1 has 9 tokens, over max_tokens = 8"),
-        (
-            {"lengths": [6, 6, 6], "parts": 2, "max_tokens": 8},
-            r"max_tokens \(to at least 9\) or parts \(to at least 3\)",
-        ),
-        ({"lengths": [5, 5, 5], "parts": 2, "max_tokens": 8}, "found no way"),
+        ({"lengths": [6, 6, 6], "parts": 2, "max_tokens": 10}, r"max_tokens \(12 would do\) or parts \(3 would do\)"),
+        ({"lengths": [9] * 9, "parts": 1, "max_tokens": 27}, r"81 tokens .* \(81 would do\) or parts \(3 would do\)"),
+        ({"lengths": [9, 5, 5], "parts": 1, "max_tokens": 8, "oversize": "alone"}, r"raise parts \(3 would do\)$"),
+        (_OF_GROUPS | {"groups": [0, 0, 1, 1], "max_tokens": 7}, r"rank 0 of 2, where parts are those of a rank: .* 8"),
+        (_OF_GROUPS | {"groups": [0] * 4}, r'1 groups cannot fill 2 ranks; give more, or set empty = "allowed"$'),
+        (_OF_GROUPS | {"groups": [0, 1, 2, 0], "equal_size": True}, "groups of one size, not of 1 to 2"),
+        (_OF_GROUPS | {"groups": [None, 0, 1, 1]}, "an int or str, for each of 4 documents"),
+        (_OF_GROUPS | {"groups": [[0, 1], [0], [1], [1]]}, "an int or str, for each of 4 documents"),
+        ({"lengths": [], "ranks": 2, "groups": [], "equal_size": True}, "0 groups cannot fill 2 ranks"),
+        ({"lengths": [4], "parts": 2, "equal_size": True, "empty": "allowed"}, '"allowed" and equal_size = False'),
+        ({"lengths": [4], "parts": 1, "oversize": "Alone"}, 'oversize = \'Alone\' is neither "error" nor "alone"'),
+        ({"lengths": [4], "parts": 2, "empty": "allow"}, 'empty = \'allow\' is neither "error" nor "allowed"'),
         ({"lengths": [5, 5, 5], "parts": 2, "costs": [1e308] * 3}, "costs add up to more than a float holds"),
     ],
 )

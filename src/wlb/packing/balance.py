@@ -1,13 +1,7 @@
 """Divides a given set of documents into parts of equal work, for trainers that choose the documents themselves.
 
 Packers decide which step trains a document. Where that is decided already, as for the rollouts of a reinforcement
-learning step, only the division is left:
-
-1. documents go dearest first into the cheapest part with room (in rounds of one for every part with ``equal_size``);
-2. parts exchange documents until the heaviest cannot become lighter (``wlb.packing.levelling``).
-
-Where documents do not fit so, the first step is repeated for tokens instead of prices, and at last searched for. Few
-documents are also divided from another start (``wlb.packing.bins.differenced``), and the better division is taken.
+learning step, only the division is left (``wlb.packing.division``).
 
 For ``ranks`` that wait for one another after every micro-batch, those of like price run at the same time, in a *slot*.
 A document dearer than a mean micro-batch makes its slot as long as itself, so the other ranks of the slot are filled up
@@ -18,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,24 +19,18 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.lightest import into_lightest
-from wlb.packing.bins import differenced, fitting_bins
-from wlb.packing.levelling import Indices, Prices, Task, level, sums_of
+from wlb.packing.division import FREE, check_possible, divided, fewest, levelled, members_of
+from wlb.packing.levelling import Indices, Prices, Task, sums_of
 from wlb.token_count import positive_integer, whole_number
 
 if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
     from wlb.workload.phases import DocumentPhases
 
-_FREE = float(np.finfo(np.float64).tiny)  # what costs nothing: exchanges want prices over 0
-_FEW = 256  # documents: with so few, exchanges may end early, and a second start is tried
-_FEW_OF_PART = 6  # the same of a part
-_FEW_PARTS = 64  # of more documents than _FEW
 _LEVEL_STEP = 1e-3  # of a mean micro-batch: what ranks that wait for one another may differ by
 _TRY_AGAIN = 0.05  # of a step: what ranks wait before its micro-batches are also divided without filled slots
-# Exchanges end when differencing, which takes so much longer the more documents there are, would have ended as well:
-_SWAPS = 12  # documents for each swap between parts of equal size
 _SLOT_EXCHANGES = 64  # in all slots together, of which the first gain most
-_EXCHANGES = 64  # documents times parts for each exchange between others
+_MOST_SEEN = 1_000_000  # documents, in all filled slots together: each looks at all that are left
 
 
 def balance(
@@ -71,7 +58,7 @@ def balance(
 
     Args:
         lengths: Tokens of each document; 0 is an empty response, which still belongs to a micro-batch.
-        parts: Number of micro-batches, over all ranks; None is the fewest that ``max_tokens`` allows, or one a rank.
+        parts: Number of micro-batches, over all ranks; None is the fewest found under ``max_tokens``, or one a rank.
         max_tokens: The most tokens of a micro-batch; None is any number.
         ranks: Number of data-parallel ranks.
         costs: The price of each document, in any unit, in place of ``workload``; may be 0.
@@ -93,6 +80,9 @@ def balance(
             ``parts``, ``max_tokens`` and ``ranks`` all None; fewer documents than micro-batches, or with ``equal_size``
             no multiple of them; a document over ``max_tokens``, or documents for which no micro-batches are found.
     """
+    for name, value, other in (("oversize", oversize, "alone"), ("empty", empty, "allowed")):
+        if value not in ("error", other):
+            raise UserError(f'{name} = {str(value)[:40]!r} is neither "error" nor "{other}"; give one of them')
     tokens = _checked(lengths)
     prices = _prices(tokens, workload, costs)
     if phases is not None:
@@ -101,7 +91,12 @@ def balance(
         tokens, prices = phases.held_tokens(documents), prices + phases.of(documents)
     sizes = {"max_tokens": max_tokens, "multiple_of": multiple_of, "ranks": ranks, "parts": parts}
     given = {name: positive_integer(name, size) for name, size in sizes.items() if size is not None}
-    if max_tokens is not None and oversize == "alone":
+    if max_tokens is not None and (longest := int(tokens.max(initial=0))) > max_tokens:
+        if oversize != "alone":
+            raise UserError(
+                f"document {tokens.argmax()} has {longest} tokens, over max_tokens = {max_tokens}; raise max_tokens, "
+                'cut the document first (wlb.documents.segments), or set oversize = "alone"'
+            )
         tokens = np.minimum(tokens, max_tokens)  # leaves no room for others
     task = Task(tokens, prices, given.get("max_tokens"), equal_size, 0.0 if ranks is None else _LEVEL_STEP)
     common = given.get("parts"), given.get("multiple_of", 1), given.get("ranks"), empty == "allowed"
@@ -114,12 +109,14 @@ def _solved(task: Task, parts: int | None, multiple: int, ranks: int | None, spa
     """The micro-batches of every rank, of one that runs all without ``ranks``."""
     start, documents, multiple = None, len(task.tokens), multiple * (ranks or 1)
     if parts is None and (task.most_tokens is not None or ranks is None):
-        parts, start = _fewest(task, multiple)
+        parts, start = fewest(task, multiple)
     parts = -(-(parts or 1) // multiple) * multiple
-    if sparse and documents < parts and not task.equal_size:  # filled up by documents that are left out at the end
+    if (
+        sparse and documents < parts and not (task.equal_size and documents)
+    ):  # filled up by documents that are left out at the end
         more = (0, parts - documents)
-        task = task._replace(tokens=np.pad(task.tokens, more), prices=np.pad(task.prices, more, constant_values=_FREE))
-    found = [_divided(task, parts, start)] if ranks is None else _in_lock_step(task, parts, ranks, start)
+        task = task._replace(tokens=np.pad(task.tokens, more), prices=np.pad(task.prices, more, constant_values=FREE))
+    found = [divided(task, parts, start)] if ranks is None else _in_lock_step(task, parts, ranks, start)
     return [[part[part < documents] for part in own] for own in found]
 
 
@@ -127,121 +124,35 @@ def _groups_on_ranks(
     task: Task, groups: Any, parts: int | None, multiple: int, ranks: int | None, sparse: bool
 ) -> list[list[Indices]]:
     """The micro-batches of every rank: groups are divided among ranks, then each rank's documents by themselves."""
-    _, group_of = np.unique(np.asarray(groups), return_inverse=True)
-    if ranks is None or group_of.shape != task.tokens.shape:
-        raise UserError(f"groups needs ranks, and one id for each of {len(task.tokens)} documents")
+    try:
+        ids = np.asarray(groups)
+    except ValueError:  # ragged
+        ids = np.array(None)
+    if ranks is None or ids.shape != task.tokens.shape or (ids.size and ids.dtype.kind not in "biuSU"):
+        raise UserError(f"groups needs ranks, and one id, an int or str, for each of {len(task.tokens)} documents")
+    _, group_of = np.unique(ids, return_inverse=True)
     sizes, prices = np.bincount(group_of), np.bincount(group_of, task.prices).astype(np.float64)
-    if task.equal_size and sizes.min() < sizes.max():
+    if task.equal_size and len({*sizes.tolist()}) > 1:
         raise UserError(f"equal_size with groups needs groups of one size, not of {sizes.min()} to {sizes.max()}")
+    of_groups = Task(sizes, prices, None, task.equal_size, 0.0)
+    if not sparse or (task.equal_size and len(sizes)):
+        check_possible(of_groups, ranks, "groups", "ranks")
     rank_of = np.empty(len(sizes), np.int64)
-    for rank, own in enumerate(_solved(Task(sizes, prices, None, task.equal_size, 0.0), ranks, 1, None, sparse)[0]):
+    for rank, own in enumerate(_solved(of_groups, ranks, 1, None, sparse)[0]):
         rank_of[own] = rank
     documents = [np.flatnonzero(rank_of[group_of] == rank) for rank in range(ranks)]
     tasks = [task._replace(tokens=task.tokens[own], prices=task.prices[own], even=0.0) for own in documents]
     number = -(-(parts or 1) // ranks)
     if parts is None and task.most_tokens is not None:
-        number = max(_fewest(own, multiple)[0] for own in tasks)
-    of_ranks = []
+        number = max(fewest(own, multiple)[0] for own in tasks)
+    of_ranks: list[list[Indices]] = []
     for own, rank_task in zip(documents, tasks, strict=True):
-        micro_batches = [own[part] for part in _solved(rank_task, number, multiple, None, sparse)[0]]
+        try:
+            micro_batches = [own[part] for part in _solved(rank_task, number, multiple, None, sparse)[0]]
+        except UserError as error:
+            raise UserError(f"rank {len(of_ranks)} of {ranks}, where parts are those of a rank: {error}") from None
         of_ranks.append(sorted(micro_batches, key=lambda part: -float(task.prices[part].sum())))
     return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
-
-
-def _divided(task: Task, parts: int, start: list[Indices] | None = None) -> list[Indices]:
-    _check_possible(task, parts)
-    if parts in (1, len(task.tokens)):
-        return np.array_split(np.arange(len(task.tokens)), parts)
-    start = start or _placed(task, parts)
-    if start is not None and task.prices.min() == task.prices.max():
-        return start  # as even as it gets
-    size = len(task.tokens) // parts if task.equal_size else None
-    start = start or _fitted(task, parts) or fitting_bins(task.tokens.tolist(), parts, task.most_tokens or 0, size)
-    if start is None:
-        tokens, most = int(task.tokens.sum()), task.most_tokens or 1
-        raise UserError(
-            f"found no way to divide {tokens} tokens into {parts} parts of max_tokens = {most}; raise max_tokens (to "
-            f"at least {-(-tokens // parts)}) or parts (to at least {-(-tokens // most)})"
-        )
-    starts = [start]
-    few = len(task.tokens) <= _FEW or (parts <= _FEW_PARTS and len(task.tokens) <= _FEW_OF_PART * parts)
-    if few and not task.equal_size and (other := _differenced(task, parts)):
-        starts.append(other)
-    if not task.even:  # for ranks each slot is levelled by itself
-        starts = [_levelled(start, task) for start in starts]
-    return min(starts, key=lambda found: float(sums_of(found, task.prices).max()))
-
-
-def _fewest(task: Task, multiple: int) -> tuple[int, list[Indices] | None]:
-    """The smallest number of parts, a multiple of ``multiple``, in which documents are found to fit, and how."""
-    if task.most_tokens is None:
-        raise UserError("parts = None is the fewest parts that max_tokens allows; give parts, max_tokens or ranks")
-    parts = max(1, -(-int(task.tokens.sum()) // (task.most_tokens * multiple))) * multiple
-    while parts < len(task.tokens):
-        if not task.equal_size or len(task.tokens) % parts == 0:
-            _check_possible(task, parts)
-            start = _placed(task, parts) or _fitted(task, parts)
-            if start is not None:
-                return parts, start
-        parts += multiple
-    return parts, None
-
-
-def _placed(task: Task, parts: int) -> list[Indices] | None:
-    """A start that balances prices, each document in the cheapest part with room; None where it breaks the limit."""
-    if task.equal_size:
-        return _differenced(task, parts)
-    order = np.argsort(-task.prices, kind="stable").tolist()
-    tokens, prices = task.tokens.tolist(), task.prices.tolist()
-    rooms = [task.most_tokens or sum(tokens)] * parts
-    owners, _ = into_lightest([tokens[i] for i in order], [prices[i] for i in order], [0.0] * parts, rooms)
-    return None if -1 in owners else _members(np.array(order), np.array(owners), parts)
-
-
-def _members(documents: Indices, owners: Indices, parts: int) -> list[Indices]:
-    """``documents`` by the part that owns each; -1 is none."""
-    order = np.argsort(owners, kind="stable")
-    bounds = np.searchsorted(owners[order], np.arange(parts + 1)).tolist()
-    return [documents[order[first:stop]] for first, stop in pairwise(bounds)]
-
-
-def _fitted(task: Task, parts: int) -> list[Indices] | None:
-    """A start that balances tokens, so that it keeps to the limit if anything does; None where it does not."""
-    lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None, even=0.0)
-    start = _placed(lengths, parts)
-    start = start and _levelled(start, lengths, goal=float(task.most_tokens or 0))
-    return start if start and _fits(start, task) else None
-
-
-def _differenced(task: Task, parts: int) -> list[Indices] | None:
-    """A start by largest differencing; None where it breaks the limit, or leaves a part empty."""
-    start = [np.array(part, np.int64) for part in differenced(task.prices, parts, equal_size=task.equal_size)]
-    return start if all(map(len, start)) and _fits(start, task) else None
-
-
-def _levelled(start: list[Indices], task: Task, goal: float = 0.0, most_tries: int = 2**31) -> list[Indices]:
-    documents, parts = sum(map(len, start)), len(start)
-    tries = documents // _SWAPS if task.equal_size else min(documents * parts // _EXCHANGES, most_tries)
-    if np.array_equal(task.prices, task.tokens):  # what makes the dearest part cheaper keeps it within the limit, too
-        task = task._replace(most_tokens=None)
-    return level(start, task, tries, goal)
-
-
-def _fits(parts: list[Indices], task: Task) -> bool:
-    return task.most_tokens is None or bool(sums_of(parts, task.tokens).max() <= task.most_tokens)
-
-
-def _check_possible(task: Task, parts: int) -> None:
-    documents, most = len(task.tokens), task.most_tokens
-    if documents < parts:
-        raise UserError(f'{documents} documents cannot fill {parts} parts; give more, or set empty = "allowed"')
-    if task.equal_size and documents % parts:
-        raise UserError(f"{documents} documents are no multiple of {parts} parts; add some, or set equal_size = False")
-    if most is not None and (longest := int(task.tokens.max())) > most:
-        raise UserError(
-            f"document {task.tokens.argmax()} has {longest} tokens, over max_tokens = {most}; raise max_tokens, cut "
-            'the document first (wlb.documents.segments), or set oversize = "alone"'
-        )
 
 
 def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
@@ -282,7 +193,7 @@ def _prices(tokens: Indices, workload: Any, costs: Sequence[float] | NDArray[Any
         raise UserError(f"document {wrong[0]} costs {prices[wrong[0]]}; costs must be finite and at least 0")
     if not math.isfinite(sum(prices.tolist())):
         raise UserError("costs add up to more than a float holds; give them in a larger unit")
-    return np.where(prices == 0, _FREE, prices)
+    return np.where(prices == 0, FREE, prices)
 
 
 def _in_lock_step(task: Task, parts: int, ranks: int, start: list[Indices] | None) -> list[list[Indices]]:
@@ -290,14 +201,14 @@ def _in_lock_step(task: Task, parts: int, ranks: int, start: list[Indices] | Non
     fair = float(task.prices.sum()) / ranks
     slots = _filled_slots(task, parts, ranks)
     if slots is None or _loads(slots, task, ranks).max(axis=1).sum() > (1 + _TRY_AGAIN) * fair:
-        plain = _dearest_first(_divided(task, parts, start), task)
+        plain = _dearest_first(divided(task, parts, start), task)
         slots = min(slots or plain, plain, key=lambda found: float(_loads(found, task, ranks).max(axis=1).sum()))
     loads = _loads(slots, task, ranks)
     if loads.max(axis=1).sum() > (1 + task.even) * fair:
         tries = max(2, _SLOT_EXCHANGES // len(loads))
         for slot, mean in enumerate(loads.mean(axis=1)):
             own = slice(slot * ranks, (slot + 1) * ranks)
-            slots[own] = _levelled(slots[own], task, goal=mean, most_tries=tries)  # of a slot the dearest counts
+            slots[own] = levelled(slots[own], task, goal=mean, most_tries=tries)  # of a slot the dearest counts
     # Each was levelled by itself, so micro-batches of another may be nearer in price now.
     slots = _dearest_first(slots, task)
     totals = np.zeros(ranks)
@@ -320,14 +231,16 @@ def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
     if task.equal_size or len(left) < parts or ranks == 1:
         return None
     slots: list[Indices] = []
-    while parts > ranks and task.prices[left[0]] > task.prices[left].sum() / parts:
+    seen = 0
+    while parts > ranks and seen < _MOST_SEEN and task.prices[left[0]] > task.prices[left].sum() / parts:
         parts -= ranks
+        seen += len(left)
         some = left[: len(left) - parts]  # every later micro-batch needs a document
         rooms = [task.most_tokens or int(task.tokens.sum())] * ranks
         dearest = float(task.prices[left[0]])
         found, _ = into_lightest(task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, dearest)
         owners = np.array(found)
-        slots += _members(some, owners, ranks)
+        slots += members_of(some, owners, ranks)
         left = np.concatenate([some[owners < 0], left[len(some) :]])
         if not all(map(len, slots)) or len(left) < parts:
             return None
@@ -335,7 +248,7 @@ def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
         return None
     rest = task._replace(tokens=task.tokens[left], prices=task.prices[left])
     try:
-        members = [left[part] for part in _divided(rest, parts)]
+        members = [left[part] for part in divided(rest, parts)]
     except UserError:  # what is left does not fit
         return None
     return slots + _dearest_first(members, task)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from wlb.packing.levelling import Indices
 
 _MOST_PLACEMENTS = 50_000  # of a document, about a tenth of a second
+_MOST_BINS_SEEN = 4_000_000  # in all placements together: as each of them looks at every bin
 
 _Parts = list[tuple[float, list[int]]]  # price and documents, by falling price; parts without documents are left out
 _price = itemgetter(0)
@@ -42,6 +43,16 @@ def best_fit(tokens: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
+def longest_first_bins(tokens: Indices, bins: int, capacity: int) -> list[Indices] | None:
+    """``bins`` bins by best fit, longest first, none empty; returns their documents, or None where they are too few."""
+    order = np.argsort(-tokens, kind="stable")
+    found = best_fit(tokens[order].tolist(), capacity)
+    for documents in [*found]:  # where there are bins left, the shortest documents have one each
+        spared = max(0, min(len(documents) - 1, bins - len(found)))
+        found += [[documents.pop()] for _ in range(spared)]
+    return [order[documents] for documents in found] if len(found) == bins else None
+
+
 def fitting_bins(
     tokens: Sequence[int], bins: int, capacity: int, size: int | None, placements: int = _MOST_PLACEMENTS
 ) -> list[Indices] | None:
@@ -51,6 +62,9 @@ def fitting_bins(
 
     Returns the documents of every bin, or None where the search found no way or gave up.
     """
+    placements = min(placements, _MOST_BINS_SEEN // bins)
+    if placements < len(tokens):
+        return None
     order = sorted(range(len(tokens)), key=lambda document: -tokens[document])
     held: list[list[int]] = [[] for _ in range(bins)]
     rooms = [capacity] * bins
