@@ -31,13 +31,16 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
     reduced: list[int] = []
     trained.register_comm_hook(reduced, lambda state, bucket: _counted(state, bucket))
     errors: list[float] = []
-    steps, planning, again = (balanced_steps(accelerator, trained, mixed(), **settings) for _ in range(3))
+    planning, again = (balanced_steps(accelerator, trained, mixed(), **settings) for _ in range(2))
+    steps = balanced_steps(accelerator, trained, mixed(), **settings, calibrate=1000)
     for step in steps:
         for batch in step:
             accelerator.backward(batch.loss(trained(batch.tokens)))
         errors.append(error_of(model, SimpleNamespace(plan=next(planning._steps)), averaged=True))
         optimizer.step()
         optimizer.zero_grad()
+    assert steps.calibration is not None
+    assert steps.calibration.steps == len(errors)
     accelerator.register_for_checkpointing(again)
     with pytest.raises(UserError) as accumulated:
         _accumulated(accelerator, trained, next(again))

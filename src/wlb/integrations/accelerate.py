@@ -39,10 +39,13 @@ class BalancedSteps(PackedSteps):
 
     def _in_turn(self, batches: tuple[PackedBatch, ...]) -> Iterator[PackedBatch]:
         accumulated = self._accelerator.step
-        for batch in in_turn(self._prepared, batches, keep_weights=self.job.levels_steps):
+        how: Any = {"keep_weights": self.job.levels_steps, "calibration": self.calibration}
+        for batch in in_turn(self._prepared, batches, **how):
             if self._accelerator.step != accumulated:
                 raise UserError("accelerator.accumulate steps after every batch; leave it out, and step once a step")
             yield batch
+        if self.calibration is not None:
+            self.calibration.end_step()
 
 
 balanced_steps = BalancedSteps

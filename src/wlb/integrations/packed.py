@@ -190,14 +190,20 @@ class PackedSteps(Iterator[PackedStep]):
         self._share = RankShare(*divmod(self._rank, layout.cp), layout, strategy, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
         self.calibration: Calibration | None = None
+        if type(calibrate) is not int or calibrate < 0:
+            raise UserError(f"calibrate = {calibrate!r} is not a number of steps; give a whole one, or 0 for never")
         if calibrate:
-            if self.job.packed_by is not None or calibrate < 0:
+            if self.job.packed_by is not None:
+                raise UserError("calibrate measures prices, and workload gives them; leave one of them out")
+            if self.job.layout.cp > 1 and not self.job.levels_steps:
                 raise UserError(
-                    f"calibrate = {calibrate} measures prices in place of workload; give one, and steps >= 1"
+                    "calibrate cannot time micro-batches that processes share; leave it or cp and pools out"
                 )
             self.calibration = Calibration(calibrate, self._processes.ranks, device_of(group), group)
         self._measured: tuple[Any, Any] = (None, None)  # prices and speeds that steps are planned by
-        self._begin: dict[str, Any] | None = {"sharding": strategy, "calibrate": calibrate, "state": None}
+        self._taken_at: int | None = None  # steps that were measured when the last one was handed out
+        self._first: dict[str, Any] = {"sharding": strategy, "calibrate": calibrate, "state": None}
+        self._begin: dict[str, Any] | None = self._first
         if state is not None:
             self.load_state_dict(state)
 
@@ -215,6 +221,7 @@ class PackedSteps(Iterator[PackedStep]):
             warn(f"documents are over context_window = {window}; overlong = {policy!r}, and steps.overlong counts them")
         if self._stream is not None:
             self._stream.forget(self._steps.finished)
+        self._taken_at = self.calibration and self.calibration.steps
         return PackedStep(tuple(self._packed(share, loss_tokens) for share in shares), loss_tokens, plan)
 
     @property
@@ -232,11 +239,15 @@ class PackedSteps(Iterator[PackedStep]):
         self._steps.load_state_dict(state)
         if self.calibration is not None and "calibration" in state:
             self.calibration.load_state_dict(state["calibration"])
-        self._begin = {"sharding": self._share.strategy, "state": digest(state)}
+        self._begin, self._taken_at = self._first | {"state": digest(state)}, None
 
     def _plan_by_measured(self) -> None:
         if self.calibration is None:
             return
+        if self.calibration.steps == self._taken_at:
+            raise UserError(
+                "calibrate is on and the last step was not measured; give level_step(..., steps.calibration)"
+            )
         found = self.calibration.prices, self.calibration.speeds if self.job.levels_steps else None
         if found != self._measured:
             self._steps.plan_by(self.job.measured(*found))
@@ -246,6 +257,12 @@ class PackedSteps(Iterator[PackedStep]):
         """Compare what processes are about to train, and join those that share micro-batches."""
         check_accumulation()
         ranks = self._processes.agree(self._steps.settings | begin, self._rank)
+        count, world = self._processes.ranks, self._processes.world
+        if self.calibration is not None and (world != count or (ranks or [0]) != [*range(count)]):
+            raise UserError(
+                f"calibrate needs one process for each of dp x cp = {count} ranks, in order, and there are {world}; "
+                "leave calibrate out, or give the group that trains, and no rank"
+            )
         if ranks and self.job.layout.cp > 1 and self._sharing is None:
             if ranks != [*range(self._processes.ranks)]:
                 raise UserError(

@@ -53,7 +53,7 @@ class Calibration:
         self.prices: MeasuredPrices | None = None
         self.speeds: tuple[float, ...] | None = None
         self._every, self._device, self._group, self._clock = every, device, group, clock_of(device)
-        self._steps = 0
+        self.steps = 0  # that have ended
         most = min(_MOST_TIMED, -(-_MOST_GATHERED // ranks))
         self._timed = deque[tuple[float, float, Any, Any]]([], most)  # sum(d^2), sum(d), and from when to when
         self._mean_prices, self._price_count = np.zeros(3), 0
@@ -74,8 +74,8 @@ class Calibration:
 
         Every rank calls it after every step. Plans from the next step on are to use what it found.
         """
-        self._steps += 1
-        if self._steps % self._every:
+        self.steps += 1
+        if self.steps % self._every:
             return False
         rows = [number for *sums, start, stop in self._timed for number in (*sums, self._clock.between(stop, start))]
         rows += [0.0] * (3 * (self._timed.maxlen or 0) - len(rows))
@@ -141,7 +141,7 @@ class Calibration:
     def state_dict(self) -> dict[str, Any]:
         """What plans use and what it is averaged from; what was timed since the last exchange is not in it."""
         return {
-            "steps": self._steps,
+            "steps": self.steps,
             "prices": self.prices,
             "speeds": self.speeds,
             "mean_prices": self._mean_prices.tolist(),
@@ -152,7 +152,7 @@ class Calibration:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; with another number of ranks, prices are kept and speeds dropped."""
-        self._steps, (square, token, fixed) = state["steps"], state["prices"] or (0.0, 0.0, 0.0)
+        self.steps, (square, token, fixed) = state["steps"], state["prices"] or (0.0, 0.0, 0.0)
         self.prices = (square, token, fixed) if state["prices"] else None
         self._mean_prices, self._price_count = np.array(state["mean_prices"]), state["price_count"]
         if len(state["counts"]) == len(self._counts):
