@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.cases import in_turn
 from tests.training.distributed import run_ranks
@@ -127,9 +127,11 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
         (UserDict({"input_ids": [[1], [3]]}), {}, r"a UserDict of input_ids.*Dataset.from_dict\(...\)"),
         (masked, {}, "documents is the function masked, .*; give what it returns"),
         ("corpus.jsonl", {}, r"documents is the path corpus.jsonl, .*; give datasets.load_dataset"),
+        *((none, {}, "documents is of type") for none in (DataLoader(Arriving()), {1: [1]}.values(), None, 5)),
         (iter(DOCUMENTS), {"epochs": 2}, "a stream is one epoch, and epochs = 2"),
         (iter(DOCUMENTS), {"preset": "elastic", "dp": 2, "rank": 0}, "'elastic' chooses its pools by the lengths"),
         (DOCUMENTS, {"state": stream}, "documents = 'a stream', this run has 80"),
+        (DOCUMENTS, {"dp": 0}, "dp must be >= 1; got 0"),
         (DOCUMENTS, {"dp": 2}, "dp x cp = 2 are not the 1 processes"),
         *((DOCUMENTS, {"calibrate": every}, f"calibrate = {every} is not") for every in (True, -1, 1.5)),
         (DOCUMENTS, {"calibrate": 2, "workload": make_workload("7b")}, "calibrate measures prices, and workload"),
@@ -166,7 +168,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "epochs": ({"epochs": 2}, "epochs = 1 and 2"),
     "state": ({"state": None}, "state = "),
     "calibrate after a state": ({"calibrate": 3}, "calibrate = 0 and 3"),
-    "ranks to calibrate": ({"dp": 1, "rank": 0, "calibrate": 3}, "calibrate needs one process for each of dp x cp = 1"),
+    "ranks to calibrate": ({"dp": 1, "rank": 0, "calibrate": 3}, "the 2 processes must be the dp x cp = 1 ranks"),
     "stream": ({"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]}, "process 1 planned another step"),
     "end": ({"documents": DOCUMENTS[:70]}, "process 1 planned another step"),
 }

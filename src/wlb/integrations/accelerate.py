@@ -16,7 +16,8 @@ from wlb.runtime.own_lists import fsdp_units, in_turn
 class BalancedSteps(PackedSteps):
     """``packed_batches`` for an ``Accelerator`` and the model that it has prepared, under DDP or FSDP2.
 
-    Gradients are averaged over processes with the last batch of a step. Raises ``UserError`` for a model of another
+    Gradients are averaged over processes with the last batch of a step. Run the backward of each batch before taking
+    the next one; ``list`` of a step would deadlock. Raises ``UserError`` for a model of another
     kind (DeepSpeed, say), Accelerate's own tensor or context parallelism, gradient accumulation, and ``accumulate``.
     """
 
@@ -38,14 +39,13 @@ class BalancedSteps(PackedSteps):
         return self._in_turn(super().__next__().to(self._accelerator.device).batches)
 
     def _in_turn(self, batches: tuple[PackedBatch, ...]) -> Iterator[PackedBatch]:
-        accumulated = self._accelerator.step
-        how: Any = {"keep_weights": self.job.levels_steps, "calibration": self.calibration}
-        for batch in in_turn(self._prepared, batches, **how):
+        accumulated, levels, calibration = self._accelerator.step, self.job.levels_steps, self.calibration
+        for batch in in_turn(self._prepared, batches, keep_weights=levels, calibration=calibration):
             if self._accelerator.step != accumulated:
                 raise UserError("accelerator.accumulate steps after every batch; leave it out, and step once a step")
             yield batch
-        if self.calibration is not None:
-            self.calibration.end_step()
+        if calibration is not None:
+            calibration.end_step()
 
 
 balanced_steps = BalancedSteps

@@ -163,7 +163,8 @@ class PackedSteps(Iterator[PackedStep]):
         group: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
-        check_documents(documents, "documents")
+        if not isinstance(documents, TokenStore):
+            check_documents(documents, "documents")
         if own_lists and sharding != "hybrid":
             raise UserError("own_lists chooses sharding itself; leave it out")
         self._processes = Processes(rank, dp, cp, group)
@@ -218,10 +219,11 @@ class PackedSteps(Iterator[PackedStep]):
             raise StopIteration
         if self.overlong.documents:
             window, policy = self.job.context_window, self.job.data.overlong
-            warn(f"documents are over context_window = {window}; overlong = {policy!r}, and steps.overlong counts them")
+            counted = f"overlong = {policy!r}, and steps.overlong counts them"
+            warn(f"documents are over context_window = {window}; {counted}", self._processes.group)
         if self._stream is not None:
             self._stream.forget(self._steps.finished)
-        self._taken_at = self.calibration and self.calibration.steps
+        self._taken_at = None if self.calibration is None else self.calibration.steps
         return PackedStep(tuple(self._packed(share, loss_tokens) for share in shares), loss_tokens, plan)
 
     @property
@@ -245,9 +247,7 @@ class PackedSteps(Iterator[PackedStep]):
         if self.calibration is None:
             return
         if self.calibration.steps == self._taken_at:
-            raise UserError(
-                "calibrate is on and the last step was not measured; give level_step(..., steps.calibration)"
-            )
+            raise UserError("calibrate: the last step was not measured; give level_step(..., steps.calibration)")
         found = self.calibration.prices, self.calibration.speeds if self.job.levels_steps else None
         if found != self._measured:
             self._steps.plan_by(self.job.measured(*found))
@@ -257,17 +257,13 @@ class PackedSteps(Iterator[PackedStep]):
         """Compare what processes are about to train, and join those that share micro-batches."""
         check_accumulation()
         ranks = self._processes.agree(self._steps.settings | begin, self._rank)
-        count, world = self._processes.ranks, self._processes.world
-        if self.calibration is not None and (world != count or (ranks or [0]) != [*range(count)]):
+        count, world, shares = self._processes.ranks, self._processes.world, ranks and self.job.layout.cp > 1
+        if (self.calibration is not None or shares) and (ranks or [0] * world) != [*range(count)]:
             raise UserError(
-                f"calibrate needs one process for each of dp x cp = {count} ranks, in order, and there are {world}; "
-                "leave calibrate out, or give the group that trains, and no rank"
+                f"to share micro-batches or to calibrate, the {world} processes must be the dp x cp = {count} ranks in "
+                f"order; leave rank = {self._rank} out and give the data-parallel group"
             )
-        if ranks and self.job.layout.cp > 1 and self._sharing is None:
-            if ranks != [*range(self._processes.ranks)]:
-                raise UserError(
-                    f"to share micro-batches, leave rank = {self._rank} out and give the data-parallel group"
-                )
+        if shares and self._sharing is None:
             self._sharing = sharing_group(self.job.layout.cp, self._processes.group)
         self._begin = None
 

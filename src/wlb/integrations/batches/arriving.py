@@ -28,8 +28,8 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
     """Lengths of documents in order of arrival, for a planner, and the documents that wait.
 
     A document is numbered by its place in the stream. ``length_of`` counts its tokens; those of more than ``longest``
-    are not planned, and let go with the next that are trained. ``kept`` has those that wait by number, ``lengths`` the tokens of all that have come.
-    Raises ``UserError`` for an empty stream, and on the way for an empty document.
+    are not planned, and let go with the next that are trained. ``kept`` has those that wait by number, ``lengths`` the
+    tokens of all that have come. Raises ``UserError`` for an empty stream, and on the way for an empty document.
     """
 
     def __init__(self, documents: Iterable[T], length_of: Callable[[T], int], longest: float = np.inf) -> None:

@@ -55,7 +55,8 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
             f"the data collator {getattr(collator, '__name__', type(collator).__name__)} is not known to lay documents "
             "in one row, without padding and masked labels; leave it out, or give a subclass of FlatteningCollator"
         )
-    check_documents(dataset, "train_dataset")
+    if dataset is not None:
+        check_documents(dataset, "train_dataset")
     if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
             "a stream of documents has no lengths to plan by; load it as a data set with a length, or train on a token "
