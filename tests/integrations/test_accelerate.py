@@ -40,7 +40,7 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
         optimizer.step()
         optimizer.zero_grad()
     assert steps.calibration is not None
-    assert steps.calibration.steps == len(errors)
+    assert steps.calibration.state_dict()["steps"] == len(errors)
     accelerator.register_for_checkpointing(again)
     with pytest.raises(UserError) as accumulated:
         _accumulated(accelerator, trained, next(again))
@@ -65,7 +65,7 @@ def test_the_gradients_of_a_step_are_those_of_single_documents_and_reduced_once(
         assert len(errors) > 5
         assert max(errors) < 1e-12
         assert reduced == len(errors)
-        assert "the model is a Bigrams, not one that Accelerate has prepared" in unprepared
+        assert "the model is a Bigrams, not one that Accelerate prepared" in unprepared
         assert "accelerator.accumulate steps after every batch" in accumulated
 
 

@@ -135,7 +135,7 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
         (DOCUMENTS, {"dp": 2}, "dp x cp = 2 are not the 1 processes"),
         *((DOCUMENTS, {"calibrate": every}, f"calibrate = {every} is not") for every in (True, -1, 1.5)),
         (DOCUMENTS, {"calibrate": 2, "workload": make_workload("7b")}, "calibrate measures prices, and workload"),
-        (DOCUMENTS, {"calibrate": 2, "cp": 2, "rank": 0}, "calibrate cannot time micro-batches"),
+        (DOCUMENTS, {"calibrate": 2, "cp": 2, "rank": 0}, "calibrate cannot time shared"),
     ]
     for documents, settings, message in refused:
         with pytest.raises(UserError, match=message):

@@ -25,7 +25,7 @@ class BalancedSteps(PackedSteps):
         wrapped = isinstance(prepared, DistributedDataParallel) or fsdp_units(prepared)
         if not wrapped and (accelerator.num_processes > 1 or type(prepared).__name__ == "DeepSpeedEngine"):
             raise UserError(
-                f"the model is a {type(prepared).__name__}, not one that Accelerate has prepared for DDP or FSDP2"
+                f"the model is a {type(prepared).__name__}, not one that Accelerate prepared for DDP or FSDP2"
             )
         if (sizes := getattr(accelerator, "parallelism_config", None)) and sizes.non_data_parallel_size > 1:
             raise UserError("parallelism_config shares documents among processes; leave tp, cp and sp out, and give cp")

@@ -62,9 +62,7 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
             raise UserError(f"{name} has {field} with the value {wrong[0]}; give 0 or 1 for each token")
     (places,) = given.get("attention_mask", np.ones(tokens)).nonzero()
     if len(places) and places[-1] - places[0] >= len(places):
-        raise UserError(
-            f"{name} has an attention_mask with zeros between its tokens; only padding at either end can be cut off"
-        )
+        raise UserError(f"{name} has attention_mask zeros between its tokens; only padding at the ends can be cut off")
     kept = slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0)
     given = {field: values[kept] for field, values in given.items()}
     ids, labels = given["input_ids"], given.get("labels", given["input_ids"]).copy()

@@ -191,18 +191,13 @@ class PackedSteps(Iterator[PackedStep]):
         self._share = RankShare(*divmod(self._rank, layout.cp), layout, strategy, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
         self.calibration: Calibration | None = None
-        if type(calibrate) is not int or calibrate < 0:
-            raise UserError(f"calibrate = {calibrate!r} is not a number of steps; give a whole one, or 0 for never")
         if calibrate:
             if self.job.packed_by is not None:
                 raise UserError("calibrate measures prices, and workload gives them; leave one of them out")
             if self.job.layout.cp > 1 and not self.job.levels_steps:
-                raise UserError(
-                    "calibrate cannot time micro-batches that processes share; leave it or cp and pools out"
-                )
+                raise UserError("calibrate cannot time shared micro-batches; leave it out, or cp and pools")
             self.calibration = Calibration(calibrate, self._processes.ranks, device_of(group), group)
         self._measured: tuple[Any, Any] = (None, None)  # prices and speeds that steps are planned by
-        self._taken_at: int | None = None  # steps that were measured when the last one was handed out
         self._first: dict[str, Any] = {"sharding": strategy, "calibrate": calibrate, "state": None}
         self._begin: dict[str, Any] | None = self._first
         if state is not None:
@@ -223,7 +218,8 @@ class PackedSteps(Iterator[PackedStep]):
             warn(f"documents are over context_window = {window}; {counted}", self._processes.group)
         if self._stream is not None:
             self._stream.forget(self._steps.finished)
-        self._taken_at = None if self.calibration is None else self.calibration.steps
+        if self.calibration is not None:
+            self.calibration.begin_step()
         return PackedStep(tuple(self._packed(share, loss_tokens) for share in shares), loss_tokens, plan)
 
     @property
@@ -241,13 +237,11 @@ class PackedSteps(Iterator[PackedStep]):
         self._steps.load_state_dict(state)
         if self.calibration is not None and "calibration" in state:
             self.calibration.load_state_dict(state["calibration"])
-        self._begin, self._taken_at = self._first | {"state": digest(state)}, None
+        self._begin = self._first | {"state": digest(state)}
 
     def _plan_by_measured(self) -> None:
         if self.calibration is None:
             return
-        if self.calibration.steps == self._taken_at:
-            raise UserError("calibrate: the last step was not measured; give level_step(..., steps.calibration)")
         found = self.calibration.prices, self.calibration.speeds if self.job.levels_steps else None
         if found != self._measured:
             self._steps.plan_by(self.job.measured(*found))
