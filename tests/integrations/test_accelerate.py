@@ -31,13 +31,16 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
     reduced: list[int] = []
     trained.register_comm_hook(reduced, lambda state, bucket: _counted(state, bucket))
     errors: list[float] = []
-    steps, planning, again = (balanced_steps(accelerator, trained, mixed(), **settings) for _ in range(3))
+    planning, again = (balanced_steps(accelerator, trained, mixed(), **settings) for _ in range(2))
+    steps = balanced_steps(accelerator, trained, mixed(), **settings, calibrate=1000)
     for step in steps:
         for batch in step:
             accelerator.backward(batch.loss(trained(batch.tokens)))
         errors.append(error_of(model, SimpleNamespace(plan=next(planning._steps)), averaged=True))
         optimizer.step()
         optimizer.zero_grad()
+    assert steps.calibration is not None
+    assert steps.calibration.state_dict()["steps"] == len(errors)
     accelerator.register_for_checkpointing(again)
     with pytest.raises(UserError) as accumulated:
         _accumulated(accelerator, trained, next(again))
@@ -62,7 +65,7 @@ def test_the_gradients_of_a_step_are_those_of_single_documents_and_reduced_once(
         assert len(errors) > 5
         assert max(errors) < 1e-12
         assert reduced == len(errors)
-        assert "the model is a Bigrams, not one that Accelerate has prepared" in unprepared
+        assert "the model is a Bigrams, not one that Accelerate prepared" in unprepared
         assert "accelerator.accumulate steps after every batch" in accumulated
 
 

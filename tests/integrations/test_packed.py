@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.cases import in_turn
 from tests.training.distributed import run_ranks
@@ -26,6 +26,7 @@ from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.packed import FlatteningCollator, packed_batches
+from wlb.workload import make_workload
 
 RANDOM = np.random.default_rng(0)
 DOCUMENTS = [RANDOM.integers(0, 97, length) for length in RANDOM.integers(2, 60, 80)]
@@ -126,14 +127,26 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
         (UserDict({"input_ids": [[1], [3]]}), {}, r"a UserDict of input_ids.*Dataset.from_dict\(...\)"),
         (masked, {}, "documents is the function masked, .*; give what it returns"),
         ("corpus.jsonl", {}, r"documents is the path corpus.jsonl, .*; give datasets.load_dataset"),
+        *((none, {}, "documents is of type") for none in (DataLoader(Arriving()), {1: [1]}.values(), None, 5)),
         (iter(DOCUMENTS), {"epochs": 2}, "a stream is one epoch, and epochs = 2"),
         (iter(DOCUMENTS), {"preset": "elastic", "dp": 2, "rank": 0}, "'elastic' chooses its pools by the lengths"),
         (DOCUMENTS, {"state": stream}, "documents = 'a stream', this run has 80"),
+        (DOCUMENTS, {"dp": 0}, "dp must be >= 1; got 0"),
         (DOCUMENTS, {"dp": 2}, "dp x cp = 2 are not the 1 processes"),
+        *((DOCUMENTS, {"calibrate": every}, f"calibrate = {every} is not") for every in (True, -1, 1.5)),
+        (DOCUMENTS, {"calibrate": 2, "workload": make_workload("7b")}, "calibrate measures prices, and workload"),
+        (DOCUMENTS, {"calibrate": 2, "cp": 2, "rank": 0}, "calibrate cannot time shared"),
     ]
     for documents, settings, message in refused:
         with pytest.raises(UserError, match=message):
             packed_batches(documents, **SIZES, **settings)
+
+
+def test_a_step_that_was_not_measured_stops_the_next():
+    steps = packed_batches(DOCUMENTS, **SIZES, calibrate=2)
+    next(steps)
+    with pytest.raises(UserError, match="the last step was not measured"):
+        next(steps)
 
 
 def contents(steps: Any) -> list[list[list[list[int]]]]:
@@ -154,6 +167,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "7b"}, "prices = "),
     "epochs": ({"epochs": 2}, "epochs = 1 and 2"),
     "state": ({"state": None}, "state = "),
+    "calibrate after a state": ({"calibrate": 3}, "calibrate = 0 and 3"),
+    "ranks to calibrate": ({"dp": 1, "rank": 0, "calibrate": 3}, "the 2 processes must be the dp x cp = 1 ranks"),
     "stream": ({"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]}, "process 1 planned another step"),
     "end": ({"documents": DOCUMENTS[:70]}, "process 1 planned another step"),
 }
@@ -164,9 +179,9 @@ def _told_of_mistakes() -> dict[str, str]:
     trained = packed_batches(DOCUMENTS, **SIZES)
     next(trained)
     for name, (change, _) in MISTAKES.items():
-        differs = dist.get_rank() == 1 or name == "dp of all"
+        differs = dist.get_rank() == 1 or name in ("dp of all", "ranks to calibrate")
         arguments = {"documents": DOCUMENTS, **SIZES, **(change if differs else {})}
-        if name == "state" and not differs:
+        if name == "calibrate after a state" or (name == "state" and not differs):
             arguments["state"] = trained.state_dict()
         if name in ("stream", "end"):
             arguments["documents"] = iter(arguments["documents"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
-from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
+from wlb.runtime.collectives import device_of, gathered, gathered_rows, on_every_rank
 
 
 def _check(wrong: int) -> str:
@@ -37,3 +38,13 @@ def _ranks() -> tuple[list[int], list[list[int]]]:
 
 def test_values_are_gathered_in_rank_order():
     assert run_ranks(2, _ranks) == [([0, 1], [[0, 2**62], [1, 2**62 + 1]])] * 2
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")]
+)
+def test_a_group_with_nccl_exchanges_on_the_gpu(backends: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert device_of(None).type == device

@@ -16,7 +16,8 @@ from wlb.runtime.own_lists import fsdp_units, in_turn
 class BalancedSteps(PackedSteps):
     """``packed_batches`` for an ``Accelerator`` and the model that it has prepared, under DDP or FSDP2.
 
-    Gradients are averaged over processes with the last batch of a step. Raises ``UserError`` for a model of another
+    Gradients are averaged over processes with the last batch of a step. Run the backward of each batch before taking
+    the next one; ``list`` of a step would deadlock. Raises ``UserError`` for a model of another
     kind (DeepSpeed, say), Accelerate's own tensor or context parallelism, gradient accumulation, and ``accumulate``.
     """
 
@@ -24,7 +25,7 @@ class BalancedSteps(PackedSteps):
         wrapped = isinstance(prepared, DistributedDataParallel) or fsdp_units(prepared)
         if not wrapped and (accelerator.num_processes > 1 or type(prepared).__name__ == "DeepSpeedEngine"):
             raise UserError(
-                f"the model is a {type(prepared).__name__}, not one that Accelerate has prepared for DDP or FSDP2"
+                f"the model is a {type(prepared).__name__}, not one that Accelerate prepared for DDP or FSDP2"
             )
         if (sizes := getattr(accelerator, "parallelism_config", None)) and sizes.non_data_parallel_size > 1:
             raise UserError("parallelism_config shares documents among processes; leave tp, cp and sp out, and give cp")
@@ -38,11 +39,13 @@ class BalancedSteps(PackedSteps):
         return self._in_turn(super().__next__().to(self._accelerator.device).batches)
 
     def _in_turn(self, batches: tuple[PackedBatch, ...]) -> Iterator[PackedBatch]:
-        accumulated = self._accelerator.step
-        for batch in in_turn(self._prepared, batches, keep_weights=self.job.levels_steps):
+        accumulated, levels, calibration = self._accelerator.step, self.job.levels_steps, self.calibration
+        for batch in in_turn(self._prepared, batches, keep_weights=levels, calibration=calibration):
             if self._accelerator.step != accumulated:
                 raise UserError("accelerator.accumulate steps after every batch; leave it out, and step once a step")
             yield batch
+        if calibration is not None:
+            calibration.end_step()
 
 
 balanced_steps = BalancedSteps

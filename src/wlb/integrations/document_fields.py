@@ -29,17 +29,18 @@ FIELDS = (*_OF_TOKENS, "length", "lengths")
 
 
 def check_documents(documents: Any, name: str) -> None:
-    """Raise ``UserError`` for a path, a dictionary or a function in place of a sequence or stream of documents."""
+    """Raise ``UserError`` for what is no sequence or stream of documents, such as a path, a function or a loader."""
     kind = type(documents).__name__
+    is_iterable, is_indexed = hasattr(documents, "__iter__"), hasattr(documents, "__getitem__")
     if isinstance(documents, Mapping):
-        what, remedy = (
-            f"a {kind} of {', '.join(map(str, documents))}",
-            "one split, or Dataset.from_dict(...) of columns",
-        )
+        names = ", ".join(map(str, documents))
+        what, remedy = f"a {kind} of {names}", "one split, or Dataset.from_dict(...) of columns"
     elif isinstance(documents, str | Path):
         what, remedy = f"the path {documents}", 'datasets.load_dataset("json", data_files=...)["train"], tokenised'
-    elif callable(documents) and not hasattr(documents, "__iter__") and not hasattr(documents, "__getitem__"):
+    elif callable(documents) and not is_iterable and not is_indexed:
         what, remedy = f"the function {getattr(documents, '__name__', kind)}", "what it returns"
+    elif not is_indexed and (hasattr(documents, "__len__") or not is_iterable):
+        what, remedy = f"of type {kind}", "a list or an iterator of single documents, or a loader's data set"
     else:
         return
     raise UserError(f"{name} is {what}, and not a sequence of documents; give {remedy}")
@@ -61,9 +62,7 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
             raise UserError(f"{name} has {field} with the value {wrong[0]}; give 0 or 1 for each token")
     (places,) = given.get("attention_mask", np.ones(tokens)).nonzero()
     if len(places) and places[-1] - places[0] >= len(places):
-        raise UserError(
-            f"{name} has an attention_mask with zeros between its tokens; only padding at either end can be cut off"
-        )
+        raise UserError(f"{name} has attention_mask zeros between its tokens; only padding at the ends can be cut off")
     kept = slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0)
     given = {field: values[kept] for field, values in given.items()}
     ids, labels = given["input_ids"], given.get("labels", given["input_ids"]).copy()

@@ -178,7 +178,8 @@ class PackedSteps(Iterator[PackedStep]):
         group: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
-        check_documents(documents, "documents")
+        if not isinstance(documents, TokenStore):
+            check_documents(documents, "documents")
         if own_lists and sharding != "hybrid":
             raise UserError("own_lists chooses sharding itself; leave it out")
         self._processes = Processes(rank, dp, cp, group)
@@ -209,10 +210,10 @@ class PackedSteps(Iterator[PackedStep]):
         self._sharing: dist.ProcessGroup | None = None
         self.calibration: Calibration | None = None
         if calibrate:
-            if self.job.packed_by is not None or calibrate < 0:
-                raise UserError(
-                    f"calibrate = {calibrate} measures prices in place of workload; give one, and steps >= 1"
-                )
+            if self.job.packed_by is not None:
+                raise UserError("calibrate measures prices, and workload gives them; leave one of them out")
+            if self.job.layout.cp > 1 and not self.job.levels_steps:
+                raise UserError("calibrate cannot time shared micro-batches; leave it out, or cp and pools")
             self.calibration = Calibration(calibrate, self._processes.ranks, device_of(group), group)
         self._measured: tuple[Any, Any] = (None, None)  # prices and speeds that steps are planned by
         self._compared: dict[str, Any] = {"sharding": strategy, "calibrate": calibrate}
@@ -230,9 +231,12 @@ class PackedSteps(Iterator[PackedStep]):
             raise StopIteration
         if self.overlong.documents:
             window, policy = self.job.context_window, self.job.data.overlong
-            warn(f"documents are over context_window = {window}; overlong = {policy!r}, and steps.overlong counts them")
+            counted = f"overlong = {policy!r}, and steps.overlong counts them"
+            warn(f"documents are over context_window = {window}; {counted}", self._processes.group)
         if self._stream is not None:
             self._stream.forget(self._steps.finished)
+        if self.calibration is not None:
+            self.calibration.begin_step()
         return PackedStep(tuple(self._packed(share, loss_tokens) for share in shares), loss_tokens, plan)
 
     @property

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from wlb.errors import UserError
 from wlb.runtime.clock import clock_of
 from wlb.runtime.collectives import gathered_rows
 from wlb.workload.fitted import LEAST_SAMPLES, fit_prices
@@ -47,14 +48,16 @@ class Calibration:
     """Times this rank's batches and, every ``every`` steps, finds ``prices`` and ``speeds`` for all ``ranks``.
 
     The processes of ``group`` (by default all) are the ranks of a level step, in order. ``prices`` are None until they
-    are known; ``speeds`` are None where all are equal.
+    are known; ``speeds`` are None where all are equal. Raises ``UserError`` unless ``every`` is a whole number >= 1.
     """
 
     def __init__(self, every: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        if type(every) is not int or every < 1:
+            raise UserError(f"calibrate = {every!r} is not a number of steps; give a whole one, or 0 for never")
         self.prices: MeasuredPrices | None = None
         self.speeds: tuple[float, ...] | None = None
         self._every, self._device, self._group, self._clock = every, device, group, clock_of(device)
-        self._steps = 0
+        self._steps, self._in_step = 0, False
         most = min(_MOST_TIMED, -(-_MOST_GATHERED // ranks))
         self._timed = deque[tuple[float, float, Any, Any]]([], most)  # sum(d^2), sum(d), and from when to when
         self._mean_prices, self._price_count = np.zeros(3), 0
@@ -71,12 +74,18 @@ class Calibration:
             lengths = np.array(batch.segment_lengths, np.float64)
             self._timed.append((float((lengths**2).sum()), float(lengths.sum()), start, stop))
 
+    def begin_step(self) -> None:
+        """Begin a step, for steps that others measure. Raises ``UserError`` where the one before has not ended."""
+        if self._in_step:
+            raise UserError("calibrate: the last step was not measured; give level_step(..., steps.calibration)")
+        self._in_step = True
+
     def end_step(self) -> bool:
         """Gather and evaluate what was timed where that is due; whether ``prices`` or ``speeds`` changed.
 
         Every rank calls it after every step. Plans from the next step on are to use what it found.
         """
-        self._steps += 1
+        self._steps, self._in_step = self._steps + 1, False
         if self._steps % self._every:
             return False
         rows = [number for *sums, start, stop in self._timed for number in (*sums, self._clock.between(stop, start))]
@@ -163,7 +172,7 @@ class Calibration:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; with another number of ranks, prices are kept and speeds dropped."""
         self._steps, (square, token, fixed) = state["steps"], state["prices"] or (0.0, 0.0, 0.0)
-        self.prices = (square, token, fixed) if state["prices"] else None
+        self.prices, self._in_step = (square, token, fixed) if state["prices"] else None, False
         self._mean_prices, self._price_count = np.array(state["mean_prices"]), state["price_count"]
         self._drift, self._price_drift = state["drifts"]
         if len(state["counts"]) == len(self._counts):

@@ -47,8 +47,8 @@ def gathered_rows(
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors have to be that ``group`` sends; without a group, where a process would train."""
-    on_gpu = dist.get_backend(group) == "nccl" if dist.is_initialized() else torch.cuda.is_available()
+    """Where ``group`` exchanges tensors: the GPU if it has NCCL; without a group, where a process would train."""
+    on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config(group))
     return torch.device("cuda" if on_gpu else "cpu")
 
 

@@ -43,6 +43,15 @@ def test_reading_again_keeps_what_waits(taken, waiting):
     assert len(again) >= taken
 
 
+def test_a_stream_is_not_judged_by_what_is_read_ahead_nor_by_a_longer_window_before():
+    documents = stream([9] * 200 + [3], longest=8)
+    assert documents.lengths[-1] == 3
+    again = stream([9] * 300, longest=8)
+    again.read_again(200, again.digest(200), [Segment(5, 0, 4), Segment(150, 0, 4)])
+    again.forget([150])
+    assert again.kept == {5: "x" * 9}
+
+
 def test_mistakes_are_one_line():
     with pytest.raises(UserError, match="no documents"):
         stream([])

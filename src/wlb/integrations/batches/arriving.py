@@ -28,15 +28,19 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
     """Lengths of documents in order of arrival, for a planner, and the documents that wait.
 
     A document is numbered by its place in the stream. ``length_of`` counts its tokens; those of more than ``longest``
-    are not planned, and not kept. ``kept`` has those that wait by number, ``lengths`` the tokens of all that have come.
-    Raises ``UserError`` for an empty stream, and on the way for an empty document.
+    are not planned, and let go with the next that are trained. ``kept`` has those that wait by number, ``lengths`` the
+    tokens of all that have come. Raises ``UserError`` for an empty stream, and on the way for an empty document.
     """
 
     def __init__(self, documents: Iterable[T], length_of: Callable[[T], int], longest: float = np.inf) -> None:
         self._arriving, self._length_of, self._longest = iter(documents), length_of, longest
         self.kept: dict[int, T] = {}
         self.lengths, self.tokens, self._planned = array("q"), 0, 0
-        if not len(self):
+        self._too_long: set[int] = set()
+        self._read(_AHEAD)
+        while len(self._too_long) == len(self.lengths) and self._read(len(self.lengths) + _AHEAD):
+            pass  # until there is one to plan
+        if not self.lengths:
             raise UserError("the stream has no documents; give at least one")
 
     def __len__(self) -> int:
@@ -50,9 +54,10 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
         return np.array([self.lengths[document] for document in documents], np.int64)
 
     def forget(self, documents: Iterable[int]) -> None:
-        """Let go of ``documents``, of which no part waits any more."""
-        for document in documents:
-            del self.kept[document]
+        """Let go of ``documents``, of which no part waits any more, and of those that are too long."""
+        for document in self._too_long.union(documents):
+            self.kept.pop(document, None)
+        self._too_long.clear()
 
     def digest(self, documents: int) -> int:
         """Of the lengths of the first ``documents`` documents."""
@@ -66,20 +71,23 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
         kept = {segment.document for segment in waiting}
         for number in range(documents):
             self._read(number + 1)
-            self.forget({number} - kept if number in self.kept else ())
+            self._too_long = self._too_long - kept
+            self.forget({number} - kept)
         if len(self.lengths) < documents or self.digest(documents) != digest:
             raise UserError(
                 f"the first {documents} documents of the saved stream are not the first of this one, of which "
                 f"{len(self.lengths)} were read; continue with the stream it was saved on"
             )
 
-    def _read(self, documents: int) -> None:
-        """Read on up to so many documents in all."""
+    def _read(self, documents: int) -> bool:
+        """Read on up to so many documents in all; whether there are as many."""
         for document in islice(self._arriving, max(0, documents - len(self.lengths))):
             number, length = len(self.lengths), self._length_of(document)
             if length < 1:
                 raise UserError(f"document {number} of the stream has no tokens; leave empty documents out")
             self.lengths.append(length)
             self.tokens += length
-            if length <= self._longest:
-                self.kept[number] = document
+            self.kept[number] = document
+            if length > self._longest:
+                self._too_long.add(number)
+        return len(self.lengths) >= documents

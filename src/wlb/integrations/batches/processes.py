@@ -30,7 +30,9 @@ class Processes:
 
     def __init__(self, rank: int | None, dp: int | None, cp: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.group, self._dp_given = rank, group, dp is not None
-        self.dp = data_parallel_ranks(self.world, cp) if dp is None and _has_group() else dp or 1
+        self.dp = dp if dp is not None else data_parallel_ranks(self.world, cp) if _has_group() else 1
+        if self.dp < 1:
+            raise UserError(f"dp must be >= 1; got {dp}")
         self.ranks = self.dp * cp
         if rank is not None and not 0 <= rank < self.ranks:
             raise UserError(f"rank must be in [0, {self.ranks}), as dp x cp = {self.ranks}; got {rank}")
@@ -82,9 +84,9 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def warn(message: str) -> None:
-    """Warn on the first process only, once for each line of code that comes here."""
-    if not _has_group() or dist.get_rank() == 0:
+def warn(message: str, group: dist.ProcessGroup | None = None) -> None:
+    """Warn on the first process of ``group`` only, once for each line of code that comes here."""
+    if not _has_group() or dist.get_rank(group) == 0:
         warnings.warn(f"wlb: {message}", stacklevel=4)
 
 

@@ -50,7 +50,8 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
     if collator is not None and type(collator) is not FlatteningCollator:
         name = getattr(collator, "__name__", type(collator).__name__)
         raise UserError(f"the data collator {name} would collate nothing, as documents come packed; leave it out")
-    check_documents(dataset, "train_dataset")
+    if dataset is not None:
+        check_documents(dataset, "train_dataset")
     if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError("a stream of documents has no lengths to plan by; load all of it, or use packed_batches")
 
