@@ -103,16 +103,21 @@ def test_padding_is_a_document_of_its_own_without_labels(store: str):
 
 
 def test_what_cannot_be_trained_is_refused(store: str):
-    with pytest.raises(UserError, match=r"training\..* = (2|128), but a balanced micro-batch holds one context"):
+    with pytest.raises(UserError, match=r"(2|128)}, but a balanced micro-batch holds one context"):
         _loader(store, **_sizes(too_many=2))
-    with pytest.raises(UserError, match=r"gives its data loader rows; wlb needs torchtitan 0\.3\.0 or its main"):
+    with pytest.raises(UserError, match=r"gives its data loader {'rows': 3}, .*wlb needs torchtitan 0\.3\.0 or its"):
         _loader(store, rows=3)
     with pytest.raises(UserError, match="no documents; give the override the prefix"):
         BalancedDataLoader.Config().build(dp_world_size=1, dp_rank=0, **_sizes())
     state = json.loads(_loader(store).state_dict()["wlb"])
-    state["planner"]["settings"]["documents"] = 7
+    state["settings"]["documents"] = 7
     with pytest.raises(UserError, match="saved with documents = 7, this run has 300"):
         _loader(store).load_state_dict({"wlb": json.dumps(state)})
+    level = balance(BaseDataLoader.Config(), store=store, micro_batches=2, own_lists=True)
+    next(begun := iter(loader := level.build(dp_world_size=2, dp_rank=0, **_sizes())))
+    assert begun.of_step > 1
+    with pytest.raises(UserError, match="inside a level step; save after whole steps"):
+        loader.state_dict()
 
 
 @pytest.mark.parametrize("level", [False, True])

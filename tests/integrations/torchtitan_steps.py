@@ -42,7 +42,7 @@ def main() -> None:
         alone = RecordingTrainer(cpu_config(prefix, micro_batches=MICRO_BATCHES, **sizes))
         recorder = RecordingTrainer(cpu_config(prefix, micro_batches=MICRO_BATCHES, level=arguments.level, **sizes))
         loader = another_loader(recorder.trainer)
-        plans = list(islice(loader._micro_batches.steps, arguments.steps))
+        plans = list(islice(loader.batches.steps.plans(), arguments.steps))
         steps = [[make_batch(MicroBatch((part,), 0.0), store) for part in plan.segments] for plan in plans]
         trained, errors = recorder.trained, []
         for segments in steps:

@@ -249,9 +249,12 @@ class PackedSteps(Iterator[PackedStep]):
         found = {} if self.calibration is None else {"calibration": self.calibration.state_dict()}
         return self._steps.state_dict() | copy.deepcopy(found)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Raises ``UserError`` where that is not possible, or a stream has begun."""
-        self._steps.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
+        """Continue from ``state``; ``inside_step``: part of the next step was trained, and no setting may change.
+
+        Raises ``UserError`` where that is not possible, or a stream has begun.
+        """
+        self._steps.load_state_dict(state, inside_step=inside_step)
         if self.calibration is not None and "calibration" in state:
             self.calibration.load_state_dict(state["calibration"])
         self._begin = self._compared | {"state": digest(state)}

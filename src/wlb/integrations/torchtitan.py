@@ -12,32 +12,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from wlb.attention import segment_attention
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.integrations.batches import ItemsOfSteps, WholeSteps, balanced_job
-from wlb.integrations.batches.processes import Processes, digest
-from wlb.packing.plan import StepPlan
-from wlb.runtime.batch import read_batch
-from wlb.runtime.collectives import device_of, sharing_group
-from wlb.runtime.own_lists import check_same_plan
-from wlb.runtime.sharded_batch import RankShare, ShardedAttention
+from wlb.integrations.batches import ItemsOfSteps
+from wlb.integrations.packed import PackedBatch, PackedSteps
+from wlb.runtime.batch import IGNORE_LABEL
 
 _VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"
 
 try:
     from torchtitan.config.override import derive, override
-
-    try:
-        from torchtitan.components.dataloader import BaseDataLoader  # 0.3.0
-    except ModuleNotFoundError:
-        from torchtitan.components.data.loader import BaseDataLoader  # main
+    from torchtitan.trainer import BaseDataLoader  # of a module that has another name in 0.3.0 than in main
 except ImportError as error:
     raise UserError(f"{error}; wlb.integrations.torchtitan needs {_VERSIONS}") from error
 
@@ -45,7 +39,7 @@ Batch = tuple[dict[str, Any], Tensor]
 
 
 class BalancedDataLoader(BaseDataLoader):
-    """Yields ``({"input", "positions"}, labels)``, each int64: this rank's micro-batches.
+    """Yields ``({"input", "positions"}, labels)``, each int64: this rank's micro-batches, of step after step.
 
     Their shape is (1, tokens) in 0.3.0 and (tokens,) in main. Never ends: documents of the next epoch follow those of
     this one into the same steps. Documents over the context are split. ``state_dict`` is the same on every rank.
@@ -67,30 +61,23 @@ class BalancedDataLoader(BaseDataLoader):
         if prefix is None:
             raise UserError('no documents; give the override the prefix of a token store, "store" (see `wlb prepare`)')
         self._row = None if "seq_len" in sizes else ...  # a dimension more, or none
-        self._store = TokenStore.open(prefix)
-        self._own_lists = config.own_lists
-        names = ("model", "hardware", "seed", "max_length_factor", "own_lists")
+        self._multiple_of, self._own_lists = config.multiple_of, config.own_lists
+        names = ("micro_batches", "model", "hardware", "seed", "max_length_factor", "own_lists")
         settings = {name: getattr(config, name) for name in names}
-        job = balanced_job(self._store.lengths, _window(sizes), config.micro_batches, dp=dp_world_size, **settings)
-        self._processes = Processes(dp_rank, dp_world_size, 1)
-        layout = replace(job.layout, tp=config.multiple_of)  # pads shares to a multiple of it
-        self._share = RankShare(*divmod(dp_rank, layout.cp), layout, workload=job.costs)
-        self._sharing: dist.ProcessGroup | None = None
-        steps = WholeSteps(job, self._store.lengths, epochs=None)
-        self._micro_batches = ItemsOfSteps[Batch](steps, self._of_rank)
+        settings |= {"context_window": _window(sizes), "dp": dp_world_size, "rank": dp_rank, "epochs": None}
+        steps = PackedSteps(TokenStore.open(prefix), **settings)
+        self.batches = ItemsOfSteps(steps, lambda step: [*map(self._as_torchtitan_has_it, step.batches)])
 
     def __iter__(self) -> Iterator[Batch]:
-        begin = {"state": digest(self._micro_batches.state_dict())}
-        self._processes.agree(self._micro_batches.steps.settings | begin, self._processes.rank)
-        return self._micro_batches
-
-    @property
-    def of_step(self) -> int:
-        """Micro-batches of this rank in the step that is being yielded."""
-        return self._micro_batches.of_step
+        self.batches.steps.agree()
+        return self.batches
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wlb": json.dumps(self._micro_batches.state_dict())}
+        """Everything needed to continue after the last micro-batch. Raises ``UserError`` inside a level step."""
+        state = self.batches.state_dict()
+        if self._own_lists and state["taken"]:
+            raise UserError("ranks are at different places inside a level step; save after whole steps")
+        return {"wlb": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``; from none at all, as torchtitan may ask, at the beginning.
@@ -98,40 +85,32 @@ class BalancedDataLoader(BaseDataLoader):
         Raises ``UserError`` for a state of other documents or another seed, and inside a step for any other setting.
         """
         if state_dict:
-            self._micro_batches.load_state_dict(json.loads(state_dict["wlb"]))
+            self.batches.load_state_dict(json.loads(state_dict["wlb"]))
 
-    def _of_rank(self, plan: StepPlan) -> list[Batch]:
-        """This rank's micro-batches; with own lists also ``attend``, the attention over each, by a collective call."""
-        if self._own_lists and self._processes.ranks > 1 and dist.is_initialized():
-            self._sharing = self._sharing or sharing_group(self._processes.ranks)
-            check_same_plan(plan, device_of(self._sharing), self._sharing)
-        batches = []
-        for share in self._share.batches(plan, lambda part: read_batch(part, self._store)):
-            padding = torch.arange(share.rows - share.local_tokens)  # a document of its own
-            positions = torch.cat([share.positions[: share.local_tokens], padding])
-            inputs: dict[str, Any] = {"input": share.tokens[self._row], "positions": positions[self._row]}
-            if self._own_lists:
-                group = self._sharing if share.shard_plan.cp_size > 1 else None
-                inputs["attend"] = ShardedAttention(share.local_tokens, share.shard_plan, group, share.ranks or None)
-            batches.append((inputs, share.labels[self._row]))
-        return batches
+    def _as_torchtitan_has_it(self, batch: PackedBatch) -> Batch:
+        """``batch`` with padding, a document of its own; with own lists also ``attend``, the attention over it."""
+        padding = -len(batch.tokens) % self._multiple_of
+        tokens, labels = F.pad(batch.tokens, (0, padding)), F.pad(batch.labels, (0, padding), value=IGNORE_LABEL)
+        positions = torch.cat([batch.position_ids, torch.arange(padding)])
+        inputs: dict[str, Any] = {"input": tokens[self._row], "positions": positions[self._row]}
+        if self._own_lists:
+            lengths = [*batch.segment_lengths, *[padding] * (padding > 0)]
+            inputs["attend"] = batch.attend or partial(segment_attention, segment_lengths=lengths)
+        return inputs, labels[self._row]
 
 
 def _window(sizes: dict[str, Any]) -> int:
     """The context window, of what torchtitan tells its loader."""
     match sizes:
-        case {"seq_len": int(window), "local_batch_size": rows}:
-            given, wanted, fits = f"local_batch_size = {rows}", 1, rows == 1
-        case {"max_context_length": int(window), "num_tokens_per_batch": tokens}:
-            given, wanted, fits = f"num_tokens_per_microbatch_per_dp_rank = {tokens}", window, tokens == window
-        case _:
-            raise UserError(f"torchtitan gives its data loader {', '.join(sizes)}; wlb needs {_VERSIONS}")
-    if not fits:
-        raise UserError(
-            f"training.{given}, but a balanced micro-batch holds one context of {window} tokens on average; set it to "
-            f'{wanted} and give the number of micro-batches as "micro_batches" of the override'
-        )
-    return window
+        case {"seq_len": int(window), "local_batch_size": 1}:
+            return window
+        case {"max_context_length": int(window), "num_tokens_per_batch": tokens} if tokens == window:
+            return window
+    raise UserError(
+        f"torchtitan gives its data loader {sizes}, but a balanced micro-batch holds one context on average; set "
+        "training.local_batch_size = 1 (0.3.0) or num_tokens_per_microbatch_per_dp_rank = max_context_length (main), "
+        f'and give the number of micro-batches as "micro_batches" of the override; wlb needs {_VERSIONS}'
+    )
 
 
 def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:
@@ -140,8 +119,5 @@ def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoade
     return balanced
 
 
-override(
-    target=BaseDataLoader.Config,
-    fqns=["dataloader"],  # not the validator's
-    description="micro-batches that take all ranks equally long (wlb)",
-)(balance)
+# The field at the top is not the validator's.
+override(target=BaseDataLoader.Config, fqns=["dataloader"], description="equal work on all ranks (wlb)")(balance)

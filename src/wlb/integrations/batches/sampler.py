@@ -67,7 +67,7 @@ class PlannedBatchSampler:
         self._state: dict[str, Any] | None = None
         self._batches = self._begun(None)
 
-    def __iter__(self) -> ItemsOfSteps[list[int]]:
+    def __iter__(self) -> ItemsOfSteps[WholeSteps, list[int]]:
         """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs."""
         self._check_reader(sys._getframe(1).f_locals.get("self"))
         if self._state is None and self._batches.finished:
@@ -119,7 +119,7 @@ class PlannedBatchSampler:
                     f"the loader's data set has {len(dataset)} documents and the sampler {len(self.lengths)} lengths"
                 )
 
-    def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[list[int]]:
+    def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[WholeSteps, list[int]]:
         steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=self._first_epoch)
         steps.settings["processes"] = len(self._dp_ranks)  # whose batches come in turn
         batches = ItemsOfSteps(steps, self._documents)

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from wlb.workload.phases import DocumentPhases
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 Item = TypeVar("Item")
+Steps = TypeVar("Steps", bound=Any)
 Lengths = NDArray[np.int64]
 
 _OWN_WINDOWS = 1.5  # that a rank's micro-batch may hold, as in lock step
@@ -206,14 +207,18 @@ def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str
     }
 
 
-class ItemsOfSteps(Iterator[Item]):
-    """The items of one step after another, and the state between any two: ``items`` says what those of a step are."""
+class ItemsOfSteps(Iterator[Item], Generic[Steps, Item]):
+    """The items of one step after another, and the state between any two: ``items`` says what those of a step are.
 
-    def __init__(self, steps: WholeSteps, items: Callable[[StepPlan], Sequence[Item]]) -> None:
+    ``steps`` are ``WholeSteps`` or ``PackedSteps``.
+    """
+
+    def __init__(self, steps: Steps, items: Callable[[Any], Sequence[Item]]) -> None:
         self.steps, self._items, self.finished = steps, items, False
         self._before = steps.state_dict()  # the step whose items are being taken
         self._of_step: Sequence[Item] = ()
         self.of_step = self._taken = 0  # items of the step, and those of them that were yielded
+        self._skipped = 0  # items of the next step that were yielded before its state was saved
 
     def __next__(self) -> Item:
         if self._taken == self.of_step:
@@ -224,21 +229,19 @@ class ItemsOfSteps(Iterator[Item]):
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last item, as JSON-serialisable data of the caller's own."""
         if self._taken < self.of_step:
-            return {"planner": copy.deepcopy(self._before), "taken": self._taken}
-        return {"planner": self.steps.state_dict(), "taken": 0}
+            return copy.deepcopy(self._before) | {"taken": self._taken}
+        return self.steps.state_dict() | {"taken": self._skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
-        self.steps.load_state_dict(state["planner"], inside_step=state["taken"] > 0)
+        self.steps.load_state_dict(state, inside_step=state["taken"] > 0)
         self.of_step, self._taken, self.finished = 0, 0, False
-        if state["taken"]:
-            self._next_step()
-            self._taken = state["taken"]
+        self._skipped = state["taken"]
 
     def _next_step(self) -> None:
-        before, plan = self.steps.state_dict(), next(self.steps, None)
-        if plan is None:
+        before, step = self.steps.state_dict(), next(self.steps, None)
+        if step is None:
             self.finished = True
             raise StopIteration
-        self._before, self._of_step = before, self._items(plan)
-        self.of_step, self._taken = len(self._of_step), 0
+        self._before, self._of_step = before, self._items(step)
+        self.of_step, self._taken, self._skipped = len(self._of_step), self._skipped, 0
