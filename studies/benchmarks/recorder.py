@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from wlb.training.observe.compute_clock import thread_seconds
+from wlb.runtime.clock import thread_seconds
 
 Tokens = NDArray[np.int64]
 

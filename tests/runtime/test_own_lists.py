@@ -24,7 +24,7 @@ from wlb.integrations.huggingface import register_attention
 from wlb.integrations.packed import PackedSteps, packed_batches
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime import level_step
-from wlb.runtime.own_lists import check_same_plan, own_micro_batches
+from wlb.runtime.own_lists import own_micro_batches
 
 RANDOM = np.random.default_rng(1)
 LENGTHS = [*RANDOM.integers(2, 40, 40), 256, 250, *RANDOM.integers(2, 40, 40)]
@@ -163,11 +163,12 @@ def test_the_last_micro_batch_of_a_rank_is_the_last_of_all_that_share_it():
 
 
 def plans_that_differ() -> None:
-    plan = StepPlan(0, ((MicroBatch((Segment(dist.get_rank(), 0, 1),), 1.0, (0,)),),))
-    with pytest.raises(UserError, match="planned different steps"):
-        check_same_plan(plan, torch.device("cpu"))
-    with pytest.raises(UserError, match="planned different steps"):
-        check_same_plan(plan if dist.get_rank() else None, torch.device("cpu"))
+    steps = steps_of()
+    steps.agree()
+    if dist.get_rank():
+        next(steps._steps)  # is a step ahead
+    with pytest.raises(UserError, match="planned another step than process 0"):
+        next(steps)
 
 
 def fsdp1_is_refused() -> None:

@@ -39,8 +39,8 @@ from torch.distributed import distributed_c10d
 
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
+from wlb.runtime.clock import ComputeClock
 from wlb.training.environment import joined_job
-from wlb.training.observe.compute_clock import ComputeClock
 from wlb.training.preflight import check_job
 from wlb.training.trainer import Trainer
 

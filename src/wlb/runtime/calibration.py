@@ -118,7 +118,8 @@ class Calibration:
         """Average, and take the averages of ranks that differ into plans; whether there are any."""
         off, before, inside = logs - self._mean_logs, self._counts, (_MEDIAN_ERROR * noise) ** 2 / np.maximum(1, counts)
         if ((counts > 0) & (before > 0)).any():
-            self._drift = _averaged(self._drift, (1.4826 * np.median(np.abs(off))) ** 2 - float(np.median(inside)))
+            seen = (1.4826 * float(np.median(np.abs(off)))) ** 2 - float(np.median(inside))
+            self._drift += _DRIFT_PART * (max(0.0, seen) - self._drift)
         changed = (np.abs(off) > _band(_SPEED_BAND, inside + self._drift)) & (counts >= _LEAST_TIMED)
         self._counts = counts + np.where(changed, 0, np.minimum(before, np.maximum(0, _REMEMBERED - counts)))
         part = counts / np.maximum(1, self._counts)  # of the average that is new
@@ -137,7 +138,7 @@ class Calibration:
         inside = 3 * noise**2 / len(terms)  # three prices are fitted: their errors add up
         if before:
             off = float(np.log((terms @ found).sum() / (terms @ self._mean_prices).sum()))
-            self._price_drift = _averaged(self._price_drift, off**2 - inside)
+            self._price_drift += _DRIFT_PART * (max(0.0, off**2 - inside) - self._price_drift)
         self._price_count = min(before + len(terms), max(most, len(terms)))
         part = len(terms) / self._price_count
         self._mean_prices = self._mean_prices + (found - self._mean_prices) * part
@@ -178,11 +179,6 @@ class Calibration:
         if len(state["counts"]) == len(self._counts):
             self.speeds = tuple(state["speeds"]) if state["speeds"] else None
             self._mean_logs, self._counts = np.array(state["mean_logs"]), np.array(state["counts"])
-
-
-def _averaged(drift: float, seen: float) -> float:
-    """The variance between intervals, with what another interval shows of it."""
-    return drift + _DRIFT_PART * (max(0.0, seen) - drift)
 
 
 def _band(dead: float, variance: Any) -> Any:

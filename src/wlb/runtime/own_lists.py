@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.collectives import gathered_rows
 
 T = TypeVar("T")
 
@@ -142,18 +140,6 @@ def gather_weights(model: nn.Module) -> None:
     """
     for unit in fsdp_units(model):
         unit.unshard(async_op=True)
-
-
-def check_same_plan(plan: StepPlan | None, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Raise ``UserError`` on every rank of ``group`` unless all of them planned the same step; a collective call.
-
-    ``plan`` is None at the end of the documents. Ranks with different plans would wait for each other for ever.
-    """
-    prints = gathered_rows([fingerprint_of(plan) if plan else 0], torch.int64, device, group)
-    if (prints != prints[0]).any():
-        raise UserError(
-            "the ranks planned different steps; give all of them the same documents, settings and version of wlb-llm"
-        )
 
 
 def fingerprint_of(plan: StepPlan) -> int:

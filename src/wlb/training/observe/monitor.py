@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from wlb.job.config import MetricsConfig
+from wlb.runtime.clock import ComputeClock
 from wlb.runtime.collectives import gathered_rows
-from wlb.training.observe.compute_clock import ComputeClock
 
 _STEPS_3_AND_4 = schedule(wait=1, warmup=1, active=2, repeat=1)  # of a run; starting to trace takes time, in step 2
 

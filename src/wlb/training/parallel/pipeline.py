@@ -24,12 +24,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from wlb.models.transformer import Transformer
 from wlb.runtime.batch import IGNORE_LABEL
 from wlb.runtime.calibration import Calibration
+from wlb.runtime.clock import ComputeClock
 from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import in_turn
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.runtime.stage import PipelineOrder, pipeline_order, run_order, variable_length_stage
 from wlb.schedules.layout import Layout
-from wlb.training.observe.compute_clock import ComputeClock
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
 from wlb.training.parallel.tied_embeddings import sum_tied_gradients

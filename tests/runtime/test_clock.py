@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from tests.training.processes import stands_still, wait_until
-from wlb.training.observe import compute_clock
-from wlb.training.observe.compute_clock import ComputeClock
+from wlb.runtime import clock as clocks
+from wlb.runtime.clock import ComputeClock
 
 
 def test_what_was_measured_in_a_step_adds_up(monkeypatch: pytest.MonkeyPatch):
     ticks = iter([0.0, 1.0, 12.0, 14.0, 23.0, 27.0])
-    monkeypatch.setattr(compute_clock, "thread_seconds", lambda: next(ticks))
+    monkeypatch.setattr(clocks, "thread_seconds", lambda: next(ticks))
     clock = ComputeClock(torch.device("cpu"))
     for phase, micro_batch in (("forward", 0), ("forward", 2), ("backward", 0)):
         with clock.measuring(phase, micro_batch):
