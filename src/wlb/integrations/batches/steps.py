@@ -229,8 +229,8 @@ class ItemsOfSteps(Iterator[Item], Generic[Steps, Item]):
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last item, as JSON-serialisable data of the caller's own."""
         if self._taken < self.of_step:
-            return copy.deepcopy(self._before) | {"taken": self._taken}
-        return self.steps.state_dict() | {"taken": self._skipped}
+            return {**copy.deepcopy(self._before), "taken": self._taken}
+        return {**self.steps.state_dict(), "taken": self._skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
