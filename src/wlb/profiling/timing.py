@@ -1,7 +1,6 @@
-"""Seconds of many small pieces of work, measured in turns.
+"""Seconds of many small pieces of work, measured in turns: as a machine's speed drifts, every round measures each.
 
-A machine's speed drifts. So no size is measured all at once: every round measures each of them, and the median over
-rounds is kept. Calls that warm up caches and kernels say how often each piece of work is repeated in a round.
+The median over rounds is kept. Calls that warm up say how often each piece of work is repeated in a round.
 """
 
 from __future__ import annotations

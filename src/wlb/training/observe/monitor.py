@@ -1,8 +1,4 @@
-"""What each rank measures of its steps, and the exchange of these measurements.
-
-When the backward passes are done, all ranks exchange two numbers: their share of the loss, and how long they computed.
-What rank 0 makes of them is in ``reporter``.
-"""
+"""What each rank measures of its steps, which all ranks exchange when the backward passes are done."""
 
 from __future__ import annotations
 
