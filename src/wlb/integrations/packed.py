@@ -277,11 +277,13 @@ class PackedSteps(Iterator[PackedStep]):
             return
         check_accumulation()
         ranks = self._processes.agree(self._steps.settings | self._begin, self._rank)
-        if ranks and self.job.layout.cp > 1 and self._sharing is None:
-            if ranks != [*range(self._processes.ranks)]:
-                raise UserError(
-                    f"to share micro-batches, leave rank = {self._rank} out and give the data-parallel group"
-                )
+        count, world, shares = self._processes.ranks, self._processes.world, ranks and self.job.layout.cp > 1
+        if (self.calibration is not None or shares) and (ranks or [0] * world) != [*range(count)]:
+            raise UserError(
+                f"to share micro-batches or to calibrate, the {world} processes must be the dp x cp = {count} ranks in "
+                f"order; leave rank = {self._rank} out and give the data-parallel group"
+            )
+        if shares and self._sharing is None:
             self._sharing = sharing_group(self.job.layout.cp, self._processes.group)
         self._begin = None
 

@@ -15,6 +15,6 @@ def test_a_small_run_predicts_and_measures(tmp_path: Path):
     small = ["--stacks", "own_lists", "--turns", "1", "--documents", "64", "--context-window", "512"]
     done = finished("-m", "studies.benchmarks.shadow", *small, "--out", out)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["stack"], row["balanced"]) for row in rows] == [("FSDP2", "lock step"), ("FSDP2", "own lists")]
-    assert all(row["predicted"] > 0 < row["measured"] for row in rows)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["stack"] == "FSDP2"
+    assert row["predicted"] > 0 < row["measured"]
