@@ -189,7 +189,9 @@ def _told_of_mistakes() -> dict[str, str]:
             list(packed_batches(**arguments))
         told[name] = str(error.value)
     with pytest.raises(UserError, match="seed"):
-        iter(PlannedBatchSampler(LENGTHS, **SIZES, seed=dist.get_rank()))  # which Accelerate would deal
+        iter(PlannedBatchSampler(LENGTHS, **SIZES, seed=dist.get_rank()))
+    with pytest.raises(UserError, match="rank = None, None"):  # each would train the documents of both
+        iter(PlannedBatchSampler(LENGTHS, **SIZES))
     group, dist.group.WORLD = dist.group.WORLD, None  # as before init_process_group
     steps = packed_batches(DOCUMENTS, **SIZES)
     dist.group.WORLD = group

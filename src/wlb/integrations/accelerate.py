@@ -17,8 +17,8 @@ class BalancedSteps(PackedSteps):
     """``packed_batches`` for an ``Accelerator`` and the model that it has prepared, under DDP or FSDP2.
 
     Gradients are averaged over processes with the last batch of a step. Run the backward of each batch before taking
-    the next one; ``list`` of a step would deadlock. Raises ``UserError`` for a model of another
-    kind (DeepSpeed, say), Accelerate's own tensor or context parallelism, gradient accumulation, and ``accumulate``.
+    the next one; ``list`` of a step would deadlock. Raises ``UserError`` for a model of another kind (DeepSpeed, say),
+    Accelerate's own tensor or context parallelism, gradient accumulation, and ``accumulate``.
     """
 
     def __init__(self, accelerator: Any, prepared: nn.Module, documents: Any, /, **settings: Any) -> None:

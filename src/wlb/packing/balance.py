@@ -111,10 +111,8 @@ def _solved(task: Task, parts: int | None, multiple: int, ranks: int | None, spa
     if parts is None and (task.most_tokens is not None or ranks is None):
         parts, start = fewest(task, multiple)
     parts = -(-(parts or 1) // multiple) * multiple
-    if (
-        sparse and documents < parts and not (task.equal_size and documents)
-    ):  # filled up by documents that are left out at the end
-        more = (0, parts - documents)
+    if sparse and documents < parts and not (task.equal_size and documents):
+        more = (0, parts - documents)  # documents that are left out at the end
         task = task._replace(tokens=np.pad(task.tokens, more), prices=np.pad(task.prices, more, constant_values=FREE))
     found = [divided(task, parts, start)] if ranks is None else _in_lock_step(task, parts, ranks, start)
     return [[part[part < documents] for part in own] for own in found]

@@ -71,8 +71,7 @@ class Processes:
             if values:
                 raise UserError(f"the processes would train different plans: {', '.join(values)} differ; give the same")
         held: Counter[Any] = Counter(ranks)
-        dealt = [*held] == [None] and self.world % self.ranks == 0 and "accelerate" in sys.modules  # which deals them
-        if not dealt and ({*held} != {*range(self.ranks)} or len({*held.values()}) > 1):
+        if {*held} != {*range(self.ranks)} or len({*held.values()}) > 1:
             raise UserError(
                 f"the processes have rank = {', '.join(map(str, ranks))}, and dp x cp = {self.ranks}: each must be "
                 "that of equally many; give rank, leave dp out, or give the group that trains"

@@ -1,7 +1,8 @@
 """A batch sampler whose batches are planned: every item is the list of documents of one micro-batch.
 
-With ``rank`` it yields the micro-batches of one data-parallel rank; without, those of all processes in turn (rank 0's
-first, rank 1's first, ..., rank 0's second, ...), which is how Accelerate deals batches to the processes of a Trainer.
+With ``rank`` it yields the micro-batches of one data-parallel rank. Without, one process gets those of all ranks in
+turn (rank 0's first, rank 1's first, ..., rank 0's second, ...); several processes would each train all documents, and
+are refused.
 """
 
 from __future__ import annotations
