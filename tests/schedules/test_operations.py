@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from wlb.errors import UserError
-from wlb.schedules.operations import Operation, rank_operations
+from wlb.schedules.operations import BACKWARD, FORWARD, Operation, rank_operations
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -25,10 +25,10 @@ class _RecordingStage:
         self.calls: list[Operation] = []
 
     def forward_one_chunk(self, micro_batch: int, *_: Any, **__: Any) -> None:
-        self.calls.append(Operation(self.stage_index, micro_batch, False))
+        self.calls.append(Operation(self.stage_index, micro_batch, FORWARD))
 
     def backward_one_chunk(self, micro_batch: int, **_: Any) -> None:
-        self.calls.append(Operation(self.stage_index, micro_batch, True))
+        self.calls.append(Operation(self.stage_index, micro_batch, BACKWARD))
 
     def _no_transfers(self, micro_batch: int) -> list[Any]:
         return []
@@ -71,7 +71,7 @@ def test_interleaved_runs_in_the_order_of_torch(pp, rounds, more, virtual_stages
     )
     for rank, operations in enumerate(rank_operations("interleaved_1f1b", pp, micro_batches, virtual_stages)):
         actions = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(torch_schedule, rank)
-        kinds = {schedules.FORWARD: False, schedules.FULL_BACKWARD: True}
+        kinds = {schedules.FORWARD: FORWARD, schedules.FULL_BACKWARD: BACKWARD}
         expected = [Operation(a.stage_index, a.microbatch_index, kinds[a.computation_type]) for a in actions if a]
         assert list(operations) == expected
 

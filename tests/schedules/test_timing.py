@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.schedules.operations import rank_operations
+from wlb.schedules.operations import BACKWARD, rank_operations
 from wlb.schedules.timing import pipeline_makespan, pipeline_times
 
 
@@ -14,7 +14,10 @@ def event_driven_makespan(schedule, forward, backward, virtual_stages, *, transf
     """An oracle that knows nothing of waves: ranks as queues, messages that arrive, a clock that moves on."""
     stages, micro_batches = forward.shape
     pp = stages // virtual_stages
-    queues = [[*ops] for ops in rank_operations(schedule, pp, micro_batches, virtual_stages)]
+    queues = [
+        [(stage, i, kind == BACKWARD) for stage, i, kind in ops]
+        for ops in rank_operations(schedule, pp, micro_batches, virtual_stages)
+    ]
     arrived = {(0, i, False) for i in range(micro_batches)}
     busy = [False] * pp
     # When a rank has run an operation (True), or the input of one arrives at it.
@@ -97,7 +100,7 @@ def test_times_of_operations_fit_together():
     assert times.starts.shape == times.ends.shape == (2 * 4 * 6, 3)
     assert times.rank_ends.shape == (4, 3)
     for index, operation in enumerate(times.operations):
-        seconds = (backward if operation.backward else forward)[:, operation.stage, operation.micro_batch]
+        seconds = (backward if operation.kind == BACKWARD else forward)[:, operation.stage, operation.micro_batch]
         np.testing.assert_allclose(times.ends[index] - times.starts[index], seconds)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
+from wlb.schedules.operations import Operation, RankOperations
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,23 @@ class MicroBatch:
     ``workload`` is what its context-parallel group is predicted to take, in seconds, forward and backward, all layers;
     ``forward`` is the forward's part, where it is known. ``ranks`` are those of the group that run it, ascending; none
     are named where all do.
+
+    The first segment may be a slice of a longer one, the other slices of which are micro-batches beside this one in the
+    same pipeline: it also attends the ``earlier`` tokens of the slices before it, and with ``continued`` there is a
+    slice after it. Slices go forward in order and backward in reverse.
     """
 
     segments: tuple[Segment, ...]
     workload: float
     ranks: tuple[int, ...] = ()
     forward: float | None = None
+    earlier: int = 0
+    continued: bool = False
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether the first segment is a slice."""
+        return self.earlier > 0 or self.continued
 
     @property
     def tokens(self) -> int:
@@ -44,12 +56,15 @@ class MicroBatch:
         more: dict[str, Any] = {"ranks": list(self.ranks)} if self.ranks else {}
         if self.forward is not None:
             more["forward"] = self.forward
+        if self.is_slice:
+            more |= {"earlier": self.earlier, "continued": self.continued}
         return {"segments": [list(segment) for segment in self.segments], "workload": self.workload} | more
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> MicroBatch:
         segments = tuple(Segment(*segment) for segment in data["segments"])
-        return cls(segments, data["workload"], tuple(data.get("ranks", ())), data.get("forward"))
+        more = {name: data[name] for name in ("forward", "earlier", "continued") if name in data}
+        return cls(segments, data["workload"], tuple(data.get("ranks", ())), **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +75,16 @@ class StepPlan:
     A packer emits all micro-batches on one rank; ``wlb.packing.arrange`` deals them to several.
     ``delay_token_steps`` sums over the step's tokens the steps each waited since its document arrived, and
     ``longest_delay`` is the most that any waited; training a document early is no delay.
+
+    ``operations[d][p]`` is what pipeline rank p of data-parallel rank d runs, in order; none where the pipeline runs
+    its named schedule.
     """
 
     step: int
     ranks: tuple[tuple[MicroBatch, ...], ...]
     delay_token_steps: int = 0
     longest_delay: int = 0
+    operations: tuple[RankOperations, ...] = ()
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
@@ -105,12 +124,15 @@ class StepPlan:
         return _largest_over_mean([of_ranks[rank] for rank in range(max(of_ranks, default=0) + 1)])
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        plan = {
             "step": self.step,
             "ranks": [[micro_batch.to_json() for micro_batch in rank] for rank in self.ranks],
             "delay_token_steps": self.delay_token_steps,
             "longest_delay": self.longest_delay,
         }
+        if self.operations:
+            plan["operations"] = [[[[*one] for one in of_rank] for of_rank in ranks] for ranks in self.operations]
+        return plan
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> StepPlan:
@@ -119,6 +141,9 @@ class StepPlan:
             ranks=tuple(tuple(map(MicroBatch.from_json, rank)) for rank in data["ranks"]),
             delay_token_steps=data["delay_token_steps"],
             longest_delay=data["longest_delay"],
+            operations=tuple(
+                tuple(tuple(starmap(Operation, of_rank)) for of_rank in ranks) for ranks in data.get("operations", ())
+            ),
         )
 
 

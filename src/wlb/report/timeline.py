@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
-from wlb.schedules.operations import Operation
+from wlb.schedules.operations import FORWARD, Operation
 from wlb.simulate.rate import simulate_step
 
 Array = NDArray[np.float64]
@@ -64,7 +64,9 @@ def timeline(plan: StepPlan, job: Job) -> Timeline:
         tuple(home[operation.stage] for operation in times.operations),
         times.starts[:, 0],
         times.ends[:, 0],
-        np.stack([(backward if o.backward else forward)[0, :, o.stage, o.micro_batch] for o in times.operations]),
+        np.stack(
+            [(forward if o.kind == FORWARD else backward)[0, :, o.stage, o.micro_batch] for o in times.operations]
+        ),
         rank_ends,
         reduction,
         steps.costs.optimizer,

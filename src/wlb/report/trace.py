@@ -18,7 +18,7 @@ from typing import Any
 from wlb.errors import UserError
 from wlb.report.timeline import Timeline
 from wlb.schedules.layout import Layout
-from wlb.schedules.operations import Operation
+from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
 
 MOST_TRACKS = 256  # that are drawn unless ranks are named
 _MICROSECONDS = 1e6
@@ -123,7 +123,7 @@ def _after_the_last(line: Timeline, dp: int, pp: int, thread: int) -> Iterator[d
 
 
 def _phase(operation: Operation) -> str:
-    return "backward" if operation.backward else "forward"
+    return {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight gradients"}[operation.kind]
 
 
 def _span(

@@ -13,13 +13,17 @@ from typing import NamedTuple
 
 from wlb.errors import UserError, choose_from
 
+# Kinds of operations, as ``torch.distributed.pipelining`` names them: a forward, a whole backward, and the two parts of
+# a backward, for the input of the stage and for its weights, of which the second may be run later.
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+
 
 class Operation(NamedTuple):
-    """The forward or backward of one micro-batch through one stage of the model."""
+    """A pass of one micro-batch through one stage of the model: its ``kind`` is F, B, I or W."""
 
     stage: int
     micro_batch: int
-    backward: bool
+    kind: str
 
 
 RankOperations = tuple[tuple[Operation, ...], ...]
@@ -73,8 +77,8 @@ def round_size(pp: int, micro_batches: int) -> int:
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> tuple[Operation, ...]:
-    forwards = [Operation(rank, micro_batch, False) for micro_batch in range(micro_batches)]
-    backwards = [Operation(rank, micro_batch, True) for micro_batch in range(micro_batches)]
+    forwards = [Operation(rank, micro_batch, FORWARD) for micro_batch in range(micro_batches)]
+    backwards = [Operation(rank, micro_batch, BACKWARD) for micro_batch in range(micro_batches)]
     return _warm_up_then_alternate(forwards, backwards, warm_up=pp - 1 - rank)
 
 
@@ -83,8 +87,8 @@ def _interleaved(rank: int, pp: int, micro_batches: int, virtual_stages: int) ->
     local_stages = range(rank, pp * virtual_stages, pp)
     size = round_size(pp, micro_batches)
     rounds = [range(start, start + size) for start in range(0, micro_batches, size)]
-    forwards = [Operation(s, i, False) for round_ in rounds for s in local_stages for i in round_]
-    backwards = [Operation(s, i, True) for round_ in rounds for s in reversed(local_stages) for i in round_]
+    forwards = [Operation(s, i, FORWARD) for round_ in rounds for s in local_stages for i in round_]
+    backwards = [Operation(s, i, BACKWARD) for round_ in rounds for s in reversed(local_stages) for i in round_]
     # One round through every stage of this rank but its last, and two operations for each rank after it.
     return _warm_up_then_alternate(forwards, backwards, (virtual_stages - 1) * size + 2 * (pp - 1 - rank))
 

@@ -2,8 +2,8 @@
 
 Each rank runs its list of operations in order (``rank_operations``); an operation starts as soon as its rank
 is free and its input is there: the forward of stage s waits for the forward of stage s - 1, a backward for
-that of stage s + 1, the last stage's backward for its own forward. What comes from another rank takes ``transfer``
-seconds on the way, during which both ranks may compute.
+that of stage s + 1, the last stage's backward for its own forward, and the weights' part of a backward for the other
+part. What comes from another rank takes ``transfer`` seconds on the way, during which both ranks may compute.
 
 Which operation waits for which does not depend on the seconds, so the operations are sorted once into waves
 that depend only on earlier waves. A wave is then one NumPy operation over all its ranks and, where many steps
@@ -12,6 +12,7 @@ or data-parallel ranks are priced together, over all of those.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
-from wlb.schedules.operations import Operation, RankOperations, rank_operations
+from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations, rank_operations
 
 Array = NDArray[np.float64]
 
@@ -64,23 +65,27 @@ def pipeline_times(
     operations: RankOperations,
     forward: ArrayLike,
     backward: ArrayLike,
+    weight: ArrayLike | None = None,
     *,
     transfer: ArrayLike = 0.0,
     together: ArrayLike | None = None,
 ) -> PipelineTimes:
     """When each operation of pipelines runs whose ranks have these ``operations``; seconds as ``pipeline_makespan``.
 
+    Of a ``backward`` in two parts, ``weight`` are the seconds of the weights' part; needed where there is one.
     ``together``, shape (..., micro_batches), joins pipelines: those that have the same number in a micro-batch, from 0
     to the number of pipelines, begin each of its operations when all of them can.
     """
-    phases = _checked_times(forward, backward)
-    *batch, stages, micro_batches = phases[0].shape
+    ahead, whole = _checked_times(forward, backward)
+    *batch, stages, micro_batches = ahead.shape
+    later = np.zeros_like(whole) if weight is None else np.minimum(weight, whole)
+    phases = ahead, whole, whole - later, later
     waves = _waves(operations)
     if waves.shape != (stages, micro_batches):
         raise ValueError(f"seconds are of {stages} stages and {micro_batches} micro-batches, operations {waves.shape}")
     by_operation = np.concatenate([times.reshape(-1, stages * micro_batches) for times in phases], axis=1)
-    stage, micro_batch, goes_back = waves.table
-    seconds = by_operation.T[(goes_back * stages + stage) * micro_batches + micro_batch]
+    stage, micro_batch, kind = waves.table
+    seconds = by_operation.T[(kind * stages + stage) * micro_batches + micro_batch]
     delays = _delays(transfer, batch, micro_batches)
     joined = None if together is None else np.asarray(together, np.int64).reshape(-1, micro_batches).T
     # Row 0 is the start of the step; row k + 1 is when the k-th operation ends.
@@ -140,11 +145,14 @@ def _delays(transfer: ArrayLike, batch: list[int], micro_batches: int) -> Array 
     return np.concatenate([np.zeros((1, by_micro_batch.shape[1])), by_micro_batch])
 
 
+_KINDS = FORWARD, BACKWARD, INPUT, WEIGHT
+
+
 class _Waves(NamedTuple):
     """Operations in wave order, and for each the row of ``ends`` of the two operations it waits for."""
 
     in_order: tuple[Operation, ...]
-    table: NDArray[np.intp]  # the same: stage, micro-batch, and 1 for a backward; (3, operations)
+    table: NDArray[np.intp]  # the same: stage, micro-batch, and place of the kind in ``_KINDS``; (3, operations)
     shape: tuple[int, int]  # stages, micro-batches
     # (3, operations): the previous one on the rank and the input, 0 where there is none; and what travels, which is
     # 1 + the micro-batch where the input comes from another rank, or 0
@@ -153,9 +161,10 @@ class _Waves(NamedTuple):
     last_of_rank: NDArray[np.intp]  # (pp,)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _waves(operations: RankOperations) -> _Waves:
     pending = [list(reversed(of_rank)) for of_rank in operations]
+    in_two = {operation[:2] for of_rank in operations for operation in of_rank if operation.kind == INPUT}
     home = {operation.stage: rank for rank, of_rank in enumerate(operations) for operation in of_rank}
     row: dict[Operation | None, int] = {None: 0}
     last_of_rank = [0] * len(operations)
@@ -163,12 +172,14 @@ def _waves(operations: RankOperations) -> _Waves:
     waiting: list[tuple[int, int, int]] = []
     bounds: list[tuple[int, int]] = []
     while any(pending):
-        ready = [rank for rank, of_rank in enumerate(pending) if of_rank and _input_of(of_rank[-1], len(home)) in row]
+        ready = [
+            rank for rank, of_rank in enumerate(pending) if of_rank and _input_of(of_rank[-1], len(home), in_two) in row
+        ]
         assert ready, "the schedule deadlocks"
         bounds.append((len(in_order), len(in_order) + len(ready)))
         for rank in ready:
             operation = pending[rank].pop()
-            waits_for = _input_of(operation, len(home))
+            waits_for = _input_of(operation, len(home), in_two)
             from_afar = waits_for is not None and home[waits_for.stage] != rank
             travelling = 1 + operation.micro_batch if from_afar else 0
             waiting.append((last_of_rank[rank], row[waits_for], travelling))
@@ -176,7 +187,7 @@ def _waves(operations: RankOperations) -> _Waves:
             last_of_rank[rank] = row[operation] = len(in_order)
     return _Waves(
         tuple(in_order),
-        np.array(in_order).T,
+        np.array([(stage, micro_batch, _KINDS.index(kind)) for stage, micro_batch, kind in in_order]).T,
         (len(home), 1 + max(operation.micro_batch for operation in in_order)),
         np.array(waiting).T.copy(),
         tuple(bounds),
@@ -184,10 +195,13 @@ def _waves(operations: RankOperations) -> _Waves:
     )
 
 
-def _input_of(operation: Operation, stages: int) -> Operation | None:
-    stage, micro_batch, backward = operation
-    if not backward:
-        return Operation(stage - 1, micro_batch, False) if stage else None
+def _input_of(operation: Operation, stages: int, in_two: Container[tuple[int, int]]) -> Operation | None:
+    """What ``operation`` waits for; ``in_two`` are the stages and micro-batches whose backward has two parts."""
+    stage, micro_batch, kind = operation
+    if kind == FORWARD:
+        return Operation(stage - 1, micro_batch, FORWARD) if stage else None
+    if kind == WEIGHT:
+        return Operation(stage, micro_batch, INPUT)
     if stage == stages - 1:
-        return Operation(stage, micro_batch, False)
-    return Operation(stage + 1, micro_batch, True)
+        return Operation(stage, micro_batch, FORWARD)
+    return Operation(stage + 1, micro_batch, INPUT if (stage + 1, micro_batch) in in_two else BACKWARD)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from wlb.job.prices import nodes_of
 from wlb.packing.plan import StepPlan
-from wlb.schedules.operations import Operation
+from wlb.schedules.operations import BACKWARD, FORWARD, Operation
 from wlb.schedules.timing import PipelineTimes
 from wlb.sharding import LEVEL_SHARDING, price_shards
 from wlb.sharding.latency import Phases, Shards
@@ -107,7 +107,7 @@ class LevelSteps(StepSeconds):
             free[step, ranks] = seconds + (mine.max() if meet else mine)
         turns = ends - backward
         return PipelineTimes(
-            tuple(Operation(0, place, back) for back in (False, True) for place in range(forward.shape[1])),
+            tuple(Operation(0, place, kind) for kind in (FORWARD, BACKWARD) for place in range(forward.shape[1])),
             np.concatenate([turns - starts, backward], axis=1).T[..., None],
             np.concatenate([turns, ends], axis=1).T[..., None],
             (free.max(axis=1) if meet else free.mean(axis=1))[None, :, None],

@@ -17,7 +17,7 @@ from wlb.job.memory.layers import LayerMemory
 from wlb.job.memory.step import _Walk, predict_memory, predict_rank_memory
 from wlb.job.prices import Software
 from wlb.schedules.layout import Layout, split_layers
-from wlb.schedules.operations import rank_operations
+from wlb.schedules.operations import FORWARD, rank_operations
 from wlb.simulate import simulated_job
 from wlb.workload import ModelShape, hardware_preset, model_shape
 from wlb.workload.shapes import BlockKind, Experts, LatentAttention
@@ -98,7 +98,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule():
     job_ = job(Layout(pp=pp), shape=replace(SHAPE, vocab_size=8))
     running = most = 0
     for operation in rank_operations("1f1b", pp, 8)[0]:
-        running += -1 if operation.backward else 1
+        running += 1 if operation.kind == FORWARD else -1
         most = max(most, running)
     assert most == pp
     layers = LayerMemory(job_, tokens)

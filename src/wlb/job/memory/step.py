@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from wlb.job.job import Job
 from wlb.job.memory.layers import Exchange, LayerMemory, Unit, master_bytes
 from wlb.schedules.layout import split_layers
-from wlb.schedules.operations import Operation
+from wlb.schedules.operations import FORWARD, Operation
 
 BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
 _StageState = tuple[frozenset[int], frozenset[int]]  # units whose weights are gathered, and that have gradients
@@ -127,8 +127,8 @@ class _Walk:
             for index, unit in enumerate(() if self.frees_weights else units):  # all from the start of the step on
                 self._gather(index, unit)
             self.states[stage] = frozenset(self.gathered), frozenset()
-        for stage, micro_batch, backward in operations:
-            self._pass(stage, micro_batch, backward=backward)
+        for stage, micro_batch, kind in operations:
+            self._pass(stage, micro_batch, backward=kind != FORWARD)
         self._note(working=shard)  # the optimizer's own
         return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})
 

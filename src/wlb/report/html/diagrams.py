@@ -21,6 +21,7 @@ from wlb.report.html.markup import (
     text,
 )
 from wlb.report.timeline import Timeline
+from wlb.schedules.operations import FORWARD
 from wlb.sharding.plan import ShardPlan
 from wlb.workload.flops import attended_pairs
 
@@ -131,7 +132,7 @@ def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -
         for index in step.operations_of(dp, cp):
             operation, start, end = step.operations[index], float(step.starts[index, dp]), float(step.ends[index, dp])
             left, right, y = scale(start), scale(end), top + step.pipeline_ranks[index] * height
-            boxes["backward" if operation.backward else "forward"].append(_outline(left, y, right, height))
+            boxes["forward" if operation.kind == FORWARD else "backward"].append(_outline(left, y, right, height))
             if right - left >= _NAMED_WIDTH and height >= 16:
                 middle = text((left + right) / 2, y + height / 2 + 3, str(operation.micro_batch), "middle", "inside")
                 numbers.append(middle)
