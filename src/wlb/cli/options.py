@@ -163,7 +163,7 @@ class GpuOptions:
         Raises ``UserError`` where the model has fewer layers than ``pp`` stages, and for an option that a measured
         profile replaces, unless the command ``reads`` it for something else.
         """
-        from wlb.schedules.layout import split_layers
+        from wlb.schedules.layout import Layout, split_layers
         from wlb.settings import MOST_RANKS
         from wlb.sharding import check_group_size
         from wlb.workload import make_workload, model_shape
@@ -173,12 +173,12 @@ class GpuOptions:
             replaced = {"model", "hardware", "tp", "cp"} - {*reads}
             refuse_unused(context, replaced, "has no effect with --profile, which says it")
             measured = read_profile(self.profile)
-            split_layers(measured.model, pp)
+            split_layers(measured.model, Layout(pp=pp))
             said: dict[str, str | int] = {"profile": self.profile.name}
             priced = make_workload(measured.model, self.hardware, measured.tp, profile=measured)
             return PricedGpu(measured.model, measured.tp, measured.cp, priced, said, measured)
         shape = model_shape(self.model)
-        split_layers(shape, pp)
+        split_layers(shape, Layout(pp=pp))
         tp = self.tp
         if tp is None:
             fitting = (size for size in (2, 4, GPUS_PER_NODE) if shape.hidden // size >= _COLUMNS_PER_GPU)
@@ -282,14 +282,14 @@ class JobOptions(GpuOptions):
     def _validated(self, sizes: dict[str, Any]) -> Layout:
         """A layout of ``sizes``. Raises ``UserError`` for those that no layout has."""
         from wlb.job.config import ParallelConfig
-        from wlb.schedules.layout import split_layers
+        from wlb.schedules.layout import Layout, split_layers
         from wlb.sharding import check_group_size
         from wlb.workload import model_shape
 
         layout = ParallelConfig.of({"pp": 4} | sizes, "parallel").layout
         check_group_size(layout.cp)
         if "pp" in sizes:
-            split_layers(model_shape(self.model), layout.pp)
+            split_layers(model_shape(self.model), Layout(pp=layout.pp))
         return layout
 
     def _layout(

@@ -120,7 +120,11 @@ class LayoutConfig(Section):
     cp: PositiveInt = Field(1, description="Context-parallel size")
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
     virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
-    schedule: Annotated[str, *one_of(SCHEDULES)] = Field("1f1b", description="Pipeline schedule")
+    schedule: Annotated[str, *one_of(SCHEDULES)] = Field(
+        "auto",
+        description="Pipeline schedule; planned: in an order made for each step; auto: planned with preset balanced, "
+        "else 1F1B, interleaved where virtual_pp is over 1",
+    )
 
     @property
     def layout(self) -> Layout:
@@ -128,8 +132,8 @@ class LayoutConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.virtual_pp > 1 and self.schedule != "interleaved_1f1b":
-            raise ValueError(f"virtual_pp = {self.virtual_pp} needs schedule = 'interleaved_1f1b'")
+        if self.virtual_pp > 1 and self.schedule == "1f1b":
+            raise ValueError(f"virtual_pp = {self.virtual_pp} cannot run schedule = '1f1b'; leave schedule out")
         if self.virtual_pp > 1 and self.pp == 1:
             raise ValueError(f"virtual_pp = {self.virtual_pp} needs pp of at least 2")
         return self

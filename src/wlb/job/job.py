@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_dealt, check_pool
 from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
-from wlb.job.prices import LevelPrices, Software, micro_batch_phases, sharded_prices
+from wlb.job.prices import LevelPrices, PipelinePrices, Software, micro_batch_phases, sharded_prices
 from wlb.packing.options import Pools
 from wlb.packing.plan import StepPlan
 from wlb.packing.registry import PACKERS
@@ -27,9 +28,10 @@ from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
-from wlb.workload.base import Checkpointing, DocumentPrices
+from wlb.workload.base import Checkpointing, DocumentPrices, Seconds
 from wlb.workload.fitted import FittedPrices
 from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
+from wlb.workload.links import group_link
 from wlb.workload.phases import DocumentPhases, PhasedPrices
 from wlb.workload.profile import WorkloadProfile, read_profile
 
@@ -95,7 +97,7 @@ class Job:
     def __post_init__(self) -> None:
         layout, micro_batches = self.layout, self.packing.micro_batches
         check_group_size(min(layout.cp, MOST_RANKS) if self.levels_steps else layout.cp)
-        split_layers(self.shape, layout.stages)
+        split_layers(self.shape, layout)
         if self.pools_decided:  # before, it is not known how many there are
             check_dealt(micro_batches, layout.dp)
             layout.operations(self.micro_batches_per_rank)
@@ -156,6 +158,35 @@ class Job:
         return self.limit or own
 
     @property
+    def plans_operations(self) -> bool:
+        """Whether a step's plan has the list of operations of every pipeline rank."""
+        schedule = self.layout.schedule
+        return self.layout.pp > 1 and (
+            schedule == "planned" or (schedule == "auto" and PACKERS[self.packing.method].plans_operations)
+        )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether planned lists run a backward in two parts, which keeps what is computed again until the second."""
+        return self.activation_checkpointing == "none"
+
+    @cached_property
+    def stage_blocks(self) -> NDArray[np.int64]:
+        """The blocks that each stage holds; shape (stages,)."""
+        return np.array([len(layers) for layers in split_layers(self.shape, self.layout)])
+
+    @property
+    def stage_shares(self) -> NDArray[np.float64]:
+        """The part of all blocks that each stage holds; shape (stages,)."""
+        return self.stage_blocks / self.shape.layers
+
+    def transfer_seconds(self, tokens: ArrayLike) -> Seconds:
+        """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""
+        layout, hardware = self.layout, self.hardware
+        link = group_link(hardware, "point_to_point", layout.pp, layout.tp * layout.replicas)
+        return link.seconds(np.asarray(tokens) * (self.shape.hidden * hardware.bytes_per_value / layout.tp))
+
+    @property
     def context_window(self) -> int:
         return self.data.context_window
 
@@ -169,9 +200,20 @@ class Job:
         return self.packing.most_tokens(self.context_window, self.packing.micro_batches)
 
     @property
+    def in_flight_length(self) -> int:
+        """Tokens of the micro-batches by which planned lists are bounded: the mean one, at least a context window."""
+        mean = -(-self.global_batch * self.context_window // self.packing.micro_batches)
+        return min(self.longest_micro_batch, max(self.context_window, mean))
+
+    @property
     def levels_steps(self) -> bool:
         """Whether ranks of a pool run micro-batches of their own, which take equally long over a step."""
         return self.pools is not None and self.pools.grouping == "level"
+
+    @property
+    def slices_documents(self) -> bool:
+        """Whether long documents go through the pipeline in slices."""
+        return self.pools is not None and self.pools.grouping == "slices"
 
     @property
     def global_batch(self) -> int:
@@ -231,6 +273,8 @@ class Job:
             prices = LevelPrices(self.costs, layout.cp, on_a_node, capacity, self.speeds)
         elif prices is None and PACKERS[self.packing.method].prices_sharding:
             prices = sharded_prices(self.costs, layout.cp, self.sharding.strategy, self.context_window)
+        if self.slices_documents:
+            return PipelinePrices(prices or self.workload, layout.dp)
         return self._phased(prices or self.workload)
 
     def _phased(self, prices: DocumentPrices) -> DocumentPrices:

@@ -24,6 +24,7 @@ from wlb.documents.segments import OverlongReport, Segment, split_overlong
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.job import Job
+from wlb.job.pipeline import with_operations
 from wlb.packing.arrange import arrange
 from wlb.packing.balance import balance
 from wlb.packing.packer import held_segments
@@ -211,9 +212,15 @@ class StepPlanner(Iterator[PlannedStep]):
             tokens -= sum([segment.length for segment in segments])
 
     def _arranged(self, plan: StepPlan) -> StepPlan:
-        job, priced = self._job, self._job.priced_as_run(plan)
+        job = self._job
+        if job.plans_operations:
+            return with_operations(job, plan)
         return arrange(
-            priced, job.layout.dp, assignment=job.packing.assignment, order=job.packing.order, pipeline=job.layout
+            job.priced_as_run(plan),
+            job.layout.dp,
+            assignment=job.packing.assignment,
+            order=job.packing.order,
+            pipeline=job.layout,
         )
 
     def _waiting_documents(self) -> set[int]:
@@ -228,6 +235,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def _could_have_packed(self, plan: StepPlan) -> bool:
         fits = all(part.tokens <= self._packer.capacity and not part.ranks for part in plan.micro_batches)
+        fits &= len(plan.ranks) == (self._job.layout.dp if self._job.slices_documents else 1)
         return fits and len(plan.micro_batches) == self._packer.micro_batches
 
 

@@ -132,6 +132,17 @@ class LevelPrices:
         return forwards * self.costs.drain_seconds(lengths, "forward") + self.costs.drain_seconds(lengths, "backward")
 
 
+@dataclass(frozen=True)
+class PipelinePrices:
+    """The ``ColumnPrices`` of so many ``columns``: documents ``priced`` as in one of them."""
+
+    priced: DocumentPrices
+    columns: int
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        return self.priced.document_seconds(lengths)
+
+
 def micro_batch_phases(
     micro_batches: Sequence[MicroBatch], cp: int, strategy: str, costs: Costs, ranks_per_node: int
 ) -> Phases:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.bins import best_fit
 from wlb.packing.carrying import OpenMicroBatches, Placed
@@ -25,6 +26,7 @@ from wlb.packing.level import StagePrices, level_groups
 from wlb.packing.makespan import MakespanPacker
 from wlb.packing.packer import Pending
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.slices import ColumnPrices, sliced_columns
 
 _FILLINGS = 8  # of micro-batches that are tried, to find how few tokens the longest one needs
 
@@ -37,6 +39,7 @@ class ElasticPacker(MakespanPacker):
 
     name = "elastic"
     _takes_phases = False
+    plans_operations = True
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -52,13 +55,17 @@ class ElasticPacker(MakespanPacker):
         return (self.options.global_batch or self.micro_batches) * self.context_window
 
     def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
-        if self.options.grouping not in ("alike", "level"):
+        if self.options.grouping not in ("alike", "level", "slices"):
             return super()._plan_step(due, early, last=last)
         now, later = (due, early) if due else (early[:1], early[1:])
         self._held = []
         if self.options.grouping == "level":
             self._carry(later)
             return [self._levelled(now)]
+        if self.options.grouping == "slices":
+            plan, unfit = self._sliced(now)
+            self._carry(unfit + later)
+            return [plan]
         filled, unfit, _ = self._placed(now, self._grouped)
         self._carry(unfit + later)
         return self._emit_filled(filled)
@@ -72,6 +79,24 @@ class ElasticPacker(MakespanPacker):
             for group in groups
         ]
         return self._emit(micro_batches, items)
+
+    def _sliced(self, items: list[Pending]) -> tuple[StepPlan, list[Pending]]:
+        """The step of ``items`` in every pipeline, and what found no room."""
+        assert isinstance(self.workload, ColumnPrices)
+        columns = self.workload.columns
+        lengths = [item.length for item in items]
+        planned, left = sliced_columns(lengths, self.micro_batches // columns, self.capacity, self.workload)
+        micro_batches = []
+        for column in planned:
+            for held, sliced, start, stop in column:
+                segments = [items[index].segment for index in held]
+                if sliced >= 0:
+                    document, begin, length = items[sliced].segment
+                    segments.insert(0, Segment(document, begin + start, stop - start))
+                continued = sliced >= 0 and stop < length
+                micro_batches.append(MicroBatch(tuple(segments), 0.0, earlier=start, continued=continued))
+        trained = [item for index, item in enumerate(items) if index not in set(left)]
+        return self._emit(micro_batches, trained, columns), [items[index] for index in sorted(left)]
 
     def _grouped(self, items: list[Pending]) -> Placed:
         """Micro-batches by best fit in the order of ``items``, as short as they can be, and what has no room."""

@@ -21,7 +21,7 @@ _POOL_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are
 # L_max in context windows: at most twice the largest global batch, which one micro-batch of elastic pools may hold.
 LengthFactor = Annotated[Number, Field(ge=1, le=2 * MOST_MICRO_BATCHES)]
 
-Grouping = Literal["even", "alike", "level"]
+Grouping = Literal["even", "alike", "level", "slices"]
 
 # The options that a method reads, and their defaults.
 METHODS: dict[str, dict[str, Any]] = {

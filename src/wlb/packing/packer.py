@@ -59,6 +59,7 @@ class Packer(ABC):
     prices_sharding: ClassVar[bool] = False  # whether prices are to know what sharding a document costs
     _cuts_documents: ClassVar[bool] = False  # so that they may be of any length
     _takes_phases: ClassVar[bool] = True
+    plans_operations: ClassVar[bool] = False  # whether a pipeline runs its steps in lists made for them
 
     def __init__(
         self, micro_batches: int, context_window: int, workload: DocumentPrices, options: PackingOptions
@@ -239,12 +240,18 @@ class Packer(ABC):
         rows = zip(lengths, seconds, repeat(arrived), segments, held, strict=False)
         return [_new_tuple(Pending, row) for row in rows]
 
-    def _emit(self, micro_batches: Iterable[MicroBatch], items: Iterable[Pending] = ()) -> StepPlan:
-        """The plan of the step that trains ``micro_batches``, of which ``items`` may have waited."""
+    def _emit(self, micro_batches: Iterable[MicroBatch], items: Iterable[Pending] = (), columns: int = 1) -> StepPlan:
+        """The plan of the step that trains ``micro_batches``, of which ``items`` may have waited.
+
+        They are dealt to so many ``columns`` already, as many to each.
+        """
         step = self._step
         waits = [(step - item[2], item[0]) for item in items if item[2] < step]
         delay = sum([wait * length for wait, length in waits])
-        plan = StepPlan(step, (tuple(micro_batches),), delay, max(waits, default=(0, 0))[0])
+        ranks = tuple(micro_batches)
+        each = len(ranks) // columns
+        dealt = tuple(ranks[first : first + each] for first in range(0, len(ranks), each))
+        plan = StepPlan(step, dealt, delay, max(waits, default=(0, 0))[0])
         self._step += 1
         return plan
 

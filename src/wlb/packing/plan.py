@@ -45,6 +45,15 @@ class MicroBatch:
         return self.earlier > 0 or self.continued
 
     @property
+    def whole_segments(self) -> tuple[Segment, ...]:
+        """The segments that end here, a sliced one from its beginning on."""
+        if not self.is_slice:
+            return self.segments
+        (document, start, length), *others = self.segments
+        whole = Segment(document, start - self.earlier, length + self.earlier)
+        return tuple(others) if self.continued else (whole, *others)
+
+    @property
     def tokens(self) -> int:
         return sum(segment.length for segment in self.segments)
 
@@ -93,7 +102,8 @@ class StepPlan:
 
     @property
     def segments(self) -> Iterator[Segment]:
-        return (segment for rank in self.ranks for micro_batch in rank for segment in micro_batch.segments)
+        """All segments of the step, rank after rank; slices of a segment are one, in the place of the last of them."""
+        return (segment for micro_batch in self.micro_batches for segment in micro_batch.whole_segments)
 
     @property
     def table(self) -> NDArray[np.int64]:

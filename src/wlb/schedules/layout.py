@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from wlb.errors import UserError
 from wlb.schedules.operations import RankOperations, rank_operations
@@ -16,6 +17,7 @@ DIMENSIONS = ("tp", "cp", "pp", "dp", "virtual_pp")
 class Layout:
     """tp x cp x pp x dp processes, with ``virtual_pp`` model chunks on each pipeline rank.
 
+    ``stage_blocks`` counts the blocks of each stage; None deals them by weight (``split_layers``).
     Raises ``UserError`` for a size below 1.
     """
 
@@ -24,7 +26,8 @@ class Layout:
     pp: int = 1
     dp: int = 1
     virtual_pp: int = 1
-    schedule: str = "1f1b"
+    schedule: str = "auto"
+    stage_blocks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
@@ -58,25 +61,41 @@ class Layout:
         return self.pp * self.virtual_pp
 
 
-def split_layers(shape: ModelShape, stages: int) -> list[range]:
-    """Deal the blocks to ``stages`` in order, as evenly as the output head allows.
+def split_layers(shape: ModelShape, layout: Layout) -> list[range]:
+    """The blocks of each stage of ``layout``: ``layout.stage_blocks`` or, where these are not given, as they weigh.
 
-    A stage counts its blocks, of whatever kind; the last one also counts the head, as the share of a block that its
-    weights are (so with a large vocabulary the last stage holds fewer blocks). Of experts, those count that a token
-    meets. Attention is left out, which makes the head look as heavy as it can be; the embedding is a lookup and counts
-    nothing. Blocks that do not divide evenly go to the later stages, whose micro-batches in flight, and with them
-    activations, are fewer.
+    By weight a stage counts its blocks, of whatever kind, and the last one also the output head, as the share of a
+    block that its weights are. Of experts, those count that a token meets. Attention is left out, which makes the head
+    look as heavy as it can be; the embedding is a lookup and counts nothing.
 
     Raises ``UserError`` if there are fewer blocks than stages.
     """
-    if shape.layers < stages:
+    if shape.layers < layout.stages:
         raise UserError(
-            f"model has {shape.layers} layers, fewer than the {stages} pipeline stages; lower pp or virtual_pp"
+            f"model has {shape.layers} layers, fewer than the {layout.stages} pipeline stages; lower pp or virtual_pp"
         )
-    if stages == 1:
-        return [range(shape.layers)]
     head = shape.vocab_size * shape.hidden / mean_block_weights(shape, active=True)
-    last = round((shape.layers + head) / stages - head)
-    last = min(max(last, 1), shape.layers - (stages - 1))
-    starts = [(shape.layers - last) * stage // (stages - 1) for stage in range(stages)]
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], shape.layers], strict=True)]
+    counts = layout.stage_blocks or dealt_blocks(shape.layers, layout, head)
+    return [range(stop - count, stop) for stop, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def dealt_blocks(layers: int, layout: Layout, head: float) -> tuple[int, ...]:
+    """How many of ``layers`` blocks each stage gets, so that the busiest pipeline rank has as little as possible.
+
+    The last stage also has the output head, which takes as long as ``head`` blocks. The others have alike many; blocks
+    that are left over go to later stages, whose micro-batches in flight, and with them activations, are fewer.
+    """
+    others = layout.stages - 1
+    if not others:
+        return (layers,)
+
+    def dealt(last: int) -> list[int]:
+        starts = [(layers - last) * stage // others for stage in range(layout.stages)]
+        return [*(stop - start for start, stop in pairwise(starts)), last]
+
+    def busiest(counts: list[int]) -> tuple[float, float, int]:
+        blocks = [*counts[:-1], counts[-1] + head]
+        return max(sum(blocks[rank :: layout.pp]) for rank in range(layout.pp)), max(blocks), -counts[-1]
+
+    counts = [dealt(last) for last in range(1, -(-layers // layout.stages) + 1)]
+    return tuple(sorted(counts, key=busiest)[0])

@@ -28,7 +28,9 @@ class Operation(NamedTuple):
 
 RankOperations = tuple[tuple[Operation, ...], ...]
 
-SCHEDULES = ("1f1b", "interleaved_1f1b")
+# "planned": each step brings its own lists. The schedule itself is then the one by which memory is bounded: 1F1B, or
+# interleaved 1F1B. "auto": planned where the packer plans them.
+SCHEDULES = ("auto", "1f1b", "interleaved_1f1b", "planned")
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ or data-parallel ranks are priced together, over all of those.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -101,6 +101,41 @@ def pipeline_times(
         np.add(arrival, seconds[start:stop], out=ends[start + 1 : stop + 1])
     by_pipeline = (seconds, ends[1:], ends[waves.last_of_rank])
     return PipelineTimes(waves.in_order, *(times.reshape(-1, *batch) for times in by_pipeline))
+
+
+def planned_times(
+    operations: Sequence[Sequence[RankOperations]],
+    forward: Array,
+    backward: Array,
+    weight: ArrayLike | None,
+    transfer: ArrayLike,
+) -> PipelineTimes:
+    """``pipeline_times`` of pipelines that have lists of their own, ``operations[step][dp]``.
+
+    Seconds have shape (steps, dp, stages, micro_batches). All pipelines run the same operations, which are given in the
+    order of the first.
+    """
+    steps, dp, _, micro_batches = forward.shape
+    delays = np.broadcast_to(transfer, (steps, dp, micro_batches))
+    weights = None if weight is None else np.broadcast_to(weight, forward.shape)
+    found = []
+    for place in np.ndindex(steps, dp):
+        lists = operations[place[0]][place[1]]
+        own = None if weights is None else weights[place]
+        found.append(pipeline_times(lists, forward[place], backward[place], own, transfer=delays[place]))
+    tables = [sorted(range(len(times.operations)), key=times.operations.__getitem__) for times in found]
+    first = np.argsort(tables[0])  # from sorted to the order of the first
+    rows = [np.array(table)[first] for table in tables]
+
+    def together(columns: Iterable[Array]) -> Array:
+        return np.stack([*columns], axis=1).reshape(-1, steps, dp)
+
+    return PipelineTimes(
+        found[0].operations,
+        together(times.seconds[row] for times, row in zip(found, rows, strict=True)),
+        together(times.ends[row] for times, row in zip(found, rows, strict=True)),
+        together(times.rank_ends for times in found),
+    )
 
 
 def _latest(arrival: Array, joined: NDArray[np.int64]) -> Array:

@@ -114,11 +114,20 @@ def _apart(pieces: Pieces, micro_batches: MicroBatches, cp_size: int) -> Iterato
         yield Pieces(lane[mine] - index * cp_size, own, start[mine], stop[mine])
 
 
-def price_shards(lengths: Sequence[Sequence[int]], cp_size: int, strategy: str, costs: Costs) -> Shards:
+def price_shards(
+    lengths: Sequence[Sequence[int]],
+    cp_size: int,
+    strategy: str,
+    costs: Costs,
+    earlier: Sequence[int | None] = (),
+) -> Shards:
     """What ranks compute and exchange in micro-batches with segments of ``lengths`` tokens; shape (micro_batches, cp).
 
-    They are sharded as ``make_shard_plan`` does. A micro-batch may be without segments; its ranks have nothing.
+    They are sharded as ``make_shard_plan`` does. A micro-batch may be without segments; its ranks have nothing. Where
+    ``earlier`` has a number for it, its first segment is a slice with so many tokens before it.
     """
+    if any(before is not None for before in earlier):
+        return _price_slices(lengths, cp_size, strategy, costs, earlier)
     counts = np.array([len(of_one) for of_one in lengths], np.int64)
     sizes = np.fromiter((length for of_one in lengths for length in of_one), np.int64, int(counts.sum()))
     filled = np.flatnonzero(counts)
@@ -130,6 +139,22 @@ def price_shards(lengths: Sequence[Sequence[int]], cp_size: int, strategy: str, 
     for everything, column in zip(empty, shards, strict=True):
         everything[filled] = column
     return empty
+
+
+def _price_slices(
+    lengths: Sequence[Sequence[int]], cp_size: int, strategy: str, costs: Costs, earlier: Sequence[int | None]
+) -> Shards:
+    sliced = np.array([before is not None for before in earlier])
+    whole = price_shards(
+        [of_one[cut:] for of_one, cut in zip(lengths, sliced.tolist(), strict=True)], cp_size, strategy, costs
+    )
+    sizes = np.array([of_one[0] for of_one, cut in zip(lengths, sliced.tolist(), strict=True) if cut], np.int64)
+    before = np.array([tokens for tokens in earlier if tokens is not None], np.int64)
+    shards = whole.map(lambda column: column[sliced])
+    together = shards.with_slices(per_document(MicroBatches(sizes, np.ones_like(sizes)), cp_size), sizes, before, costs)
+    for everything, column in zip(whole, together, strict=True):
+        everything[sliced] = column
+    return whole
 
 
 def checked_strategy(name: str) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.sharding.pieces import Locality, Pieces, in_order, last_keys, locality
-from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, owners
+from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, exchange_parts, owners
 from wlb.workload import Costs
 from wlb.workload.base import Phase
 
@@ -78,6 +78,47 @@ class Shards(NamedTuple):
 
         columns = {name: getattr(where, name) for name in cls._fields if hasattr(where, name)}
         return cls(attention_forward=attention("forward"), attention_backward=attention("backward"), **columns)
+
+    def with_slices(self, pieces: Pieces, sizes: NDArray[np.int64], earlier: NDArray[np.int64], costs: Costs) -> Shards:
+        """The same with a slice more in each micro-batch: ``pieces`` of ``sizes`` tokens, after ``earlier`` ones.
+
+        All ranks get the keys of a whole slice, and have those of earlier slices.
+        """
+        shape = self.tokens.shape
+        of_lanes = pieces._replace(
+            start=pieces.start + earlier[pieces.segment], stop=pieces.stop + earlier[pieces.segment]
+        )
+        held = np.bincount(pieces.lane, pieces.stop - pieces.start, self.tokens.size).astype(np.int64).reshape(shape)
+        longest = last_keys(of_lanes, self.tokens.size)
+
+        def attention(phase: Phase) -> Seconds:
+            seconds = costs.piece_seconds(of_lanes.start, of_lanes.stop, phase)
+            summed = np.bincount(pieces.lane, seconds, self.tokens.size).astype(np.float64)
+            return (summed + costs.drain_seconds(longest, phase)).reshape(shape)
+
+        forward, tokens, cp = attention("forward"), self.tokens + held, shape[1]
+        total, before = sizes[:, None], earlier[:, None]
+        own = np.clip((before + held / 2) / (before + total / 2), 0, 1)  # of the keys that its queries attend
+        both = self.attention_forward + forward
+        share = np.divide(
+            self.own_share * self.attention_forward + own * forward, both, out=np.ones(shape), where=both > 0
+        )
+        received, sent = self.received + (total - held), self.sent + (cp - 1) * held
+        moved = np.maximum(received, sent)
+        waits_for = np.broadcast_to(moved.max(axis=1, keepdims=True), shape)
+        return Shards(
+            tokens=tokens,
+            attention_forward=both,
+            attention_backward=self.attention_backward + attention("backward"),
+            own_share=share,
+            received=received,
+            sent=sent,
+            waits_for=waits_for,
+            merged_tokens=self.merged_tokens + held,
+            kept=np.ones_like(self.kept),
+            parts=exchange_parts(moved.max(axis=1), tokens.sum(axis=1), cp),
+            alone=np.zeros_like(self.alone),
+        )
 
     def map(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Shards:
         """The same with every column changed."""

@@ -9,11 +9,9 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from wlb.job.job import Job
-from wlb.schedules.layout import split_layers
-from wlb.workload.base import Seconds
 from wlb.workload.costs import MASTER_BYTES
 from wlb.workload.links import Traffic, group_link, shard_bytes
 from wlb.workload.weights import mean_block_weights
@@ -30,20 +28,13 @@ class JobCosts:
         self.job, self.layout = job, job.layout
         self.rank = job.costs if nodes is None else replace(job.costs, nodes=nodes)
 
-    def transfer(self, tokens: ArrayLike) -> Seconds:
-        """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""
-        layout, hardware = self.layout, self.job.hardware
-        link = group_link(hardware, "point_to_point", layout.pp, layout.tp * layout.replicas)
-        return link.seconds(np.asarray(tokens) * (self.job.shape.hidden * hardware.bytes_per_value / layout.tp))
-
-    @cached_property
+    @property
     def stage_shares(self) -> NDArray[np.float64]:
-        """The part of all blocks that each stage holds; shape (stages,)."""
-        return self.stage_blocks / self.job.shape.layers
+        return self.job.stage_shares
 
-    @cached_property
+    @property
     def stage_blocks(self) -> NDArray[np.int64]:
-        return np.array([len(layers) for layers in split_layers(self.job.shape, self.layout.stages)])
+        return self.job.stage_blocks
 
     @cached_property
     def block_gather(self) -> float:

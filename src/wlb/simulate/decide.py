@@ -31,6 +31,7 @@ from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor, too_large
 from wlb.job.planner import documents_together
 from wlb.packing.options import Grouping, Pools
+from wlb.schedules.layout import dealt_blocks
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.sharding import price_shards
 from wlb.simulate.costs import JobCosts
@@ -48,7 +49,7 @@ _ONE_STEP = 0.08  # of the seconds: choices that are slower by more on one step 
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 _FEWER_BUBBLES = 0.1  # of a pipeline whose lightest micro-batches are at its ends; measured on random jobs
 # Grouping documents alike must save over 1%, as how it does depends on a step's documents.
-_HANDICAP: dict[Grouping, float] = {"even": 1.0, "alike": 1.01, "level": 1.0}
+_HANDICAP: dict[Grouping, float] = {"even": 1.0, "alike": 1.01, "level": 1.0, "slices": 1.0}
 
 
 def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least_rate: float = 0.0) -> Job:
@@ -61,6 +62,7 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least
     none of use can, and for an L_max that is "auto" where memory does not hold one context window. Pools and an
     L_max that do not fit are not refused here.
     """
+    job = with_stages(job, lengths)
     pools = job.pools
     if pools is not None and not job.pools_decided:
         job = job.with_pools(_fastest(job, pools, lengths, lock_step, 1 / least_rate if least_rate else math.inf))
@@ -68,6 +70,23 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least
     if pools is None and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
         raise UserError(problem)
     return decided
+
+
+def with_stages(job: Job, lengths: DocumentLengths) -> Job:
+    """``job`` with its blocks dealt to pipeline stages by the seconds that they and the output head take.
+
+    On the documents of one global batch, or the part of a large one that is decided on.
+    """
+    if job.layout.pp == 1 or job.layout.stage_blocks is not None or not len(lengths):
+        return job
+    windows = min(job.global_batch, _WINDOWS)
+    documents = next(global_batches(lengths, job.data, windows * job.context_window))
+    costs, tokens = job.costs, documents.sum()
+    passes = 2 if job.activation_checkpointing == "none" else 3
+    blocks = costs.attention_seconds(documents).sum() + costs.blocks_seconds(tokens) + passes * costs.tp_seconds(tokens)
+    blocks += (passes - 2) * costs.blocks_seconds(tokens, "forward")
+    head = round(float(costs.head_seconds(tokens) * job.shape.layers / blocks), 2)
+    return replace(job, layout=replace(job.layout, stage_blocks=dealt_blocks(job.shape.layers, job.layout, head)))
 
 
 def _with_length(job: Job) -> Job:
@@ -153,6 +172,8 @@ class _PoolSearch:
         """Every size, number of micro-batches and grouping, none of them simulated."""
         wanted, layout = self.pools.grouping, self.job.layout
         groupings: tuple[Grouping, ...] = ("even", "alike") if wanted == "auto" else (wanted,)
+        if wanted == "auto" and self.job.plans_operations:
+            groupings = ("slices",)
         sizes = [layout.cp * groups for groups in range(1, layout.dp + 1) if layout.dp % groups == 0]
         if self.pools.size != "auto":
             sizes = [self.pools.size]

@@ -341,7 +341,7 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
 
 
 def _written(job: Job) -> dict[str, Any]:
-    interleaved = ("virtual_pp", "schedule") if job.layout.virtual_pp > 1 else ()
+    interleaved = ("virtual_pp",) if job.layout.virtual_pp > 1 else ()
     return {name: getattr(job.layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved)}
 
 

@@ -32,7 +32,7 @@ from wlb.job.planner import StepPlanner
 from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.decide import decide
+from wlb.simulate.decide import decide, with_stages
 from wlb.simulate.job import preset_sections, simulated_job
 from wlb.simulate.rate import rate
 from wlb.terminal import number_of
@@ -151,7 +151,7 @@ def fastest_layout(
     Raises ``UserError`` where no layout fits the memory, or none can run the global batch. Of a layout that is fixed
     the job that comes nearest to fitting is returned, as whoever fixed it wants to know what it would do.
     """
-    untried = [adapt(job) for job in _jobs(space, preset)]
+    untried = [with_stages(adapt(job), lengths) for job in _jobs(space, preset)]
     if not untried:
         raise _no_layout(space)
     segments, prices = _segments(untried[0], lengths), untried[0].work_prices
@@ -239,7 +239,7 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
         yield Layout(tp, cp, pp, dp)
         if pp > 1:
             for stages in _STAGES_PER_RANK[1:]:
-                yield Layout(tp, cp, pp, dp, virtual_pp=stages, schedule="interleaved_1f1b")
+                yield Layout(tp, cp, pp, dp, virtual_pp=stages)
 
 
 def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
-from wlb.schedules.timing import PipelineTimes, pipeline_times
+from wlb.schedules.operations import RankOperations
+from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases, Shards, group_phases
 from wlb.simulate.costs import JobCosts
@@ -97,12 +98,13 @@ class Steps(StepSeconds):
 
     Nothing is priced before it is asked for: ``seconds`` alone costs a fraction of ``where``. ``blocks`` and ``head``
     are what each rank computes outside attention in each micro-batch, in all blocks and in the output head; shape
-    (steps, dp, micro-batches, cp).
+    (steps, dp, micro-batches, cp). ``operations`` are the lists of each step's pipelines, where they are planned.
     """
 
     shards: Shards
     blocks: Phases
     head: Phases
+    operations: tuple[tuple[RankOperations, ...], ...] = ()
 
     @classmethod
     def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
@@ -110,9 +112,14 @@ class Steps(StepSeconds):
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
         shape = len(plans), costs.layout.dp, costs.job.micro_batches_per_rank
         shards = price_shards(
-            [one.lengths for one in micro_batches], costs.layout.cp, costs.job.sharding.strategy, costs.rank
+            [one.lengths for one in micro_batches],
+            costs.layout.cp,
+            costs.job.sharding.strategy,
+            costs.rank,
+            [one.earlier if one.is_slice else None for one in micro_batches],
         ).reshaped(*shape)
-        return cls.of_shards(shards, costs)
+        operations = tuple(plan.operations for plan in plans if plan.operations)
+        return replace(cls.of_shards(shards, costs), operations=operations)
 
     @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
@@ -141,6 +148,17 @@ class Steps(StepSeconds):
         return self._over_stages(groups, head)
 
     @property
+    def weights(self) -> Array | None:
+        """The part of ``stages.backward`` that computes weights' gradients; None where a backward is one operation."""
+        if not self.costs.job.splits_backward:
+            return None
+        rank, tokens = self.costs.rank, self.shards.tokens
+        blocks, head = (self._together(rank.weight_seconds(tokens, part)) for part in ("blocks", "head"))
+        if "micro-batches" not in self.modelled:
+            blocks, head = map(_mean_of_step, (blocks, head))
+        return self._over_stages(Phases(blocks, blocks), Phases(head, head)).backward
+
+    @property
     def moving(self) -> Array:
         """For how long stages have keys and values under way, in a forward or backward; shaped as ``stages`` are."""
         if "cp exchange" not in self.modelled:
@@ -160,7 +178,9 @@ class Steps(StepSeconds):
             shape, slowest = forward.shape, (seconds.max(axis=1, keepdims=True) for seconds in (forward, backward))
             forward, backward = (np.broadcast_to(seconds, shape) for seconds in slowest)
         sent = layout.pp > 1 and "stage transfers" in self.modelled
-        transfer = self.costs.transfer(self.shards.tokens.max(axis=3)) if sent else 0.0
+        transfer = self.costs.job.transfer_seconds(self.shards.tokens.max(axis=3)) if sent else 0.0
+        if self.operations:
+            return planned_times(self.operations, forward, backward, self.weights, transfer)
         return pipeline_times(layout.operations(forward.shape[-1]), forward, backward, transfer=transfer)
 
     @property

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -158,6 +158,21 @@ class Costs:
             return self._share * self.profile.linear_seconds(tokens, phase) * self._head_share(phase)
         weights = self.shape.vocab_size * self.shape.hidden
         return self._at_least_moving(weights, tokens, self._rates[phase].head_token, phase)
+
+    def weight_seconds(self, tokens: ArrayLike, part: Literal["blocks", "head"]) -> Seconds:
+        """Of a backward of blocks or head, what computes the gradients of weights, which nothing waits for.
+
+        Half of the backward's matrix products, and adding the gradients up.
+        """
+        backward = (
+            self.blocks_seconds(tokens, "backward") if part == "blocks" else self.head_seconds(tokens, "backward")
+        )
+        rates = self._rates["backward"]
+        token, products = (
+            (rates.block_token, rates.block_products) if part == "blocks" else (rates.head_token, rates.head_products)
+        )
+        share: float = products / LINEAR_BACKWARD_FACTOR / token
+        return share * backward
 
     def tp_seconds(self, tokens: ArrayLike) -> Seconds:
         """Gathering and reducing the residual stream over the tensor-parallel group, in a forward or a backward.
@@ -314,6 +329,8 @@ class _Rates(NamedTuple):
     window_drain: float  # for each of these inside the window, of blocks that have one
     block_token: float  # for each token in blocks, without attention
     head_token: float  # for each token in output head and loss
+    block_products: float  # of these, in matrix products
+    head_products: float
     experts: float  # for all experts in a micro-batch, however many tokens it has
 
 
@@ -343,6 +360,8 @@ def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, element_passes:
         window_drain=shape.layers_of("sliding") * drain,
         block_token=factor * block_flops / gemm_rate + element_seconds,
         head_token=factor * head_flops / gemm_rate + loss_seconds,
+        block_products=factor * block_flops / gemm_rate,
+        head_products=factor * head_flops / gemm_rate,
         experts=factor * 2.0 * _EXPERT_TOKENS * expert_weights(shape) / gemm_rate,
     )
 

@@ -52,7 +52,7 @@ def total(job: Job, tokens: int) -> int:
 
 
 def stage_blocks(job: Job) -> list[int]:
-    return [len(blocks) for blocks in split_layers(job.shape, job.layout.stages)]
+    return [len(blocks) for blocks in split_layers(job.shape, job.layout)]
 
 
 @st.composite

@@ -96,6 +96,6 @@ def test_the_simulator_prices_the_bytes_that_ranks_receive(monkeypatch):
     assert received[WEIGHTS] == pytest.approx(gathered, rel=1e-3)
     assert received[GRADIENTS] == pytest.approx(costs.rank_reduction.sum(), rel=1e-3)
     assert received[TENSOR_PARALLEL] == pytest.approx(2 * costs.rank.tp_seconds(run.rows).sum())
-    assert received[STAGES] == pytest.approx(messages * costs.transfer(run.rows).sum())
+    assert received[STAGES] == pytest.approx(messages * costs.job.transfer_seconds(run.rows).sum())
     keys = shards.received * np.where(shards.kept, 1, 2) + shards.sent
     assert received[KEYS_AND_VALUES] == pytest.approx(costs.rank.exchange_seconds(keys, job.layout.cp).sum())

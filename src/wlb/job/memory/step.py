@@ -97,7 +97,7 @@ class _Walk:
 
     def __init__(self, job: Job, rank: int, batches: Sequence[tuple[int, Exchange | None]]) -> None:
         self.job, self.rank, self.batches = job, rank, batches
-        self.blocks = split_layers(job.shape, job.layout.stages)
+        self.blocks = split_layers(job.shape, job.layout)
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
         self.shards = job.layout.replicas  # ranks over which FSDP divides weights
         kept = job.levels_steps or job.software.weights == "kept"

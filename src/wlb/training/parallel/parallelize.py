@@ -52,7 +52,7 @@ def build_stage_modules(
     Weights and optimizer state are of the ``master_dtype``, in which gradients are reduced too. Initial weights depend
     on ``seed`` alone; with None the memory is left as it is, for weights that are loaded.
     """
-    splits = split_layers(config.shape, layout.stages)
+    splits = split_layers(config.shape, layout)
     modules = []
     for stage in range(mesh.rank("pp"), layout.stages, layout.pp):
         with torch.device("meta"):

@@ -139,7 +139,7 @@ def _lockstep_seconds(seconds: SlotSeconds, ranks: Ranks) -> float:
     )  # (stages, ticks)
     gathered, _ = with_gathers(costs, forward, backward)
     waits = float((gathered - forward)[:, 0].max())
-    filling = 2 * (job.layout.pp - 1) * float(costs.transfer(seconds.tokens.max()))
+    filling = 2 * (job.layout.pp - 1) * float(costs.job.transfer_seconds(seconds.tokens.max()))
     update = float((costs.rank_reduction + costs.optimizer).max())
     return waits + filling + sum(float(phase.max(axis=0).sum()) for phase in (forward, backward)) + update
 
@@ -172,7 +172,7 @@ def step_seconds(
         job.layout.operations(slots),
         forwards,
         backwards,
-        transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.layout.pp > 1 else 0.0,
+        transfer=_filled(costs.job.transfer_seconds(seconds.tokens)[None], slots) if job.layout.pp > 1 else 0.0,
         together=np.concatenate([began, np.zeros((len(began), slots - began.shape[1]), np.int64)], axis=1)[None],
     )
     ends = times.rank_ends[:, 0].max(axis=1)

@@ -1,0 +1,132 @@
+"""The lists of operations of a step's pipelines, from the price of every micro-batch on every stage.
+
+Prices are those of ``wlb.sharding.latency``, divided over stages by the blocks that each holds; the last one also has
+the head. They are rounded to whole nanoseconds before anything is chosen by them, so that all machines choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.job.job import Job
+from wlb.job.memory.layers import LayerMemory
+from wlb.packing.arrange import arrange
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
+from wlb.schedules.operations import FORWARD
+from wlb.sharding import price_shards
+from wlb.sharding.latency import Phases, group_phases, slowest_rank
+
+_TICKS = 1e9  # a second
+_THOUSANDTHS = 1000
+
+
+def with_operations(job: Job, plan: StepPlan) -> StepPlan:
+    """``plan`` priced as it runs, dealt to data-parallel ranks, with the list of every pipeline rank.
+
+    A plan with slices is dealt already.
+    """
+    loads = _Loads(job, plan.micro_batches)
+    priced = iter(loads.priced)
+    plan = replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
+    places = {id(micro_batch): place for place, micro_batch in enumerate(plan.micro_batches)}
+    if len(plan.ranks) != job.layout.dp:
+        plan = arrange(
+            plan, job.layout.dp, assignment=job.packing.assignment, order=job.packing.order, pipeline=job.layout
+        )
+    limits = most_in_flight(job)
+    return replace(
+        plan,
+        operations=tuple(
+            critical_path_lists(
+                loads.of([places[id(micro_batch)] for micro_batch in rank]), _slices(rank), job.layout.pp, limits
+            )
+            for rank in plan.ranks
+        ),
+    )
+
+
+def most_in_flight(job: Job) -> list[int]:
+    """What each pipeline rank may hold at once, in thousandths of a token in a block.
+
+    As much as it holds in the named schedule, if all micro-batches have ``job.in_flight_length`` tokens.
+    """
+    limits = []
+    blocks = job.stage_blocks
+    for of_rank in job.layout.operations(job.micro_batches_per_rank):
+        changes = [int(blocks[one.stage]) * (1 if one.kind == FORWARD else -1) for one in of_rank]
+        limits.append(max(accumulate(changes)) * job.in_flight_length * _THOUSANDTHS)
+    return limits
+
+
+class _Loads:
+    """What each of some micro-batches takes on every stage."""
+
+    def __init__(self, job: Job, micro_batches: Sequence[MicroBatch]) -> None:
+        costs = job.costs
+        shards = price_shards(
+            [one.lengths for one in micro_batches],
+            job.layout.cp,
+            job.sharding.strategy,
+            costs,
+            [one.earlier if one.is_slice else None for one in micro_batches],
+        )
+        blocks, head = (Phases.of(price, shards.tokens) for price in (costs.blocks_seconds, costs.head_seconds))
+        groups, heads = group_phases(shards, blocks, costs), Phases(*map(slowest_rank, head))
+        both = groups.both + heads.both
+        self.priced = [
+            replace(one, workload=round(seconds, 9), forward=round(first, 9))
+            for one, seconds, first in zip(
+                micro_batches, both.tolist(), (groups.forward + heads.forward).tolist(), strict=True
+            )
+        ]
+        self._forward, self._backward = (
+            _over_stages(job, of_blocks, of_head) for of_blocks, of_head in zip(groups, heads, strict=True)
+        )
+        longest = shards.tokens.max(axis=1)
+        weight = _over_stages(job, costs.weight_seconds(longest, "blocks"), costs.weight_seconds(longest, "head"))
+        self._weight = np.minimum(weight, self._backward) if job.splits_backward else None
+        self._transfer = np.rint(_TICKS * job.transfer_seconds(longest)).astype(np.int64)
+        kept = 1 + kept_share(job)
+        held = [
+            one.tokens + (kept - 1) * one.segments[0].length * one.is_slice if one.segments else 0
+            for one in micro_batches
+        ]
+        self._held = np.outer(job.stage_blocks, np.rint(_THOUSANDTHS * np.array(held)).astype(np.int64))
+
+    def of(self, places: Sequence[int]) -> PipelineLoad:
+        """Those of the micro-batches at ``places``, in this order."""
+        forward, backward, held = (table[:, places] for table in (self._forward, self._backward, self._held))
+        weight = None if self._weight is None else self._weight[:, places]
+        return PipelineLoad(forward, backward, weight, self._transfer[places], held)
+
+
+def kept_share(job: Job) -> float:
+    """Keys and values that a rank keeps of a slice, those of all its group, over all else that it keeps of it."""
+    rows = 1024
+    layers = LayerMemory(job, rows)
+    block = layers.blocks(range(1))[0]
+    return job.layout.cp * rows * layers.exchanged * layers.compute / block.held
+
+
+def _over_stages(job: Job, blocks: NDArray[np.float64], head: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Ticks of stages in micro-batches, from seconds in all blocks and in the head; shape (stages, micro_batches)."""
+    seconds = np.outer(job.stage_shares, blocks)
+    seconds[-1] += head
+    return np.rint(_TICKS * seconds).astype(np.int64)
+
+
+def _slices(micro_batches: Sequence[MicroBatch]) -> list[int]:
+    """How many micro-batches hold each document that is cut, 1 for one of whole documents."""
+    counts: list[int] = []
+    for micro_batch in micro_batches:
+        if micro_batch.earlier:
+            counts[-1] += 1
+        else:
+            counts.append(1)
+    return counts

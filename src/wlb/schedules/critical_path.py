@@ -1,0 +1,201 @@
+"""Operation lists by the longest remaining path: the order of a pipeline, made for a step's own micro-batches.
+
+A free rank runs, of the operations whose input is there, the one with the longest path to the end of the step: through
+the other stages, and through the micro-batches after it on the same stage. What a backward computes for the weights
+fills the time in which nothing else can run. 1F1B, interleaved and zero-bubble schedules are special cases.
+
+A forward may run only where the rank can hold what it leaves, and only if every document that has begun can then finish
+its forwards as soon as those before it are through (the banker's rule). So no rank ever waits for room in a circle. All
+seconds are whole ticks, so that every machine makes the same lists.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations
+
+Ticks = NDArray[np.int64]
+
+
+class PipelineLoad(NamedTuple):
+    """What a pipeline of some stages runs in a step, in whole ticks; arrays of shape (stages, micro_batches).
+
+    ``weight`` is the part of ``backward`` that computes weights' gradients, or None where a backward is one operation.
+    ``transfer`` is what a micro-batch takes from one rank to another, shape (micro_batches,). ``held`` is what a
+    forward leaves on its rank until the backward is over, in any unit.
+    """
+
+    forward: Ticks
+    backward: Ticks
+    weight: Ticks | None
+    transfer: Ticks
+    held: Ticks
+
+
+def critical_path_lists(load: PipelineLoad, documents: Sequence[int], pp: int, limits: Sequence[int]) -> RankOperations:
+    """What each of ``pp`` ranks runs, in order; rank r holds every pp-th stage from stage r on.
+
+    ``documents`` counts the micro-batches of each document that is cut into slices, 1 for a micro-batch of whole
+    documents; they follow each other. Slices go forward in order and backward in reverse. No rank holds more than its
+    share of ``limits`` at once, unless a single document needs it.
+    """
+    ranks = _Ranks(load, documents, pp, limits)
+    while (rank := ranks.next_rank()) is not None:
+        ranks.run_one(rank)
+    assert sum(map(len, ranks.lists)) == (3 if load.weight is not None else 2) * load.forward.size, "ranks are stuck"
+    return tuple(map(tuple, ranks.lists))
+
+
+_NEVER = 2**63
+
+
+class _Ranks:
+    """What all ranks have run so far, and when each can run the next operation."""
+
+    def __init__(self, load: PipelineLoad, documents: Sequence[int], pp: int, limits: Sequence[int]) -> None:
+        self._stages, self._pp = len(load.forward), pp
+        self._splits = load.weight is not None
+        weight = np.zeros_like(load.backward) if load.weight is None else load.weight
+        first_part = INPUT if self._splits else BACKWARD
+        seconds = {FORWARD: load.forward, first_part: load.backward - weight, WEIGHT: weight}
+        self._seconds = {kind: table.tolist() for kind, table in seconds.items()}
+        self._first_part, self._last_part = first_part, WEIGHT if self._splits else BACKWARD
+        self._transfer, self._leaves = load.transfer.tolist(), load.held.tolist()
+        self._document = [index for index, count in enumerate(documents) for _ in range(count)]
+        ends = accumulate(documents)
+        # Micro-batches in the order in which they go backward.
+        self._back = [end - 1 - place for end, count in zip(ends, documents, strict=True) for place in range(count)]
+        self._tails = _tails(load, self._back)
+        self._own = [range(rank, self._stages, pp) for rank in range(pp)]
+        self._needed = [self._by_document(stages, len(documents)) for stages in self._own]
+        self._limits = [max(limit, *needed) for limit, needed in zip(limits, self._needed, strict=True)]
+        self._held = [[0] * len(documents) for _ in range(pp)]
+        self._begun: list[list[int]] = [[] for _ in range(pp)]  # documents of which the rank holds something, ascending
+        self._late: list[deque[tuple[int, int]]] = [deque() for _ in range(pp)]  # whose weights are still to be done
+        self._free = [0] * pp
+        # When the input of the next forwards of each stage is there, in order, and of which backwards it is.
+        self._forwards_at = [[0] * len(self._back) if stage == 0 else [] for stage in range(self._stages)]
+        self._backwards_at: list[dict[int, int]] = [{} for _ in range(self._stages)]
+        self._done = {FORWARD: [0] * self._stages, first_part: [0] * self._stages, WEIGHT: [0] * self._stages}
+        self._choices: list[list[tuple[int, int, int, str, int]]] = [[] for _ in range(pp)]
+        self._begins = [_NEVER] * pp
+        self.lists: list[list[Operation]] = [[] for _ in range(pp)]
+        for rank in range(pp):
+            self._look(rank)
+
+    def next_rank(self) -> int | None:
+        """The rank that can begin an operation first; None when all is done."""
+        first = min(self._begins)
+        return None if first == _NEVER else self._begins.index(first)
+
+    def run_one(self, rank: int) -> None:
+        """Let ``rank`` run, of what can begin when it does, the operation with the longest path after it."""
+        now = self._begins[rank]
+        _, stage, kind, micro_batch = min([choice[1:] for choice in self._choices[rank] if choice[0] <= now])
+        self._free[rank] = end = now + self._seconds[kind][stage][micro_batch]
+        self.lists[rank].append(Operation(stage, micro_batch, kind))
+        self._done[kind][stage] += 1
+        if kind == INPUT:
+            self._late[rank].append((stage, micro_batch))
+        elif kind == WEIGHT:
+            self._late[rank].popleft()
+        self._hold(rank, stage, micro_batch, (kind == FORWARD) - (kind == self._last_part))
+        if kind != WEIGHT:
+            self._hand_on(rank, stage, kind, micro_batch, end)
+        self._look(rank)
+
+    def _by_document(self, stages: range, documents: int) -> list[int]:
+        """What the forwards of every document leave on the rank of ``stages``."""
+        total = [0] * documents
+        for stage in stages:
+            for document, leaves in zip(self._document, self._leaves[stage], strict=True):
+                total[document] += leaves
+        return total
+
+    def _hold(self, rank: int, stage: int, micro_batch: int, sign: int) -> None:
+        """Hold what a forward left, or no longer."""
+        document, leaves = self._document[micro_batch], self._leaves[stage][micro_batch]
+        held = self._held[rank]
+        if sign > 0:
+            self._needed[rank][document] -= leaves
+            if not held[document] and leaves:
+                self._begun[rank].append(document)
+        held[document] += sign * leaves
+        if sign < 0 and not held[document] and leaves:
+            self._begun[rank].remove(document)
+
+    def _hand_on(self, rank: int, stage: int, kind: str, micro_batch: int, end: int) -> None:
+        """Tell whoever waits for the result when it is there."""
+        if kind == FORWARD and stage + 1 == self._stages:
+            self._backwards_at[stage][micro_batch] = end
+            return
+        receiver = stage + (1 if kind == FORWARD else -1)
+        if receiver < 0:
+            return
+        arrives = end + self._transfer[micro_batch] * (self._pp > 1)
+        if kind == FORWARD:
+            self._forwards_at[receiver].append(arrives)
+        else:
+            self._backwards_at[receiver][micro_batch] = arrives
+        if receiver % self._pp != rank:
+            self._look(receiver % self._pp)
+
+    def _look(self, rank: int) -> None:
+        """What ``rank`` can run next: when its input is there, how soon it should run, and what it is."""
+        choices: list[tuple[int, int, int, str, int]] = []
+        forwards, backwards = self._tails
+        for stage in self._own[rank]:
+            place = self._done[self._first_part][stage]
+            if place < len(self._back) and (micro_batch := self._back[place]) in self._backwards_at[stage]:
+                arrives = self._backwards_at[stage][micro_batch]
+                choices.append((arrives, -backwards[stage][micro_batch], stage, self._first_part, micro_batch))
+            place = self._done[FORWARD][stage]
+            if place < len(self._forwards_at[stage]) and self._has_room(rank, stage, place):
+                choices.append((self._forwards_at[stage][place], -forwards[stage][place], stage, FORWARD, place))
+        if self._late[rank]:
+            stage, micro_batch = self._late[rank][0]
+            choices.append((0, 1, stage, WEIGHT, micro_batch))
+        self._choices[rank] = choices
+        self._begins[rank] = max(self._free[rank], min(choices)[0]) if choices else _NEVER
+
+    def _has_room(self, rank: int, stage: int, micro_batch: int) -> bool:
+        """Whether the documents that have begun can each still finish, once those before it have gone backward."""
+        held, needed, limit = self._held[rank], self._needed[rank], self._limits[rank]
+        document, leaves, total = self._document[micro_batch], self._leaves[stage][micro_batch], 0
+        for other in reversed(self._begun[rank] if held[document] else [*self._begun[rank], document]):
+            total += held[other]
+            rest = needed[other]
+            if other == document:
+                total, rest = total + leaves, rest - leaves
+            if other <= document and total + rest > limit:
+                return False
+        return True
+
+
+def _tails(load: PipelineLoad, back: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """The longest path from the beginning of each forward and backward to the end of the step, were all ranks free."""
+    stages, micro_batches = load.forward.shape
+    backwards, forwards = np.zeros_like(load.backward), np.zeros_like(load.forward)
+    for stage in range(stages):
+        following = 0
+        for micro_batch in reversed(back):
+            below = backwards[stage - 1, micro_batch] + load.transfer[micro_batch] if stage else 0
+            following = load.backward[stage, micro_batch] + max(following, below)
+            backwards[stage, micro_batch] = following
+    for stage in reversed(range(stages)):
+        following = 0
+        for micro_batch in reversed(range(micro_batches)):
+            last = stage + 1 == stages
+            above = backwards[stage, micro_batch] if last else forwards[stage + 1, micro_batch]
+            following = load.forward[stage, micro_batch] + max(
+                following, above + load.transfer[micro_batch] * (not last)
+            )
+            forwards[stage, micro_batch] = following
+    return forwards.tolist(), backwards.tolist()
