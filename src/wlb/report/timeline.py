@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
-from wlb.schedules.operations import FORWARD, Operation
+from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
 from wlb.simulate.rate import simulate_step
 
 Array = NDArray[np.float64]
@@ -54,6 +54,8 @@ def timeline(plan: StepPlan, job: Job) -> Timeline:
     """The timeline of one step, dealt to the job's data-parallel ranks already."""
     steps = simulate_step(plan, job)
     times, (forward, backward) = steps.pipelines, steps.computing
+    weights = 0.0 if steps.weights is None else steps.weights[..., None]
+    computed = {FORWARD: forward, BACKWARD: backward, INPUT: backward - weights, WEIGHT: weights + 0 * backward}
     home = {stage: rank for rank, stages in enumerate(job.layout.rank_stages) for stage in stages}
     reduction = steps.late_reduction[:, 0]
     rank_ends = times.rank_ends[:, 0]
@@ -64,9 +66,7 @@ def timeline(plan: StepPlan, job: Job) -> Timeline:
         tuple(home[operation.stage] for operation in times.operations),
         times.starts[:, 0],
         times.ends[:, 0],
-        np.stack(
-            [(forward if o.kind == FORWARD else backward)[0, :, o.stage, o.micro_batch] for o in times.operations]
-        ),
+        np.stack([computed[o.kind][0, :, o.stage, o.micro_batch] for o in times.operations]),
         rank_ends,
         reduction,
         steps.costs.optimizer,

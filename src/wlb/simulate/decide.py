@@ -243,8 +243,11 @@ class _PoolSearch:
         forward, backward = alone.attention_forward / shares, alone.attention_backward / shares
         share = alone._replace(tokens=alone.tokens // shares, attention_forward=forward, attention_backward=backward)
         everywhere = share.map(lambda column: np.repeat(column, micro_batches, axis=0))  # all ranks are alike
-        seconds = float(Steps.of_shards(everywhere.reshaped(1, 1, micro_batches), JobCosts(self.job)).seconds[0])
+        steps = Steps.of_shards(everywhere.reshaped(1, 1, micro_batches), JobCosts(self.job))
         bubbles = (layout.pp - 1) / (layout.virtual_pp * micro_batches + layout.pp - 1)
+        if self.job.plans_operations:  # which may leave none
+            steps, bubbles = replace(steps, modelled=steps.modelled - {"bubbles"}), 0.0
+        seconds = float(steps.seconds[0])
         work = float(self.job.work_prices.document_seconds(documents).sum())
         return (1 - _FEWER_BUBBLES * bubbles) * seconds * self._steps / work
 

@@ -69,6 +69,11 @@ class StepSeconds(ABC):
         """When ranks have run all of their micro-batches; shape (pp, steps, dp)."""
 
     @property
+    def weights(self) -> Array | None:
+        """The part of backwards that computes weights' gradients; None where a backward is one operation."""
+        return None
+
+    @property
     @abstractmethod
     def late_reduction(self) -> Array:
         """What reducing gradients adds after the last backward; (pp, steps)."""
@@ -149,8 +154,8 @@ class Steps(StepSeconds):
 
     @property
     def weights(self) -> Array | None:
-        """The part of ``stages.backward`` that computes weights' gradients; None where a backward is one operation."""
-        if not self.costs.job.splits_backward:
+        """Of ``stages.backward``."""
+        if not self.operations or not self.costs.job.splits_backward:
             return None
         rank, tokens = self.costs.rank, self.shards.tokens
         blocks, head = (self._together(rank.weight_seconds(tokens, part)) for part in ("blocks", "head"))

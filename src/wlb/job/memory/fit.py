@@ -25,6 +25,8 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     A full pipeline of equal micro-batches holds the same round after round, but for their token ids, so that only the
     first rounds are walked through.
     """
+    if job.plans_operations:
+        return _planned_memory(job, limit)
     longest, rest = job.longest_micro_batch, job.most_step_tokens
     count = _EVEN_MICRO_BATCHES if job.levels_steps else job.micro_batches_per_rank
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
@@ -37,6 +39,19 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
         tokens.append(min(longest, rest))
         rest -= tokens[-1]
     return predict_memory(job, tokens, limit)
+
+
+def _planned_memory(job: Job, limit: float) -> MemoryEstimate:
+    """As full as the named schedule gets of micro-batches of ``job.in_flight_length``, by which lists are bounded.
+
+    And what the longest micro-batch needs beside that while it runs.
+    """
+    count, usual = job.micro_batches_per_rank, job.in_flight_length
+    longest, short = (predict_memory(job, [tokens]) for tokens in (job.longest_micro_batch, usual))
+    parts = {name: max(0, value - short.parts.get(name, 0)) for name, value in longest.parts.items()}
+    estimate = predict_memory(job, [usual] * count, limit - sum(parts.values()))
+    total = {name: value + parts.get(name, 0) for name, value in estimate.parts.items()}
+    return replace(estimate, parts=total | {name: parts[name] for name in parts.keys() - total.keys()})
 
 
 def fits(job: Job) -> bool:

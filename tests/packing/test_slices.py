@@ -1,0 +1,73 @@
+"""Steps of equal micro-batches, in which long documents are cut into slices."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.packing.slices import TILE, Sliced, sliced_columns
+
+
+class Prices:
+    """Attention and everything else cost alike at 8192 tokens."""
+
+    def __init__(self, columns: int = 1) -> None:
+        self.columns = columns
+
+    def document_seconds(self, lengths):
+        tokens = np.asarray(lengths, np.float64)
+        return 1e-6 * (tokens + tokens**2 / 8192)
+
+
+def _seconds(one: Sliced, lengths: list[int]) -> float:
+    price = Prices().document_seconds
+    return float(sum(price([lengths[d] for d in one.documents])) + price(one.stop) - price(one.start))
+
+
+def _tokens(one: Sliced, lengths: list[int]) -> int:
+    return sum(lengths[document] for document in one.documents) + one.stop - one.start
+
+
+@given(st.lists(st.integers(1, 20_000), min_size=1, max_size=60), st.integers(1, 3), st.integers(1, 9))
+def test_every_token_is_trained_once_and_slices_follow_each_other(lengths, columns, micro_batches):
+    capacity = max(20_000, 2 * sum(lengths) // (columns * micro_batches))
+    planned, left = sliced_columns(lengths, micro_batches, capacity, Prices(columns))
+    assert [len(column) for column in planned] == [micro_batches] * columns
+    whole = [document for column in planned for one in column for document in one.documents]
+    cut = {one.sliced: [] for column in planned for one in column if one.sliced >= 0}
+    for column in planned:
+        for one, after in zip(column, [*column[1:], Sliced(())], strict=True):
+            assert _tokens(one, lengths) <= capacity
+            if one.sliced >= 0:
+                cut[one.sliced].append((one.start, one.stop))
+                assert one.stop == lengths[one.sliced] or (after.sliced, after.start) == (one.sliced, one.stop)
+                assert one.start % TILE == 0
+    assert sorted([*whole, *cut, *left]) == list(range(len(lengths)))
+    for document, pieces in cut.items():
+        assert pieces[0][0] == 0
+        assert pieces[-1][1] == lengths[document]
+
+
+def test_micro_batches_are_even_where_one_document_has_half_of_the_work():
+    lengths = [131_072, *[2_000] * 500]
+    (column,), left = sliced_columns(lengths, 16, 400_000, Prices())
+    seconds = [_seconds(one, lengths) for one in column]
+    assert not left
+    assert max(seconds) < 1.05 * sum(seconds) / len(seconds)
+    slices = [one.stop - one.start for one in column if one.sliced >= 0]
+    assert len(slices) > 4
+    assert slices == sorted(slices, reverse=True), "later slices attend more, so they are shorter"
+
+
+def test_no_more_slices_than_micro_batches():
+    """Three documents a little dearer than a share, which two slices each would make six."""
+    (column,), left = sliced_columns([40_000, 40_000, 40_000], 4, 200_000, Prices())
+    assert len(column) == 4
+    assert not left
+
+
+def test_what_has_no_room_is_left():
+    (column,), left = sliced_columns([1000] * 5, 2, 2000, Prices())
+    assert len(left) == 1
+    assert [_tokens(one, [1000] * 5) for one in column] == [2000, 2000]
