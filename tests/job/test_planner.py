@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from wlb.documents.permutation import Permutation
 from wlb.job.config import DataConfig, PackingConfig
 from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
-from wlb.packing import options
+from wlb.packing import options, slices
 from wlb.packing.options import Grouping, Pools
 from wlb.schedules.layout import Layout
 from wlb.workload import hardware_preset, model_shape
@@ -61,15 +62,24 @@ class Divided(NamedTuple):
     def planner(self, lengths: list[int]) -> StepPlanner:
         packing = PackingConfig.model_validate({"method": "elastic", "micro_batches": 4})
         data = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, "seed": 4})
+        pp = 2 if self.grouping == "slices" else 1
         job = Job(
             model_shape("tiny"),
             hardware_preset("h100"),
             packing,
             data=data,
-            layout=Layout(dp=self.number * self.size),
-        ).with_pools(Pools(self.size, self.micro_batches, self.grouping, 4))
+            layout=Layout(dp=self.number * self.size, pp=pp),
+        ).with_pools(Pools(self.size, pp * self.micro_batches, self.grouping, 4))
         job = job.with_length_factor(max(1.0, 4 / job.packing.micro_batches + self.spare))
         return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_tiles() -> Iterator[None]:
+    """Documents of these tests are cut into slices too."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(slices, "TILE", 4)
+        yield
 
 
 def resumed_in_turn(lengths: list[int], chain: list[tuple[Divided, int]], last: Divided) -> list[PlannedStep]:
@@ -126,7 +136,7 @@ def test_resumes_after_any_step(method, one_epoch, lengths, stop, window):
 
 
 def any_pools(spare: int = 1) -> st.SearchStrategy[Divided]:
-    grouping: st.SearchStrategy[Grouping] = st.sampled_from(["even", "alike"])
+    grouping: st.SearchStrategy[Grouping] = st.sampled_from(["even", "alike", "slices"])
     return st.builds(
         Divided, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4), grouping, st.just(spare)
     )

@@ -35,7 +35,7 @@ def test_every_token_is_trained_once_and_slices_follow_each_other(lengths, colum
     planned, left = sliced_columns(lengths, micro_batches, capacity, Prices(columns))
     assert [len(column) for column in planned] == [micro_batches] * columns
     whole = [document for column in planned for one in column for document in one.documents]
-    cut = {one.sliced: [] for column in planned for one in column if one.sliced >= 0}
+    cut: dict[int, list[tuple[int, int]]] = {one.sliced: [] for column in planned for one in column if one.sliced >= 0}
     for column in planned:
         for one, after in zip(column, [*column[1:], Sliced(())], strict=True):
             assert _tokens(one, lengths) <= capacity

@@ -29,9 +29,9 @@ _STORE = "corpus"  # that documents of text are prepared into
 class CheckOptions(options.TextOptions, options.JobOptions):
     """The job, which systems run it, and how to count the tokens of documents that are text."""
 
-    systems: Annotated[
-        str | None, options.list_of_names("Presets; default: plain-4d, per-document-4d, best, elastic.")
-    ] = None
+    systems: Annotated[str | None, options.list_of_names("Presets; default: plain-4d, per-document-4d, balanced.")] = (
+        None
+    )
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="TOKENIZER", help="LENGTHS is text, as wlb prepare reads it: bytes, a file or a model."),
@@ -57,7 +57,7 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     """Say what a job loses to imbalance on your documents, and how much faster each preset runs it. Needs no option.
 
     Simulates plain-4d (fixed-length packing, as most trainers do it), the same with documents sharded one by one, and
-    the presets best and elastic, on the same documents. Each is in its own fastest layout, or all are in the sizes that
+    the preset balanced, on the same documents. Each is in its own fastest layout, or all are in the sizes that
     you give.
 
     Example: wlb check lengths.json --gpus 64 --model llama3-8b

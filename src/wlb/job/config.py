@@ -58,8 +58,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "packing": {"method": "variable_length", "early_release": False, "max_delay": NO_BOUND, **_AS_PACKED},
         "sharding": {"strategy": "adaptive"},
     },
-    "best": {},
-    "elastic": {"packing": {"method": "elastic"}, "sharding": {"strategy": "elastic"}},
+    "balanced": {"packing": {"method": "balanced"}, "sharding": {"strategy": "balanced"}},
 }
 
 
@@ -143,7 +142,7 @@ class ParallelConfig(LayoutConfig):
     """How many processes, along which dimensions; the product is the world size."""
 
     pool: PositiveInt | Literal["auto"] = Field(
-        "auto", description="With packing.method elastic: ranks of a pool, a divisor of dp x cp; auto simulates"
+        "auto", description="With packing.method balanced: ranks of a pool, a divisor of dp x cp; auto simulates"
     )
 
 
@@ -170,7 +169,7 @@ class PackingConfig(PackingOptions):
 
     def pools(self, size: int | Literal["auto"]) -> Pools | None:
         """The pools of ``size`` ranks that it packs for; None where context-parallel groups run its micro-batches."""
-        if self.method != "elastic":
+        if self.method != "balanced":
             return None
         moves = bool(self.max_delay or self.lookahead)
         grouping = "even" if self.grouping == "auto" and moves else self.grouping
@@ -201,7 +200,7 @@ class ShardingConfig(Section):
     """How context-parallel ranks share a micro-batch (used when parallel.cp > 1)."""
 
     strategy: Annotated[str, AfterValidator(checked_strategy)] = Field(
-        "hybrid",
+        "balanced",
         description="How a micro-batch is divided over context-parallel ranks",
         json_schema_extra={"enum": [*STRATEGIES]},
     )
@@ -290,7 +289,7 @@ class JobConfig(Section):
     """All sections of one training job; ``preset`` sets what [packing] and [sharding] leave out."""
 
     preset: Annotated[str, *one_of(PRESETS)] = Field(
-        "best",
+        "balanced",
         description="System of which [packing] and [sharding] take the settings they leave out; another packing.method "
         "takes none of its options",
     )
@@ -337,8 +336,8 @@ class JobConfig(Section):
             return self
         if self.parallel.pool != "auto":
             raise ValueError(
-                f"parallel.pool = {self.parallel.pool} is for packing.method = 'elastic', not {self.packing.method!r}; "
-                "leave it out, or set preset = 'elastic'"
+                f"parallel.pool = {self.parallel.pool} is for packing.method = 'balanced', not "
+                f"{self.packing.method!r}; leave it out"
             )
         per_rank = self.packing.micro_batches // self.parallel.dp
         if per_rank < self.parallel.pp:  # which simulated jobs may have, but torch's schedules refuse

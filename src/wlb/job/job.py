@@ -63,7 +63,7 @@ class Job:
 
     ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
     happens to overlong ones; its store is not opened.
-    Where ``packing`` is elastic, ``pool`` of the dp x cp ranks make a pool; ``with_pools`` gives the job whose
+    Where ``packing`` is balanced, ``pool`` of the dp x cp ranks make a pool; ``with_pools`` gives the job whose
     context-parallel groups are these pools. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while
     a checkpoint is written) decide what the job holds in memory and nothing else. ``limit`` is what a process may hold,
     by default 90% of ``hardware``'s memory, less NCCL's. ``phases`` are what its documents cost before the language
@@ -333,6 +333,12 @@ class Job:
         """
         if pools.grouping == "level":
             return self._with_level_steps(pools)
+        if pools.grouping == "slices" and (self.layout.pp == 1 or self.layout.schedule not in ("auto", "planned")):
+            raise UserError(
+                "grouping = 'slices' has documents go through a pipeline in slices, in planned lists of operations; it "
+                f"needs pp of at least 2 and schedule = 'planned', not pp = {self.layout.pp} and "
+                f"{self.layout.schedule!r}"
+            )
         ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
@@ -377,7 +383,7 @@ class Job:
         if self.layout.pp > 1:
             raise UserError(
                 f"grouping = 'level' has ranks run different numbers of micro-batches, which the pp = {self.layout.pp} "
-                'stages of a pipeline cannot; give "even" or "alike"'
+                'stages of a pipeline cannot; give "slices" or "even"'
             )
         packing = self.packing.changed(
             micro_batches=pools.global_batch, global_batch=pools.global_batch, grouping="level"

@@ -101,7 +101,7 @@ def longest_first(items: Iterable[Pending]) -> list[Pending]:
 
 
 class CarryingPacker(Packer):
-    """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``makespan``."""
+    """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``balanced``."""
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)

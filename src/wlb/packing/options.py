@@ -18,10 +18,10 @@ from wlb.settings import MOST_MICRO_BATCHES, MicroBatchCount, NonNegativeInt, Nu
 LARGEST_AUTO_FACTOR = 4.0  # of L_max: a bound where memory sets none, as for a small model on a large device
 _POOL_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds
 
-# L_max in context windows: at most twice the largest global batch, which one micro-batch of elastic pools may hold.
+# L_max in context windows: at most twice the largest global batch, which one micro-batch of pools may hold.
 LengthFactor = Annotated[Number, Field(ge=1, le=2 * MOST_MICRO_BATCHES)]
 
-Grouping = Literal["even", "alike", "level", "slices"]
+Grouping = Literal["even", "level", "slices"]
 
 # The options that a method reads, and their defaults.
 METHODS: dict[str, dict[str, Any]] = {
@@ -29,9 +29,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fixed_greedy": {"max_delay": 16, "window": 1},
     "fixed_solver": {"max_delay": 16, "window": 1, "solver_nodes": 1000},
     "variable_length": {"max_delay": 16, "max_length_factor": 1.5, "outlier_thresholds": None, "early_release": True},
-    "makespan": {"max_delay": 8, "max_length_factor": 1.5, "delay_price": 0.05, "lookahead": 0.5, "token_spread": 0.75},
     # By default no document moves to another step.
-    "elastic": {
+    "balanced": {
         "max_delay": 0,
         "max_length_factor": "auto",
         "delay_price": 0.05,
@@ -42,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "grouping": "auto",
     },
 }
-_WITHOUT_DELAY = ("makespan", "elastic")  # methods whose max_delay may be 0
+_LOOKAHEAD = 0.5  # where documents may wait
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class Pools:
     With grouping "level" every rank of a pool runs micro-batches of its own, whose number differs from step to step:
     ``micro_batches`` is "auto" there, and one pool holds all ranks of a stage.
     ``global_batch`` counts the context windows that a step trains, whatever the pools; documents of a micro-batch are
-    chosen by ``grouping`` (``wlb.packing.elastic``), and with ``delays`` they may wait for another step. What is "auto"
-    is yet to be decided (``wlb.simulate.decide``).
+    chosen by ``grouping`` (``wlb.packing.balanced``), and with ``delays`` they may wait for another step. What is
+    "auto" is yet to be decided (``wlb.simulate.decide``).
     """
 
     size: int | Literal["auto"]
@@ -102,13 +101,12 @@ class PackingOptions(Section):
     """
 
     method: Annotated[str, AfterValidator(checked_method)] = Field(
-        "makespan", description="Packer", json_schema_extra={"enum": [*METHODS]}
+        "balanced", description="Packer", json_schema_extra={"enum": [*METHODS]}
     )
     max_delay: NonNegativeInt = _option(
         "max_delay",
         0,
-        "Steps (or packing.window of them) after which a waiting document goes first; 0 lets none wait (makespan and "
-        "elastic only)",
+        "Steps (or packing.window of them) after which a waiting document goes first; 0 lets none wait (balanced only)",
     )
     window: MicroBatchCount = _option("window", 1, "Global batches packed together")
     solver_nodes: PositiveInt = _option("solver_nodes", 1, "Branch-and-bound nodes of one solve", le=100_000)
@@ -116,7 +114,7 @@ class PackingOptions(Section):
         "max_length_factor",
         1.0,
         "L_max, the most tokens of a micro-batch, in context windows; auto is what memory allows, up to 4 (with "
-        "elastic, twice the mean micro-batch)",
+        "balanced, twice the mean micro-batch)",
     )
     outlier_thresholds: Literal["auto"] | Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)] | None = _option(
         "outlier_thresholds",
@@ -130,8 +128,13 @@ class PackingOptions(Section):
     delay_price: Number = _option(
         "delay_price", 0.0, "Imbalance that a step of waiting is worth, for a global batch of tokens", ge=0, le=100
     )
-    lookahead: Number = _option(
-        "lookahead", 0.0, "Part of the next global batch that a step may train early", ge=0, le=1
+    lookahead: Number = Field(
+        default_factory=lambda given: _LOOKAHEAD if given.get("method") == "balanced" and given["max_delay"] else 0.0,
+        description="Part of the next global batch that a step may train early; by default half of it where documents "
+        "may wait",
+        json_schema_extra={"defaults": {"balanced": None}},
+        ge=0,
+        le=1,
     )
     token_spread: Number = _option(
         "token_spread", 0.0, "Global batches by which a step may be longer or shorter than one", ge=0, le=1
@@ -147,8 +150,8 @@ class PackingOptions(Section):
     grouping: Grouping | Literal["auto"] = _option(
         "grouping",
         "auto",
-        "Documents of a micro-batch: of all lengths, of like lengths, or lists of micro-batches for each rank; auto is "
-        "decided with pool_micro_batches",
+        "even: as many micro-batches on every rank; level: lists of micro-batches for each rank; slices: long "
+        "documents go through a pipeline in slices; auto is decided with pool_micro_batches",
     )
 
     @field_validator(*dict.fromkeys(option for read in METHODS.values() for option in read), mode="before")
@@ -163,13 +166,13 @@ class PackingOptions(Section):
     @field_validator("max_delay")
     @classmethod
     def _check_delay(cls, max_delay: int, info: ValidationInfo) -> int:
-        if max_delay < 1 and info.data.get("method", "makespan") not in _WITHOUT_DELAY:
-            raise ValueError("must be at least 1 here; makespan takes 0 and lets no document wait")
+        if max_delay < 1 and info.data.get("method") != "balanced":
+            raise ValueError("must be at least 1 here; balanced takes 0 and lets no document wait")
         return max_delay
 
     @model_validator(mode="after")
     def _check_grouping(self) -> Self:
-        if self.grouping in ("alike", "level") and (self.max_delay or self.lookahead):
+        if self.grouping in ("level", "slices") and (self.max_delay or self.lookahead):
             raise ValueError(
                 f"grouping = {self.grouping!r} moves no document to another step; leave out max_delay and lookahead"
             )
@@ -193,7 +196,7 @@ class PackingOptions(Section):
         """L_max: the most tokens of a micro-batch, where a step has so many."""
         if self.max_length_factor != "auto":
             return int(self.max_length_factor * context_window)
-        if self.method != "elastic":
+        if self.method != "balanced":
             raise UserError("max_length_factor = 'auto' is decided by a job's memory; give a number of context windows")
         return math.ceil(self.largest_auto_factor(micro_batches) * context_window)
 
@@ -202,7 +205,7 @@ class PackingOptions(Section):
 
         In pools twice the mean micro-batch, and room beside that for one document; of level steps twice the whole step.
         """
-        if self.method != "elastic":
+        if self.method != "balanced":
             return LARGEST_AUTO_FACTOR
         mean = (self.global_batch or micro_batches) / micro_batches
         if self.grouping == "level":  # what all ranks hold at once
@@ -212,7 +215,7 @@ class PackingOptions(Section):
     def identity(self, context_window: int) -> dict[str, Any]:
         """What decides which document is trained in which step, as JSON; a job keeps to it when it continues."""
         free = {"solver_nodes"}  # they place documents within their step
-        if self.method == "elastic":  # in which no document waits that was measured by sizes
+        if self.method == "balanced":  # in which no document waits that was measured by sizes
             free |= {"pool_micro_batches", "global_batch", "max_length_factor", "grouping"}
         own = self.model_dump(mode="json", include=METHODS[self.method].keys() - free)
         if "outlier_thresholds" in own and self.outlier_thresholds != "auto":

@@ -58,7 +58,6 @@ class Packer(ABC):
     name: ClassVar[str]
     prices_sharding: ClassVar[bool] = False  # whether prices are to know what sharding a document costs
     _cuts_documents: ClassVar[bool] = False  # so that they may be of any length
-    _takes_phases: ClassVar[bool] = True
     plans_operations: ClassVar[bool] = False  # whether a pipeline runs its steps in lists made for them
 
     def __init__(
@@ -68,11 +67,6 @@ class Packer(ABC):
         self.context_window = positive_integer("context_window", context_window)
         self.workload = workload
         self.phased = workload if isinstance(workload, PhasedPrices) else None
-        if self.phased and not self._takes_phases:
-            raise UserError(
-                f"packing method {self.name!r} does not know phases ({', '.join(self.phased.phases.seconds)}); use "
-                "makespan (preset best)"
-            )
         self.options = options
         self.capacity = options.most_tokens(self.context_window, self.micro_batches)  # the most tokens of a micro-batch
         self._step = 0

@@ -10,10 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from wlb.errors import UserError, choose_from
+from wlb.packing.balanced import BalancedPacker
 from wlb.packing.carrying import FixedGreedyPacker
-from wlb.packing.elastic import ElasticPacker
 from wlb.packing.exact import FixedSolverPacker
-from wlb.packing.makespan import MakespanPacker
 from wlb.packing.options import METHODS, PackingOptions, checked_method
 from wlb.packing.packer import Packer
 from wlb.packing.sequential import SequentialPacker
@@ -21,7 +20,7 @@ from wlb.packing.variable_length import VariableLengthPacker
 from wlb.settings import main_problem
 from wlb.workload.base import DocumentPrices
 
-_ALL = SequentialPacker, FixedGreedyPacker, FixedSolverPacker, VariableLengthPacker, MakespanPacker, ElasticPacker
+_ALL = SequentialPacker, FixedGreedyPacker, FixedSolverPacker, VariableLengthPacker, BalancedPacker
 PACKERS: dict[str, type[Packer]] = {packer.name: packer for packer in _ALL}
 
 

@@ -18,7 +18,7 @@ from wlb.report.timeline import Timeline, timeline
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulationResult
 from wlb.simulate.estimate import Estimate
-from wlb.simulate.verdict import BASELINE, BEST, Verdict
+from wlb.simulate.verdict import BALANCED, BASELINE, Verdict
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Evidence:
     @property
     def sharded(self) -> str:
         """The system in whose job sharding is compared: ``best``, where that can run."""
-        return BEST if BEST in self.verdict.systems else self.verdict.base
+        return BALANCED if BALANCED in self.verdict.systems else self.verdict.base
 
     @cached_property
     def fits(self) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError, choose_from
 from wlb.settings import MOST_RANKS
 from wlb.sharding.adaptive import adaptive
-from wlb.sharding.elastic import elastic
+from wlb.sharding.balanced import balanced
 from wlb.sharding.hybrid import hybrid
 from wlb.sharding.latency import ShardLatency, Shards, shard_latency
 from wlb.sharding.pieces import MicroBatches, Pieces, locality, rank_tables
@@ -45,7 +45,7 @@ STRATEGIES: dict[str, Callable[[MicroBatches, int, Costs], Pieces]] = {
     "per_document": per_document,
     "adaptive": adaptive,
     "hybrid": hybrid,
-    "elastic": elastic,
+    "balanced": balanced,
 }
 _STATIC = {"per_sequence", "per_document"}
 _KEPT = 1024  # micro-batches that are not sharded again
@@ -131,6 +131,9 @@ def price_shards(
     counts = np.array([len(of_one) for of_one in lengths], np.int64)
     sizes = np.fromiter((length for of_one in lengths for length in of_one), np.int64, int(counts.sum()))
     filled = np.flatnonzero(counts)
+    if not len(filled):
+        one = price_shards([[1]], cp_size, strategy, costs)
+        return one.map(lambda column: np.zeros((len(lengths), *column.shape[1:]), column.dtype))
     pieces = shard_many(MicroBatches(sizes, counts[filled]), cp_size, strategy, costs)
     shards = Shards.of_pieces(pieces, locality(pieces, len(sizes), len(filled), cp_size), costs)
     if len(filled) == len(lengths):

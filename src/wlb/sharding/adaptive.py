@@ -2,7 +2,7 @@
 
 Per-document sharding balances the ranks, but cuts short documents into chunks that waste the attention kernel's tiles;
 per-sequence sharding does the opposite. Which one wins is decided for every micro-batch: all plans are priced together
-as ``Candidates``, and the chosen ones' pieces are picked out. ``hybrid`` and ``elastic`` have candidates of their own.
+as ``Candidates``, and the chosen ones' pieces are picked out. ``hybrid`` and ``balanced`` have candidates of their own.
 """
 
 from __future__ import annotations

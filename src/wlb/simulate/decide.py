@@ -48,8 +48,6 @@ _FEWEST = (1, 1.15, 1.5)  # where so few are too large for the memory: times as 
 _ONE_STEP = 0.08  # of the seconds: choices that are slower by more on one step are not simulated on others
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 _FEWER_BUBBLES = 0.1  # of a pipeline whose lightest micro-batches are at its ends; measured on random jobs
-# Grouping documents alike must save over 1%, as how it does depends on a step's documents.
-_HANDICAP: dict[Grouping, float] = {"even": 1.0, "alike": 1.01, "level": 1.0, "slices": 1.0}
 
 
 def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least_rate: float = 0.0) -> Job:
@@ -171,9 +169,7 @@ class _PoolSearch:
     def _choices(self) -> Iterator[_PricedPools]:
         """Every size, number of micro-batches and grouping, none of them simulated."""
         wanted, layout = self.pools.grouping, self.job.layout
-        groupings: tuple[Grouping, ...] = ("even", "alike") if wanted == "auto" else (wanted,)
-        if wanted == "auto" and self.job.plans_operations:
-            groupings = ("slices",)
+        grouping: Grouping = wanted if wanted != "auto" else "slices" if self._may_slice else "even"
         sizes = [layout.cp * groups for groups in range(1, layout.dp + 1) if layout.dp % groups == 0]
         if self.pools.size != "auto":
             sizes = [self.pools.size]
@@ -183,13 +179,15 @@ class _PoolSearch:
                 filled = self._least_filled(job)
                 if filled not in bounds:
                     bounds[filled] = self._least_seconds(filled)
-                for grouping in groupings:
-                    seconds = _HANDICAP[grouping] * bounds[filled]
-                    yield _PricedPools(large, False, seconds, 0, size, job.micro_batches_per_rank, grouping, job)
+                yield _PricedPools(large, False, bounds[filled], 0, size, job.micro_batches_per_rank, grouping, job)
         free = (wanted, self.pools.micro_batches) == ("auto", "auto") and not self.lock_step
         if free and layout.pp == 1 and layout.replicas in sizes:
             job = self.job.with_pools(replace(self.pools, grouping="level"))
             yield _PricedPools(not _holds(job), False, 0.0, 0, layout.replicas, 0, "level", job)
+
+    @property
+    def _may_slice(self) -> bool:
+        return self.job.plans_operations and self.job.phases is None
 
     def _with_counts(self, size: int) -> list[tuple[bool, Job]]:
         """With pools of this size and numbers of micro-batches; more where the memory holds none of the usual ones."""
@@ -260,7 +258,7 @@ class _PoolSearch:
         job = replace(job, packing=job.packing.changed(grouping=choice.grouping))
         rated = rate(job, self.lengths, steps, self.job.work_prices)
         no_room = not self.pools.delays and sum(rated.step_tokens) < steps * job.global_batch * job.context_window
-        seconds = _HANDICAP[choice.grouping] / rated.work_rate * (1.0 if steps == self._steps else 1 - _ONE_STEP)
+        seconds = 1 / rated.work_rate * (1.0 if steps == self._steps else 1 - _ONE_STEP)
         return choice._replace(no_room=no_room and steps == self._steps, seconds=seconds, steps=steps)
 
 

@@ -37,9 +37,8 @@ from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
 from wlb.simulate.search import BATCH_TOKENS, SearchResult, SearchSpace, fastest_layout, layout_of, search_space
 from wlb.simulate.verdict import (
+    BALANCED,
     BASELINE,
-    BEST,
-    ELASTIC,
     PER_DOCUMENT,
     Lengths,
     Progress,
@@ -55,7 +54,7 @@ T = TypeVar("T")
 
 _VOCABULARY_MULTIPLE = 128  # so that tensor-parallel ranks have equally many rows
 CONFIGURED = "as configured"
-CHECKED = (BASELINE, PER_DOCUMENT, BEST, ELASTIC)  # presets: what stacks do today, and ours
+CHECKED = (BASELINE, PER_DOCUMENT, BALANCED)  # presets: what stacks do today, and ours
 
 
 @dataclass(frozen=True)

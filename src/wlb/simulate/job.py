@@ -24,7 +24,7 @@ from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 def simulated_job(
     model: str | ModelShape,
     context_window: int,
-    preset: str = "best",
+    preset: str = "balanced",
     *,
     hardware: str | Hardware = "h100",
     micro_batches: int | None = None,

@@ -29,7 +29,7 @@ from wlb.workload.base import DocumentPrices
 Lengths = NDArray[np.int64] | Sequence[NDArray[np.int64]]
 Progress = Callable[[str, int], None]  # a system, and its steps just done
 
-BASELINE, PER_DOCUMENT, BEST, ELASTIC = "plain-4d", "per-document-4d", "best", "elastic"  # presets
+BASELINE, PER_DOCUMENT, BALANCED = "plain-4d", "per-document-4d", "balanced"  # presets
 LEAST_GAIN = 0.05  # that is worth a change
 _WINDOWS = 256  # of the steps that are simulated of a draw, unless that is few or many of them
 _FEWEST, _MOST = 4, 16
@@ -99,11 +99,11 @@ class Verdict:
 
     @cached_property
     def fastest(self) -> str:
-        """The fastest system that fits the memory, or ``elastic``, which delays nothing, if that is as fast."""
+        """The fastest system that fits the memory, or ``balanced``, which delays nothing, if that is as fast."""
         others = [name for name in self.names if name != self.base and fits(self.draws[0][name].job)]
         fastest = max([self.base, *others], key=self.speed)
-        as_fast = ELASTIC in others and self.speed(ELASTIC) >= (1 - AS_FAST) * self.speed(fastest)
-        return ELASTIC if as_fast else fastest
+        as_fast = BALANCED in others and self.speed(BALANCED) >= (1 - AS_FAST) * self.speed(fastest)
+        return BALANCED if as_fast else fastest
 
     @property
     def winner(self) -> str:

@@ -12,14 +12,14 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.simulate.estimate import estimate, question_of
 from wlb.simulate.search import BATCH_TOKENS
-from wlb.simulate.verdict import BASELINE, ELASTIC, LEAST_GAIN, PER_DOCUMENT, usual_steps
+from wlb.simulate.verdict import BALANCED, BASELINE, LEAST_GAIN, PER_DOCUMENT, usual_steps
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
 
 _K = 1024
 MODELS = ("llama3-8b", "llama3-70b")
 WINDOWS = (8 * _K, 16 * _K, 32 * _K, 64 * _K, 128 * _K)
 GPUS = (8, 64, 256)
-_SYSTEMS = (BASELINE, PER_DOCUMENT, ELASTIC)
+_SYSTEMS = (BASELINE, PER_DOCUMENT, BALANCED)
 _TOKENS_PER_WINDOW = 0.0195  # of a document of ``sample_lengths``, on average
 
 

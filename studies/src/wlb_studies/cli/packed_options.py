@@ -48,7 +48,7 @@ class PackedOptions(JobOptions):
         """The job under preset ``best``, in the layout that is given or in which plain-4d is fastest."""
         from wlb.simulate.filling import check_filling
         from wlb.simulate.job import preset_sections
-        from wlb.simulate.verdict import BASELINE, BEST
+        from wlb.simulate.verdict import BALANCED, BASELINE
 
         if self.micro_batches is not None and self.batch_tokens is not None:
             raise UserError("--micro-batches and --batch-tokens both say the global batch; leave one of them out")
@@ -56,7 +56,7 @@ class PackedOptions(JobOptions):
         space = question.space
         check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
         job = question.fastest(BASELINE, lengths).job
-        packing, sharding = preset_sections(BEST, {"micro_batches": job.packing.micro_batches})
+        packing, sharding = preset_sections(BALANCED, {"micro_batches": job.packing.micro_batches})
         return AskedJob(replace(job, packing=packing, sharding=sharding), question.priced_by)
 
     def given_again(self, context: typer.Context, job: Job) -> list[str]:

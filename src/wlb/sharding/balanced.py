@@ -1,4 +1,4 @@
-"""Elastic sharding: every rank gets equal tokens and equal attention, and only keys and values are sent.
+"""Balanced sharding: every rank gets equal tokens and equal attention, and only keys and values are sent.
 
 A slice of a long document has two degrees of freedom: how long it is, and how deep in the document it lies, because
 attention per token grows with depth. So ranks can be level in tokens and in attention at once, and then they are level
@@ -40,7 +40,7 @@ _SHORT = 1 / 24  # of an even share: a document up to this is kept for the end
 _SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
 
 
-def elastic(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
+def balanced(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
     """Level tokens and attention of all ranks, moving keys and values only as far as that makes the group faster."""
     slices = uneven_slices(micro_batches, cp_size, workload)
     candidates = joined([slices, levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)])

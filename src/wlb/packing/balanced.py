@@ -1,13 +1,20 @@
-"""Plans every step for its makespan: a document is delayed only if the step cannot be balanced with it.
+"""Our packer: every step trains exactly its global batch, unless documents are allowed to wait.
 
-Each step decides anew which of the long documents at hand it trains (``wlb.packing.release``): the step's heaviest
-micro-batch over their mean is weighed against what waiting costs. It looks ahead a part of the next global batch, whose
-documents may fill up a step that a long document made heavy; that is no delay, and the next step is the smaller for
-it. What is released is placed longest first, short documents only up to the heaviest micro-batch, so the rest of what
-is due waits when L_max leaves no room for it without making the step longer.
+The documents that begin in a global batch of the stream are trained whole in its step, so steps differ in tokens by
+less than a document. They are grouped in one of three ways, which ``wlb.simulate.decide`` chooses from:
 
-A document that has waited ``max_delay`` steps is trained whatever it costs, before all others. ``max_delay = 0`` lets
-none wait; then only the look-ahead evens steps out.
+* ``level``, without a pipeline: a document goes to as few ranks as hold it, and every rank runs a list of micro-batches
+  of its own. The step is even, not each micro-batch (``wlb.packing.level``).
+* ``slices``, in a pipeline: micro-batches of equal work, and slices of long documents (``wlb.packing.slices``).
+* ``even``, where ranks run as many micro-batches each, of whole documents, longest first into the lightest. One that
+  holds a document dearer than the mean micro-batch is dearer than the others.
+
+With ``max_delay`` a document may wait so many steps, and ``even`` weighs in each step which of the long documents at
+hand it trains (``wlb.packing.release``): the heaviest micro-batch over their mean against what waiting costs. It then
+looks ahead a part of the next global batch, whose documents may fill up a step that a long document made heavy; that is
+no delay, and the next step is the smaller for it. What is released is placed longest first, short documents only up to
+the heaviest micro-batch, so the rest of what is due waits when L_max leaves no room for it without making the step
+longer. A document that has waited ``max_delay`` steps is trained whatever it costs, before all others.
 """
 
 from __future__ import annotations
@@ -18,28 +25,45 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
 from wlb.packing.carrying import CarryingPacker, OpenMicroBatches, Placed, split_at
+from wlb.packing.level import StagePrices, level_groups
 from wlb.packing.packer import Pending
-from wlb.packing.plan import StepPlan
+from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.packing.release import Fluid, Offer, Outlier, StepRules, choose
+from wlb.packing.slices import ColumnPrices, sliced_columns
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
 
 
-class MakespanPacker(CarryingPacker):
+class BalancedPacker(CarryingPacker):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
-    A step trains between 1 - ``token_spread`` and 1 + ``token_spread`` global batches, except where documents that may
-    wait no longer make more; the mean is one.
+    A global batch is ``global_batch`` context windows, whatever the number of micro-batches. Where documents may wait,
+    a step trains between 1 - ``token_spread`` and 1 + ``token_spread`` of it, except where documents that may wait no
+    longer make more; the mean is one.
     """
 
-    name = "makespan"
+    name = "balanced"
     prices_sharding = True
+    plans_operations = True
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         options = self.options
-        self._least_documents = self.micro_batches  # of a step, where so many have arrived
+        if options.grouping == "level" and not isinstance(self.workload, StagePrices):
+            raise UserError(
+                "grouping = 'level' plans for the ranks of a pipeline stage, which a packer alone does not have; it is "
+                "for jobs that are trained or simulated"
+            )
+        if self.phased and options.grouping in ("level", "slices"):
+            raise UserError(
+                f"grouping = {options.grouping!r} does not know phases ({', '.join(self.phased.phases.seconds)}); use "
+                "'even'"
+            )
+        # Of a step, where so many have arrived; without delay a micro-batch may be empty rather than train more.
+        self._least_documents = self.micro_batches if self.max_delay else 1
         self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
         spread = int(options.token_spread * self.global_batch_tokens)
         self._rules = StepRules(
@@ -54,6 +78,10 @@ class MakespanPacker(CarryingPacker):
         self._outlier_tokens = max(1, self.context_window // _OUTLIER_SHARE)
         self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
         self._ahead_tokens = 0  # taken in that were not due by the last step
+
+    @property
+    def global_batch_tokens(self) -> int:
+        return (self.options.global_batch or self.micro_batches) * self.context_window
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "ahead_tokens": self._ahead_tokens}
@@ -114,6 +142,12 @@ class MakespanPacker(CarryingPacker):
 
     def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
         """A step of what is ``due``, but for what the search holds back, and of what helps of ``early``."""
+        if self.options.grouping in ("level", "slices"):
+            now, later = (due, early) if due else (early[:1], early[1:])
+            self._held = []
+            plan, unfit = self._levelled(now) if self.options.grouping == "level" else self._sliced(now)
+            self._carry(unfit + later)
+            return [plan]
         outliers = self._outliers(due, early, last=last)
         short, spare = ([item for item in items if item.length < self._outlier_tokens] for items in (due, early))
         aim = min(max(_tokens(due), self._rules.least), self.global_batch_tokens)
@@ -133,6 +167,34 @@ class MakespanPacker(CarryingPacker):
         put_off += [item for item in over_limit if item.arrived > self._step]
         self._carry(unfit + put_off + later)
         return self._emit_filled(filled)
+
+    def _levelled(self, items: list[Pending]) -> tuple[StepPlan, list[Pending]]:
+        """The step of ``items`` on the ranks of the stage; all find room."""
+        assert isinstance(self.workload, StagePrices)
+        groups = level_groups([item.length for item in items], -(-self.capacity // self.workload.ranks), self.workload)
+        micro_batches = [
+            MicroBatch(tuple(items[index].segment for index in group.documents), group.seconds, group.ranks)
+            for group in groups
+        ]
+        return self._emit(micro_batches, items), []
+
+    def _sliced(self, items: list[Pending]) -> tuple[StepPlan, list[Pending]]:
+        """The step of ``items`` in every pipeline, and what found no room."""
+        assert isinstance(self.workload, ColumnPrices)
+        columns = self.workload.columns
+        lengths = [item.length for item in items]
+        planned, left = sliced_columns(lengths, self.micro_batches // columns, self.capacity, self.workload)
+        micro_batches = []
+        for column in planned:
+            for held, sliced, start, stop in column:
+                segments = [items[index].segment for index in held]
+                if sliced >= 0:
+                    document, begin, length = items[sliced].segment
+                    segments.insert(0, Segment(document, begin + start, stop - start))
+                continued = sliced >= 0 and stop < length
+                micro_batches.append(MicroBatch(tuple(segments), 0.0, earlier=start, continued=continued))
+        trained = [item for index, item in enumerate(items) if index not in set(left)]
+        return self._emit(micro_batches, trained, columns), [items[index] for index in sorted(left)]
 
     def _outliers(self, due: list[Pending], early: list[Pending], *, last: bool) -> list[Outlier]:
         """The long documents, most expensive first; of equals those not due, which are the first to be held."""
