@@ -262,7 +262,7 @@ def _row_sums(device: torch.device, rows: Indices, tokens: int | None = None) ->
 
 
 def _rows(device: torch.device, indices: Indices) -> Rows:
-    follow = len(indices) > 0 and indices[-1] - indices[0] == len(indices) - 1
+    follow = len(indices) > 0 and bool((np.diff(indices) == 1).all())
     return slice(int(indices[0]), int(indices[-1]) + 1) if follow else on_device(indices, device)
 
 
