@@ -56,7 +56,9 @@ def _measure(plan: ShardPlan, folder: Path) -> Memory:
     assert len(grads) == 3
     received = sum(sum(part.receive_counts) for part in layout.parts)
     attended = [part.attended for part in layout.parts if part.attended]
-    exchanged = received + sum(len(part.send_rows) for part in layout.parts) + sum(len(a.key_rows) for a in attended)
+    exchanged = (
+        received + sum(len(part.send_rows) for part in layout.parts) + sum(sum(a.runs.key_lengths) for a in attended)
+    )
     attending = sum(sum(a.runs.query_lengths) for a in attended)
     return Memory(tokens, attending, received, exchanged, held, forward_peak, backward_peak)
 

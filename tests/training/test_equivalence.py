@@ -8,6 +8,8 @@ runs the same pieces, because a cut document is trained as its pieces.
 
 Level steps are planned and drawn at random, so that every rank runs micro-batches of its own beside those it shares.
 
+Documents cut into slices go through two stages, forward in order and backward in reverse.
+
 ``make equivalence`` (``--all-layouts``) runs every layout of up to 8 processes, and level steps with every kind of
 activation checkpointing; without it a selection runs, in which every dimension meets the others.
 """
@@ -34,6 +36,7 @@ from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
 from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS
+from wlb.attention.slices import KeptSlices
 from wlb.documents.segments import Segment
 from wlb.job.config import PRESETS, JobConfig
 from wlb.models.initialise import initialise_weights
@@ -42,10 +45,11 @@ from wlb.packing.arrange import arrange
 from wlb.packing.level import level_groups
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, labelled_tokens, make_batch
+from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.sharded_batch import RankShare
-from wlb.schedules.layout import Layout
+from wlb.schedules.layout import Layout, split_layers
 from wlb.training.parallel.mesh import build_mesh
-from wlb.training.parallel.parallelize import Execution, build_stage_modules
+from wlb.training.parallel.parallelize import Execution, apply_activation_checkpointing, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape, make_workload
 from wlb.workload.base import Checkpointing
@@ -60,7 +64,7 @@ BY_CHANCE, BY_CHANCE_OF_ALL_LAYOUTS = 2, 12  # level steps
 VOCABULARY = 38
 SEED = 3
 CONTEXT_WINDOW = 24
-TOLERANCE = 1e-10
+TOLERANCE, TOLERANCE_OF_SLICES = 1e-10, 1e-12
 
 ALL_LAYOUTS = [
     Layout(dp=dp, pp=pp, cp=cp, tp=tp, virtual_pp=virtual_pp, schedule="interleaved_1f1b" if virtual_pp > 1 else "1f1b")
@@ -315,6 +319,80 @@ def test_level_steps_have_the_loss_and_gradients_of_one_document_at_a_time(
     for job, errors_of_ranks in zip(jobs, zip(*by_rank, strict=True), strict=True):
         assert {name for errors in errors_of_ranks for name in errors} == {"loss", *steps[job.layout.cp][0].gradients}
         assert max(error for errors in errors_of_ranks for error in errors.values()) < TOLERANCE, job
+
+
+def _slices(documents: RandomDocuments) -> tuple[StepPlan, StepPlan]:
+    """A step with two documents in slices, the second cut from its own, and the same with all of them whole."""
+    longest, other, *short = np.argsort(-documents.lengths)[:5].tolist()
+    length, rest = int(documents.lengths[longest]), int(documents.lengths[other]) - 3
+    whole = [Segment(longest, 0, length), Segment(other, 3, rest)]
+    shorter = [Segment(document, 0, int(documents.lengths[document])) for document in short]
+
+    def sliced(of: Segment, begin: int, stop: int, *more: Segment) -> MicroBatch:
+        segment = Segment(of.document, of.start + begin, stop - begin)
+        return MicroBatch((segment, *more), 1.0, earlier=begin, continued=stop < of.length)
+
+    micro_batches = [
+        MicroBatch((shorter[0],), 1.0),
+        sliced(whole[0], 0, 9),
+        sliced(whole[0], 9, 12, shorter[1]),
+        sliced(whole[1], 0, 1, shorter[2]),
+        sliced(whole[0], 12, length),
+        sliced(whole[1], 1, rest),
+    ]
+    segments = tuple(MicroBatch((segment,), 1.0) for segment in (*whole, *shorter))
+    return StepPlan(0, (tuple(micro_batches),)), StepPlan(0, (segments,))
+
+
+def _gradients_of_slices(
+    model: TransformerConfig, documents: RandomDocuments, plan: StepPlan, checkpointing: Checkpointing
+) -> dict[str, Tensor]:
+    """Of two stages in this process, summed over context-parallel ranks; rows are padded as for two ``tp`` ranks."""
+    stages = [Transformer(model, layers).double() for layers in split_layers(model.shape, 2)]
+    for stage in stages:
+        initialise_weights(stage, layers=model.shape.layers, seed=SEED)
+        apply_activation_checkpointing(stage, checkpointing)
+    share, losses = RankShare(cp_rank=dist.get_rank(), layout=Layout(cp=dist.get_world_size(), tp=2)), []
+    kept, group = [KeptSlices() for _ in stages], dist.group.WORLD
+    assert group is not None
+    for batch in share.batches(plan, partial(make_batch, store=documents)):
+        x, attend = batch.tokens, batch.attention(group)
+        for stage, slices in zip(stages, kept, strict=True):
+            x = stage(x, batch.positions, attend.of_one_stage(slices))
+        losses.append(summed_cross_entropy(x, batch.labels) / labelled_tokens(plan, documents))
+    for loss in reversed(losses):
+        loss.backward()
+    assert not any(layer for slices in kept for layer in slices._kept.values())
+    found = {"loss": torch.stack(losses).sum().detach()}
+    found |= {
+        name: weight.grad for stage in stages for name, weight in stage.named_parameters() if weight.grad is not None
+    }
+    for value in found.values():
+        dist.all_reduce(value)
+    return found
+
+
+def _gradients_by_checkpointing(
+    model: TransformerConfig, documents: RandomDocuments, plan: StepPlan
+) -> list[dict[str, Tensor]]:
+    return [_gradients_of_slices(model, documents, plan, kind) for kind in get_args(Checkpointing)]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_slices_have_the_loss_and_gradients_of_one_document_at_a_time(
+    cp: int, window: int | None, model: TransformerConfig, documents: RandomDocuments
+) -> None:
+    model = replace(model, shape=replace(model.shape, sliding_window=window))
+    sliced, whole = _slices(documents)
+    loss, gradients = _one_segment_at_a_time(whole, documents, model)
+    exact = {"loss": torch.tensor(loss, dtype=torch.float64)} | gradients
+    for found in run_ranks(cp, _gradients_by_checkpointing, model, documents, sliced)[0]:
+        assert found.keys() == exact.keys()
+        errors = {
+            name: float((value - exact[name]).abs().max() / exact[name].abs().max()) for name, value in found.items()
+        }
+        assert max(errors.values()) < TOLERANCE_OF_SLICES
 
 
 def test_the_steps_cover_the_hard_cases(steps: list[Step], micro_batches: int) -> None:

@@ -28,6 +28,8 @@ from wlb.attention.exchange import PlanRanks, Resends
 from wlb.attention.packed_attention import AttendPacked, KeptAttention
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import ShardLayout, shard_layout
+from wlb.attention.slices import SliceInLayer
+from wlb.errors import UserError
 from wlb.sharding.plan import ShardPlan
 
 __all__ = ["context_parallel_attention", "segment_attention"]
@@ -67,7 +69,7 @@ def segment_attention(
         )
     layout = ShardLayout(Runs.of_segments(tuple(segment_lengths), _needed(window, segment_lengths)))
     tensors = _of_one_width(query, key, value)
-    out: Tensor = AttendPacked.apply(*tensors, layout, pick_backend(query, backend), PlanRanks(None), None, None)
+    out: Tensor = AttendPacked.apply(*tensors, layout, pick_backend(query, backend), PlanRanks(None), None, None, None)
     return out[..., : value.shape[-1]]
 
 
@@ -82,6 +84,7 @@ def context_parallel_attention(
     resends: Resends | None = None,
     window: int | None = None,
     members: Sequence[int] | None = None,
+    sliced: SliceInLayer | None = None,
 ) -> Tensor:
     """Causal softmax attention inside each segment of a micro-batch, over a group of ranks that share it.
 
@@ -104,14 +107,23 @@ def context_parallel_attention(
         window: Tokens that each token attends up to its own, of its segment; all of them without it.
         members: The ranks of ``group`` that the plan is for, in its order; all of them by default. The others need not
             call this. With NCCL all must have been in a call of ``group`` before.
+        sliced: For a plan whose first segment is a slice: the slices before it in this layer, from
+            ``KeptSlices.layers``.
 
     Returns:
         (local tokens, heads, value_dim), of the query's type.
 
     Raises:
-        UserError: No such back end, or it does not support a tensor of this device or type.
-        ValueError: Tensors, plan and group do not fit together.
+        UserError: No such back end, or it does not support a tensor of this device or type; or the first segment is a
+            slice, and nothing keeps slices.
+        ValueError: Tensors, plan and group do not fit together, or slices do not go forward in order and backward in
+            reverse.
     """
+    if shard_plan.earlier is not None and sliced is None:
+        raise UserError(
+            f"a micro-batch begins with a slice that has {shard_plan.earlier} tokens before it, which only a pipeline "
+            "keeps; run it with wlb.runtime.stage.run_order, or plan whole documents"
+        )
     alone = group is None and shard_plan.cp_size == 1
     in_group, rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
     if members is not None and not alone:
@@ -124,9 +136,11 @@ def context_parallel_attention(
     expected = int(shard_plan.tokens_per_rank[rank])
     if len(query) != expected:
         raise ValueError(f"rank {rank} holds {expected} tokens under the plan, the query has {len(query)}")
-    layout = shard_layout(shard_plan, rank, query.device, _needed(window, shard_plan.segment_lengths))
+    lengths = shard_plan.segment_lengths
+    reach = _needed(window, (*lengths, lengths[0] + (shard_plan.earlier or 0)))
+    layout = shard_layout(shard_plan, rank, query.device, reach)
     ranks, tensors = PlanRanks(group, members), _of_one_width(query, key, value)
-    out: Tensor = AttendPacked.apply(*tensors, layout, pick_backend(query, backend), ranks, kept, resends)
+    out: Tensor = AttendPacked.apply(*tensors, layout, pick_backend(query, backend), ranks, kept, resends, sliced)
     return out[..., : value.shape[-1]]
 
 

@@ -77,8 +77,11 @@ def add_returned(grads: Sequence[Tensor], returned: Sequence[Tensor], parts: Seq
 
 
 def sum_rows(values: Tensor, sums: RowSums) -> Tensor:
-    """The sum of the ``values`` of each row, in one kernel that adds in float32 or better and in a fixed order."""
-    if len(sums.starts) == len(sums.order):  # a value each
+    """The sum of the ``values`` of each row, in one kernel that adds in float32 or better and in a fixed order.
+
+    Zero where a row has none.
+    """
+    if sums.starts is None:
         return values.index_select(0, sums.order)
     summed: Tensor = F.embedding_bag(sums.order, values.flatten(1), sums.starts, mode="sum")
     return summed.view(-1, *values.shape[1:])

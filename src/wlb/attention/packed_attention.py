@@ -11,6 +11,10 @@ again in the backward, each layer's while the layer above it is computed (``Rese
 
 In a layer with a sliding window a rank attends when everything has arrived, its own tokens and the few received ones in
 one go: there is little to hide. What was received is kept for the same reason.
+
+The keys and values of a document's slice are kept for the slices after it. A later slice attends them while its own
+are on their way; in the backward it leaves their gradients, which the earlier slice adds to its own, and to those that
+it returns (``wlb.attention.slices``).
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ from wlb.attention.exchange import (
     sum_rows,
 )
 from wlb.attention.shard_layout import Attended, Rows, ShardLayout
+from wlb.attention.slices import SliceInLayer
 
-_OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
+# The parts, in a profiler's trace.
+_OWN, _RECEIVED, _EARLIER = "attention own", "attention received", "attention earlier slices"
 
 
 class AttentionResults(NamedTuple):
@@ -57,6 +63,7 @@ class KeptAttention:
 
     def __init__(self, *, computed_again: bool = False) -> None:
         self.computed_again = computed_again
+        self.sliced: SliceInLayer | None = None  # the same in both calls
         self._results: AttentionResults | None = None
 
     def get(self, compute: Callable[[], AttentionResults]) -> AttentionResults:
@@ -82,14 +89,15 @@ class AttendPacked(torch.autograd.Function):
         ranks: PlanRanks,
         kept: KeptAttention | None,
         resends: Resends | None,
+        sliced: SliceInLayer | None,
     ) -> Tensor:
         keeps = layout.keeps_received or (kept is not None and kept.computed_again)
         results = (kept or KeptAttention()).get(
-            lambda: _attend(q_THE, k_TGE, v_TGE, layout, backend, ranks, keeps=keeps)
+            lambda: _attend(q_THE, k_TGE, v_TGE, layout, backend, ranks, sliced, keeps=keeps)
         )
         ctx.save_for_backward(q_THE, k_TGE, v_TGE, results.out_THE, results.log_sum_exp_HT, *results.received)
         ctx.layout, ctx.backend, ctx.ranks = layout, backend, ranks
-        ctx.resend, ctx.resends = None, resends
+        ctx.resend, ctx.resends, ctx.sliced = None, resends, sliced
         # What is checkpointed must not be held from here.
         if resends is not None and kept is None and layout.parts and not keeps and any(ctx.needs_input_grad):
             ctx.resend = resends.add(Resend(k_TGE, v_TGE, layout, ranks))
@@ -98,37 +106,54 @@ class AttendPacked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
-        layout, backend, ranks, resend = ctx.layout, ctx.backend, ctx.ranks, ctx.resend
+        layout, backend, ranks, resend, sliced = ctx.layout, ctx.backend, ctx.ranks, ctx.resend, ctx.sliced
         q_THE, k_TGE, v_TGE, out_THE, log_sum_exp_HT, *received = ctx.saved_tensors
         merged: list[tuple[Rows, Tensor]] = []
         homeward: list[Arrival] = []
+        before = [] if sliced is None else sliced.before(layout.earlier)
+        left, *left_of_parts = _left_by_later(sliced, layout, len(k_TGE))
         if layout.window_rows is None:
             again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, ranks)).take()
-            for part, x_A2GE in zip(layout.parts, received or (arrival.wait() for arrival in again), strict=True):
-                grad_A2GE = x_A2GE  # nothing
+            arrived = received or (arrival.wait() for arrival in again)
+            for part, x_A2GE, left_A2GE in zip(layout.parts, arrived, left_of_parts, strict=True):
                 with record_function(_RECEIVED):
-                    if part.attended is not None:
+                    if part.attended is None:
+                        grad_A2GE = torch.zeros_like(x_A2GE)
+                    else:
                         results = q_THE, x_A2GE, out_THE, log_sum_exp_HT
                         grad_QHE, grad_A2GE = _received_gradients(grad_THE, *results, part.attended, backend)
                         merged.append((part.attended.query_rows, grad_QHE))
-                homeward.append(return_gradients(grad_A2GE, part, ranks))
+                homeward.append(return_gradients(_with_left(grad_A2GE, left_A2GE), part, ranks))
+            if sliced is not None and layout.before is not None:
+                with record_function(_EARLIER):
+                    results = q_THE, before[0], out_THE, log_sum_exp_HT
+                    grad_QHE, grad_K2GE = _received_gradients(grad_THE, *results, layout.before, backend)
+                merged.append((layout.before.query_rows, grad_QHE))
+                sliced.leave(grad_K2GE)
         if resend is not None:
             ctx.resends.go_on_below(resend)
             ctx.resend = None
-        keys = _own_keys(k_TGE, v_TGE, received, layout)
+        keys = _own_keys(k_TGE, v_TGE, [*received, *before], layout.window_rows)
         if layout.own_runs is None:
             grad_q_THE, *grads = (torch.zeros_like(tensor) for tensor in (q_THE, *keys))
         else:
             with record_function(_OWN):
                 grad_q_THE, *grads = backend.backward(grad_THE, q_THE, *keys, out_THE, log_sum_exp_HT, layout.own_runs)
         if layout.window_rows is not None:
-            grads, grad_A2GE = _window_gradients(grads, layout, len(k_TGE))
-            homeward = [return_gradients(grad_A2GE, part, ranks) for part in layout.parts]
+            grads, grad_A2GE, grad_K2GE = _window_gradients(grads, layout, len(k_TGE))
+            homeward = [
+                return_gradients(_with_left(grad_A2GE, left_A2GE), part, ranks)
+                for part, left_A2GE in zip(layout.parts, left_of_parts, strict=True)
+            ]
+            if sliced is not None:
+                sliced.leave(grad_K2GE)
+        if left is not None:
+            grads = [grad_TGE + left_TGE for grad_TGE, left_TGE in zip(grads, left.unbind(1), strict=True)]
         for rows, grad_QHE in merged:
             grad_q_THE[rows] += grad_QHE
         if layout.parts:
             grads = add_returned(grads, [arrival.wait() for arrival in homeward], layout.parts)
-        return grad_q_THE, grads[0].to(k_TGE.dtype), grads[1].to(v_TGE.dtype), None, None, None, None, None
+        return grad_q_THE, grads[0].to(k_TGE.dtype), grads[1].to(v_TGE.dtype), *[None] * 6
 
 
 def _attend(
@@ -138,48 +163,73 @@ def _attend(
     layout: ShardLayout,
     backend: AttentionBackend,
     ranks: PlanRanks,
+    sliced: SliceInLayer | None,
     *,
     keeps: bool,
 ) -> AttentionResults:
     """Attention of this rank's tokens, and with ``keeps`` the keys and values it received."""
+    before = [] if sliced is None else sliced.before(layout.earlier)
     arrivals = [send_keys(k_TGE, v_TGE, part, ranks) for part in layout.parts]
     if layout.own_runs is None:
         out_THE, log_sum_exp_HT = q_THE.clone(), q_THE.new_empty(q_THE.shape[1], 0)
     else:
         arrived = [] if layout.window_rows is None else [arrival.wait() for arrival in arrivals]
-        keys = _own_keys(k_TGE, v_TGE, arrived, layout)
+        keys = _own_keys(k_TGE, v_TGE, [*arrived, *before], layout.window_rows)
         with record_function(_OWN):
             out_THE, log_sum_exp_HT = backend.forward(q_THE, *keys, layout.own_runs)
-    if sum(part.attended is not None for part in layout.parts) > 1:  # a narrow type would round with every part
+    merges = [layout.before, *(part.attended for part in layout.parts)]
+    if len(merges) - merges.count(None) > 1:  # a narrow type would round with every part
         out_THE = out_THE.to(torch.promote_types(out_THE.dtype, torch.float32))
+    if layout.before is not None:
+        with record_function(_EARLIER):
+            _attend_received(q_THE, before[0], out_THE, log_sum_exp_HT, layout.before, backend)
     for part, arrival in zip(layout.parts, arrivals, strict=True):
         x_A2GE = arrival.wait()
         if part.attended is not None:
             with record_function(_RECEIVED):
                 _attend_received(q_THE, x_A2GE, out_THE, log_sum_exp_HT, part.attended, backend)
-    received = tuple([arrival.received for arrival in arrivals]) if keeps else ()
-    return AttentionResults(out_THE.to(q_THE.dtype), log_sum_exp_HT, received)
+    received = tuple([arrival.received for arrival in arrivals])
+    if sliced is not None and not sliced.is_kept:
+        sliced.keep(torch.stack(_own_keys(k_TGE, v_TGE, received, layout.slice_rows), dim=1))
+    return AttentionResults(out_THE.to(q_THE.dtype), log_sum_exp_HT, received if keeps else ())
 
 
-def _own_keys(k_TGE: Tensor, v_TGE: Tensor, received: Sequence[Tensor], layout: ShardLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values of ``layout.own_runs``: the local ones, or those in windows, (K, G, E)."""
-    if layout.window_rows is None:
+def _own_keys(k_TGE: Tensor, v_TGE: Tensor, others: Sequence[Tensor], rows: Rows | None) -> tuple[Tensor, Tensor]:
+    """The ``rows`` of local keys and values and then the ``others``, (K, G, E); without ``rows`` the local ones."""
+    if rows is None:
         return k_TGE, v_TGE
     k_KGE, v_KGE = (
-        torch.cat([x_TGE, *(x_A2GE[:, side] for x_A2GE in received)])[layout.window_rows]
-        for side, x_TGE in enumerate((k_TGE, v_TGE))
+        torch.cat([x_TGE, *(x_A2GE[:, side] for x_A2GE in others)])[rows] for side, x_TGE in enumerate((k_TGE, v_TGE))
     )
     return k_KGE, v_KGE
 
 
-def _window_gradients(grads: Sequence[Tensor], layout: ShardLayout, tokens: int) -> tuple[list[Tensor], Tensor]:
-    """Gradients of local keys and values in a wide type, and of the received ones, (A, 2, G, E), from (K, G, E)."""
+def _left_by_later(sliced: SliceInLayer | None, layout: ShardLayout, tokens: int) -> list[Tensor | None]:
+    """What slices after this one left for local keys and values, and for those received in each part, (.., 2, G, E)."""
+    counts = [tokens, *(sum(part.receive_counts) for part in layout.parts)]
+    if sliced is None or (left_K2GE := sliced.take()) is None:
+        return [None] * len(counts)
+    everything = left_K2GE.new_zeros(sum(counts), *left_K2GE.shape[1:])
+    everything[layout.slice_rows] = left_K2GE
+    return [*everything.split(counts)]
+
+
+def _with_left(grad_A2GE: Tensor, left_A2GE: Tensor | None) -> Tensor:
+    return grad_A2GE if left_A2GE is None else (grad_A2GE + left_A2GE).to(grad_A2GE.dtype)
+
+
+def _window_gradients(grads: Sequence[Tensor], layout: ShardLayout, tokens: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Gradients from (K, G, E): of local keys and values in a wide type, of those received and of earlier slices'.
+
+    The latter are (A, 2, G, E), the last in a wide type too.
+    """
     assert layout.window_sums is not None
     # Summed over the pieces that see a key, and over ranks; a narrow type would round each time.
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     totals = [sum_rows(grad_KGE.to(wide), layout.window_sums) for grad_KGE in grads]
-    grad_A2GE = torch.stack([total[tokens:] for total in totals], dim=1).to(grads[0].dtype)
-    return [total[:tokens] for total in totals], grad_A2GE
+    grad_K2GE = torch.stack([total[tokens:] for total in totals], dim=1)
+    received = len(grad_K2GE) - layout.earlier
+    return [total[:tokens] for total in totals], grad_K2GE[:received].to(grads[0].dtype), grad_K2GE[received:]
 
 
 def _attend_received(

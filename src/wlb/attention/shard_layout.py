@@ -10,6 +10,10 @@ In a layer with a sliding window a token attends the last ``window`` tokens of i
 needs the keys from ``start - window + 1`` on and no others, and every piece that lies before another rank's sends just
 its end. A rank then has all keys that a piece of its own attends in one run, in their order, whose last ones are the
 piece's own: every back end computes that in one call, and nothing is merged.
+
+Where the first segment is a slice, every rank is sent as much of it as a slice after it attends, and has as much of the
+slices before it as this one attends (``wlb.attention.slices``). That is like one more part that has arrived, or in a
+window like received keys whose positions are negative.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.attention.runs import Runs
-from wlb.sharding.plan import PART_CUTS, ShardPlan, Table, owners, ranges, receivers
+from wlb.sharding.plan import PART_CUTS, ShardPlan, Table, owners, ranges
 
 Indices = NDArray[np.int64]
 Rows = Tensor | slice  # of a tensor: int64 on its device, or where they follow each other
@@ -34,12 +38,12 @@ Rows = Tensor | slice  # of a tensor: int64 on its device, or where they follow 
 class RowSums(NamedTuple):
     """Values that belong to the same row, in the order in which they are stored.
 
-    Those of ``rows[i]`` are ``order[starts[i]:starts[i + 1]]``.
+    Those of ``rows[i]`` are ``order[starts[i]:starts[i + 1]]``, or ``order[i]`` where each has one.
     """
 
     rows: Rows  # distinct, ascending
     order: Tensor
-    starts: Tensor
+    starts: Tensor | None
 
 
 class Attended(NamedTuple):
@@ -47,8 +51,8 @@ class Attended(NamedTuple):
 
     runs: Runs
     query_rows: Rows  # local tokens that attend received keys, run after run
-    key_rows: Tensor  # received tokens that they attend, run after run
-    key_sums: RowSums  # of ``key_rows``, which name every received token
+    key_rows: Rows  # received tokens that they attend, run after run
+    key_sums: RowSums  # of ``key_rows``, for every received token
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class ExchangePart:
     send_counts: list[int]  # tokens for each rank
     receive_counts: list[int]  # tokens from each rank
     send_sums: RowSums | None  # of ``send_rows``; None where no token goes to several ranks
-    attended: Attended | None = None  # None where nothing arrives, and in windows
+    attended: Attended | None = None  # None where nothing arrives but for slices after this one, and in windows
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,12 @@ class ShardLayout:
 
     own_runs: Runs | None  # this rank's tokens of each segment, or its pieces; None where it has no tokens
     window_rows: Tensor | None = None  # keys of ``own_runs`` in a window: rows of local tokens, then received ones
-    window_sums: RowSums | None = None  # of ``window_rows``, which name every local and every received token
+    window_sums: RowSums | None = None  # of ``window_rows``, for every token that they may name
     parts: tuple[ExchangePart, ...] = ()  # in the order in which they are sent; none where no rank sends anything
     keeps_received: bool = True  # until the backward; the same on all
+    slice_rows: Rows | None = None  # of local tokens and then all received ones: those that a slice after this attends
+    earlier: int = 0  # tokens of the slices before this one, the last ones, that this rank attends
+    before: Attended | None = None  # local tokens against those; None in windows, which name them after received ones
 
 
 _layouts: dict[int, dict[object, ShardLayout]] = {}
@@ -95,38 +102,78 @@ def shard_layout(plan: ShardPlan, rank: int, device: torch.device, window: int |
 def _layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
     own = plan.pieces[rank]
     _, start, stop = np.concatenate(plan.pieces).T
-    attends, parts = receivers(plan.pieces), plan.exchange_parts if plan.kv_traffic.any() else 0
+    parts = plan.exchange_parts if plan.kv_traffic.any() else 0
     cuts = [start + ((stop - start) * cut).astype(np.int64) for cut in PART_CUTS[parts]] if parts else []
+    messages = [_part(plan, rank, device, begin, (end - begin) * plan.receivers) for begin, end in pairwise(cuts)]
+    before = _before(plan, own, device)
     return ShardLayout(
         own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
-        parts=tuple([_part(plan, rank, device, begin, (end - begin) * attends) for begin, end in pairwise(cuts)]),
+        parts=tuple([message for message, _ in messages]),
         keeps_received=plan.keeps_received,
+        slice_rows=_slice_rows(plan, np.concatenate([own, *(received for _, received in messages)]), device),
+        earlier=plan.earlier or 0 if before else 0,
+        before=before,
     )
 
 
-def _part(plan: ShardPlan, rank: int, device: torch.device, begin: Indices, lengths: Indices) -> ExchangePart:
-    """A message, as ``_message``, whose keys the later pieces of this rank attend."""
+def _before(plan: ShardPlan, own: Table, device: torch.device) -> Attended | None:
+    """This rank's tokens of a slice, which are its first, against all tokens before the slice."""
+    tokens = int(_lengths(own[own[:, 0] == 0]).sum())
+    if not plan.earlier or not tokens:
+        return None
+    sums = _row_sums(device, np.arange(plan.earlier))
+    return Attended(Runs((tokens,), (plan.earlier,), causal=False), slice(0, tokens), sums.rows, sums)
+
+
+def _slice_rows(plan: ShardPlan, held: Table, device: torch.device, window: int | None = None) -> Rows | None:
+    """Rows of the ``held`` keys that a slice after this one attends, in the document's order."""
+    if plan.earlier is None:
+        return None
+    return _rows(device, _keys_seen(_next_slice(plan), held, window)[0])
+
+
+def _next_slice(plan: ShardPlan) -> Table:
+    """The first token of the slice after this one, as a piece."""
+    length = plan.segment_lengths[0]
+    return np.array([[0, length, length + 1]])
+
+
+def _part(
+    plan: ShardPlan, rank: int, device: torch.device, begin: Indices, lengths: Indices
+) -> tuple[ExchangePart, Table]:
+    """A message, as ``_message``, whose keys the later pieces of this rank attend, and the pieces that arrive."""
     own = plan.pieces[rank]
     message, received = _message(plan, rank, device, begin, lengths)
     key_rows, key_lengths = _keys_seen(own, received)
     if not len(key_rows):
-        return message
+        return message, received
     own_lengths, attending = _lengths(own), np.flatnonzero(key_lengths)
     runs = Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False)
     queries = _rows(device, ranges(_starts(own_lengths)[attending], own_lengths[attending]))
-    attended = Attended(runs, queries, on_device(key_rows, device), _row_sums(device, key_rows))
-    return replace(message, attended=attended)
+    sums = _row_sums(device, key_rows, int(_lengths(received).sum()))
+    return replace(message, attended=Attended(runs, queries, on_device(key_rows, device), sums)), received
 
 
 def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int) -> ShardLayout:
     own, table, owner = plan.pieces[rank], np.concatenate(plan.pieces), owners(plan.pieces)
-    reached = np.stack([_reached(table, pieces, window) for pieces in plan.pieces])  # (ranks, pieces)
+    after = _next_slice(plan) if plan.earlier is not None else table[:0]
+    of_first = [np.searchsorted(pieces[:, 0], 1) for pieces in plan.pieces]
+    attending = [np.concatenate([p[:first], after, p[first:]]) for p, first in zip(plan.pieces, of_first, strict=True)]
+    reached = np.stack([_reached(table, pieces, window) for pieces in attending])  # (ranks, pieces)
     reached[owner, np.arange(len(owner))] = 0
     message, received = _message(plan, rank, device, table[:, 2] - reached, reached)
-    key_rows, key_lengths = _keys_seen(own, np.concatenate([own, received]), window)
+    held, earlier = np.concatenate([own, received]), min(plan.earlier or 0, window - 1)
+    keys = np.concatenate([held, np.array([[0, -earlier, 0]])[: earlier > 0]])
+    key_rows, key_lengths = _keys_seen(own, keys, window)
     runs = Runs(tuple(_lengths(own).tolist()), tuple(key_lengths.tolist()), True, window) if len(own) else None
-    sums = _row_sums(device, key_rows)
-    return ShardLayout(runs, on_device(key_rows, device), sums, parts=(message,) if reached.any() else ())
+    return ShardLayout(
+        own_runs=runs,
+        window_rows=on_device(key_rows, device),
+        window_sums=_row_sums(device, key_rows, int(_lengths(keys).sum())),
+        parts=(message,) if reached.any() else (),
+        slice_rows=_slice_rows(plan, held, device, window),
+        earlier=earlier,
+    )
 
 
 def _message(
@@ -171,8 +218,8 @@ def _keys_seen(own: Table, held: Table, window: int | None = None) -> tuple[Indi
     """
     order = np.lexsort((held[:, 1], held[:, 0]))
     rows, (segment, start, stop) = _starts(_lengths(held))[order], held[order].T
-    span = 1 + max(stop.max(initial=0), own[:, 2].max(initial=0))
-    needed = own[:, 1] * 0 if window is None else np.maximum(own[:, 1] - window + 1, 0)
+    span = 1 + max(stop.max(initial=0), own[:, 2].max(initial=0)) + (window or 0)
+    needed = own[:, 1] * 0 if window is None else own[:, 1] - window + 1
     first = np.searchsorted(segment * span + stop, own[:, 0] * span + needed, side="right")
     last = np.searchsorted(segment * span + start, own[:, 0] * span + own[:, 2])
     seen, piece = ranges(first, last - first), np.repeat(np.arange(len(own)), last - first)
@@ -205,14 +252,17 @@ def on_device(indices: NDArray[np.integer[Any]], device: torch.device) -> Tensor
     return tensor.to(device, non_blocking=True)
 
 
-def _row_sums(device: torch.device, rows: Indices) -> RowSums:
+def _row_sums(device: torch.device, rows: Indices, tokens: int | None = None) -> RowSums:
+    """For the rows that ``rows`` name, or all of so many ``tokens``, of which some may have no value."""
     order = np.argsort(rows, kind="stable")
-    distinct, starts = np.unique(rows[order], return_index=True)
-    return RowSums(_rows(device, distinct), on_device(order, device), on_device(starts, device))
+    distinct = np.unique(rows) if tokens is None else np.arange(tokens)
+    each_has_one = np.array_equal(rows[order], distinct)
+    starts = None if each_has_one else on_device(np.searchsorted(rows[order], distinct), device)
+    return RowSums(_rows(device, distinct), on_device(order, device), starts)
 
 
 def _rows(device: torch.device, indices: Indices) -> Rows:
-    follow = len(indices) > 0 and indices[-1] - indices[0] == len(indices) - 1
+    follow = len(indices) > 0 and bool((np.diff(indices) == 1).all())
     return slice(int(indices[0]), int(indices[-1]) + 1) if follow else on_device(indices, device)
 
 

@@ -225,6 +225,8 @@ class PackedSteps(Iterator[PackedStep]):
         self.agree()
         self._plan_by_measured()
         plan = next(self._steps, None)
+        if plan is not None and any(micro_batch.is_slice for micro_batch in plan.micro_batches):
+            raise UserError(f"step {plan.step} cuts documents into slices, which need a pipeline; plan whole documents")
         shares = () if plan is None else self._share.batches(plan, self._read)
         loss_tokens = self._loss_tokens(plan, shares)
         if plan is None:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wlb.attention.slices import SliceOf
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
@@ -48,14 +49,16 @@ class TokenSource(Protocol):
 class TokenBatch:
     """One micro-batch of T tokens; every tensor is int64 of shape (T,).
 
-    ``labels`` holds the token that follows, or ``IGNORE_LABEL``; ``positions`` count from 0 in each segment;
-    ``segment_lengths`` add up to T.
+    ``labels`` holds the token that follows, or ``IGNORE_LABEL``; ``positions`` count from 0 in each segment, but in a
+    slice from the tokens before it; ``segment_lengths`` add up to T. ``slice_of`` is where the first segment lies, if
+    it is a slice.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     segment_lengths: tuple[int, ...]
+    slice_of: SliceOf | None = None
 
 
 def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
@@ -87,8 +90,13 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
         if len(run) == length:
             labels[end - 1] = IGNORE_LABEL
     positions = np.arange(ends[-1]) - np.repeat(ends - segment_lengths, segment_lengths)
+    slice_of = None
+    if micro_batch.is_slice:
+        document, start, length = micro_batch.segments[0]
+        positions[:length] += micro_batch.earlier
+        slice_of = SliceOf(document, start - micro_batch.earlier, micro_batch.earlier, length)
     tokens_T, labels_T, positions_T = map(torch.from_numpy, (tokens, labels, positions))
-    return TokenBatch(tokens_T, labels_T, positions_T, tuple(micro_batch.lengths))
+    return TokenBatch(tokens_T, labels_T, positions_T, tuple(micro_batch.lengths), slice_of)
 
 
 def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | None = None) -> TokenBatch:

@@ -11,7 +11,7 @@ and kept out of attention, they change no result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from wlb.attention import context_parallel_attention
 from wlb.attention.exchange import Resends
 from wlb.attention.packed_attention import KeptAttention
+from wlb.attention.slices import KeptSlices, SliceInLayer, SliceOf
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch
 from wlb.runtime.own_lists import own_batches
@@ -35,9 +36,9 @@ from wlb.workload import Costs
 class ShardedBatch:
     """The tokens of one rank; every tensor is int64 of shape (rows,), in the order of the plan.
 
-    The first ``local_tokens`` rows are tokens, the rest padding. ``labels`` and ``positions`` mean what they do in
-    ``TokenBatch``. This rank is ``rank`` of ``shard_plan``; ``ranks`` are those of the context-parallel group that
-    share the plan, all of them where none are named.
+    The first ``local_tokens`` rows are tokens, the rest padding. ``labels``, ``positions`` and ``slice_of`` mean what
+    they do in ``TokenBatch``. This rank is ``rank`` of ``shard_plan``; ``ranks`` are those of the context-parallel
+    group that share the plan, all of them where none are named.
     """
 
     tokens: Tensor
@@ -47,6 +48,7 @@ class ShardedBatch:
     shard_plan: ShardPlan
     rank: int = 0
     ranks: tuple[int, ...] = ()
+    slice_of: SliceOf | None = None
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -65,7 +67,8 @@ class ShardedBatch:
     def attention(self, group: dist.ProcessGroup) -> ShardedAttention:
         """Attention over these rows, together with the context-parallel ``group``."""
         sharing = group if self.shard_plan.cp_size > 1 else None
-        return ShardedAttention(self.local_tokens, self.shard_plan, sharing, self.ranks or None, Resends())
+        ranks = self.ranks or None
+        return ShardedAttention(self.local_tokens, self.shard_plan, sharing, ranks, Resends(), self.slice_of)
 
     def to(self, device: torch.device) -> ShardedBatch:
         named = {name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "labels", "positions")}
@@ -80,6 +83,8 @@ def shard_batch(
     Padded to a multiple of ``multiple_of`` (the tensor-parallel size), and to at least one: a rank without tokens has
     padding only. Raises ``ValueError`` if the plan is for other segments.
     """
+    if shard_plan.earlier != (batch.slice_of and batch.slice_of.earlier):
+        raise ValueError(f"the plan has earlier = {shard_plan.earlier}, the batch slice_of = {batch.slice_of}")
     if shard_plan.segment_lengths != batch.segment_lengths:
         raise ValueError(
             f"the plan shards {len(shard_plan.segment_lengths)} segments of {shard_plan.tokens} tokens, "
@@ -95,6 +100,7 @@ def shard_batch(
         shard_plan,
         rank,
         ranks,
+        batch.slice_of,
     )
 
 
@@ -115,7 +121,8 @@ class RankShare:
     def of(self, batch: TokenBatch, ranks: tuple[int, ...] = ()) -> ShardedBatch:
         """What this rank holds of ``batch``, which the context-parallel ``ranks`` run; all where none are named."""
         strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
-        plan = make_shard_plan(batch.segment_lengths, len(ranks) or self.layout.cp, strategy, workload=workload)
+        cp, earlier = len(ranks) or self.layout.cp, batch.slice_of and batch.slice_of.earlier
+        plan = make_shard_plan(batch.segment_lengths, cp, strategy, workload=workload, earlier=earlier)
         rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
         return shard_batch(batch, plan, rank, self.layout.tp, ranks)
 
@@ -129,7 +136,8 @@ class ShardedAttention:
     """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, zero for padding.
 
     The plan is for ``members`` of ``group``, all by default; a plan for one rank has no group. The layers of a stage
-    share ``resends``; without it, what was not kept is sent again only when the backward needs it.
+    share ``resends``; without it, what was not kept is sent again only when the backward needs it. A slice needs
+    ``layers``, from what its stage keeps.
     """
 
     local_tokens: int
@@ -137,10 +145,13 @@ class ShardedAttention:
     group: dist.ProcessGroup | None
     members: tuple[int, ...] | None = None
     resends: Resends | None = None
+    slice_of: SliceOf | None = None
+    layers: Iterator[SliceInLayer] | None = None
 
-    def of_one_stage(self) -> ShardedAttention:
-        """The same for the layers of another stage."""
-        return replace(self, resends=Resends())
+    def of_one_stage(self, kept_slices: KeptSlices) -> ShardedAttention:
+        """The same for one forward through the layers of another stage, which has ``kept_slices`` in this step."""
+        layers = self.slice_of and kept_slices.layers(self.slice_of)
+        return replace(self, resends=Resends(), layers=layers)
 
     def __call__(
         self,
@@ -154,6 +165,9 @@ class ShardedAttention:
 
         ``kept``, for activation checkpointing, and ``window`` are those of ``context_parallel_attention``.
         """
+        sliced = None if self.layers is None else (kept and kept.sliced) or next(self.layers)
+        if kept is not None:
+            kept.sliced = sliced
         padding = len(query) - self.local_tokens
         if padding:
             query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
@@ -167,5 +181,6 @@ class ShardedAttention:
             resends=self.resends,
             window=window,
             members=self.members,
+            sliced=sliced,
         )
         return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from wlb.attention.slices import KeptSlices
 from wlb.runtime.own_lists import gather_weights
 
 Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
@@ -48,6 +49,7 @@ class PlannedStage(PipelineStage):
         self._measuring = measuring
         self._stream = example.detach()
         self._token_counts: Sequence[int] = ()
+        self._kept_slices = KeptSlices()
         self._activations: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch 2.13 would hold every tensor against the example.
@@ -56,6 +58,7 @@ class PlannedStage(PipelineStage):
     def begin_step(self, token_counts: Sequence[int]) -> None:
         """Announce the tokens of each micro-batch of the step to come."""
         self._token_counts = token_counts
+        self._kept_slices = KeptSlices()
         self.has_backward = True
         self.clear_runtime_states()
 
@@ -64,7 +67,7 @@ class PlannedStage(PipelineStage):
     ) -> Any:
         kwargs = kwargs or {}
         if "attend" in kwargs:
-            kwargs = kwargs | {"attend": kwargs["attend"].of_one_stage()}
+            kwargs = kwargs | {"attend": kwargs["attend"].of_one_stage(self._kept_slices)}
         with self._measuring("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
 

@@ -37,7 +37,7 @@ __all__ = [
     "shard_many",
 ]
 
-# Of documents that several ranks of a level step share: by length alone, so alike on every machine.
+# Of documents that several ranks of a level step share, and of slices: by length alone, so alike on every machine.
 LEVEL_SHARDING = "per_document"
 
 STRATEGIES: dict[str, Callable[[MicroBatches, int, Costs], Pieces]] = {
@@ -57,18 +57,28 @@ def make_shard_plan(
     strategy: str,
     *,
     workload: Costs | None = None,
+    earlier: int | None = None,
 ) -> ShardPlan:
     """Share a micro-batch of segments of ``document_lengths`` tokens, in packed order, among ``cp_size`` ranks.
 
     ``workload`` prices the shards for all but the static strategies: that of one GPU without context parallelism
-    (``cp`` = 1, any ``tp``); default ``make_workload("7b", "h100")``. The same arguments give the same plan. Raises
-    ``UserError`` for an unknown strategy, a ``cp_size`` below 1, no documents, and lengths that are not whole numbers
-    of at least 1.
+    (``cp`` = 1, any ``tp``); default ``make_workload("7b", "h100")``. With ``earlier`` the first segment is a slice
+    with so many tokens before it: all ranks get an even part of it, and the others are shared as if it were not there.
+    The same arguments give the same plan. Raises ``UserError`` for an unknown strategy, a ``cp_size`` below 1, no
+    documents, lengths that are not whole numbers of at least 1, and ``earlier`` below 0.
     """
-    lengths = _checked(document_lengths)
-    micro_batch = MicroBatches(lengths, np.array([len(lengths)]))
-    pieces = shard_many(micro_batch, cp_size, strategy, workload or make_workload())
-    return ShardPlan(strategy, tuple(lengths.tolist()), rank_tables(pieces, cp_size))
+    lengths, slices = _checked(document_lengths), int(earlier is not None)
+    if earlier is not None and earlier < 0:
+        raise UserError(f"earlier = {earlier} tokens cannot be before a slice; it must be at least 0")
+    pieces = [
+        shard_many(MicroBatches(part, np.array([len(part)])), cp_size, of_part, workload or make_workload())
+        for part, of_part in ((lengths[:slices], LEVEL_SHARDING), (lengths[slices:], checked_strategy(strategy)))
+        if len(part)
+    ]
+    if len(pieces) > 1:
+        pieces[1] = pieces[1]._replace(segment=pieces[1].segment + slices)
+    together = Pieces(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+    return ShardPlan(strategy, tuple(lengths.tolist()), rank_tables(together, cp_size), earlier)
 
 
 def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Costs) -> Pieces:

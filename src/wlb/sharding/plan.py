@@ -5,6 +5,9 @@ queries ``start`` to ``stop`` of one segment, which attend the segment's keys 0 
 lie on one rank needs nothing from others; of any other segment, the keys and values that another rank attends are
 gathered. Together the pieces cover every token once, so a plan is a permutation of the micro-batch and attention over
 it is exact.
+
+The first segment may be a slice of a longer one, whose other slices are in micro-batches of their own: its queries also
+attend the ``earlier`` tokens before it. Slices after it attend its keys on every rank, so these go to all of them.
 """
 
 from __future__ import annotations
@@ -32,12 +35,14 @@ class ShardPlan:
     """The pieces of every context-parallel rank.
 
     ``pieces[r]`` has shape (pieces, 3): segment, start and stop, in the order in which rank r holds their tokens,
-    which is that of the micro-batch. ``segment_lengths`` (tokens) are in packed order.
+    which is that of the micro-batch. ``segment_lengths`` (tokens) are in packed order. ``earlier`` counts the tokens of
+    the slices before the first segment; None where that is not a slice.
     """
 
     strategy: str
     segment_lengths: tuple[int, ...]
     pieces: tuple[Table, ...]
+    earlier: int | None = None
 
     @property
     def cp_size(self) -> int:
@@ -61,23 +66,40 @@ class ShardPlan:
     @cached_property
     def attended_pairs(self) -> NDArray[np.int64]:
         """Query-key pairs that each rank computes; shape (cp_size,)."""
-        pairs = [attended_pairs(stop) - attended_pairs(start) for _, start, stop in map(np.transpose, self.pieces)]
-        return np.array([int(of_rank.sum()) for of_rank in pairs])
+        before = [(table[:, :1] == 0) * (self.earlier or 0) for table in self.pieces]
+        pairs = [attended_pairs(table[:, 1:] + more) for table, more in zip(self.pieces, before, strict=True)]
+        return np.array([int((stop - start).sum()) for start, stop in map(np.transpose, pairs)])
+
+    @cached_property
+    def receivers(self) -> NDArray[np.bool_]:
+        """Which ranks receive each piece's keys, shape (ranks, pieces), pieces rank after rank.
+
+        They are the ranks that hold a later piece of the same segment, and of a slice all ranks.
+        """
+        segment, start, _ = np.concatenate(self.pieces).T
+        owner = owners(self.pieces)
+        last_starts = np.full((self.cp_size, len(self.segment_lengths)), -1, dtype=np.int64)
+        np.maximum.at(last_starts, (owner, segment), start)
+        if self.earlier is not None:
+            last_starts[:, 0] = self.segment_lengths[0]  # where the next slice begins
+        receive: NDArray[np.bool_] = start < last_starts[:, segment]
+        receive[owner, np.arange(len(owner))] = False
+        return receive
 
     @cached_property
     def kv_traffic(self) -> NDArray[np.int64]:
         """Tokens whose keys and values rank i sends to rank j, at [i, j]; shape (cp_size, cp_size)."""
         table = np.concatenate(self.pieces)
         traffic = np.zeros((self.cp_size, self.cp_size), dtype=np.int64)
-        receiver, piece = np.nonzero(receivers(self.pieces))
+        receiver, piece = np.nonzero(self.receivers)
         np.add.at(traffic, (owners(self.pieces)[piece], receiver), (table[:, 2] - table[:, 1])[piece])
         return traffic
 
     @property
     def kv_gather_fraction(self) -> float:
-        """Share of the micro-batch's tokens whose keys and values another rank attends."""
+        """Share of the micro-batch's tokens whose keys and values another rank receives."""
         table = np.concatenate(self.pieces)
-        travels = receivers(self.pieces).any(axis=0)
+        travels = self.receivers.any(axis=0)
         return float((table[:, 2] - table[:, 1])[travels].sum() / self.tokens)
 
     @property
@@ -97,7 +119,8 @@ class ShardPlan:
         return ranges(self.segment_starts[segment] + start, stop - start)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        more = {} if self.earlier is None else {"earlier": self.earlier}
+        return more | {
             "strategy": self.strategy,
             "segment_lengths": list(self.segment_lengths),
             "pieces": [table.tolist() for table in self.pieces],
@@ -109,6 +132,7 @@ class ShardPlan:
             data["strategy"],
             tuple(data["segment_lengths"]),
             tuple(np.array(table, dtype=np.int64).reshape(-1, 3) for table in data["pieces"]),
+            data.get("earlier"),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -143,20 +167,6 @@ def exchange_parts(exchanged: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDA
 def owners(pieces: tuple[Table, ...]) -> NDArray[np.int64]:
     """The rank of every piece, rank after rank."""
     return np.repeat(np.arange(len(pieces)), [len(table) for table in pieces])
-
-
-def receivers(pieces: tuple[Table, ...]) -> NDArray[np.bool_]:
-    """Which ranks attend each piece's keys without holding them; shape (ranks, pieces), pieces rank after rank.
-
-    They are the ranks that hold a later piece of the same segment.
-    """
-    segment, start, _ = np.concatenate(pieces).T
-    owner = owners(pieces)
-    last_starts = np.full((len(pieces), int(segment.max()) + 1), -1, dtype=np.int64)
-    np.maximum.at(last_starts, (owner, segment), start)
-    attend: NDArray[np.bool_] = start < last_starts[:, segment]
-    attend[owner, np.arange(len(owner))] = False
-    return attend
 
 
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
