@@ -1,29 +1,43 @@
-"""Micro-batches of different lengths on PyTorch's pipeline schedules, without exchanging shapes.
+"""Micro-batches of different lengths through pipeline stages, in any order of operations, on PyTorch's runtime.
 
 The stock ``PipelineStage`` learns one shape and allocates all its receive buffers for it. Every rank knows
 the plan of the step, though, and with it the tokens of each micro-batch. ``PlannedStage`` therefore makes
-each buffer when the schedule asks for the receive, in the size of that micro-batch, and forgets it when the
-schedule takes the data. It is constructed once and never re-initialised, which would clear accumulated
+each buffer when the runtime asks for the receive, in the size of that micro-batch, and forgets it when the
+runtime takes the data. It is constructed once and never re-initialised, which would clear accumulated
 gradients (NeMo Automodel #3530).
 
-This is the only file that touches private parts of ``torch.distributed.pipelining``. It relies on the following in
-torch 2.11 to 2.14: a stage that is given example inputs and outputs infers no shapes at run time; schedules get what
-was received through the two ``_retrieve_recv_*`` methods, run micro-batches through the two ``*_one_chunk`` methods,
-and take lists of them in ``_step_microbatches``.
+The runtime takes what a rank does as a list. ``_actions`` makes it of the operations of all ranks: FSDP2's weights are
+gathered first and kept, results are sent right after they are computed, and gradients are reduced once. Messages of
+two ranks need one order on both, or NCCL deadlocks (pytorch#172668), so both place them in one order of all operations.
+
+This is the only file that touches private parts of ``torch.distributed.pipelining`` and of FSDP2. It relies on the
+following in torch 2.11 to 2.14: a stage that is given example inputs and outputs infers no shapes at run time; the
+runtime runs ``pipeline_order_with_comms`` of its rank, gets what was received through the two ``_retrieve_recv_*``
+methods, runs micro-batches through the three ``*_one_chunk`` methods, and takes lists of them in
+``_step_microbatches``; FSDP2 adds up gradients in ``post_backward`` of its parameter groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.nn.parallel import DistributedDataParallel
 
-from wlb.runtime.own_lists import gather_weights
+from wlb.errors import UserError
+from wlb.runtime.own_lists import fsdp_units
+from wlb.runtime.weight_gradients import WeightGradients
+from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, Operation, RankOperations
+from wlb.schedules.timing import in_dependency_order
 
 Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
 
@@ -44,20 +58,34 @@ class PlannedStage(PipelineStage):
         measuring: Measuring,
     ) -> None:
         inputs = example if stage else torch.empty(1, dtype=torch.int64, device=example.device)
-        super().__init__(module, stage, stages, example.device, input_args=inputs, output_args=example, group=group)
+        self._weight_gradients = WeightGradients(module)
+        super().__init__(
+            *(module, stage, stages, example.device),
+            input_args=inputs,
+            output_args=example,
+            group=group,
+            dw_builder=self._weight_gradients.later,
+        )
         self._measuring = measuring
         self._stream = example.detach()
         self._token_counts: Sequence[int] = ()
+        self._in_two: frozenset[int] = frozenset()
         self._activations: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch 2.13 would hold every tensor against the example.
         self._runtime_validate = False
 
-    def begin_step(self, token_counts: Sequence[int]) -> None:
-        """Announce the tokens of each micro-batch of the step to come."""
-        self._token_counts = token_counts
+    def begin_step(self, token_counts: Sequence[int], in_two: Iterable[int]) -> None:
+        """Announce the tokens of each micro-batch of the step to come, and those whose backward has two parts."""
+        self._token_counts, self._in_two = token_counts, frozenset(in_two)
+        if self._in_two and isinstance(self.submod, DistributedDataParallel):
+            raise UserError("DDP reduces gradients before a backward's second part; shard the stage with fully_shard")
         self.has_backward = True
         self.clear_runtime_states()
+
+    def end_step(self) -> None:
+        """Have the module compute all its gradients at once, wherever else it runs."""
+        self._weight_gradients.put_off(False)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
@@ -65,14 +93,25 @@ class PlannedStage(PipelineStage):
         kwargs = kwargs or {}
         if "attend" in kwargs:
             kwargs = kwargs | {"attend": kwargs["attend"].of_one_stage()}
+        self._weight_gradients.put_off(fwd_chunk_id in self._in_two)
         with self._measuring("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        self._weight_gradients.put_off(bwd_chunk_id in self._in_two)
         with self._measuring("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
             loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep what was received
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._measuring("backward", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            for unit in fsdp_units(self.submod):  # adds gradients up in the type that they are reduced in
+                state = unit._get_fsdp_state()
+                for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                    if group is not None:
+                        group.post_backward()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
@@ -103,11 +142,11 @@ class PlannedStage(PipelineStage):
         """torch 2.11 would refuse outputs that differ in shape from the example."""
 
 
-class PipelineOrder(NamedTuple):
-    """This rank's stages, and the schedule by which a fixed number of micro-batches runs through them."""
+class Pipeline(NamedTuple):
+    """This rank's stages, and the runtime that takes a fixed number of micro-batches through them."""
 
     stages: Sequence[PlannedStage]
-    schedule: Schedule1F1B | ScheduleInterleaved1F1B
+    runtime: _PipelineScheduleRuntime
 
 
 def variable_length_stage(
@@ -138,43 +177,101 @@ def variable_length_stage(
     return PlannedStage(module, stage, stages, example, group, measuring)
 
 
-def pipeline_order(
-    stages: Sequence[PlannedStage], micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor]
-) -> PipelineOrder:
-    """1F1B over one stage per rank, interleaved 1F1B over several; gradients of micro-batches are summed.
+def pipeline(stages: Sequence[PlannedStage], micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor]) -> Pipeline:
+    """Stages of a rank that run ``micro_batches`` a step; gradients of micro-batches are summed.
 
     ``loss_fn`` takes what the last stage returns and the micro-batch's target. Make it once: stages keep gradients and
-    messages from step to step. 1F1B needs as many micro-batches as ranks, interleaved 1F1B a multiple of them.
+    messages from step to step.
     """
-    if len(stages) == 1:
-        return PipelineOrder(stages, Schedule1F1B(stages[0], micro_batches, loss_fn=loss_fn, scale_grads=False))
-    interleaved = ScheduleInterleaved1F1B(list(stages), micro_batches, loss_fn=loss_fn, scale_grads=False)
-    return PipelineOrder(stages, interleaved)
+    return Pipeline(stages, _PipelineScheduleRuntime([*stages], micro_batches, loss_fn=loss_fn, scale_grads=False))
 
 
 def run_order(
-    order: PipelineOrder,
+    order: Pipeline,
+    operations: RankOperations,
     inputs: Sequence[Tensor],
     rows: Sequence[int],
     keywords: Sequence[dict[str, Any]],
     targets: Sequence[Any],
+    *,
+    replicas_alike: bool = False,
 ) -> list[Tensor]:
-    """Run forward and backward of every micro-batch of a step; weights sharded by FSDP2 are gathered once, before.
+    """Run a step's ``operations``; weights sharded by FSDP2 are gathered once, before, and gradients reduced once.
 
     Args:
-        order: From ``pipeline_order``, for as many micro-batches.
+        order: From ``pipeline``, for as many micro-batches.
+        operations: What each rank of the pipeline runs, in order, the same on all of them; they may differ from step to
+            step. Named ones are ``wlb.schedules.operations.rank_operations``. Of a backward in two parts, the second
+            computes weight gradients of linear layers that torch.compile has not taken in.
         inputs: Token ids of each micro-batch; they reach the first stage only.
         rows: Rows of the stream that this rank holds of each micro-batch.
         keywords: For every stage.
         targets: For the loss of the last stage.
+        replicas_alike: All ranks over which FSDP2 shards a stage run the same ``operations``. Each stage's gradients
+            are then reduced after its own last backward, not all of them at the end, where other lists could deadlock.
 
     Returns:
         The losses, one per micro-batch, on the rank of the last stage; none elsewhere.
+
+    Raises:
+        UserError: A micro-batch does not pass a stage once, the stages are not this rank's, or the last one runs
+            forwards out of order; or a backward has two parts and a stage is wrapped by DDP.
     """
-    for stage in order.stages:
-        stage.begin_step(rows)
-        gather_weights(stage.submod)
+    rank, numbers = order.runtime.rank, tuple(stage.stage_index for stage in order.stages)
+    actions = _actions(operations, rank, numbers, len(inputs), replicas_alike)
+    order.runtime.pipeline_order_with_comms = {rank: actions}
     losses: list[Tensor] = []
-    arguments, schedule = [(tokens,) for tokens in inputs], order.schedule
-    schedule._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
+    try:
+        for stage in order.stages:
+            number = stage.stage_index
+            stage.begin_step(rows, [i for s, i, kind in operations[rank] if s == number and kind == INPUT])
+        arguments = [(tokens,) for tokens in inputs]
+        order.runtime._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
+    finally:
+        for stage in order.stages:
+            stage.end_step()
     return losses
+
+
+@lru_cache(maxsize=8)
+def _actions(
+    operations: RankOperations, rank: int, stages: tuple[int, ...], micro_batches: int, replicas_alike: bool
+) -> list[_Action]:
+    """What the runtime does on ``rank``: its operations, with messages and FSDP2's collectives between them."""
+    kinds = _ComputationType
+    home = {operation.stage: at for at, of_rank in enumerate(operations) for operation in of_rank}
+    _check(operations[rank], stages, micro_batches, last=max(home))
+    ends = {operation.stage: operation for operation in operations[rank]} if replicas_alike else {}
+    actions = [_Action(stage, kinds.UNSHARD, None) for stage in stages]
+    for operation in in_dependency_order(operations):
+        stage, micro_batch, kind = operation
+        forward = kind == FORWARD
+        next_stage = stage if kind == WEIGHT else stage + 1 if forward else stage - 1
+        to = home.get(next_stage)
+        if home[stage] == rank:
+            actions.append(_Action(stage, kinds(kind), micro_batch))
+            if to not in (None, rank):
+                actions.append(_Action(stage, kinds.SEND_F if forward else kinds.SEND_B, micro_batch))
+            if ends.get(stage) == operation:
+                actions.append(_Action(stage, kinds.REDUCE_GRAD, None))
+        elif to == rank:
+            actions.append(_Action(next_stage, kinds.RECV_F if forward else kinds.RECV_B, micro_batch))
+    for stage in reversed(stages):
+        if not replicas_alike:
+            actions.append(_Action(stage, kinds.REDUCE_GRAD, None))
+        actions.append(_Action(stage, kinds.RESHARD, None))
+    return actions
+
+
+def _check(operations: Sequence[Operation], stages: tuple[int, ...], micro_batches: int, last: int) -> None:
+    passes: dict[tuple[int, int], str] = defaultdict(str)
+    for stage, micro_batch, kind in operations:
+        passes[stage, micro_batch] += kind
+    if set(passes) != set(product(stages, range(micro_batches))) or not set(passes.values()) <= {"FB", "FIW"}:
+        raise UserError(
+            f"operations do not take each of {micro_batches} micro-batches through stages {stages} of this rank once; "
+            "give every stage a forward (F) of each and after it a backward (B, or I and then W)"
+        )
+    forwards = [micro_batch for stage, micro_batch, kind in operations if (stage, kind) == (last, FORWARD)]
+    if forwards != sorted(forwards):
+        raise UserError(f"the last stage runs forwards in order {forwards}; losses need them ascending")
