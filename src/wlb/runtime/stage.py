@@ -19,7 +19,6 @@ methods, runs micro-batches through the three ``*_one_chunk`` methods, and takes
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wlb.errors import UserError
 from wlb.runtime.own_lists import fsdp_units
 from wlb.runtime.weight_gradients import WeightGradients
-from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, Operation, RankOperations
+from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, RankOperations
 from wlb.schedules.timing import in_dependency_order
 
 Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
@@ -78,8 +78,8 @@ class PlannedStage(PipelineStage):
     def begin_step(self, token_counts: Sequence[int], in_two: Iterable[int]) -> None:
         """Announce the tokens of each micro-batch of the step to come, and those whose backward has two parts."""
         self._token_counts, self._in_two = token_counts, frozenset(in_two)
-        if self._in_two and isinstance(self.submod, DistributedDataParallel):
-            raise UserError("DDP reduces gradients before a backward's second part; shard the stage with fully_shard")
+        if self._in_two and any(map(_reduces_in_backward, self.submod.modules())):
+            raise UserError("DDP and FSDP1 reduce gradients before a backward's second part; use fully_shard")
         self.has_backward = True
         self.clear_runtime_states()
 
@@ -140,6 +140,11 @@ class PlannedStage(PipelineStage):
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         """torch 2.11 would refuse outputs that differ in shape from the example."""
+
+
+def _reduces_in_backward(module: nn.Module) -> bool:
+    by_replicate = hasattr(module, "set_requires_gradient_sync") and not isinstance(module, FSDPModule)
+    return by_replicate or isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
 
 
 class Pipeline(NamedTuple):
@@ -217,9 +222,8 @@ def run_order(
         UserError: A micro-batch does not pass a stage once, the stages are not this rank's, or the last one runs
             forwards out of order; or a backward has two parts and a stage is wrapped by DDP.
     """
-    rank, numbers = order.runtime.rank, tuple(stage.stage_index for stage in order.stages)
-    actions = _actions(operations, rank, numbers, len(inputs), replicas_alike)
-    order.runtime.pipeline_order_with_comms = {rank: actions}
+    rank, stages = order.runtime.rank, order.stages[0].num_stages
+    order.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, stages, len(inputs), replicas_alike)}
     losses: list[Tensor] = []
     try:
         for stage in order.stages:
@@ -235,43 +239,48 @@ def run_order(
 
 @lru_cache(maxsize=8)
 def _actions(
-    operations: RankOperations, rank: int, stages: tuple[int, ...], micro_batches: int, replicas_alike: bool
+    operations: RankOperations, rank: int, stages: int, micro_batches: int, replicas_alike: bool
 ) -> list[_Action]:
     """What the runtime does on ``rank``: its operations, with messages and FSDP2's collectives between them."""
-    kinds = _ComputationType
-    home = {operation.stage: at for at, of_rank in enumerate(operations) for operation in of_rank}
-    _check(operations[rank], stages, micro_batches, last=max(home))
+    _check(operations, stages, micro_batches)
+    kinds, ranks, mine = _ComputationType, len(operations), range(rank, stages, len(operations))
     ends = {operation.stage: operation for operation in operations[rank]} if replicas_alike else {}
-    actions = [_Action(stage, kinds.UNSHARD, None) for stage in stages]
+    actions = [_Action(stage, kinds.UNSHARD, None) for stage in mine]
     for operation in in_dependency_order(operations):
         stage, micro_batch, kind = operation
         forward = kind == FORWARD
-        next_stage = stage if kind == WEIGHT else stage + 1 if forward else stage - 1
-        to = home.get(next_stage)
-        if home[stage] == rank:
+        to = stage if kind == WEIGHT else stage + 1 if forward else stage - 1
+        travels = 0 <= to < stages and to % ranks != stage % ranks
+        if stage % ranks == rank:
             actions.append(_Action(stage, kinds(kind), micro_batch))
-            if to not in (None, rank):
+            if travels:
                 actions.append(_Action(stage, kinds.SEND_F if forward else kinds.SEND_B, micro_batch))
             if ends.get(stage) == operation:
                 actions.append(_Action(stage, kinds.REDUCE_GRAD, None))
-        elif to == rank:
-            actions.append(_Action(next_stage, kinds.RECV_F if forward else kinds.RECV_B, micro_batch))
-    for stage in reversed(stages):
+        elif travels and to % ranks == rank:
+            actions.append(_Action(to, kinds.RECV_F if forward else kinds.RECV_B, micro_batch))
+    for stage in reversed(mine):
         if not replicas_alike:
             actions.append(_Action(stage, kinds.REDUCE_GRAD, None))
         actions.append(_Action(stage, kinds.RESHARD, None))
     return actions
 
 
-def _check(operations: Sequence[Operation], stages: tuple[int, ...], micro_batches: int, last: int) -> None:
-    passes: dict[tuple[int, int], str] = defaultdict(str)
-    for stage, micro_batch, kind in operations:
-        passes[stage, micro_batch] += kind
-    if set(passes) != set(product(stages, range(micro_batches))) or not set(passes.values()) <= {"FB", "FIW"}:
-        raise UserError(
-            f"operations do not take each of {micro_batches} micro-batches through stages {stages} of this rank once; "
-            "give every stage a forward (F) of each and after it a backward (B, or I and then W)"
-        )
-    forwards = [micro_batch for stage, micro_batch, kind in operations if (stage, kind) == (last, FORWARD)]
+def _check(operations: RankOperations, stages: int, micro_batches: int) -> None:
+    """Of all ranks, so that all of them raise."""
+    passes = dict.fromkeys(product(range(stages), range(micro_batches)), "")
+    forwards = []
+    for rank, of_rank in enumerate(operations):
+        for stage, micro_batch, kind in of_rank:
+            here = kind if stage % len(operations) == rank else f"{kind} on rank {rank}"
+            passes[stage, micro_batch] = passes.get((stage, micro_batch), "surplus ") + here
+            if (stage, kind) == (stages - 1, FORWARD):
+                forwards.append(micro_batch)
+    for (stage, micro_batch), found in passes.items():
+        if found not in ("FB", "FIW"):
+            raise UserError(
+                f"operations of micro-batch {micro_batch} in stage {stage} are {found or 'none'}, not FB or FIW; give "
+                f"each of {micro_batches} micro-batches a forward (F) and a backward (B, or I and W) in {stages} stages"
+            )
     if forwards != sorted(forwards):
-        raise UserError(f"the last stage runs forwards in order {forwards}; losses need them ascending")
+        raise UserError(f"the last stage runs forwards in order {forwards}; give them ascending, as losses are")

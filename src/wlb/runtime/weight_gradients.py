@@ -1,8 +1,8 @@
 """Weight gradients of linear layers, put off until a pipeline has nothing better to do.
 
-A backward in two parts first computes the gradient of its input, for which the stage before it waits; nobody waits for
-the weights'. ``WeightGradients`` splits a module's backward in this way. Linear layers keep their input and the gradient
-of their output and compute the weights' gradients later; all other parameters get theirs in the first part.
+The stage before waits for the gradient of a stage's input; nobody waits for those of its weights. ``WeightGradients``
+makes two parts of a module's backward. In the first, linear layers keep their input and the gradient of their output;
+in the second they compute the weights' gradients from them. All other parameters get theirs in the first part.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ class WeightGradients:
 
 def _forward(layer: nn.Linear, gradients: WeightGradients, x: Tensor) -> Tensor:
     weight, bias = layer.weight, layer.bias
-    at_once = torch.compiler.is_compiling() or gradients.products is None
-    if at_once or x.dim() < 2 or not (weight.requires_grad and weight.is_leaf):
+    at_once = torch.compiler.is_compiling() or gradients.products is None or x.dim() < 2
+    if at_once or not (x.requires_grad and weight.requires_grad and weight.is_leaf):
         return F.linear(x, weight, bias)
-    out: Tensor = _PutOff.apply(x, weight, bias, layer, gradients)
+    # Detached, or hooks of the weights would run in both parts.
+    out: Tensor = _PutOff.apply(x, weight.detach(), bias if bias is None else bias.detach(), layer, gradients)
     return out
 
 
@@ -55,17 +56,12 @@ def _compute(products: list[Products]) -> None:
     """One backward for each layer, from weights to their gradients, so that what hangs on a gradient runs as ever."""
     while products:
         layer, x, gradient = products.pop()
-        _Later.apply(layer.weight, layer.bias, layer, x, gradient).backward()
-
-
-def _weight_gradients(layer: nn.Linear, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-    # Under autocast the output is narrower than input and weight.
-    columns, rows = gradient.flatten(0, -2), x.flatten(0, -2).to(gradient.dtype)
-    return columns.t() @ rows, columns.sum(0) if layer.bias is not None else None
+        with torch.enable_grad():
+            _Later.apply(layer.weight, layer.bias, x, gradient).backward()
 
 
 class _PutOff(torch.autograd.Function):
-    """A linear layer whose backward leaves ``Products`` in place of the gradients of weight and bias."""
+    """A linear layer whose backward leaves ``Products`` behind."""
 
     @staticmethod
     def forward(
@@ -79,24 +75,26 @@ class _PutOff(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_weight, of_bias = None, None
+        products = (ctx.layer, x.detach(), gradient)
         if ctx.gradients.products is None:
-            of_weight, of_bias = _weight_gradients(ctx.layer, x, gradient)
+            _compute([products])
         else:
-            ctx.gradients.products.append((ctx.layer, x.detach(), gradient))
-        of_input = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
-        return of_input, of_weight, of_bias, None, None
+            ctx.gradients.products.append(products)
+        # Under autocast the output is narrower than the weight.
+        return gradient @ weight.to(gradient.dtype), None, None, None, None
 
 
 class _Later(torch.autograd.Function):
     """Nothing; its backward gives weight and bias their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, *products: Any) -> Tensor:
-        ctx.products = products
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.products = x.flatten(0, -2), gradient.flatten(0, -2)
         return torch.zeros((), device=weight.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_weight_gradients(*ctx.products), None, None, None)
+        x, gradient = ctx.products
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[1] else None
+        return gradient.t() @ x.to(gradient.dtype), of_bias, None, None

@@ -1,8 +1,9 @@
 """Forward and backward of one optimizer step on this rank's stages.
 
 ``PipelineRunner`` is given this rank's share of its data-parallel rank's micro-batches, the same on every pipeline
-rank. With one stage it runs them one after another; with several, in the order of the plan's operations, or of the
-layout's schedule where the plan has none. Micro-batches that name their ranks differ in number from rank to rank (``wlb.runtime.own_lists``).
+rank. With one stage it runs them one after another; with several in the order of the plan's operations, or in that of
+the layout's schedule where the plan has none. Micro-batches that name their ranks differ in number from rank to rank
+(``wlb.runtime.own_lists``).
 
 The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of the whole step, over all
 ranks, so that how documents are packed and sharded cannot change a gradient. Gradients are summed over micro-batches
@@ -119,15 +120,15 @@ class PipelineRunner:
             if self._pipeline is None:
                 losses = self._run_alone(batches, keywords, targets)
             else:
-                operations = operations or [self._layout.operations(len(batches))]
+                mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
                 losses = run_order(
                     self._pipeline,
-                    operations[self._mesh.rank("dp") % len(operations)],
+                    mine,
                     [batch.tokens for batch in batches],
                     [batch.rows // self._mesh.size("tp") for batch in batches],
                     keywords,
                     targets,
-                    replicas_alike=len(set(operations)) == 1,
+                    replicas_alike=len(set(operations)) <= 1,
                 )
                 sum_tied_gradients(self._modules, self._mesh.group("pp"))
         self.losses = [loss.detach() for loss in losses]
