@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,18 +14,19 @@ from wlb.runtime.weight_gradients import WeightGradients
 
 
 class Layers(nn.Module):
-    """Linear layers with and without bias, one used twice, and of one vector; and a frozen one."""
+    """Linear layers with and without bias, one used twice; and some that put off nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.norm, self.first, self.second = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.vector = nn.Linear(6, 6)
+        self.vector, self.hooked = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.hooked.weight.register_hook(lambda gradient: gradient * 2)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(torch.tanh(self.first(self.norm(x)))) * self.vector(x[0, 0])
+        x = self.hooked(self.first(torch.tanh(self.first(self.norm(x))))) * self.vector(x[0, 0])
         out: Tensor = self.frozen(self.second(torch.tanh(x)))
         return out
 
@@ -62,20 +62,18 @@ def test_two_parts_are_a_whole_backward(run, context):
     whole, parts = Layers(), Layers()
     if isinstance(context, torch.autocast):
         whole.float(), parts.float()
-    seen: list[Tensor] = []
-    parts.second.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight))
+    tolerance = 1e-2 if isinstance(context, torch.autocast) else 1e-13  # autocast adds up the first layer's in bfloat16
     gradients = WeightGradients(parts)
     for _ in range(2):
         of_input = _backward(lambda x: run(whole, x), context)
         before = _gradients(parts)
-        gradients.put_off(True)
+        gradients.begin(True)
         torch.testing.assert_close(_backward(lambda x: run(parts, x), context), of_input, rtol=1e-13, atol=1e-13)
         after = _gradients(parts)
         done = {name for name, gradient in after.items() if name not in before or not gradient.equal(before[name])}
-        assert done == {"norm.weight", "norm.bias", "vector.weight", "vector.bias"}
-        gradients.later()()
-        torch.testing.assert_close(_gradients(parts), _gradients(whole), rtol=1e-13, atol=1e-13)
-    assert len(seen) == 2
+        assert done == {"norm.weight", "norm.bias", "vector.weight", "vector.bias", "hooked.weight"}
+        gradients.end()()
+        torch.testing.assert_close(_gradients(parts), _gradients(whole), rtol=tolerance, atol=tolerance)
 
 
 def test_what_is_not_put_off_is_computed_at_once():
@@ -85,19 +83,18 @@ def test_what_is_not_put_off_is_computed_at_once():
     _backward(parts, nullcontext())  # nobody asked
     torch.testing.assert_close(_gradients(parts), _gradients(whole), rtol=0, atol=0)
     parts.zero_grad()
-    gradients.put_off(True)
+    gradients.begin(True)
 
     def forward_only(x: Tensor) -> Tensor:
         out: Tensor = parts(x)
-        gradients.put_off(False)
+        gradients.begin(False)
         return out
 
     _backward(forward_only, nullcontext())
     torch.testing.assert_close(_gradients(parts), _gradients(whole), rtol=1e-13, atol=1e-13)
-    compiled = copy.deepcopy(whole)
-    compiled.zero_grad()
+    compiled = Layers()
     gradients = WeightGradients(compiled)
-    gradients.put_off(True)
+    gradients.begin(True)
     _backward(torch.compile(compiled, backend="aot_eager", fullgraph=True), nullcontext())
-    gradients.later()()
+    gradients.end()()
     torch.testing.assert_close(_gradients(compiled), _gradients(whole), rtol=1e-13, atol=1e-13)

@@ -6,9 +6,8 @@ each buffer when the runtime asks for the receive, in the size of that micro-bat
 runtime takes the data. It is constructed once and never re-initialised, which would clear accumulated
 gradients (NeMo Automodel #3530).
 
-The runtime takes what a rank does as a list. ``_actions`` makes it of the operations of all ranks: FSDP2's weights are
-gathered first and kept, results are sent right after they are computed, and gradients are reduced once. Messages of
-two ranks need one order on both, or NCCL deadlocks (pytorch#172668), so both place them in one order of all operations.
+Results are sent right after they are computed. Two ranks need one order of their messages, or NCCL deadlocks
+(pytorch#172668), so every rank places sends and receives by the same order of all ranks' operations.
 
 This is the only file that touches private parts of ``torch.distributed.pipelining`` and of FSDP2. It relies on the
 following in torch 2.11 to 2.14: a stage that is given example inputs and outputs infers no shapes at run time; the
@@ -64,7 +63,7 @@ class PlannedStage(PipelineStage):
             input_args=inputs,
             output_args=example,
             group=group,
-            dw_builder=self._weight_gradients.later,
+            dw_builder=self._weight_gradients.end,
         )
         self._measuring = measuring
         self._stream = example.detach()
@@ -83,22 +82,18 @@ class PlannedStage(PipelineStage):
         self.has_backward = True
         self.clear_runtime_states()
 
-    def end_step(self) -> None:
-        """Have the module compute all its gradients at once, wherever else it runs."""
-        self._weight_gradients.put_off(False)
-
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
     ) -> Any:
         kwargs = kwargs or {}
         if "attend" in kwargs:
             kwargs = kwargs | {"attend": kwargs["attend"].of_one_stage()}
-        self._weight_gradients.put_off(fwd_chunk_id in self._in_two)
+        self._weight_gradients.begin(fwd_chunk_id in self._in_two)
         with self._measuring("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        self._weight_gradients.put_off(bwd_chunk_id in self._in_two)
+        self._weight_gradients.begin(bwd_chunk_id in self._in_two)
         with self._measuring("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
@@ -147,13 +142,6 @@ def _reduces_in_backward(module: nn.Module) -> bool:
     return by_replicate or isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
 
 
-class Pipeline(NamedTuple):
-    """This rank's stages, and the runtime that takes a fixed number of micro-batches through them."""
-
-    stages: Sequence[PlannedStage]
-    runtime: _PipelineScheduleRuntime
-
-
 def variable_length_stage(
     module: nn.Module,
     stage: int,
@@ -182,72 +170,70 @@ def variable_length_stage(
     return PlannedStage(module, stage, stages, example, group, measuring)
 
 
+class Pipeline(NamedTuple):
+    """This rank's stages, and what runs a fixed number of micro-batches through them."""
+
+    stages: Sequence[PlannedStage]
+    runtime: _PipelineScheduleRuntime
+
+
 def pipeline(stages: Sequence[PlannedStage], micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor]) -> Pipeline:
-    """Stages of a rank that run ``micro_batches`` a step; gradients of micro-batches are summed.
+    """A rank's stages, to run ``micro_batches`` a step; gradients of micro-batches are summed.
 
     ``loss_fn`` takes what the last stage returns and the micro-batch's target. Make it once: stages keep gradients and
     messages from step to step.
     """
-    return Pipeline(stages, _PipelineScheduleRuntime([*stages], micro_batches, loss_fn=loss_fn, scale_grads=False))
+    return Pipeline(stages, _PipelineScheduleRuntime([*stages], micro_batches, loss_fn, scale_grads=False))
 
 
 def run_order(
-    order: Pipeline,
+    pipe: Pipeline,
     operations: RankOperations,
     inputs: Sequence[Tensor],
     rows: Sequence[int],
     keywords: Sequence[dict[str, Any]],
     targets: Sequence[Any],
-    *,
-    replicas_alike: bool = False,
 ) -> list[Tensor]:
-    """Run a step's ``operations``; weights sharded by FSDP2 are gathered once, before, and gradients reduced once.
+    """Run a step's ``operations``; FSDP2 gathers weights once, before, and reduces gradients once, at the end.
 
     Args:
-        order: From ``pipeline``, for as many micro-batches.
-        operations: What each rank of the pipeline runs, in order, the same on all of them; they may differ from step to
-            step. Named ones are ``wlb.schedules.operations.rank_operations``. Of a backward in two parts, the second
-            computes weight gradients of linear layers that torch.compile has not taken in.
+        pipe: From ``pipeline``, for as many micro-batches.
+        operations: What each rank of the pipeline runs, in order (``wlb.schedules.operations.rank_operations`` has the
+            named schedules); they may differ from step to step, and between pipelines that share weights. The second
+            part of a backward computes weight gradients of linear layers.
         inputs: Token ids of each micro-batch; they reach the first stage only.
         rows: Rows of the stream that this rank holds of each micro-batch.
         keywords: For every stage.
         targets: For the loss of the last stage.
-        replicas_alike: All ranks over which FSDP2 shards a stage run the same ``operations``. Each stage's gradients
-            are then reduced after its own last backward, not all of them at the end, where other lists could deadlock.
 
     Returns:
         The losses, one per micro-batch, on the rank of the last stage; none elsewhere.
 
     Raises:
-        UserError: A micro-batch does not pass a stage once, the stages are not this rank's, or the last one runs
-            forwards out of order; or a backward has two parts and a stage is wrapped by DDP.
+        UserError: ``operations`` do not take every micro-batch forward and backward through every stage once, or those
+            of a backward in two parts meet DDP or FSDP1.
     """
-    rank, stages = order.runtime.rank, order.stages[0].num_stages
-    order.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, stages, len(inputs), replicas_alike)}
+    rank, stages = pipe.runtime.rank, pipe.stages[0].num_stages
+    pipe.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, stages, len(inputs))}
+    for stage in pipe.stages:
+        stage.begin_step(rows, [i for s, i, kind in operations[rank] if s == stage.stage_index and kind == INPUT])
     losses: list[Tensor] = []
-    try:
-        for stage in order.stages:
-            number = stage.stage_index
-            stage.begin_step(rows, [i for s, i, kind in operations[rank] if s == number and kind == INPUT])
-        arguments = [(tokens,) for tokens in inputs]
-        order.runtime._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
-    finally:
-        for stage in order.stages:
-            stage.end_step()
+    arguments = [(tokens,) for tokens in inputs]
+    pipe.runtime._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
     return losses
 
 
 @lru_cache(maxsize=8)
-def _actions(
-    operations: RankOperations, rank: int, stages: int, micro_batches: int, replicas_alike: bool
-) -> list[_Action]:
-    """What the runtime does on ``rank``: its operations, with messages and FSDP2's collectives between them."""
+def _actions(operations: RankOperations, rank: int, stages: int, micro_batches: int) -> list[_Action]:
+    """What the runtime does on ``rank``: its operations, with messages and FSDP2's collectives between them.
+
+    Gradients are reduced last: other ranks' operations may be others, and one that waited for them could hold up both
+    pipelines.
+    """
     _check(operations, stages, micro_batches)
     kinds, ranks, mine = _ComputationType, len(operations), range(rank, stages, len(operations))
-    ends = {operation.stage: operation for operation in operations[rank]} if replicas_alike else {}
     actions = [_Action(stage, kinds.UNSHARD, None) for stage in mine]
-    for operation in in_dependency_order(operations):
-        stage, micro_batch, kind = operation
+    for stage, micro_batch, kind in in_dependency_order(operations):
         forward = kind == FORWARD
         to = stage if kind == WEIGHT else stage + 1 if forward else stage - 1
         travels = 0 <= to < stages and to % ranks != stage % ranks
@@ -255,32 +241,26 @@ def _actions(
             actions.append(_Action(stage, kinds(kind), micro_batch))
             if travels:
                 actions.append(_Action(stage, kinds.SEND_F if forward else kinds.SEND_B, micro_batch))
-            if ends.get(stage) == operation:
-                actions.append(_Action(stage, kinds.REDUCE_GRAD, None))
         elif travels and to % ranks == rank:
             actions.append(_Action(to, kinds.RECV_F if forward else kinds.RECV_B, micro_batch))
-    for stage in reversed(mine):
-        if not replicas_alike:
-            actions.append(_Action(stage, kinds.REDUCE_GRAD, None))
-        actions.append(_Action(stage, kinds.RESHARD, None))
-    return actions
+    last = (kinds.REDUCE_GRAD, kinds.RESHARD)
+    return actions + [_Action(stage, kind, None) for stage in reversed(mine) for kind in last]
 
 
 def _check(operations: RankOperations, stages: int, micro_batches: int) -> None:
     """Of all ranks, so that all of them raise."""
-    passes = dict.fromkeys(product(range(stages), range(micro_batches)), "")
-    forwards = []
+    passes: dict[tuple[int, int], str] = dict.fromkeys(product(range(stages), range(micro_batches)), "")
     for rank, of_rank in enumerate(operations):
         for stage, micro_batch, kind in of_rank:
             here = kind if stage % len(operations) == rank else f"{kind} on rank {rank}"
             passes[stage, micro_batch] = passes.get((stage, micro_batch), "surplus ") + here
-            if (stage, kind) == (stages - 1, FORWARD):
-                forwards.append(micro_batch)
     for (stage, micro_batch), found in passes.items():
         if found not in ("FB", "FIW"):
             raise UserError(
                 f"operations of micro-batch {micro_batch} in stage {stage} are {found or 'none'}, not FB or FIW; give "
                 f"each of {micro_batches} micro-batches a forward (F) and a backward (B, or I and W) in {stages} stages"
             )
+    of_last = operations[(stages - 1) % len(operations)]
+    forwards = [i for stage, i, kind in of_last if stage == stages - 1 and kind == FORWARD]
     if forwards != sorted(forwards):
         raise UserError(f"the last stage runs forwards in order {forwards}; give them ascending, as losses are")

@@ -1,8 +1,7 @@
-"""Weight gradients of linear layers, put off until a pipeline has nothing better to do.
+"""A backward in two parts: the gradient of the input, for which another stage waits, and later those of the weights.
 
-The stage before waits for the gradient of a stage's input; nobody waits for those of its weights. ``WeightGradients``
-makes two parts of a module's backward. In the first, linear layers keep their input and the gradient of their output;
-in the second they compute the weights' gradients from them. All other parameters get theirs in the first part.
+In the first part linear layers keep their input and the gradient of their output; in the second they compute the
+gradients of weight and bias from them. All other parameters get theirs in the first part.
 """
 
 from __future__ import annotations
@@ -16,57 +15,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Products = tuple[nn.Linear, Tensor, Tensor]  # of a layer's input and the gradient of its output
-
 
 class WeightGradients:
-    """Those of the linear layers inside ``module``, whose ``forward`` it replaces.
+    """Puts off those of the linear layers inside ``module``, whose ``forward`` it replaces.
 
-    Layers that torch.compile traces, that have a forward of their own or are of a class derived from ``nn.Linear`` are
-    left as they are: they compute all gradients at once.
+    Layers that torch.compile traces, whose weights have hooks, or that are more than an ``nn.Linear`` put off nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.products: list[Products] | None = None  # put off; None where everything is computed at once
+        self.put_off: list[tuple[nn.Linear, Tensor, Tensor]] | None = None  # with input and gradient of the output
         for layer in module.modules():
             if type(layer) is nn.Linear and "forward" not in vars(layer):
                 layer.forward = partial(_forward, layer, self)  # type: ignore[method-assign]
 
-    def put_off(self, active: bool) -> None:
-        """Whether the next forward or backward puts off; it has to be the same for both of a micro-batch."""
-        self.products = [] if active else None
+    def begin(self, in_two_parts: bool) -> None:
+        """Call it before a forward, and before its backward."""
+        self.put_off = [] if in_two_parts else None
 
-    def later(self) -> Callable[[], None]:
-        """What computes the gradients that the last backward put off, and adds them to ``.grad``; run it once."""
-        products, self.products = self.products or [], None
-        return partial(_compute, products)
+    def end(self) -> Callable[[], None]:
+        """After a backward: its second part, which adds to ``.grad``. Run it once."""
+        put_off, self.put_off = self.put_off or [], None
+        return partial(_compute, put_off)
 
 
 def _forward(layer: nn.Linear, gradients: WeightGradients, x: Tensor) -> Tensor:
     weight, bias = layer.weight, layer.bias
-    at_once = torch.compiler.is_compiling() or gradients.products is None or x.dim() < 2
-    if at_once or not (x.requires_grad and weight.requires_grad and weight.is_leaf):
+    at_once = torch.compiler.is_compiling() or gradients.put_off is None
+    if at_once or not (x.requires_grad and x.dim() > 1 and all(map(_is_plain, layer.parameters()))):
         return F.linear(x, weight, bias)
-    # Detached, or hooks of the weights would run in both parts.
     out: Tensor = _PutOff.apply(x, weight.detach(), bias if bias is None else bias.detach(), layer, gradients)
     return out
 
 
-def _compute(products: list[Products]) -> None:
-    """One backward for each layer, from weights to their gradients, so that what hangs on a gradient runs as ever."""
-    while products:
-        layer, x, gradient = products.pop()
-        with torch.enable_grad():
-            _Later.apply(layer.weight, layer.bias, x, gradient).backward()
+def _is_plain(weight: Tensor) -> bool:
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return weight.is_leaf and weight.requires_grad and not hooks
 
 
 class _PutOff(torch.autograd.Function):
-    """A linear layer whose backward leaves ``Products`` behind."""
-
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Linear, gradients: WeightGradients
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Linear, gradients: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.gradients = layer, gradients
         return F.linear(x, weight, bias)
@@ -75,26 +63,20 @@ class _PutOff(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        products = (ctx.layer, x.detach(), gradient)
-        if ctx.gradients.products is None:
-            _compute([products])
+        mine = [(ctx.layer, x.detach(), gradient)]
+        if ctx.gradients.put_off is None:
+            _compute(mine)
         else:
-            ctx.gradients.products.append(products)
-        # Under autocast the output is narrower than the weight.
-        return gradient @ weight.to(gradient.dtype), None, None, None, None
+            ctx.gradients.put_off += mine
+        return gradient @ weight.to(gradient.dtype), None, None, None, None  # narrower than the weight under autocast
 
 
-class _Later(torch.autograd.Function):
-    """Nothing; its backward gives weight and bias their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor) -> Tensor:
-        ctx.products = x.flatten(0, -2), gradient.flatten(0, -2)
-        return torch.zeros((), device=weight.device)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, gradient = ctx.products
-        of_bias = gradient.sum(0) if ctx.needs_input_grad[1] else None
-        return gradient.t() @ x.to(gradient.dtype), of_bias, None, None
+@torch.no_grad()
+def _compute(put_off: list[tuple[nn.Linear, Tensor, Tensor]]) -> None:
+    while put_off:
+        layer, x, gradient = put_off.pop()
+        rows, columns = x.flatten(0, -2).to(gradient.dtype), gradient.flatten(0, -2).t()
+        of_bias = () if layer.bias is None else ((layer.bias, columns.sum(1)),)
+        for weight, more in ((layer.weight, columns @ rows), *of_bias):
+            more = more.to(weight.dtype)
+            weight.grad = more if weight.grad is None else weight.grad.add_(more)

@@ -121,15 +121,8 @@ class PipelineRunner:
                 losses = self._run_alone(batches, keywords, targets)
             else:
                 mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
-                losses = run_order(
-                    self._pipeline,
-                    mine,
-                    [batch.tokens for batch in batches],
-                    [batch.rows // self._mesh.size("tp") for batch in batches],
-                    keywords,
-                    targets,
-                    replicas_alike=len(set(operations)) <= 1,
-                )
+                rows = [batch.rows // self._mesh.size("tp") for batch in batches]
+                losses = run_order(self._pipeline, mine, [batch.tokens for batch in batches], rows, keywords, targets)
                 sum_tied_gradients(self._modules, self._mesh.group("pp"))
         self.losses = [loss.detach() for loss in losses]
         # A new tensor every time, also without losses: the caller may reduce it in place.
