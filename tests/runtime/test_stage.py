@@ -1,20 +1,27 @@
-"""Pipeline stages of any module: micro-batches of different lengths, exact in float64."""
+"""Pipeline stages of any module: micro-batches of different lengths in any order, exact in float64."""
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from tests.schedules.by_chance import operations_by_chance
 from tests.training.distributed import run_ranks
-from wlb.runtime.stage import pipeline_order, run_order, variable_length_stage
+from wlb.errors import UserError
+from wlb.runtime.stage import Pipeline, pipeline, run_order, variable_length_stage
+from wlb.schedules.operations import BACKWARD, INPUT, WEIGHT, Operation, RankOperations, rank_operations
 
-WIDTH, VOCABULARY, STAGES = 6, 11, 4
-STEPS = [[3, 1, 7, 2], [5, 5, 1, 9]]  # tokens of the micro-batches of each step
+WIDTH, VOCABULARY, STAGES = 6, 11, 8
+STEPS = [[3, 1, 7, 2], [5, 5, 1, 9], [4, 2, 2, 6]]  # tokens of the micro-batches of each step
 
 
 class Part(nn.Module):
@@ -24,15 +31,19 @@ class Part(nn.Module):
         super().__init__()
         torch.manual_seed(number)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if number == 0 else None
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY) if number == STAGES - 1 else None
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if number == STAGES - 1 else None
+        self.recomputed = number % 3 == 1
         self.double()
 
     def forward(self, x: Tensor, scale: float) -> Tensor:
         x = self.embedding(x) if self.embedding else x
-        x = x + torch.tanh(self.mix(x)).cumsum(0) * scale
+        x = checkpoint(self._mixed, x, scale, use_reentrant=False) if self.recomputed else self._mixed(x, scale)
         out: Tensor = self.head(x) if self.head else x
         return out
+
+    def _mixed(self, x: Tensor, scale: float) -> Tensor:
+        return x + torch.tanh(self.mix(self.norm(x))).cumsum(0) * scale
 
 
 def loss_of(scores: Tensor, target: Tensor) -> Tensor:
@@ -47,64 +58,139 @@ def micro_batches(lengths: list[int]) -> list[tuple[Tensor, float, Tensor]]:
     ]
 
 
-def in_stages(per_rank: int) -> tuple[list[list[float]], dict[int, Any]]:
-    """Losses of each step and, after all of them, gradients by stage; nothing zeroes them in between."""
-    ranks = dist.get_world_size()
-    numbers = range(dist.get_rank(), STAGES if per_rank == 2 else ranks, ranks)
-    parts = {number: part_of(number, ranks * per_rank) for number in numbers}
+class InARow(nn.ModuleList):
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        for part in self:
+            x = part(x, scale=scale)
+        return x
+
+
+def orders(per_rank: int, replica: int) -> list[RankOperations]:
+    """Of each step: by chance, in its named schedule, by chance."""
+    chance = [operations_by_chance(10 * per_rank + step + 100 * replica, 2, per_rank, 4) for step in (0, 2)]
+    return [chance[0], rank_operations("interleaved_1f1b", 2, 4, per_rank), chance[1]]
+
+
+def pipeline_of(
+    rank: int, per_rank: int, group: dist.ProcessGroup | None = None, *, micro_batches: int = 4
+) -> Pipeline:
+    """Of two ranks, with stages of equally many parts."""
+    parts = STAGES // (2 * per_rank)
     stages = [
         variable_length_stage(
-            part, number, ranks * per_rank, width=WIDTH, device=torch.device("cpu"), dtype=torch.float64
+            InARow(map(Part, range(number * parts, (number + 1) * parts))),
+            number,
+            2 * per_rank,
+            width=WIDTH,
+            device=torch.device("cpu"),
+            dtype=torch.float64,
+            group=group,
         )
-        for number, part in parts.items()
+        for number in range(rank, 2 * per_rank, 2)
     ]
-    order = pipeline_order(stages, len(STEPS[0]), loss_of)
+    return pipeline(stages, micro_batches, loss_of)
+
+
+def in_stages(replicas: int) -> list[tuple[list[list[float]], dict[str, Tensor]]]:
+    """By stages on a rank: losses of each step and, after all of them, gradients; nothing zeroes them in between.
+
+    Replicas run the same micro-batches in orders of their own, and weights are sharded over them.
+    """
+    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("dp", "pp"))
+    replica, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    results = []
+    for per_rank in (1, 2, 4):
+        order = pipeline_of(rank, per_rank, mesh.get_group("pp"))
+        for stage in order.stages if replicas > 1 else ():
+            for part in (*stage.submod.children(), stage.submod):
+                fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
+        losses: list[list[float]] = []
+        for lengths, operations in zip(STEPS, orders(per_rank, replica), strict=True):
+            tokens, scales, targets = zip(*micro_batches(lengths), strict=True)
+            keywords = [{"scale": scale} for scale in scales]
+            losses.append([loss.item() for loss in run_order(order, operations, tokens, lengths, keywords, targets)])
+        gradients = {}
+        for stage in order.stages:
+            for name, weight in stage.submod.named_parameters():
+                number, _, rest = name.partition(".")
+                grad = weight.grad
+                grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                assert grad is not None
+                first = stage.stage_index * STAGES // stage.num_stages
+                gradients[f"{first + int(number)}.{rest}"] = grad
+        results.append((losses, gradients))
+    return results
+
+
+def alone() -> tuple[list[list[float]], dict[str, Tensor]]:
+    whole = InARow(map(Part, range(STAGES)))
     losses: list[list[float]] = []
     for lengths in STEPS:
-        tokens, scales, targets = zip(*micro_batches(lengths), strict=True)
-        keywords = [{"scale": scale} for scale in scales]
-        losses.append([loss.item() for loss in run_order(order, tokens, lengths, keywords, targets)])
-    gradients = {n: [w.grad for w in part.parameters()] for n, part in parts.items()}
-    return losses, gradients
-
-
-def part_of(number: int, stages: int) -> nn.Module:
-    """Of ``STAGES`` parts in so many stages: one each, or two in a row."""
-    if stages == STAGES:
-        return Part(number)
-    first, second = Part(2 * number), Part(2 * number + 1)
-    return _InARow(first, second)
-
-
-class _InARow(nn.Module):
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: Tensor, scale: float) -> Tensor:
-        out: Tensor = self.second(self.first(x, scale=scale), scale=scale)
-        return out
-
-
-@pytest.mark.parametrize("per_rank", [1, 2])
-def test_stages_of_any_module_train_micro_batches_of_any_length(per_rank):
-    parts = [Part(number) for number in range(STAGES)]
-    expected: list[list[float]] = []
-    for lengths in STEPS:
-        expected.append([])
+        losses.append([])
         for x, scale, target in micro_batches(lengths):
-            for part in parts:
-                x = part(x, scale=scale)
-            loss = loss_of(x, target)
+            loss = loss_of(whole(x, scale=scale), target)
             loss.backward()
-            expected[-1].append(loss.item())
-    results = run_ranks(2, in_stages, per_rank)
-    assert results[0][0] == [[], []]
-    assert results[1][0] == [pytest.approx(losses, rel=1e-13) for losses in expected]
-    found = {number: grads for _, gradients in results for number, grads in gradients.items()}
-    alone = [[w.grad for w in part.parameters()] for part in parts]
-    if per_rank == 1:
-        alone = [alone[0] + alone[1], alone[2] + alone[3]]
-    for number, gradients in enumerate(alone):
-        for ours, theirs in zip(found[number], gradients, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+            losses[-1].append(loss.item())
+    return losses, {name: weight.grad for name, weight in whole.named_parameters() if weight.grad is not None}
+
+
+# Four processes repeat with sharded weights what two prove.
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_stages_of_any_module_run_micro_batches_of_any_length_in_any_order(replicas):
+    losses, gradients = alone()
+    results = run_ranks(2 * replicas, in_stages, replicas)
+    for first, last in zip(results[-2], results[-1], strict=True):
+        assert first[0] == [[]] * len(STEPS)
+        assert last[0] == [pytest.approx(of_step, rel=1e-13) for of_step in losses]
+        found = first[1] | last[1]
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+
+
+def _fewer_micro_batches_than_ranks() -> list[float]:
+    (tokens, scale, target), *_ = micro_batches([5])
+    order = pipeline_of(dist.get_rank(), 1, micro_batches=1)
+    losses = run_order(order, rank_operations("1f1b", 2, 1), [tokens], [5], [{"scale": scale}], [target])
+    return [loss.item() for loss in losses]
+
+
+def test_a_pipeline_runs_fewer_micro_batches_than_it_has_ranks():
+    assert len(run_ranks(2, _fewer_micro_batches_than_ranks)[1]) == 1
+
+
+def _refused() -> list[str]:
+    order = pipeline_of(dist.get_rank(), 1)
+    first, last = named = rank_operations("1f1b", 2, 4)
+    in_two = tuple(tuple(op._replace(kind=kind) for op in ops for kind in _kinds(op)) for ops in named)
+    turned = tuple(op._replace(micro_batch=3 - op.micro_batch) for op in last)
+    wrong: list[RankOperations] = []
+    wrong += (first[:-1], last), (first, (*last, last[-1])), (last, first), (first, last[::-1]), (first, in_two[1][:-1])
+    wrong += rank_operations("1f1b", 2, 5), (first, turned), in_two
+    order.stages[0].submod = DistributedDataParallel(nn.Linear(1, 1))
+    found = []
+    for operations in wrong:
+        with pytest.raises(UserError) as error:
+            run_order(order, operations, [torch.zeros(1)] * 4, [1] * 4, [{}] * 4, [None] * 4)
+        found.append(str(error.value))
+    return found
+
+
+def _kinds(operation: Operation) -> str:
+    return INPUT + WEIGHT if operation.kind == BACKWARD else operation.kind
+
+
+def test_operations_that_would_lose_gradients_are_refused_on_all_ranks():
+    first, last = run_ranks(2, _refused)
+    assert first == last
+    said = [
+        "are F, not",
+        "are FBB, not",
+        "are F on rank 1",
+        "are BF, not",
+        "are FI, not",
+        "are surplus FB",
+        "ascending",
+    ]
+    for message, part in zip(first, [*said, "fully_shard"], strict=True):
+        assert part in message, first

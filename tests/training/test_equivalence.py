@@ -6,6 +6,7 @@ plain model computes in one process from one segment at a time, with the referen
 segment is a whole document, except under ``sequential``, which cuts documents at the context window: there the oracle
 runs the same pieces, because a cut document is trained as its pieces.
 
+Every other step of a pipeline runs operations in an order drawn at random, another one on each data-parallel rank.
 Level steps are planned and drawn at random, so that every rank runs micro-batches of its own beside those it shares.
 
 Documents cut into slices go through two stages, forward in order and backward in reverse.
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.packing.stage import Prices
+from tests.schedules.by_chance import operations_by_chance
 from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
 from wlb.attention import segment_attention
@@ -214,13 +216,17 @@ def _errors(
     per_rank = len(steps[0].plan.micro_batches) // parallel.dp
     runner = PipelineRunner(stages, parallel, mesh, per_rank, Execution(device, torch.float64))
     errors: dict[str, float] = {}
-    for step in steps:
+    for number, step in enumerate(steps):
         for stage in stages:
             stage.zero_grad()
         share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel, step.strategy)
         plan = arrange(step.plan, parallel.dp)
         batches = share.batches(plan, partial(make_batch, store=step.documents))
-        loss = runner.run_step(batches, labelled_tokens(plan, step.documents))
+        operations = [
+            operations_by_chance(2 * number + dp, parallel.pp, parallel.virtual_pp, per_rank)
+            for dp in range(parallel.dp)
+        ]
+        loss = runner.run_step(batches, labelled_tokens(plan, step.documents), operations if number % 2 else ())
         dist.all_reduce(loss)
         found = {"loss": loss} | {
             name: weight.grad.full_tensor()

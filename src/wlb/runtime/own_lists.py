@@ -143,8 +143,9 @@ def gather_weights(model: nn.Module) -> None:
 
 
 def fingerprint_of(plan: StepPlan) -> int:
-    """A number that is equal where documents, their places and the ranks that run them are."""
-    return digest_of((plan.step, [[(part.segments, part.ranks) for part in rank] for rank in plan.ranks]))
+    """A number that is equal where documents, their places, the ranks that run them and their operations are."""
+    of_ranks = [[(part.segments, part.ranks) for part in rank] for rank in plan.ranks]
+    return digest_of((plan.step, of_ranks, plan.operations))
 
 
 def digest_of(value: object) -> int:

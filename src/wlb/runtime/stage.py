@@ -1,30 +1,43 @@
-"""Micro-batches of different lengths on PyTorch's pipeline schedules, without exchanging shapes.
+"""Micro-batches of different lengths through pipeline stages, in any order of operations, on PyTorch's runtime.
 
 The stock ``PipelineStage`` learns one shape and allocates all its receive buffers for it. Every rank knows
 the plan of the step, though, and with it the tokens of each micro-batch. ``PlannedStage`` therefore makes
-each buffer when the schedule asks for the receive, in the size of that micro-batch, and forgets it when the
-schedule takes the data. It is constructed once and never re-initialised, which would clear accumulated
+each buffer when the runtime asks for the receive, in the size of that micro-batch, and forgets it when the
+runtime takes the data. It is constructed once and never re-initialised, which would clear accumulated
 gradients (NeMo Automodel #3530).
 
-This is the only file that touches private parts of ``torch.distributed.pipelining``. It relies on the following in
-torch 2.11 to 2.14: a stage that is given example inputs and outputs infers no shapes at run time; schedules get what
-was received through the two ``_retrieve_recv_*`` methods, run micro-batches through the two ``*_one_chunk`` methods,
-and take lists of them in ``_step_microbatches``.
+Results are sent right after they are computed. Two ranks need one order of their messages, or NCCL deadlocks
+(pytorch#172668), so every rank places sends and receives by the same order of all ranks' operations.
+
+This is the only file that touches private parts of ``torch.distributed.pipelining`` and of FSDP2. It relies on the
+following in torch 2.11 to 2.14: a stage that is given example inputs and outputs infers no shapes at run time; the
+runtime runs ``pipeline_order_with_comms`` of its rank, gets what was received through the two ``_retrieve_recv_*``
+methods, runs micro-batches through the three ``*_one_chunk`` methods, and takes lists of them in
+``_step_microbatches``; FSDP2 adds up gradients in ``post_backward`` of its parameter groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.nn.parallel import DistributedDataParallel
 
 from wlb.attention.slices import KeptSlices
-from wlb.runtime.own_lists import gather_weights
+from wlb.errors import UserError
+from wlb.runtime.own_lists import fsdp_units
+from wlb.runtime.weight_gradients import WeightGradients
+from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, RankOperations
+from wlb.schedules.timing import in_dependency_order
 
 Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
 
@@ -45,20 +58,30 @@ class PlannedStage(PipelineStage):
         measuring: Measuring,
     ) -> None:
         inputs = example if stage else torch.empty(1, dtype=torch.int64, device=example.device)
-        super().__init__(module, stage, stages, example.device, input_args=inputs, output_args=example, group=group)
+        self._weight_gradients = WeightGradients(module)
+        super().__init__(
+            *(module, stage, stages, example.device),
+            input_args=inputs,
+            output_args=example,
+            group=group,
+            dw_builder=self._weight_gradients.end,
+        )
         self._measuring = measuring
         self._stream = example.detach()
         self._token_counts: Sequence[int] = ()
         self._kept_slices = KeptSlices()
+        self._in_two: frozenset[int] = frozenset()
         self._activations: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch 2.13 would hold every tensor against the example.
         self._runtime_validate = False
 
-    def begin_step(self, token_counts: Sequence[int]) -> None:
-        """Announce the tokens of each micro-batch of the step to come."""
-        self._token_counts = token_counts
+    def begin_step(self, token_counts: Sequence[int], in_two: Iterable[int]) -> None:
+        """Announce the tokens of each micro-batch of the step to come, and those whose backward has two parts."""
+        self._token_counts, self._in_two = token_counts, frozenset(in_two)
         self._kept_slices = KeptSlices()
+        if self._in_two and any(map(_reduces_in_backward, self.submod.modules())):
+            raise UserError("DDP and FSDP1 reduce gradients before a backward's second part; use fully_shard")
         self.has_backward = True
         self.clear_runtime_states()
 
@@ -68,14 +91,25 @@ class PlannedStage(PipelineStage):
         kwargs = kwargs or {}
         if "attend" in kwargs:
             kwargs = kwargs | {"attend": kwargs["attend"].of_one_stage(self._kept_slices)}
+        self._weight_gradients.begin(fwd_chunk_id in self._in_two)
         with self._measuring("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        self._weight_gradients.begin(bwd_chunk_id in self._in_two)
         with self._measuring("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
             loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep what was received
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._measuring("backward", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            for unit in fsdp_units(self.submod):  # adds gradients up in the type that they are reduced in
+                state = unit._get_fsdp_state()
+                for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                    if group is not None:
+                        group.post_backward()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
@@ -106,11 +140,9 @@ class PlannedStage(PipelineStage):
         """torch 2.11 would refuse outputs that differ in shape from the example."""
 
 
-class PipelineOrder(NamedTuple):
-    """This rank's stages, and the schedule by which a fixed number of micro-batches runs through them."""
-
-    stages: Sequence[PlannedStage]
-    schedule: Schedule1F1B | ScheduleInterleaved1F1B
+def _reduces_in_backward(module: nn.Module) -> bool:
+    by_replicate = hasattr(module, "set_requires_gradient_sync") and not isinstance(module, FSDPModule)
+    return by_replicate or isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
 
 
 def variable_length_stage(
@@ -141,31 +173,37 @@ def variable_length_stage(
     return PlannedStage(module, stage, stages, example, group, measuring)
 
 
-def pipeline_order(
-    stages: Sequence[PlannedStage], micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor]
-) -> PipelineOrder:
-    """1F1B over one stage per rank, interleaved 1F1B over several; gradients of micro-batches are summed.
+class Pipeline(NamedTuple):
+    """This rank's stages, and what runs a fixed number of micro-batches through them."""
+
+    stages: Sequence[PlannedStage]
+    runtime: _PipelineScheduleRuntime
+
+
+def pipeline(stages: Sequence[PlannedStage], micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor]) -> Pipeline:
+    """A rank's stages, to run ``micro_batches`` a step; gradients of micro-batches are summed.
 
     ``loss_fn`` takes what the last stage returns and the micro-batch's target. Make it once: stages keep gradients and
-    messages from step to step. 1F1B needs as many micro-batches as ranks, interleaved 1F1B a multiple of them.
+    messages from step to step.
     """
-    if len(stages) == 1:
-        return PipelineOrder(stages, Schedule1F1B(stages[0], micro_batches, loss_fn=loss_fn, scale_grads=False))
-    interleaved = ScheduleInterleaved1F1B(list(stages), micro_batches, loss_fn=loss_fn, scale_grads=False)
-    return PipelineOrder(stages, interleaved)
+    return Pipeline(stages, _PipelineScheduleRuntime([*stages], micro_batches, loss_fn, scale_grads=False))
 
 
 def run_order(
-    order: PipelineOrder,
+    pipe: Pipeline,
+    operations: RankOperations,
     inputs: Sequence[Tensor],
     rows: Sequence[int],
     keywords: Sequence[dict[str, Any]],
     targets: Sequence[Any],
 ) -> list[Tensor]:
-    """Run forward and backward of every micro-batch of a step; weights sharded by FSDP2 are gathered once, before.
+    """Run a step's ``operations``; FSDP2 gathers weights once, before, and reduces gradients once, at the end.
 
     Args:
-        order: From ``pipeline_order``, for as many micro-batches.
+        pipe: From ``pipeline``, for as many micro-batches.
+        operations: What each rank of the pipeline runs, in order (``wlb.schedules.operations.rank_operations`` has the
+            named schedules); they may differ from step to step, and between pipelines that share weights. The second
+            part of a backward computes weight gradients of linear layers.
         inputs: Token ids of each micro-batch; they reach the first stage only.
         rows: Rows of the stream that this rank holds of each micro-batch.
         keywords: For every stage.
@@ -173,11 +211,59 @@ def run_order(
 
     Returns:
         The losses, one per micro-batch, on the rank of the last stage; none elsewhere.
+
+    Raises:
+        UserError: ``operations`` do not take every micro-batch forward and backward through every stage once, or those
+            of a backward in two parts meet DDP or FSDP1.
     """
-    for stage in order.stages:
-        stage.begin_step(rows)
-        gather_weights(stage.submod)
+    rank, stages = pipe.runtime.rank, pipe.stages[0].num_stages
+    pipe.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, stages, len(inputs))}
+    for stage in pipe.stages:
+        stage.begin_step(rows, [i for s, i, kind in operations[rank] if s == stage.stage_index and kind == INPUT])
     losses: list[Tensor] = []
-    arguments, schedule = [(tokens,) for tokens in inputs], order.schedule
-    schedule._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
+    arguments = [(tokens,) for tokens in inputs]
+    pipe.runtime._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
     return losses
+
+
+@lru_cache(maxsize=8)
+def _actions(operations: RankOperations, rank: int, stages: int, micro_batches: int) -> list[_Action]:
+    """What the runtime does on ``rank``: its operations, with messages and FSDP2's collectives between them.
+
+    Gradients are reduced last: other ranks' operations may be others, and one that waited for them could hold up both
+    pipelines.
+    """
+    _check(operations, stages, micro_batches)
+    kinds, ranks, mine = _ComputationType, len(operations), range(rank, stages, len(operations))
+    actions = [_Action(stage, kinds.UNSHARD, None) for stage in mine]
+    for stage, micro_batch, kind in in_dependency_order(operations):
+        forward = kind == FORWARD
+        to = stage if kind == WEIGHT else stage + 1 if forward else stage - 1
+        travels = 0 <= to < stages and to % ranks != stage % ranks
+        if stage % ranks == rank:
+            actions.append(_Action(stage, kinds(kind), micro_batch))
+            if travels:
+                actions.append(_Action(stage, kinds.SEND_F if forward else kinds.SEND_B, micro_batch))
+        elif travels and to % ranks == rank:
+            actions.append(_Action(to, kinds.RECV_F if forward else kinds.RECV_B, micro_batch))
+    last = (kinds.REDUCE_GRAD, kinds.RESHARD)
+    return actions + [_Action(stage, kind, None) for stage in reversed(mine) for kind in last]
+
+
+def _check(operations: RankOperations, stages: int, micro_batches: int) -> None:
+    """Of all ranks, so that all of them raise."""
+    passes: dict[tuple[int, int], str] = dict.fromkeys(product(range(stages), range(micro_batches)), "")
+    for rank, of_rank in enumerate(operations):
+        for stage, micro_batch, kind in of_rank:
+            here = kind if stage % len(operations) == rank else f"{kind} on rank {rank}"
+            passes[stage, micro_batch] = passes.get((stage, micro_batch), "surplus ") + here
+    for (stage, micro_batch), found in passes.items():
+        if found not in ("FB", "FIW"):
+            raise UserError(
+                f"operations of micro-batch {micro_batch} in stage {stage} are {found or 'none'}, not FB or FIW; give "
+                f"each of {micro_batches} micro-batches a forward (F) and a backward (B, or I and W) in {stages} stages"
+            )
+    of_last = operations[(stages - 1) % len(operations)]
+    forwards = [i for stage, i, kind in of_last if stage == stages - 1 and kind == FORWARD]
+    if forwards != sorted(forwards):
+        raise UserError(f"the last stage runs forwards in order {forwards}; give them ascending, as losses are")

@@ -138,6 +138,11 @@ def planned_times(
     )
 
 
+def in_dependency_order(operations: RankOperations) -> tuple[Operation, ...]:
+    """All ranks' operations in one order in which each comes after those it waits for; ranks advance side by side."""
+    return _waves(operations).in_order
+
+
 def _latest(arrival: Array, joined: NDArray[np.int64]) -> Array:
     """The latest arrival among joined pipelines, for each of them; shapes (operations, pipelines)."""
     operations, pipelines = arrival.shape

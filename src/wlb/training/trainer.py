@@ -213,7 +213,7 @@ def train_step(
     set_learning_rate(model.optimizers, rate)
     for optimizer in model.optimizers:
         optimizer.zero_grad()
-    share = runner.run_step(loaded.batches, loaded.loss_tokens)
+    share = runner.run_step(loaded.batches, loaded.loss_tokens, loaded.plan.operations)
     loss, computed = monitor.exchange(share)
     with record_function("gradient norm"):
         grad_norm = clip_gradients(model.stages, training.gradient_clip)

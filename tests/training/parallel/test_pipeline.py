@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import make_batch
 from wlb.runtime.sharded_batch import RankShare, ShardedBatch
 from wlb.schedules.layout import Layout
+from wlb.schedules.operations import BACKWARD, INPUT, WEIGHT, RankOperations, rank_operations
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
@@ -42,7 +44,7 @@ def _batches(micro_batches: list[tuple[int, ...]]) -> list[ShardedBatch]:
     ]
 
 
-def _run(parallel: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def _run(parallel: Layout, dtype: torch.dtype, operations: Sequence[RankOperations] = ()) -> dict[str, Any]:
     """This rank's share of a step's loss, its gradients, and the types that it computes in and stores."""
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, dtype), seed=0)
@@ -52,7 +54,7 @@ def _run(parallel: Layout, dtype: torch.dtype) -> dict[str, Any]:
     for module in (module for stage in stages for module in stage.modules() if isinstance(module, nn.Linear)):
         module.register_forward_hook(lambda _, __, out: computed.add(out.dtype))
     first = mesh.rank("dp") * per_rank
-    loss = runner.run_step(_batches(MICRO_BATCHES[first : first + per_rank]), LOSS_TOKENS)
+    loss = runner.run_step(_batches(MICRO_BATCHES[first : first + per_rank]), LOSS_TOKENS, operations)
     assert not loss.requires_grad
     gradients = {
         name: weight.grad.full_tensor()
@@ -96,6 +98,15 @@ def test_lower_precision_stays_close_to_float64(
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
     for name, gradient in exact[1].items():
         assert float((gradients[name] - gradient).norm() / gradient.norm()) < tolerance, name
+
+
+def test_weight_gradients_put_off_are_added_in_float32_too() -> None:
+    named = rank_operations("1f1b", 2, 4)
+    first = [[op._replace(kind=INPUT) if op.kind == BACKWARD else op for op in of_rank] for of_rank in named]
+    in_two = [(*ops, *(op._replace(kind=WEIGHT) for op in ops if op.kind == INPUT)) for ops in first]
+    runs = [_merged(run_ranks(2, _run, Layout(pp=2), torch.bfloat16, [tuple(ops)])) for ops in (named, in_two)]
+    for name, gradient in runs[0][1].items():
+        assert torch.equal(runs[1][1][name], gradient), name
 
 
 def _reductions_of_a_step(parallel: Layout) -> int:

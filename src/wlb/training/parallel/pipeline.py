@@ -1,8 +1,9 @@
 """Forward and backward of one optimizer step on this rank's stages.
 
 ``PipelineRunner`` is given this rank's share of its data-parallel rank's micro-batches, the same on every pipeline
-rank. With one stage it runs them one after another; with several it hands them to PyTorch's 1F1B or interleaved 1F1B
-schedule. Micro-batches that name their ranks differ in number from rank to rank (``wlb.runtime.own_lists``).
+rank. With one stage it runs them one after another; with several in the order of the plan's operations, or in that of
+the layout's schedule where the plan has none. Micro-batches that name their ranks differ in number from rank to rank
+(``wlb.runtime.own_lists``).
 
 The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of the whole step, over all
 ranks, so that how documents are packed and sharded cannot change a gradient. Gradients are summed over micro-batches
@@ -28,8 +29,9 @@ from wlb.runtime.clock import ComputeClock
 from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import in_turn
 from wlb.runtime.sharded_batch import ShardedBatch
-from wlb.runtime.stage import PipelineOrder, pipeline_order, run_order, variable_length_stage
+from wlb.runtime.stage import Pipeline, pipeline, run_order, variable_length_stage
 from wlb.schedules.layout import Layout
+from wlb.schedules.operations import RankOperations
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
 from wlb.training.parallel.tied_embeddings import sum_tied_gradients
@@ -75,11 +77,11 @@ class PipelineRunner:
         calibration: Calibration | None = None,
     ) -> None:
         self._clock, self._calibration = clock or ComputeClock(execution.device), calibration
-        self._modules = stage_modules
+        self._modules, self._layout = stage_modules, layout
         self._mesh = mesh
         self._execution = execution
         self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, on ranks of the last stage
-        self._order: PipelineOrder | None = None
+        self._pipeline: Pipeline | None = None
         if layout.pp > 1:
             stages = [
                 variable_length_stage(
@@ -94,15 +96,18 @@ class PipelineRunner:
                 )
                 for chunk, module in enumerate(stage_modules)
             ]
-            self._order = pipeline_order(stages, micro_batches, self._loss)
+            self._pipeline = pipeline(stages, micro_batches, self._loss)
 
-    def run_step(self, batches: Sequence[ShardedBatch], loss_tokens: int) -> Tensor:
+    def run_step(
+        self, batches: Sequence[ShardedBatch], loss_tokens: int, operations: Sequence[RankOperations] = ()
+    ) -> Tensor:
         """Run all micro-batches of this data-parallel rank forward and backward, from gradients that are zero.
 
         Args:
             batches: This rank's share of each, the same on every pipeline and tensor-parallel rank; as many as the
                 runner was built for, or any number where they name their ranks (``own_batches``).
             loss_tokens: Labelled tokens of the step over all ranks.
+            operations: ``StepPlan.operations``.
 
         Returns:
             This rank's share of the loss, detached: the sum over all ranks of the job is the mean loss of the step's
@@ -112,11 +117,12 @@ class PipelineRunner:
         targets = [LossTarget(batch.labels, loss_tokens, index) for index, batch in enumerate(batches)]
         keywords = [self._keywords(batch) for batch in batches]
         with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
-            if self._order is None:
+            if self._pipeline is None:
                 losses = self._run_alone(batches, keywords, targets)
             else:
+                mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
                 rows = [batch.rows // self._mesh.size("tp") for batch in batches]
-                losses = run_order(self._order, [batch.tokens for batch in batches], rows, keywords, targets)
+                losses = run_order(self._pipeline, mine, [batch.tokens for batch in batches], rows, keywords, targets)
                 sum_tied_gradients(self._modules, self._mesh.group("pp"))
         self.losses = [loss.detach() for loss in losses]
         # A new tensor every time, also without losses: the caller may reduce it in place.

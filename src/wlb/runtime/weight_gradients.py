@@ -1,0 +1,82 @@
+"""A backward in two parts: the gradient of the input, for which another stage waits, and later those of the weights.
+
+In the first part linear layers keep their input and the gradient of their output; in the second they compute the
+gradients of weight and bias from them. All other parameters get theirs in the first part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class WeightGradients:
+    """Puts off those of the linear layers inside ``module``, whose ``forward`` it replaces.
+
+    Layers that torch.compile traces, whose weights have hooks, or that are more than an ``nn.Linear`` put off nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.put_off: list[tuple[nn.Linear, Tensor, Tensor]] | None = None  # with input and gradient of the output
+        for layer in module.modules():
+            if type(layer) is nn.Linear and "forward" not in vars(layer):
+                layer.forward = partial(_forward, layer, self)  # type: ignore[method-assign]
+
+    def begin(self, in_two_parts: bool) -> None:
+        """Call it before a forward, and before its backward."""
+        self.put_off = [] if in_two_parts else None
+
+    def end(self) -> Callable[[], None]:
+        """After a backward: its second part, which adds to ``.grad``. Run it once."""
+        put_off, self.put_off = self.put_off or [], None
+        return partial(_compute, put_off)
+
+
+def _forward(layer: nn.Linear, gradients: WeightGradients, x: Tensor) -> Tensor:
+    weight, bias = layer.weight, layer.bias
+    at_once = torch.compiler.is_compiling() or gradients.put_off is None
+    if at_once or not (x.requires_grad and x.dim() > 1 and all(map(_is_plain, layer.parameters()))):
+        return F.linear(x, weight, bias)
+    out: Tensor = _PutOff.apply(x, weight.detach(), bias if bias is None else bias.detach(), layer, gradients)
+    return out
+
+
+def _is_plain(weight: Tensor) -> bool:
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return weight.is_leaf and weight.requires_grad and not hooks
+
+
+class _PutOff(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Linear, gradients: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.gradients = layer, gradients
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        mine = [(ctx.layer, x.detach(), gradient)]
+        if ctx.gradients.put_off is None:
+            _compute(mine)
+        else:
+            ctx.gradients.put_off += mine
+        return gradient @ weight.to(gradient.dtype), None, None, None, None  # narrower than the weight under autocast
+
+
+@torch.no_grad()
+def _compute(put_off: list[tuple[nn.Linear, Tensor, Tensor]]) -> None:
+    while put_off:
+        layer, x, gradient = put_off.pop()
+        rows, columns = x.flatten(0, -2).to(gradient.dtype), gradient.flatten(0, -2).t()
+        of_bias = () if layer.bias is None else ((layer.bias, columns.sum(1)),)
+        for weight, more in ((layer.weight, columns @ rows), *of_bias):
+            more = more.to(weight.dtype)
+            weight.grad = more if weight.grad is None else weight.grad.add_(more)
