@@ -70,7 +70,7 @@ class LevelTrainer(Trainer):
 
     def train_step(self, data_iterator: Any) -> None:
         first = next(data_iterator)  # plans the step
-        batches = [first, *islice(data_iterator, self.dataloader.batches.of_step - 1)]
+        batches = [first, *islice(data_iterator, len(self.dataloader.batches.of_step) - 1)]
         self.gradient_accumulation_steps = len(batches)
         self._turns = in_turn(self.model_parts[0], [None, *batches])
         next(self._turns)  # gathers the weights

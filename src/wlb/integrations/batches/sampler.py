@@ -1,9 +1,4 @@
-"""A batch sampler whose batches are planned: every item is the list of documents of one micro-batch.
-
-With ``rank`` it yields the micro-batches of one data-parallel rank. Without, one process gets those of all ranks in
-turn (rank 0's first, rank 1's first, ..., rank 0's second, ...); several processes would each train all documents, and
-are refused.
-"""
+"""A batch sampler whose batches are planned: every item is the list of documents of one micro-batch of a rank."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ class PlannedBatchSampler:
 
     Args:
         lengths: Tokens of every document of the data set, in its order.
-        rank: The process whose micro-batches are wanted, of dp x cp; None for those of all in turn.
+        rank: The process whose micro-batches are wanted, of dp x cp; needed where that is more than 1.
         epochs: Epochs of one pass, planned as one stream: each trains every document once. None never ends.
         settings: Keywords of ``wlb.integrations.batches.balanced_job``. Others are those of ``packed_batches``.
 
@@ -62,8 +57,7 @@ class PlannedBatchSampler:
         if self.job.levels_steps:
             raise UserError("a batch sampler gives all processes equally many batches; own lists need packed_batches")
         self.rank, self._epochs, self._first_epoch = rank, epochs, 0
-        processes = range(self.processes.ranks) if rank is None else [rank]
-        self._dp_ranks = [process // self.job.layout.cp for process in processes]
+        self._dp_rank = (rank or 0) // self.job.layout.cp
         self._length: int | None = None
         self._state: dict[str, Any] | None = None
         self._batches = self._begun(None)
@@ -76,6 +70,8 @@ class PlannedBatchSampler:
         self._batches = self._begun(self._state)
         begin = {"first epoch": self._first_epoch, "state": digest(self._state)}
         self.processes.agree(self._batches.steps.settings | begin, self.rank)
+        if self.rank is None and self.processes.ranks > 1:
+            raise UserError(f"dp x cp = {self.processes.ranks}, and rank is not given; give that of this process")
         self._state = None
         return self._batches
 
@@ -84,7 +80,7 @@ class PlannedBatchSampler:
         if self._epochs is None:
             raise TypeError("a sampler with epochs = None has no length")
         if self._length is None:
-            self._length = sum(len(plan.ranks[0]) for plan in self.steps()) * len(self._dp_ranks)
+            self._length = sum(len(plan.ranks[0]) for plan in self.steps())
         return self._length
 
     def set_epoch(self, epoch: int) -> None:
@@ -122,12 +118,11 @@ class PlannedBatchSampler:
 
     def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[WholeSteps, list[int]]:
         steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=self._first_epoch)
-        steps.settings["processes"] = len(self._dp_ranks)  # whose batches come in turn
         batches = ItemsOfSteps(steps, self._documents)
         if state is not None:
             batches.load_state_dict(state)
         return batches
 
     def _documents(self, plan: StepPlan) -> list[list[int]]:
-        in_turn = (plan.ranks[rank][index] for index in range(len(plan.ranks[0])) for rank in self._dp_ranks)
-        return [[part.document % len(self.lengths) for part in micro_batch.segments] for micro_batch in in_turn]
+        own = plan.ranks[self._dp_rank]
+        return [[part.document % len(self.lengths) for part in micro_batch.segments] for micro_batch in own]

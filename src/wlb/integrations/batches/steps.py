@@ -210,38 +210,33 @@ def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str
 class ItemsOfSteps(Iterator[Item], Generic[Steps, Item]):
     """The items of one step after another, and the state between any two: ``items`` says what those of a step are.
 
-    ``steps`` are ``WholeSteps`` or ``PackedSteps``.
+    ``steps`` are ``WholeSteps`` or ``PackedSteps``; ``of_step`` are the items of the step that is being taken.
     """
 
     def __init__(self, steps: Steps, items: Callable[[Any], Sequence[Item]]) -> None:
         self.steps, self._items, self.finished = steps, items, False
         self._before = steps.state_dict()  # the step whose items are being taken
-        self._of_step: Sequence[Item] = ()
-        self.of_step = self._taken = 0  # items of the step, and those of them that were yielded
-        self._skipped = 0  # items of the next step that were yielded before its state was saved
+        self.of_step: Sequence[Item] = ()
+        self._taken = self._skipped = 0  # items of this step, and those of the next that came before its state
 
     def __next__(self) -> Item:
-        if self._taken == self.of_step:
-            self._next_step()
+        if self._taken == len(self.of_step):
+            before, step = self.steps.state_dict(), next(self.steps, None)
+            if step is None:
+                self.finished = True
+                raise StopIteration
+            self._before, self.of_step = before, self._items(step)
+            self._taken, self._skipped = self._skipped, 0
         self._taken += 1
-        return self._of_step[self._taken - 1]
+        return self.of_step[self._taken - 1]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last item, as JSON-serialisable data of the caller's own."""
-        if self._taken < self.of_step:
+        if self._taken < len(self.of_step):
             return {**copy.deepcopy(self._before), "taken": self._taken}
         return {**self.steps.state_dict(), "taken": self._skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
         self.steps.load_state_dict(state, inside_step=state["taken"] > 0)
-        self.of_step, self._taken, self.finished = 0, 0, False
-        self._skipped = state["taken"]
-
-    def _next_step(self) -> None:
-        before, step = self.steps.state_dict(), next(self.steps, None)
-        if step is None:
-            self.finished = True
-            raise StopIteration
-        self._before, self._of_step = before, self._items(step)
-        self.of_step, self._taken, self._skipped = len(self._of_step), self._skipped, 0
+        self.of_step, self._taken, self._skipped, self.finished = (), 0, state["taken"], False
