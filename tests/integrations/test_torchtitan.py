@@ -21,7 +21,14 @@ import torch  # torchtitan decides whether this file runs
 
 from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
-from wlb.integrations.torchtitan import BalancedDataLoader, BaseDataLoader, balance
+from wlb.integrations.torchtitan import (
+    BalancedDataLoader,
+    BaseDataLoader,
+    LevelAttention,
+    LevelTrainer,
+    balance,
+    level_steps,
+)
 from wlb.runtime.batch import IGNORE_LABEL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,15 +144,11 @@ def level_debugmodel() -> Any:
     """A configuration as torchtitan finds it by its command line."""
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    from wlb.integrations.torchtitan_level import level_steps
-
     return level_steps(llama3_debugmodel(), store="documents", micro_batches=2)
 
 
 def test_the_command_line_takes_level_steps_and_what_they_exclude_is_refused():
     from torchtitan.config import ConfigManager
-
-    from wlb.integrations.torchtitan_level import LevelAttention, LevelTrainer
 
     unfit = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2", "--compile.enable"]
     arguments = ["--module", __name__, "--config", "level_debugmodel", *unfit, "--training.disable_cuda_graphs"]
