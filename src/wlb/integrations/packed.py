@@ -289,9 +289,7 @@ class PackedSteps(Iterator[PackedStep]):
 
     def batch_of(self, documents: Sequence[Document]) -> PackedBatch:
         """This rank's share of a micro-batch of ``documents``, which belongs to no step; ``agree`` comes before."""
-        lengths = [*map(token_count, documents)]
-        segments = tuple(Segment(number, 0, length) for number, length in enumerate(lengths))
-        return self._packed(self._share.of(_batch_of(documents, lengths, MicroBatch(segments, 0.0))), 0)
+        return self._packed(self._share.of(_batch_of_all(documents)), 0)
 
     def _packed(self, share: ShardedBatch, loss_tokens: int) -> PackedBatch:
         plan, tensors = share.shard_plan, (share.tokens, share.labels, share.positions)
@@ -317,23 +315,28 @@ class PackedSteps(Iterator[PackedStep]):
 packed_batches = PackedSteps
 
 
-def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch) -> TokenBatch:
+def _batch_of_all(documents: Sequence[Document]) -> TokenBatch:
+    """``documents`` one after another."""
+    lengths = [*map(token_count, documents)]
+    segments = tuple(Segment(number, 0, length) for number, length in enumerate(lengths))
+    return _batch_of(documents, lengths, MicroBatch(segments, 0.0), " of the batch")
+
+
+def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch, where: str = "") -> TokenBatch:
     """The documents of a micro-batch, planned by ``lengths``, one after another."""
     if not micro_batch.segments:
         return make_batch(micro_batch, documents)
-    tokens, labels = [], []
+    rows: tuple[list[Any], ...] = [], [], []
     for number, start, length in micro_batch.segments:
         index = number % len(lengths)
-        ids, own = ids_and_labels(documents[index], f"document {index}")
+        ids, own = ids_and_labels(documents[index], f"document {index}{where}")
         if len(ids) != lengths[index]:
             raise UserError(f"document {index} had {lengths[index]} tokens when it was planned and has {len(ids)} now")
-        tokens.append(ids[start : start + length])
-        labels.append(np.append(own, IGNORE_LABEL)[start + 1 : start + length + 1])
-    return TokenBatch(_row(tokens), _row(labels), _row(map(np.arange, micro_batch.lengths)), tuple(micro_batch.lengths))
-
-
-def _row(parts: Iterable[Any]) -> Tensor:
-    return torch.from_numpy(np.concatenate([*parts]))
+        rows[0].append(ids[start : start + length])
+        rows[1].append(np.append(own, IGNORE_LABEL)[start + 1 : start + length + 1])
+        rows[2].append(np.arange(length))
+    tokens, labels, positions = (torch.from_numpy(np.concatenate([*parts])) for parts in rows)
+    return TokenBatch(tokens, labels, positions, tuple(micro_batch.lengths))
 
 
 def warn_of_no_labels() -> None:
@@ -353,12 +356,9 @@ class FlatteningCollator:
     def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
         if not documents:
             raise UserError("a batch without documents cannot be packed; a planned batch sampler makes none")
-        tokens, labels = zip(*map(ids_and_labels, documents), strict=True)
-        for own in labels:
-            own[0] = IGNORE_LABEL
-        lengths = [len(ids) for ids in tokens]
-        rows = {"input_ids": _row(tokens), "position_ids": _row(map(np.arange, lengths)), "labels": _row(labels)}
-        return {name: row[None] for name, row in rows.items()} | extents_of(lengths)
+        batch = _batch_of_all(documents)
+        rows = batch.tokens, batch.labels, batch.positions
+        return PackedBatch(*rows, batch.segment_lengths, loss_tokens=0, ranks=1).with_labels()
 
 
 def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:
