@@ -23,11 +23,9 @@ class BalancedSteps(PackedSteps):
     """
 
     def __init__(self, accelerator: Any, prepared: nn.Module, documents: Any, /, **settings: Any) -> None:
-        wrapped = isinstance(prepared, DistributedDataParallel) or fsdp_units(prepared)
-        if not wrapped and (accelerator.num_processes > 1 or type(prepared).__name__ == "DeepSpeedEngine"):
-            raise UserError(
-                f"the model is a {type(prepared).__name__}, not one that Accelerate prepared for DDP or FSDP2"
-            )
+        wrapped, kind = isinstance(prepared, DistributedDataParallel) or fsdp_units(prepared), type(prepared).__name__
+        if not wrapped and (accelerator.num_processes > 1 or kind == "DeepSpeedEngine"):
+            raise UserError(f"the model is a {kind}, not one that Accelerate prepared for DDP or FSDP2")
         if (sizes := getattr(accelerator, "parallelism_config", None)) and sizes.non_data_parallel_size > 1:
             raise UserError("parallelism_config shares documents among processes; leave tp, cp and sp out, and give cp")
         self._accelerator, self._prepared = accelerator, prepared

@@ -57,9 +57,7 @@ class BalancedScheduler(DpBalancedScheduler):
         if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
             raise UserError("balanced steps need variable_seq_lengths = True with pipeline stages, as lengths differ")
         if any(getattr(config, f"{kind}_context_parallel", False) for kind in ("hybrid", "dynamic")):
-            raise UserError(
-                "hybrid or dynamic context parallelism divides samples, too; leave it out of balanced steps"
-            )
+            raise UserError("hybrid or dynamic context parallelism divides samples, too; leave it out")
         return super().run(*arguments)
 
 

@@ -279,10 +279,8 @@ class PackedSteps(Iterator[PackedStep]):
         ranks = self._processes.agree(self._steps.settings | self._begin, self._rank)
         count, world, shares = self._processes.ranks, self._processes.world, ranks and self.job.layout.cp > 1
         if (self.calibration is not None or shares) and (ranks or [0] * world) != [*range(count)]:
-            raise UserError(
-                f"to share micro-batches or to calibrate, the {world} processes must be the dp x cp = {count} ranks in "
-                f"order; leave rank = {self._rank} out and give the data-parallel group"
-            )
+            must = f"to share micro-batches or to calibrate, the {world} processes must be the dp x cp = {count} ranks"
+            raise UserError(f"{must} in order; leave rank = {self._rank} out and give the data-parallel group")
         if shares and self._sharing is None:
             self._sharing = sharing_group(self.job.layout.cp, self._processes.group)
         self._begin = None
@@ -326,16 +324,15 @@ def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch, where: str 
     """The documents of a micro-batch, planned by ``lengths``, one after another."""
     if not micro_batch.segments:
         return make_batch(micro_batch, documents)
-    rows: tuple[list[Any], ...] = [], [], []
+    parts = []
     for number, start, length in micro_batch.segments:
         index = number % len(lengths)
         ids, own = ids_and_labels(documents[index], f"document {index}{where}")
         if len(ids) != lengths[index]:
             raise UserError(f"document {index} had {lengths[index]} tokens when it was planned and has {len(ids)} now")
-        rows[0].append(ids[start : start + length])
-        rows[1].append(np.append(own, IGNORE_LABEL)[start + 1 : start + length + 1])
-        rows[2].append(np.arange(length))
-    tokens, labels, positions = (torch.from_numpy(np.concatenate([*parts])) for parts in rows)
+        learnt = np.append(own, IGNORE_LABEL)[start + 1 : start + length + 1]
+        parts.append((ids[start : start + length], learnt, np.arange(length)))
+    tokens, labels, positions = (torch.from_numpy(np.concatenate(rows)) for rows in zip(*parts, strict=True))
     return TokenBatch(tokens, labels, positions, tuple(micro_batch.lengths))
 
 

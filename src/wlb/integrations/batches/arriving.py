@@ -78,10 +78,8 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
             self._too_long = self._too_long - kept
             self.forget({number} - kept)
         if len(self.lengths) < documents or self.digest(documents) != digest:
-            raise UserError(
-                f"the first {documents} documents of the saved stream are not the first of this one, of which "
-                f"{len(self.lengths)} were read; continue with the stream it was saved on"
-            )
+            other = f"the first {documents} documents of the saved stream are not the first of this one, of which"
+            raise UserError(f"{other} {len(self.lengths)} were read; continue with the stream it was saved on")
 
     def _read(self, documents: int) -> bool:
         """Read on up to so many documents in all; whether there are as many."""
@@ -96,8 +94,6 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
                 self._too_long.add(number)
             self._in_a_row = is_too_long * (self._in_a_row + 1)
             if self._in_a_row == _MOST_DROPPED:
-                raise UserError(
-                    f"{_MOST_DROPPED:,} documents of the stream in a row are over context_window = {self._longest}, "
-                    'and overlong = "drop"; raise it, or split or truncate them'
-                )
+                over = f"{_MOST_DROPPED:,} documents of the stream in a row are over context_window = {self._longest}"
+                raise UserError(f'{over}, and overlong = "drop"; raise it, or split or truncate them')
         return len(self.lengths) >= documents

@@ -105,16 +105,15 @@ class PlannedBatchSampler:
     def _check_reader(self, reader: Any) -> None:
         """Raise ``UserError`` where ``reader``, whose method calls ``iter``, would not train what is planned."""
         if type(reader).__name__ == "BatchSamplerShard":  # of accelerator.prepare
-            raise UserError(
-                "a loader that Accelerate prepares does not say where steps end, nor how many tokens they learn; use "
-                "wlb.integrations.accelerate.balanced_steps(accelerator, model, documents, ...)"
-            )
+            use = "use wlb.integrations.accelerate.balanced_steps(accelerator, model, documents, ...)"
+            raise UserError(f"a loader that Accelerate prepares does not say where steps end; {use}")
         if (dataset := getattr(reader, "_dataset", None)) is not None:  # of the iterator of a DataLoader
             check_accumulation()
             if hasattr(dataset, "__len__") and len(dataset) != len(self.lengths):
-                raise UserError(
+                other = (
                     f"the loader's data set has {len(dataset)} documents and the sampler {len(self.lengths)} lengths"
                 )
+                raise UserError(f"{other}; give those of this data set")
 
     def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[WholeSteps, list[int]]:
         steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=self._first_epoch)

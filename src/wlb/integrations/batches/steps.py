@@ -83,9 +83,7 @@ def balanced_job(
     job = simulated_job(model or (measured.model if measured else "7b"), context_window, preset, **sizes, **priced)
     job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool, phases=phases)
     if lengths is None and job.pools and not own_lists and "auto" in (job.pools.size, job.pools.micro_batches):
-        raise UserError(
-            f"preset {preset!r} chooses its pools by the lengths of all documents; give pool and pool_micro_batches"
-        )
+        raise UserError(f"preset {preset!r} chooses its pools by the lengths of all; give pool and pool_micro_batches")
     decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=not own_lists)
     # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
     return decided if fits(decided) else decided.with_length_factor(job.packing.max_length_factor)
@@ -161,9 +159,7 @@ class WholeSteps(Iterator[StepPlan]):
                 raise UserError("a stream is continued from its beginning; open it anew and give the state with it")
             self._documents.read_again(_documents_taken(planner), state["digest"], waiting_in(planner))
         elif self._epochs is not None and epoch > last:
-            raise UserError(
-                f"the state is in epoch {epoch + 1}, and this run ends with epoch {last + 1}; give more epochs"
-            )
+            raise UserError(f"the state is in epoch {epoch + 1}, and this run ends with epoch {last + 1}; add epochs")
         self._begin(state["first_epoch"])
         packed_by = {"context_window", "overlong", "method", *self._job.packing.identity(self._job.context_window)}
         self._planner.load_state_dict(planner, packed_otherwise=bool(changed & packed_by))
@@ -177,9 +173,9 @@ class WholeSteps(Iterator[StepPlan]):
         changed = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
         for name in changed if inside_step else [name for name in changed if name in _ORDER]:
             where, remedy = ("", "begin anew") if name in _ORDER else ("inside a step ", "save after whole steps")
+            values = f"{name} = {saved.get(name)!r}, this run has {ours.get(name)!r}"
             raise UserError(
-                f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has {ours.get(name)!r}; "
-                f"continue with what it was saved with, or {remedy}"
+                f"the state was saved {where}with {values}; continue with what it was saved with, or {remedy}"
             )
         return set(changed)
 

@@ -147,10 +147,9 @@ def _check_processes(processes: int, loss: Callable[[Any], float], items: Any) -
     except TypeError:
         return  # it divides by the items, and has no other loss
     if mean and math.isclose(loss(items) * processes, mean, rel_tol=_TOLERANCE[torch.bfloat16]):
-        raise UserError(
-            "compute_loss divides by num_items_in_batch, of all processes, and gradients are averaged over them: they "
-            f"would be {processes} times too small; multiply the loss by self.accelerator.num_processes"
-        )
+        divides = "compute_loss divides by num_items_in_batch, of all processes, and gradients are averaged over them"
+        small = f"they would be {processes} times too small"
+        raise UserError(f"{divides}: {small}; multiply the loss by self.accelerator.num_processes")
 
 
 def _checked_documents(steps: PackedSteps) -> tuple[list[int], list[int]]:

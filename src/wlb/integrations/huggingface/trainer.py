@@ -107,10 +107,8 @@ class _BalancedTrainer:
         if self.train_dataset is None:
             raise UserError("there are no documents to train; give train_dataset")
         if self._wlb_planned != self._wlb_planned_by():
-            raise UserError(
-                "train_dataset, gradient_accumulation_steps, max_steps or num_train_epochs is not what the steps were "
-                "planned by; make another Trainer"
-            )
+            changed = "train_dataset, gradient_accumulation_steps, max_steps or num_train_epochs"
+            raise UserError(f"{changed} is not what the steps were planned by; make another Trainer")
         load = partial(self._wlb_loader_after, resume_from_checkpoint)
         self._wlb_loader = on_every_rank(load) if dist.is_initialized() else load()
         self._wlb_steps.agree()  # before the check, in which other documents would be other collectives
@@ -163,9 +161,8 @@ class _BalancedTrainer:
         steps = PackedSteps(documents, epochs=None if args.max_steps > 0 else self._wlb_epochs, **settings)
         longest, window = int(steps.lengths.argmax()), steps.job.context_window
         if (tokens := steps.lengths[longest]) > window:
-            raise UserError(
-                f"document {longest} has {tokens} tokens, over context_window = {window}; raise it, or cut it"
-            )
+            over = f"document {longest} has {tokens} tokens, over context_window = {window}"
+            raise UserError(f"{over}; raise it, or cut it")
         check_rotary(config, steps.lengths)
         self._wlb_documents = documents
         return steps
@@ -264,7 +261,5 @@ def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple
     exported = (saved.get("stateful_callbacks") or {}).get("BalancedState", {})
     if state := json.loads(exported.get("attributes", {}).get("saved", "null")):
         return saved["global_step"], saved["epoch"] or 0.0, state
-    raise UserError(
-        f"the checkpoint {folder} does not say which documents were trained, so it cannot be continued exactly; begin "
-        "anew from its weights, or train on without balanced()"
-    )
+    lacks = f"the checkpoint {folder} does not say which documents were trained"
+    raise UserError(f"{lacks}; begin anew from its weights, or train on without balanced()")
