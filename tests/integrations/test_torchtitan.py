@@ -82,13 +82,6 @@ def test_the_command_line_replaces_the_training_loader_alone(store: str):
     assert config.validator.dataloader is validation
 
 
-@pytest.mark.skipif(not IN_ROWS, reason="main has no dataset_path")
-def test_the_store_may_be_the_dataset_path(store: str):
-    config = balance(BaseDataLoader.Config(dataset_path=store), micro_batches=2, multiple_of=1)
-    loader = config.build(dp_world_size=2, dp_rank=0, **_sizes())
-    assert _as_lists(loader, 1) == _as_lists(_loader(store), 1)
-
-
 @pytest.mark.parametrize("taken", [0, 3, 4])  # at the beginning, inside a step of two micro-batches, after two steps
 def test_a_loaded_state_continues_with_the_next_micro_batch(store: str, taken: int):
     whole = _as_lists(_loader(store, rank=1), 10)

@@ -56,11 +56,8 @@ class BalancedSteps(PackedSteps):
     def _watch(self, model: nn.Module, arguments: Any, output: Any) -> None:
         scores = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad]
         for part in scores:
-            part.register_hook(self._note_backward)
+            part.register_hook(lambda _: setattr(self, "_ran_backward", True))
         self._ran_backward |= not scores  # nothing tells
-
-    def _note_backward(self, _: Tensor) -> None:
-        self._ran_backward = True
 
 
 balanced_steps = BalancedSteps

@@ -44,10 +44,8 @@ class BalancedScheduler(DpBalancedScheduler):
         allowed, longest = getattr(self, "max_num_seqs", None), max(len(part) for own in of_ranks for part in own)
         if allowed is not None and longest > allowed:
             raise UserError(f"a micro-batch has {longest} samples; raise thd_max_packed_sequences over {allowed}")
-        return [
-            [[ids[i] for i in samples] for samples in slot for _ in range(self.cp_size)]
-            for slot in zip(*of_ranks, strict=True)
-        ]
+        slots = zip(*of_ranks, strict=True)
+        return [[[ids[i] for i in samples] for samples in slot for _ in range(self.cp_size)] for slot in slots]
 
     def run(self, *arguments: Any) -> Any:
         """Megatron-Core's; the last argument is its configuration, which must fit unequal micro-batches."""

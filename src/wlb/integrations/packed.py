@@ -7,6 +7,7 @@ loss of a step is the sum over its labelled tokens, divided by their number over
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,7 +25,7 @@ from wlb.documents.segments import OverlongReport, Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
-from wlb.integrations.batches.processes import Processes, check_accumulation, digest, warn
+from wlb.integrations.batches.processes import Processes, check_accumulation, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, check_documents, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -32,8 +33,10 @@ from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch, read_batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import device_of, gathered_rows, sharing_group
 from wlb.runtime.loss import summed_cross_entropy
-from wlb.runtime.own_lists import fingerprint_of
+from wlb.runtime.own_lists import digest_of, fingerprint_of
 from wlb.runtime.sharded_batch import RankShare, ShardedAttention, ShardedBatch
+
+NO_LABELS = "a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int, *, averaged_ov
     afterwards; 1 where they are summed.
     """
     if loss_tokens == 0:
-        warn_of_no_labels()
+        warn(NO_LABELS)
     return summed_cross_entropy(logits, labels) * averaged_over / max(loss_tokens, 1)
 
 
@@ -185,7 +188,7 @@ class PackedSteps(Iterator[PackedStep]):
         self._processes = Processes(rank, dp, cp, group)
         self._rank = self._processes.own_rank()
         self._stream: ArrivingDocuments[Document] | None = None
-        lengths = None
+        lengths: Any = None
         if isinstance(documents, TokenStore):
             lengths, self._read = checked_lengths(documents.lengths), partial(read_batch, store=documents)
         elif hasattr(documents, "__len__") and not isinstance(documents, IterableDataset):
@@ -201,12 +204,10 @@ class PackedSteps(Iterator[PackedStep]):
             settings |= {"shuffle": False}
         settings |= {"dp": self._processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
-        self.lengths: Any = lengths  # of all documents; None for a stream
-        planned: Any = lengths if self._stream is None else self._stream
-        self._steps = WholeSteps(self.job, planned, epochs=epochs)
-        layout = replace(self.job.layout, tp=1)
-        strategy = "elastic" if self.job.packing.method == "elastic" else sharding
-        self._share = RankShare(*divmod(self._rank, layout.cp), layout, strategy, self.job.costs)
+        self.lengths = lengths  # of all documents; None for a stream
+        self._steps = WholeSteps(self.job, self.lengths if self._stream is None else self._stream, epochs=epochs)
+        layout, strategy = self.job.layout, "elastic" if self.job.packing.method == "elastic" else sharding
+        self._share = RankShare(*divmod(self._rank, layout.cp), replace(layout, tp=1), strategy, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
         self.calibration: Calibration | None = None
         if calibrate:
@@ -257,7 +258,7 @@ class PackedSteps(Iterator[PackedStep]):
         self._steps.load_state_dict(state, inside_step=inside_step)
         if self.calibration is not None and "calibration" in state:
             self.calibration.load_state_dict(state["calibration"])
-        self._begin = self._compared | {"state": digest(state)}
+        self._begin = self._compared | {"state": digest_of(json.dumps(state, sort_keys=True))}
 
     def _plan_by_measured(self) -> None:
         if self.calibration is None:
@@ -336,11 +337,6 @@ def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch, where: str 
     return TokenBatch(tokens, labels, positions, tuple(micro_batch.lengths))
 
 
-def warn_of_no_labels() -> None:
-    """Warn of a step that teaches nothing."""
-    warn("a step has no labelled token, so its loss and gradients are zero; look at its labels and masks")
-
-
 class FlatteningCollator:
     """Lays the documents of a batch one after another: ``collate_fn`` beside a planned batch sampler.
 
@@ -354,8 +350,7 @@ class FlatteningCollator:
         if not documents:
             raise UserError("a batch without documents cannot be packed; a planned batch sampler makes none")
         batch = _batch_of_all(documents)
-        rows = batch.tokens, batch.labels, batch.positions
-        return PackedBatch(*rows, batch.segment_lengths, loss_tokens=0, ranks=1).with_labels()
+        return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths, 0, 1).with_labels()
 
 
 def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class BalancedDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        store: str | None = None  # prefix of a token store; if not given, 0.3.0's dataset_path
+        store: str | None = None  # prefix of a token store
         micro_batches: int = 1  # of a rank in a step: the gradient accumulation
         model: str = "7b"  # by whose prices documents are balanced: one that wlb knows, near the trained one in size
         hardware: str = "h100"  # on which it is priced
@@ -65,15 +65,14 @@ class BalancedDataLoader(BaseDataLoader):
         own_lists: bool = False  # set by level_steps
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **sizes: Any) -> None:
-        prefix = config.store or getattr(config, "dataset_path", None)
-        if prefix is None:
+        if config.store is None:
             raise UserError('no documents; give the override the prefix of a token store, "store" (see `wlb prepare`)')
         self._row = None if "seq_len" in sizes else ...  # a dimension more, or none
         self._multiple_of, self._own_lists = config.multiple_of, config.own_lists
         names = ("micro_batches", "model", "hardware", "seed", "max_length_factor", "own_lists")
         settings = {name: getattr(config, name) for name in names}
         settings |= {"context_window": _window(sizes), "dp": dp_world_size, "rank": dp_rank, "epochs": None}
-        steps = PackedSteps(TokenStore.open(prefix), **settings)
+        steps = PackedSteps(TokenStore.open(config.store), **settings)
         self.batches = ItemsOfSteps(steps, lambda step: [*map(self._as_torchtitan_has_it, step.batches)])
 
     def __iter__(self) -> Iterator[Batch]:
@@ -114,11 +113,9 @@ def _window(sizes: dict[str, Any]) -> int:
             return window
         case {"max_context_length": int(window), "num_tokens_per_batch": tokens} if tokens == window:
             return window
-    raise UserError(
-        f"torchtitan gives its data loader {sizes}, but a balanced micro-batch holds one context on average; set "
-        "training.local_batch_size = 1 (0.3.0) or num_tokens_per_microbatch_per_dp_rank = max_context_length (main), "
-        f'and give the number of micro-batches as "micro_batches" of the override; wlb needs {_VERSIONS}'
-    )
+    given = f"torchtitan gives its data loader {sizes}, but a balanced micro-batch holds one context on average"
+    right = "training.local_batch_size = 1 (0.3.0) or num_tokens_per_microbatch_per_dp_rank = max_context_length (main)"
+    raise UserError(f'{given}; set {right}, and "micro_batches" of the override; wlb needs {_VERSIONS}')
 
 
 def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:

@@ -6,8 +6,6 @@ train others twice, without an error. Before the first step they therefore compa
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import warnings
 from collections import Counter
@@ -30,7 +28,10 @@ class Processes:
 
     def __init__(self, rank: int | None, dp: int | None, cp: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.group, self._dp_given = rank, group, dp is not None
-        self.dp = dp if dp is not None else data_parallel_ranks(self.world, cp) if _has_group() else 1
+        processes = self.world
+        if cp < 1 or (dp is None and _has_group() and processes % cp):
+            raise UserError(f"{processes} processes cannot be divided into groups of cp = {cp}; give a divisor")
+        self.dp = dp if dp is not None else processes // cp if _has_group() else 1
         if self.dp < 1:
             raise UserError(f"dp must be >= 1; got {dp}")
         self.ranks = self.dp * cp
@@ -82,14 +83,7 @@ def _has_group() -> bool:
 def warn(message: str, group: dist.ProcessGroup | None = None) -> None:
     """Warn on the first process of ``group`` only, once for each line of code that comes here."""
     if not _has_group() or dist.get_rank(group) == 0:
-        warnings.warn(f"wlb: {message}", stacklevel=4)
-
-
-def data_parallel_ranks(processes: int, cp: int) -> int:
-    """Context-parallel groups of ``cp`` that the processes make. Raises ``UserError`` where some would be left."""
-    if cp < 1 or processes % cp:
-        raise UserError(f"{processes} processes cannot be divided into groups of cp = {cp}; give a divisor")
-    return processes // cp
+        warnings.warn(f"wlb: {message}", stacklevel=3)
 
 
 def check_accumulation() -> None:
@@ -98,8 +92,3 @@ def check_accumulation() -> None:
     if accelerate is not None and (steps := accelerate.GradientState().num_steps) > 1:
         divides = f"Accelerator(gradient_accumulation_steps={steps}) divides every loss by {steps}"
         raise UserError(f"{divides}, and steps after as many batches; leave it out, and give micro_batches")
-
-
-def digest(state: Mapping[str, Any] | None) -> str | None:
-    """Of ``state``, to compare it by; None for none."""
-    return None if state is None else hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]

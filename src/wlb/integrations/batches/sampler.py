@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.integrations.batches.processes import Processes, check_accumulation, digest
+from wlb.integrations.batches.processes import Processes, check_accumulation
 from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job, checked_lengths
 from wlb.packing.plan import StepPlan
+from wlb.runtime.own_lists import digest_of
 
 
 class PlannedBatchSampler:
@@ -62,13 +64,13 @@ class PlannedBatchSampler:
         self._state: dict[str, Any] | None = None
         self._batches = self._begun(None)
 
-    def __iter__(self) -> ItemsOfSteps[WholeSteps, list[int]]:
+    def __iter__(self) -> ItemsOfSteps[list[int]]:
         """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs."""
         self._check_reader(sys._getframe(1).f_locals.get("self"))
         if self._state is None and self._batches.finished:
             self._first_epoch, self._length = self._batches.steps.first_epoch + (self._epochs or 0), None
         self._batches = self._begun(self._state)
-        begin = {"first epoch": self._first_epoch, "state": digest(self._state)}
+        begin = {"first epoch": self._first_epoch, "state": digest_of(json.dumps(self._state, sort_keys=True))}
         self.processes.agree(self._batches.steps.settings | begin, self.rank)
         if self.rank is None and self.processes.ranks > 1:
             raise UserError(f"dp x cp = {self.processes.ranks}, and rank is not given; give that of this process")
@@ -100,7 +102,7 @@ class PlannedBatchSampler:
 
     def steps(self, state: Mapping[str, Any] | None = None) -> Iterator[StepPlan]:
         """The plans of a pass, or those after ``state``, on which nothing here has an effect: for a monitor."""
-        return self._begun(state).steps
+        yield from self._begun(state).steps
 
     def _check_reader(self, reader: Any) -> None:
         """Raise ``UserError`` where ``reader``, whose method calls ``iter``, would not train what is planned."""
@@ -110,12 +112,10 @@ class PlannedBatchSampler:
         if (dataset := getattr(reader, "_dataset", None)) is not None:  # of the iterator of a DataLoader
             check_accumulation()
             if hasattr(dataset, "__len__") and len(dataset) != len(self.lengths):
-                other = (
-                    f"the loader's data set has {len(dataset)} documents and the sampler {len(self.lengths)} lengths"
-                )
-                raise UserError(f"{other}; give those of this data set")
+                other = f"the loader's data set has {len(dataset)} documents and the sampler {len(self.lengths)}"
+                raise UserError(f"{other} lengths; give those of this data set")
 
-    def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[WholeSteps, list[int]]:
+    def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[list[int]]:
         steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=self._first_epoch)
         batches = ItemsOfSteps(steps, self._documents)
         if state is not None:

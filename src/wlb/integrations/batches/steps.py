@@ -32,7 +32,6 @@ from wlb.workload.phases import DocumentPhases
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 Item = TypeVar("Item")
-Steps = TypeVar("Steps", bound=Any)
 Lengths = NDArray[np.int64]
 
 _OWN_WINDOWS = 1.5  # that a rank's micro-batch may hold, as in lock step
@@ -174,9 +173,7 @@ class WholeSteps(Iterator[StepPlan]):
         for name in changed if inside_step else [name for name in changed if name in _ORDER]:
             where, remedy = ("", "begin anew") if name in _ORDER else ("inside a step ", "save after whole steps")
             values = f"{name} = {saved.get(name)!r}, this run has {ours.get(name)!r}"
-            raise UserError(
-                f"the state was saved {where}with {values}; continue with what it was saved with, or {remedy}"
-            )
+            raise UserError(f"the state was saved {where}with {values}; continue with what was saved, or {remedy}")
         return set(changed)
 
 
@@ -203,26 +200,26 @@ def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str
     }
 
 
-class ItemsOfSteps(Iterator[Item], Generic[Steps, Item]):
+class ItemsOfSteps(Iterator[Item], Generic[Item]):
     """The items of one step after another, and the state between any two: ``items`` says what those of a step are.
 
     ``steps`` are ``WholeSteps`` or ``PackedSteps``; ``of_step`` are the items of the step that is being taken.
     """
 
-    def __init__(self, steps: Steps, items: Callable[[Any], Sequence[Item]]) -> None:
+    def __init__(self, steps: Any, items: Callable[[Any], Sequence[Item]]) -> None:
         self.steps, self._items, self.finished = steps, items, False
         self._before = steps.state_dict()  # the step whose items are being taken
         self.of_step: Sequence[Item] = ()
-        self._taken = self._skipped = 0  # items of this step, and those of the next that came before its state
+        self._taken = 0  # items of the step; those of a step to come where a state was inside it
 
     def __next__(self) -> Item:
-        if self._taken == len(self.of_step):
+        if self._taken >= len(self.of_step):
             before, step = self.steps.state_dict(), next(self.steps, None)
             if step is None:
                 self.finished = True
                 raise StopIteration
+            self._taken -= len(self.of_step)
             self._before, self.of_step = before, self._items(step)
-            self._taken, self._skipped = self._skipped, 0
         self._taken += 1
         return self.of_step[self._taken - 1]
 
@@ -230,9 +227,9 @@ class ItemsOfSteps(Iterator[Item], Generic[Steps, Item]):
         """Everything needed to continue after the last item, as JSON-serialisable data of the caller's own."""
         if self._taken < len(self.of_step):
             return {**copy.deepcopy(self._before), "taken": self._taken}
-        return {**self.steps.state_dict(), "taken": self._skipped}
+        return {**self.steps.state_dict(), "taken": self._taken - len(self.of_step)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
         self.steps.load_state_dict(state, inside_step=state["taken"] > 0)
-        self.of_step, self._taken, self._skipped, self.finished = (), 0, state["taken"], False
+        self.of_step, self._taken, self.finished = (), state["taken"], False

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.errors import UserError, require
+from wlb.integrations.batches.processes import warn
 from wlb.integrations.document_fields import FIELDS
 from wlb.integrations.huggingface.attention import check_rotary, other_layers, prepare_model, register_attention
-from wlb.integrations.huggingface.check import check_trainer
-from wlb.integrations.huggingface.refusals import check_arguments, check_settings, set_right
-from wlb.integrations.packed import FlatteningCollator, PackedBatch, PackedSteps, warn_of_no_labels
+from wlb.integrations.huggingface.check import check_arguments, check_settings, check_trainer, set_right
+from wlb.integrations.packed import NO_LABELS, FlatteningCollator, PackedBatch, PackedSteps
 from wlb.runtime.collectives import on_every_rank
 from wlb.workload.model_json import shape_of_config
 
@@ -141,7 +141,7 @@ class _BalancedTrainer:
     def get_batch_samples(self: Any, *positional: Any, **arguments: Any) -> Any:
         batches, items = super().get_batch_samples(*positional, **arguments)  # type: ignore[misc]
         if batches and items is not None and not int(items.max() if isinstance(items, Tensor) else items):
-            warn_of_no_labels()
+            warn(NO_LABELS)
             items = items + 1  # the loss is a sum of nothing, divided by them
         return batches, items
 
