@@ -82,6 +82,8 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
 
 def token_count(document: Document, name: str = "a document") -> int:
     """Tokens of ``document`` without padding: its length for a planner. Raises ``UserError`` for lost fields."""
+    if (kind := type(document).__name__) == "str" or not hasattr(document, "__len__"):
+        raise UserError(f"{name} is of type {kind}; give token ids, or a dictionary with input_ids")
     if not isinstance(document, Mapping):
         return len(document)
     _check_fields(document, name)

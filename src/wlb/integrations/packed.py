@@ -224,7 +224,8 @@ class PackedSteps(Iterator[PackedStep]):
 
     def __next__(self) -> PackedStep:
         self.agree()
-        self._plan_by_measured()
+        if self.calibration is not None:
+            self._plan_by_measured(self.calibration)
         plan = next(self._steps, None)
         shares = () if plan is None else self._share.batches(plan, self._read)
         loss_tokens = self._loss_tokens(plan, shares)
@@ -260,10 +261,8 @@ class PackedSteps(Iterator[PackedStep]):
             self.calibration.load_state_dict(state["calibration"])
         self._begin = self._compared | {"state": digest_of(json.dumps(state, sort_keys=True))}
 
-    def _plan_by_measured(self) -> None:
-        if self.calibration is None:
-            return
-        found = self.calibration.prices, self.calibration.speeds if self.job.levels_steps else None
+    def _plan_by_measured(self, calibration: Calibration) -> None:
+        found = calibration.prices, calibration.speeds if self.job.levels_steps else None
         if found != self._measured:
             self._steps.plan_by(self.job.measured(*found))
             self._measured = found
@@ -316,7 +315,7 @@ packed_batches = PackedSteps
 
 def _batch_of_all(documents: Sequence[Document]) -> TokenBatch:
     """``documents`` one after another."""
-    lengths = [*map(token_count, documents)]
+    lengths = [token_count(one, f"document {number} of the batch") for number, one in enumerate(documents)]
     segments = tuple(Segment(number, 0, length) for number, length in enumerate(lengths))
     return _batch_of(documents, lengths, MicroBatch(segments, 0.0), " of the batch")
 
@@ -347,6 +346,7 @@ class FlatteningCollator:
     """
 
     def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
+        check_documents(documents, "the batch")
         if not documents:
             raise UserError("a batch without documents cannot be packed; a planned batch sampler makes none")
         batch = _batch_of_all(documents)

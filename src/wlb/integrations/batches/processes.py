@@ -28,10 +28,9 @@ class Processes:
 
     def __init__(self, rank: int | None, dp: int | None, cp: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.group, self._dp_given = rank, group, dp is not None
-        processes = self.world
-        if cp < 1 or (dp is None and _has_group() and processes % cp):
-            raise UserError(f"{processes} processes cannot be divided into groups of cp = {cp}; give a divisor")
-        self.dp = dp if dp is not None else processes // cp if _has_group() else 1
+        if cp < 1 or (dp is None and _has_group() and self.world % cp):
+            raise UserError(f"{self.world} processes cannot be divided into groups of cp = {cp}; give a divisor")
+        self.dp = dp if dp is not None else self.world // cp if _has_group() else 1
         if self.dp < 1:
             raise UserError(f"dp must be >= 1; got {dp}")
         self.ranks = self.dp * cp

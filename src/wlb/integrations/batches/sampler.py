@@ -54,8 +54,7 @@ class PlannedBatchSampler:
             number = f"document {self.lengths.argmax()} has {longest} tokens"
             raise UserError(f"{number}, over context_window = {context_window}; raise it, or cut such documents before")
         self.processes = Processes(rank, dp, cp, group)
-        settings |= {"dp": self.processes.dp, "cp": cp}
-        self.job = balanced_job(self.lengths, context_window, micro_batches, **settings)
+        self.job = balanced_job(self.lengths, context_window, micro_batches, dp=self.processes.dp, cp=cp, **settings)
         if self.job.levels_steps:
             raise UserError("a batch sampler gives all processes equally many batches; own lists need packed_batches")
         self.rank, self._epochs, self._first_epoch = rank, epochs, 0

@@ -110,8 +110,8 @@ class WholeSteps(Iterator[StepPlan]):
     def __init__(
         self, job: Job, documents: Lengths | ArrivingDocuments[Any], *, epochs: int | None = 1, first_epoch: int = 0
     ) -> None:
-        if epochs is not None and epochs < 1:
-            raise UserError(f"epochs must be >= 1, or None for no end; got {epochs}")
+        if epochs is not None and (epochs < 1 or epochs != int(epochs)):
+            raise UserError(f"epochs must be >= 1 and whole, or None for no end; got {epochs}")
         self._job, self._documents, self._epochs = job, documents, epochs
         self.settings = _settings(job, documents) | {"epochs": epochs}
         self._begin(first_epoch)
@@ -231,5 +231,5 @@ class ItemsOfSteps(Iterator[Item], Generic[Item]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
-        self.steps.load_state_dict(state, inside_step=state["taken"] > 0)
-        self.of_step, self._taken, self.finished = (), state["taken"], False
+        self.steps.load_state_dict(state, inside_step=state.get("taken", 0) > 0)
+        self.of_step, self._taken, self.finished = (), state.get("taken", 0), False
