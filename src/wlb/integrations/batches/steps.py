@@ -173,7 +173,7 @@ class WholeSteps(Iterator[StepPlan]):
         for name in changed if inside_step else [name for name in changed if name in _ORDER]:
             where, remedy = ("", "begin anew") if name in _ORDER else ("inside a step ", "save after whole steps")
             values = f"{name} = {saved.get(name)!r}, this run has {ours.get(name)!r}"
-            raise UserError(f"the state was saved {where}with {values}; continue with what was saved, or {remedy}")
+            raise UserError(f"the state was saved {where}with {values}; continue with the saved one, or {remedy}")
         return set(changed)
 
 
