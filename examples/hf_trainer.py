@@ -20,7 +20,6 @@ def train() -> None:
         save_strategy="no",
         report_to=[],
         use_cpu=True,
-        ddp_backend="gloo",
     )
     trainer = balanced(Trainer, context_window=WINDOW)(model=llama(), args=settings, train_dataset=documents())
     trainer.train()

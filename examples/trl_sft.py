@@ -28,7 +28,6 @@ def train() -> None:
         save_strategy="no",
         report_to=[],
         use_cpu=True,
-        ddp_backend="gloo",
     )
     dataset = Dataset.from_list([each | {"labels": masked(each["input_ids"])} for each in documents()])
     trainer = balanced(SFTTrainer, context_window=WINDOW)(

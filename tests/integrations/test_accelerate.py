@@ -31,7 +31,7 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
     reduced: list[int] = []
     trained.register_comm_hook(reduced, lambda state, bucket: _counted(state, bucket))
     errors: list[float] = []
-    planning, again = (balanced_steps(accelerator, trained, mixed(), **settings) for _ in range(2))
+    planning, again, untrained = (balanced_steps(accelerator, trained, mixed(), **settings) for _ in range(3))
     steps = balanced_steps(accelerator, trained, mixed(), **settings, calibrate=1000)
     for step in steps:
         for batch in step:
@@ -44,7 +44,12 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
     accelerator.register_for_checkpointing(again)
     with pytest.raises(UserError) as accumulated:
         _accumulated(accelerator, trained, next(again))
-    return errors, len(reduced), [str(unprepared.value), str(accumulated.value)]
+    told = [unprepared, accumulated]
+    for early in (list, lambda step: [trained(batch.tokens) for batch in step]):
+        with pytest.raises(UserError) as ahead:
+            early(next(untrained))
+        told.append(ahead)
+    return errors, len(reduced), [str(error.value) for error in told]
 
 
 def _accumulated(accelerator: Any, model: Any, step: Any) -> None:
@@ -61,12 +66,13 @@ def _counted(reduced: list[int], bucket: Any) -> Any:
 
 @pytest.mark.parametrize("own_lists", [False, True])
 def test_the_gradients_of_a_step_are_those_of_single_documents_and_reduced_once(own_lists: bool):
-    for errors, reduced, (unprepared, accumulated) in run_ranks(2, _errors, own_lists):
+    for errors, reduced, (unprepared, accumulated, listed, forwards) in run_ranks(2, _errors, own_lists):
         assert len(errors) > 5
         assert max(errors) < 1e-12
         assert reduced == len(errors)
         assert "the model is a Bigrams, not one that Accelerate prepared" in unprepared
         assert "accelerator.accumulate steps after every batch" in accumulated
+        assert listed == forwards == "a batch was taken before the backward of the last; loop over step, not list(step)"
 
 
 def test_what_does_not_leave_steps_to_the_loop_is_refused():

@@ -5,7 +5,6 @@ Its own code moves tensors to CUDA; where it runs here, ``_OnCpu`` leaves them o
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ if not hasattr(data_schedule, "scheduler_map"):
     pytest.skip("needs Megatron-LM's main (0.20): this Megatron-Core has no scheduler_map", allow_module_level=True)
 
 from wlb.errors import UserError  # noqa: E402  # Megatron-Core decides whether this file runs
-from wlb.integrations.megatron import BalancedScheduler, balanced_steps, register  # noqa: E402
+from wlb.integrations.megatron import BalancedScheduler, register  # noqa: E402
 from wlb.workload import make_workload  # noqa: E402
 
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(7, 1.3, 300).astype(int) + 16, 65536)
@@ -139,13 +138,16 @@ def _step(lengths: list[int]) -> tuple[list[float], list[int]]:
 
     config.finalize_model_grads_func = finalize
     mine = range(dist.get_rank(), len(lengths), 2)
-    get_schedule = balanced_steps(get_forward_backward_func, 256)
+    register()
+    config.max_seqlen_per_dp_cp_rank, config.sequence_packing_scheduler = 256, "dp_balanced"
+    samples = iter([_sample(lengths[i], i) for i in mine])
     with _OnCpu():
-        results = get_schedule()(
+        packed, number, *_ = data_schedule.wrap_data_iterator(samples, config, len(mine), None)  # as train_step does
+        results = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=iter([_sample(lengths[i], i) for i in mine]),
+            data_iterator=packed,
             model=[model],
-            num_microbatches=len(mine),
+            num_microbatches=number,
             seq_length=256,
             micro_batch_size=1,
         )
@@ -185,10 +187,3 @@ def test_more_samples_than_static_buffers_hold_are_refused():
     scheduler.max_num_seqs = 4
     with pytest.raises(UserError, match="raise thd_max_packed_sequences over 4"):
         scheduler.get_groups_and_subsamples(SAMPLES)
-
-
-def test_a_loop_that_divides_samples_itself_is_not_divided_twice(monkeypatch: pytest.MonkeyPatch):
-    training = SimpleNamespace(wrap_data_iterator=None)
-    monkeypatch.setitem(sys.modules, "megatron.training.training", training)
-    with pytest.raises(UserError, match=r"call register\(\.\.\.\) alone"):
-        balanced_steps(lambda: pytest.fail, 256)

@@ -128,6 +128,8 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
         (masked, {}, "documents is the function masked, .*; give what it returns"),
         ("corpus.jsonl", {}, r"documents is the path corpus.jsonl, .*; give datasets.load_dataset"),
         *((none, {}, "documents is of type") for none in (DataLoader(Arriving()), {1: [1]}.values(), None, 5)),
+        *(([1, one], {}, r"document \d is of type (int|str); give token ids") for one in (2, "text")),
+        (DOCUMENTS, {"epochs": 1.5}, "epochs must be >= 1 and whole"),
         (iter(DOCUMENTS), {"epochs": 2}, "a stream is one epoch, and epochs = 2"),
         (iter(DOCUMENTS), {"preset": "elastic", "dp": 2, "rank": 0}, "'elastic' chooses its pools by the lengths"),
         (DOCUMENTS, {"state": stream}, "documents = 'a stream', this run has 80"),

@@ -27,8 +27,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 
 from wlb.attention import segment_attention  # noqa: E402
 from wlb.documents.store.reader import TokenStore  # noqa: E402
-from wlb.integrations.torchtitan import BaseDataLoader  # noqa: E402
-from wlb.integrations.torchtitan_level import level_steps  # noqa: E402
+from wlb.integrations.torchtitan import BaseDataLoader, level_steps  # noqa: E402
 
 IN_ROWS = BaseDataLoader.__module__ == "torchtitan.components.dataloader"  # 0.3.0, not main
 

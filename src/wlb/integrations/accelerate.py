@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from wlb.errors import UserError
 from wlb.integrations.packed import PackedBatch, PackedSteps
@@ -16,17 +17,15 @@ from wlb.runtime.own_lists import fsdp_units, in_turn
 class BalancedSteps(PackedSteps):
     """``packed_batches`` for an ``Accelerator`` and the model that it has prepared, under DDP or FSDP2.
 
-    Gradients are averaged over processes with the last batch of a step. Run the backward of each batch before taking
-    the next one; ``list`` of a step would deadlock. Raises ``UserError`` for a model of another kind (DeepSpeed, say),
-    Accelerate's own tensor or context parallelism, gradient accumulation, and ``accumulate``.
+    Gradients are averaged over processes with the last batch of a step. Raises ``UserError`` for a model of another
+    kind (DeepSpeed, say), Accelerate's own tensor or context parallelism, gradient accumulation, and ``accumulate``;
+    and where several processes train, for a batch that is taken before the backward of the last one, as by ``list``.
     """
 
     def __init__(self, accelerator: Any, prepared: nn.Module, documents: Any, /, **settings: Any) -> None:
-        wrapped = isinstance(prepared, DistributedDataParallel) or fsdp_units(prepared)
-        if not wrapped and (accelerator.num_processes > 1 or type(prepared).__name__ == "DeepSpeedEngine"):
-            raise UserError(
-                f"the model is a {type(prepared).__name__}, not one that Accelerate prepared for DDP or FSDP2"
-            )
+        wrapped, kind = isinstance(prepared, DistributedDataParallel) or fsdp_units(prepared), type(prepared).__name__
+        if not wrapped and (accelerator.num_processes > 1 or kind == "DeepSpeedEngine"):
+            raise UserError(f"the model is a {kind}, not one that Accelerate prepared for DDP or FSDP2")
         if (sizes := getattr(accelerator, "parallelism_config", None)) and sizes.non_data_parallel_size > 1:
             raise UserError("parallelism_config shares documents among processes; leave tp, cp and sp out, and give cp")
         self._accelerator, self._prepared = accelerator, prepared
@@ -40,12 +39,25 @@ class BalancedSteps(PackedSteps):
 
     def _in_turn(self, batches: tuple[PackedBatch, ...]) -> Iterator[PackedBatch]:
         accumulated, levels, calibration = self._accelerator.step, self.job.levels_steps, self.calibration
-        for batch in in_turn(self._prepared, batches, keep_weights=levels, calibration=calibration):
-            if self._accelerator.step != accumulated:
-                raise UserError("accelerator.accumulate steps after every batch; leave it out, and step once a step")
-            yield batch
+        watched, self._ran_backward = self._prepared.register_forward_hook(self._watch), True
+        try:
+            for batch in in_turn(self._prepared, batches, keep_weights=levels, calibration=calibration):
+                if self._accelerator.step != accumulated:
+                    raise UserError("accelerator.accumulate steps after every batch; leave it out, step once a step")
+                if not self._ran_backward:  # gradients would be reduced too often or too early, or deadlock
+                    raise UserError("a batch was taken before the backward of the last; loop over step, not list(step)")
+                self._ran_backward = self._accelerator.num_processes == 1
+                yield batch
+        finally:
+            watched.remove()
         if calibration is not None:
             calibration.end_step()
+
+    def _watch(self, model: nn.Module, arguments: Any, output: Any) -> None:
+        scores = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad]
+        for part in scores:
+            part.register_hook(lambda _: setattr(self, "_ran_backward", True))
+        self._ran_backward |= not scores  # nothing tells
 
 
 balanced_steps = BalancedSteps

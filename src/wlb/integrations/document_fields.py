@@ -75,15 +75,15 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
         if numbers.min(initial=0) < 0:
             raise UserError(f"{name} has {what} with {numbers.min()}; give token ids, and -100 for what is not learnt")
     if not np.array_equal(given.get("position_ids", np.arange(len(ids))), np.arange(len(ids))):
-        raise UserError(
-            f"{name} has position_ids that do not count from 0, as if it were several documents; give each document by "
-            "itself, and no position_ids"
-        )
+        several = f"{name} has position_ids that do not count from 0, as if it were several documents"
+        raise UserError(f"{several}; give each document by itself, and no position_ids")
     return ids, labels
 
 
 def token_count(document: Document, name: str = "a document") -> int:
     """Tokens of ``document`` without padding: its length for a planner. Raises ``UserError`` for lost fields."""
+    if (kind := type(document).__name__) == "str" or not hasattr(document, "__len__"):
+        raise UserError(f"{name} is of type {kind}; give token ids, or a dictionary with input_ids")
     if not isinstance(document, Mapping):
         return len(document)
     _check_fields(document, name)
@@ -97,10 +97,8 @@ def _check_fields(fields: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name} has no input_ids, only {others or 'empty fields'}; tokenise it first")
     for field in fields:
         if field not in FIELDS and _may_be_input(fields[field]):
-            raise UserError(
-                f"{name} has {field}, which packed micro-batches would lose; remove the column where the model does "
-                "not need it, else train such data without wlb"
-            )
+            remedy = "remove the column where the model does not need it, else train such data without wlb"
+            raise UserError(f"{name} has {field}, which packed micro-batches would lose; {remedy}")
 
 
 def _may_be_input(value: Any) -> bool:

@@ -7,6 +7,7 @@ loss of a step is the sum over its labelled tokens, divided by their number over
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,7 +25,7 @@ from wlb.documents.segments import OverlongReport, Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
-from wlb.integrations.batches.processes import Processes, check_accumulation, digest, warn
+from wlb.integrations.batches.processes import Processes, check_accumulation, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, check_documents, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -32,8 +33,10 @@ from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch, read_batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import device_of, gathered_rows, sharing_group
 from wlb.runtime.loss import summed_cross_entropy
-from wlb.runtime.own_lists import fingerprint_of
+from wlb.runtime.own_lists import digest_of, fingerprint_of
 from wlb.runtime.sharded_batch import RankShare, ShardedAttention, ShardedBatch
+
+NO_LABELS = "a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int, *, averaged_ov
     afterwards; 1 where they are summed.
     """
     if loss_tokens == 0:
-        warn_of_no_labels()
+        warn(NO_LABELS)
     return summed_cross_entropy(logits, labels) * averaged_over / max(loss_tokens, 1)
 
 
@@ -185,7 +188,7 @@ class PackedSteps(Iterator[PackedStep]):
         self._processes = Processes(rank, dp, cp, group)
         self._rank = self._processes.own_rank()
         self._stream: ArrivingDocuments[Document] | None = None
-        lengths = None
+        lengths: Any = None
         if isinstance(documents, TokenStore):
             lengths, self._read = checked_lengths(documents.lengths), partial(read_batch, store=documents)
         elif hasattr(documents, "__len__") and not isinstance(documents, IterableDataset):
@@ -201,12 +204,10 @@ class PackedSteps(Iterator[PackedStep]):
             settings |= {"shuffle": False}
         settings |= {"dp": self._processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
-        self.lengths: Any = lengths  # of all documents; None for a stream
-        planned: Any = lengths if self._stream is None else self._stream
-        self._steps = WholeSteps(self.job, planned, epochs=epochs)
-        layout = replace(self.job.layout, tp=1)
-        strategy = "elastic" if self.job.packing.method == "elastic" else sharding
-        self._share = RankShare(*divmod(self._rank, layout.cp), layout, strategy, self.job.costs)
+        self.lengths = lengths  # of all documents; None for a stream
+        self._steps = WholeSteps(self.job, self.lengths if self._stream is None else self._stream, epochs=epochs)
+        layout, strategy = self.job.layout, "elastic" if self.job.packing.method == "elastic" else sharding
+        self._share = RankShare(*divmod(self._rank, layout.cp), replace(layout, tp=1), strategy, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
         self.calibration: Calibration | None = None
         if calibrate:
@@ -223,7 +224,8 @@ class PackedSteps(Iterator[PackedStep]):
 
     def __next__(self) -> PackedStep:
         self.agree()
-        self._plan_by_measured()
+        if self.calibration is not None:
+            self._plan_by_measured(self.calibration)
         plan = next(self._steps, None)
         if plan is not None and any(micro_batch.is_slice for micro_batch in plan.micro_batches):
             raise UserError(f"step {plan.step} cuts documents into slices, which need a pipeline; plan whole documents")
@@ -259,12 +261,10 @@ class PackedSteps(Iterator[PackedStep]):
         self._steps.load_state_dict(state, inside_step=inside_step)
         if self.calibration is not None and "calibration" in state:
             self.calibration.load_state_dict(state["calibration"])
-        self._begin = self._compared | {"state": digest(state)}
+        self._begin = self._compared | {"state": digest_of(json.dumps(state, sort_keys=True))}
 
-    def _plan_by_measured(self) -> None:
-        if self.calibration is None:
-            return
-        found = self.calibration.prices, self.calibration.speeds if self.job.levels_steps else None
+    def _plan_by_measured(self, calibration: Calibration) -> None:
+        found = calibration.prices, calibration.speeds if self.job.levels_steps else None
         if found != self._measured:
             self._steps.plan_by(self.job.measured(*found))
             self._measured = found
@@ -281,19 +281,15 @@ class PackedSteps(Iterator[PackedStep]):
         ranks = self._processes.agree(self._steps.settings | self._begin, self._rank)
         count, world, shares = self._processes.ranks, self._processes.world, ranks and self.job.layout.cp > 1
         if (self.calibration is not None or shares) and (ranks or [0] * world) != [*range(count)]:
-            raise UserError(
-                f"to share micro-batches or to calibrate, the {world} processes must be the dp x cp = {count} ranks in "
-                f"order; leave rank = {self._rank} out and give the data-parallel group"
-            )
+            must = f"to share micro-batches or to calibrate, the {world} processes must be the dp x cp = {count} ranks"
+            raise UserError(f"{must} in order; leave rank = {self._rank} out and give the data-parallel group")
         if shares and self._sharing is None:
             self._sharing = sharing_group(self.job.layout.cp, self._processes.group)
         self._begin = None
 
     def batch_of(self, documents: Sequence[Document]) -> PackedBatch:
         """This rank's share of a micro-batch of ``documents``, which belongs to no step; ``agree`` comes before."""
-        lengths = [*map(token_count, documents)]
-        segments = tuple(Segment(number, 0, length) for number, length in enumerate(lengths))
-        return self._packed(self._share.of(_batch_of(documents, lengths, MicroBatch(segments, 0.0))), 0)
+        return self._packed(self._share.of(_batch_of_all(documents)), 0)
 
     def _packed(self, share: ShardedBatch, loss_tokens: int) -> PackedBatch:
         plan, tensors = share.shard_plan, (share.tokens, share.labels, share.positions)
@@ -319,28 +315,27 @@ class PackedSteps(Iterator[PackedStep]):
 packed_batches = PackedSteps
 
 
-def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch) -> TokenBatch:
+def _batch_of_all(documents: Sequence[Document]) -> TokenBatch:
+    """``documents`` one after another."""
+    lengths = [token_count(one, f"document {number} of the batch") for number, one in enumerate(documents)]
+    segments = tuple(Segment(number, 0, length) for number, length in enumerate(lengths))
+    return _batch_of(documents, lengths, MicroBatch(segments, 0.0), " of the batch")
+
+
+def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch, where: str = "") -> TokenBatch:
     """The documents of a micro-batch, planned by ``lengths``, one after another."""
     if not micro_batch.segments:
         return make_batch(micro_batch, documents)
-    tokens, labels = [], []
+    parts = []
     for number, start, length in micro_batch.segments:
         index = number % len(lengths)
-        ids, own = ids_and_labels(documents[index], f"document {index}")
+        ids, own = ids_and_labels(documents[index], f"document {index}{where}")
         if len(ids) != lengths[index]:
             raise UserError(f"document {index} had {lengths[index]} tokens when it was planned and has {len(ids)} now")
-        tokens.append(ids[start : start + length])
-        labels.append(np.append(own, IGNORE_LABEL)[start + 1 : start + length + 1])
-    return TokenBatch(_row(tokens), _row(labels), _row(map(np.arange, micro_batch.lengths)), tuple(micro_batch.lengths))
-
-
-def _row(parts: Iterable[Any]) -> Tensor:
-    return torch.from_numpy(np.concatenate([*parts]))
-
-
-def warn_of_no_labels() -> None:
-    """Warn of a step that teaches nothing."""
-    warn("a step has no labelled token, so its loss and gradients are zero; look at its labels and masks")
+        learnt = np.append(own, IGNORE_LABEL)[start + 1 : start + length + 1]
+        parts.append((ids[start : start + length], learnt, np.arange(length)))
+    tokens, labels, positions = (torch.from_numpy(np.concatenate(rows)) for rows in zip(*parts, strict=True))
+    return TokenBatch(tokens, labels, positions, tuple(micro_batch.lengths))
 
 
 class FlatteningCollator:
@@ -353,14 +348,11 @@ class FlatteningCollator:
     """
 
     def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
+        check_documents(documents, "the batch")
         if not documents:
             raise UserError("a batch without documents cannot be packed; a planned batch sampler makes none")
-        tokens, labels = zip(*map(ids_and_labels, documents), strict=True)
-        for own in labels:
-            own[0] = IGNORE_LABEL
-        lengths = [len(ids) for ids in tokens]
-        rows = {"input_ids": _row(tokens), "position_ids": _row(map(np.arange, lengths)), "labels": _row(labels)}
-        return {name: row[None] for name, row in rows.items()} | extents_of(lengths)
+        batch = _batch_of_all(documents)
+        return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths, 0, 1).with_labels()
 
 
 def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""torchtitan trains balanced micro-batches, by one override on its command line.
+"""torchtitan trains balanced micro-batches by one override, or level steps by a configuration (``level_steps``).
 
     --override.imports 'wlb.integrations.torchtitan.balance={"store": "PREFIX", "micro_batches": 8}'
 
@@ -6,6 +6,9 @@
 take all ranks equally long; they hold ``seq_len`` tokens on average and up to 1.5 times as many. torchtitan's loss, a
 sum over tokens divided by the step's number of labels, stays right for them, and its masks of positions keep documents
 apart (attention ``flex`` or ``varlen``). A checkpoint continues exactly, also with another data-parallel degree.
+
+In level steps each rank runs its own number of micro-batches, all finish together, and several ranks share those of
+long documents. Other collectives inside a micro-batch would wait for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,12 +30,16 @@ from wlb.errors import UserError
 from wlb.integrations.batches import ItemsOfSteps
 from wlb.integrations.packed import PackedBatch, PackedSteps
 from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.own_lists import in_turn
 
 _VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"
 
 try:
+    from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.config.override import derive, override
-    from torchtitan.trainer import BaseDataLoader  # of a module that has another name in 0.3.0 than in main
+    from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
+    from torchtitan.models.common.decoder import Decoder
+    from torchtitan.trainer import BaseDataLoader, Trainer  # that of a module with another name in 0.3.0 than in main
 except ImportError as error:
     raise UserError(f"{error}; wlb.integrations.torchtitan needs {_VERSIONS}") from error
 
@@ -47,25 +55,24 @@ class BalancedDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        store: str | None = None  # prefix of a token store; if not given, 0.3.0's dataset_path
+        store: str | None = None  # prefix of a token store
         micro_batches: int = 1  # of a rank in a step: the gradient accumulation
         model: str = "7b"  # by whose prices documents are balanced: one that wlb knows, near the trained one in size
         hardware: str = "h100"  # on which it is priced
         seed: int = 0  # of the order of documents
         multiple_of: int = 128  # micro-batches are padded to a multiple of this many tokens: 128 times cp, and of tp
         max_length_factor: float = 1.5  # contexts that a micro-batch may hold on one rank, in its memory
-        own_lists: bool = False  # set by wlb.integrations.torchtitan_level
+        own_lists: bool = False  # set by level_steps
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **sizes: Any) -> None:
-        prefix = config.store or getattr(config, "dataset_path", None)
-        if prefix is None:
+        if config.store is None:
             raise UserError('no documents; give the override the prefix of a token store, "store" (see `wlb prepare`)')
         self._row = None if "seq_len" in sizes else ...  # a dimension more, or none
         self._multiple_of, self._own_lists = config.multiple_of, config.own_lists
         names = ("micro_batches", "model", "hardware", "seed", "max_length_factor", "own_lists")
         settings = {name: getattr(config, name) for name in names}
         settings |= {"context_window": _window(sizes), "dp": dp_world_size, "rank": dp_rank, "epochs": None}
-        steps = PackedSteps(TokenStore.open(prefix), **settings)
+        steps = PackedSteps(TokenStore.open(config.store), **settings)
         self.batches = ItemsOfSteps(steps, lambda step: [*map(self._as_torchtitan_has_it, step.batches)])
 
     def __iter__(self) -> Iterator[Batch]:
@@ -106,11 +113,9 @@ def _window(sizes: dict[str, Any]) -> int:
             return window
         case {"max_context_length": int(window), "num_tokens_per_batch": tokens} if tokens == window:
             return window
-    raise UserError(
-        f"torchtitan gives its data loader {sizes}, but a balanced micro-batch holds one context on average; set "
-        "training.local_batch_size = 1 (0.3.0) or num_tokens_per_microbatch_per_dp_rank = max_context_length (main), "
-        f'and give the number of micro-batches as "micro_batches" of the override; wlb needs {_VERSIONS}'
-    )
+    given = f"torchtitan gives its data loader {sizes}, but a balanced micro-batch holds one context on average"
+    right = "training.local_batch_size = 1 (0.3.0) or num_tokens_per_microbatch_per_dp_rank = max_context_length (main)"
+    raise UserError(f'{given}; set {right}, and "micro_batches" of the override; wlb needs {_VERSIONS}')
 
 
 def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:
@@ -121,3 +126,76 @@ def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoade
 
 # The field at the top is not the validator's.
 override(target=BaseDataLoader.Config, fqns=["dataloader"], description="equal work on all ranks (wlb)")(balance)
+
+
+class LevelAttention(VarlenAttention):
+    """Attention inside documents: ``attention_masks`` is the loader's ``attend``, or torchtitan's own in validation."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def forward(self, q: Any, k: Any, v: Any, *, attention_masks: Any, scale: Any, **more: Any) -> Tensor:
+        """Query, key and value of shape (1, tokens, heads, head_dim), in main without the 1; shaped as the query."""
+        left, right = self.window_size
+        if right or [name for name in more if name != "enable_gqa" and more[name] is not None]:
+            raise UserError(f"level steps attend causally; window_size = {self.window_size} and {[*more]} do more")
+        if isinstance(attention_masks, VarlenMetadata):
+            lengths = [length for length in attention_masks.cu_seq_q.diff().tolist() if length]
+            attention_masks = partial(segment_attention, segment_lengths=lengths)
+        if scale is not None:
+            q = q * (scale * q.shape[-1] ** 0.5)  # what follows scales by 1/sqrt(head_dim)
+        rows = (tensor.flatten(0, -3) for tensor in (q, k, v))
+        out: Tensor = attention_masks(*rows, window=None if left < 0 else left + 1).unflatten(0, q.shape[:-2])
+        return out
+
+
+class LevelTrainer(Trainer):
+    """torchtitan's Trainer, for which a step is a rank's own list of micro-batches."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        kinds = ("tensor", "context", "pipeline", "expert")
+        unfit = {f"{kind} parallelism": getattr(config.parallelism, f"{kind}_parallel_degree") > 1 for kind in kinds}
+        unfit["torch.compile of the model"] = config.compile.enable and "model" in config.compile.components
+        unfit["CUDA graphs (disable_cuda_graphs)"] = not config.training.disable_cuda_graphs
+        if found := [name for name, is_on in unfit.items() if is_on]:
+            raise UserError(f"level steps run with data parallelism alone; switch off {', '.join(found)}")
+        super().__init__(config)
+        (model,) = self.model_parts
+        if type(model).get_attention_masks is not Decoder.get_attention_masks:
+            raise UserError(f"{config.model_spec.name} masks more than documents, and level steps cannot; use balance")
+        loss: Any = self.loss_fn
+        if isinstance(loss, ChunkedLossWrapper):
+            loss.set_lm_head(partial(model.lm_head))  # of an FSDP unit it would reduce the gradients itself
+        self.loss_fn: Any = partial(self._loss_in_turn, loss)
+
+    def train_step(self, data_iterator: Any) -> None:
+        first = next(data_iterator)  # plans the step
+        batches = [first, *islice(data_iterator, len(self.dataloader.batches.of_step) - 1)]
+        self.gradient_accumulation_steps = len(batches)
+        self._turns = in_turn(self.model_parts[0], [None, *batches])
+        next(self._turns)  # gathers the weights
+        super().train_step(iter(batches))
+
+    def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> Any:
+        # torchtitan makes masks of positions, and fails where a rank's share has no document's first token.
+        inputs, labels, _ = super().post_dataloading_process({"input": input_dict["input"]}, labels)
+        return inputs, labels, {"positions": input_dict["positions"], "attention_masks": input_dict["attend"]}
+
+    def _loss_in_turn(self, loss: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = loss(*arguments, **keywords)  # a loss in chunks has run the backward of the head
+        next(self._turns)  # the backward of the model, which comes now, may be the one that reduces gradients
+        return result
+
+
+def level_steps(config: Trainer.Config, **settings: Any) -> LevelTrainer.Config:
+    """``config`` for level steps, its attention replaced in place; ``settings`` are those of ``balance``."""
+    for _, inner, parent, name in config.model_spec.model.traverse((VarlenAttention.Config, FlexAttention.Config)):
+        setattr(parent, name, LevelAttention.Config(window_size=getattr(inner, "window_size", (-1, 0))))
+    dataloader = balance(config.dataloader, own_lists=True, **settings)
+    level: LevelTrainer.Config = derive(config, LevelTrainer.Config, dataloader=dataloader)
+    return level

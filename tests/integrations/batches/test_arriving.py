@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,6 +52,14 @@ def test_a_stream_is_not_judged_by_what_is_read_ahead_nor_by_a_longer_window_bef
     again.read_again(200, again.digest(200), [Segment(5, 0, 4), Segment(150, 0, 4)])
     again.forget([150])
     assert again.kept == {5: "x" * 9}
+
+
+def test_a_stream_of_which_all_is_too_long_is_not_read_for_ever():
+    with pytest.raises(UserError, match="10,000 documents of the stream in a row are over context_window = 8, and"):
+        ArrivingDocuments(repeat("x" * 9), len, 8)
+    read = ArrivingDocuments(chain(["x"], repeat("x" * 9)), len, 8)
+    with pytest.raises(UserError, match="10,000 documents"):
+        all(read[np.arange(len(read))].all() for _ in repeat(None))
 
 
 def test_mistakes_are_one_line():

@@ -163,7 +163,7 @@ def test_steps_of_other_numbers_of_micro_batches_lose_nothing():
 def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):
     folder = str(tmp_path)
     train(folder, save_strategy="steps", save_steps=2, max_steps=2)
-    with pytest.raises(UserError, match="saved with seed = 42, this run has 7; continue with what it was saved with"):
+    with pytest.raises(UserError, match="saved with seed = 42, this run has 7; continue with the saved one"):
         train(folder, True, seed=7)
     state = tmp_path / "checkpoint-2" / "trainer_state.json"
     plain = json.loads(state.read_text())

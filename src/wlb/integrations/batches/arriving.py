@@ -22,6 +22,7 @@ from wlb.errors import UserError
 T = TypeVar("T")
 
 _AHEAD = 64  # documents that are read before they are planned
+_MOST_DROPPED = 10_000  # documents in a row that are too long, before a stream is not read further
 
 
 class ArrivingDocuments(StoredLengths, Generic[T]):
@@ -29,7 +30,8 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
 
     A document is numbered by its place in the stream. ``length_of`` counts its tokens; those of more than ``longest``
     are not planned, and let go with the next that are trained. ``kept`` has those that wait by number, ``lengths`` the
-    tokens of all that have come. Raises ``UserError`` for an empty stream, and on the way for an empty document.
+    tokens of all that have come. Raises ``UserError`` for an empty stream, and on the way for an empty document and for
+    10,000 in a row that are too long.
     """
 
     def __init__(self, documents: Iterable[T], length_of: Callable[[T], int], longest: float = np.inf) -> None:
@@ -37,6 +39,7 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
         self.kept: dict[int, T] = {}
         self.lengths, self.tokens, self._planned = array("q"), 0, 0
         self._too_long: set[int] = set()
+        self._in_a_row = 0  # that are too long, up to the last that came
         self._read(_AHEAD)
         while len(self._too_long) == len(self.lengths) and self._read(len(self.lengths) + _AHEAD):
             pass  # until there is one to plan
@@ -58,6 +61,7 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
         for document in self._too_long.union(documents):
             self.kept.pop(document, None)
         self._too_long.clear()
+        self._in_a_row = 0
 
     def digest(self, documents: int) -> int:
         """Of the lengths of the first ``documents`` documents."""
@@ -74,10 +78,8 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
             self._too_long = self._too_long - kept
             self.forget({number} - kept)
         if len(self.lengths) < documents or self.digest(documents) != digest:
-            raise UserError(
-                f"the first {documents} documents of the saved stream are not the first of this one, of which "
-                f"{len(self.lengths)} were read; continue with the stream it was saved on"
-            )
+            other = f"the first {documents} documents of the saved stream are not the first of this one, of which"
+            raise UserError(f"{other} {len(self.lengths)} were read; continue with the stream it was saved on")
 
     def _read(self, documents: int) -> bool:
         """Read on up to so many documents in all; whether there are as many."""
@@ -88,6 +90,10 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
             self.lengths.append(length)
             self.tokens += length
             self.kept[number] = document
-            if length > self._longest:
+            if is_too_long := length > self._longest:
                 self._too_long.add(number)
+            self._in_a_row = is_too_long * (self._in_a_row + 1)
+            if self._in_a_row == _MOST_DROPPED:
+                over = f"{_MOST_DROPPED:,} documents of the stream in a row are over context_window = {self._longest}"
+                raise UserError(f'{over}, and overlong = "drop"; raise it, or split or truncate them')
         return len(self.lengths) >= documents

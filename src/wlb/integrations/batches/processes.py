@@ -6,8 +6,6 @@ train others twice, without an error. Before the first step they therefore compa
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import warnings
 from collections import Counter
@@ -30,7 +28,9 @@ class Processes:
 
     def __init__(self, rank: int | None, dp: int | None, cp: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.group, self._dp_given = rank, group, dp is not None
-        self.dp = dp if dp is not None else data_parallel_ranks(self.world, cp) if _has_group() else 1
+        if cp < 1 or (dp is None and _has_group() and self.world % cp):
+            raise UserError(f"{self.world} processes cannot be divided into groups of cp = {cp}; give a divisor")
+        self.dp = dp if dp is not None else self.world // cp if _has_group() else 1
         if self.dp < 1:
             raise UserError(f"dp must be >= 1; got {dp}")
         self.ranks = self.dp * cp
@@ -47,9 +47,7 @@ class Processes:
     def own_rank(self) -> int:
         """The rank given, or that in the group. Raises ``UserError`` where that cannot be known."""
         if self.rank is None and self.ranks not in (1, self.world):
-            raise UserError(
-                f"dp x cp = {self.ranks} are not the {self.world} processes there are; leave dp out, or give a group"
-            )
+            raise UserError(f"dp x cp = {self.ranks} are not the {self.world} processes; leave dp out, or give a group")
         return self.rank if self.rank is not None else dist.get_rank(self.group) if self.ranks > 1 else 0
 
     def agree(self, plan: Mapping[str, Any], rank: int | None) -> list[int | None]:
@@ -59,9 +57,8 @@ class Processes:
         ``UserError`` on every process, naming what differs.
         """
         if not self._dp_given and self.ranks < self.world:
-            raise UserError(
-                f"dp was left out before there was a process group, now of {self.world}; call init_process_group first"
-            )
+            early = f"dp was left out before there was a process group, now of {self.world}"
+            raise UserError(f"{early}; call init_process_group first")
         if self.ranks == 1 or self.world == 1:
             return []
         ranks, plans = zip(*gathered((rank, dict(plan)), self.group), strict=True)
@@ -72,10 +69,9 @@ class Processes:
                 raise UserError(f"the processes would train different plans: {', '.join(values)} differ; give the same")
         held: Counter[Any] = Counter(ranks)
         if {*held} != {*range(self.ranks)} or len({*held.values()}) > 1:
-            raise UserError(
-                f"the processes have rank = {', '.join(map(str, ranks))}, and dp x cp = {self.ranks}: each must be "
-                "that of equally many; give rank, leave dp out, or give the group that trains"
-            )
+            must = f"dp x cp = {self.ranks}: each must be that of equally many"
+            remedy = "give rank, leave dp out, or give the group that trains"
+            raise UserError(f"the processes have rank = {', '.join(map(str, ranks))}, and {must}; {remedy}")
         return [*ranks]
 
 
@@ -86,26 +82,12 @@ def _has_group() -> bool:
 def warn(message: str, group: dist.ProcessGroup | None = None) -> None:
     """Warn on the first process of ``group`` only, once for each line of code that comes here."""
     if not _has_group() or dist.get_rank(group) == 0:
-        warnings.warn(f"wlb: {message}", stacklevel=4)
-
-
-def data_parallel_ranks(processes: int, cp: int) -> int:
-    """Context-parallel groups of ``cp`` that the processes make. Raises ``UserError`` where some would be left."""
-    if cp < 1 or processes % cp:
-        raise UserError(f"{processes} processes cannot be divided into groups of cp = {cp}; give a divisor")
-    return processes // cp
+        warnings.warn(f"wlb: {message}", stacklevel=3)
 
 
 def check_accumulation() -> None:
     """Raise ``UserError`` where Accelerate divides losses and counts batches to the next optimizer step by itself."""
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None and (steps := accelerate.GradientState().num_steps) > 1:
-        raise UserError(
-            f"Accelerator(gradient_accumulation_steps={steps}) divides every loss by {steps} and steps after as many "
-            "batches, and planned steps differ in how many they have; leave it out, and give micro_batches"
-        )
-
-
-def digest(state: Mapping[str, Any] | None) -> str | None:
-    """Of ``state``, to compare it by; None for none."""
-    return None if state is None else hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
+        divides = f"Accelerator(gradient_accumulation_steps={steps}) divides every loss by {steps}"
+        raise UserError(f"{divides}, and steps after as many batches; leave it out, and give micro_batches")

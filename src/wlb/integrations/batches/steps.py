@@ -32,7 +32,6 @@ from wlb.workload.phases import DocumentPhases
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 Item = TypeVar("Item")
-Steps = TypeVar("Steps", bound=Any)
 Lengths = NDArray[np.int64]
 
 _OWN_WINDOWS = 1.5  # that a rank's micro-batch may hold, as in lock step
@@ -83,9 +82,7 @@ def balanced_job(
     job = simulated_job(model or (measured.model if measured else "7b"), context_window, preset, **sizes, **priced)
     job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool, phases=phases)
     if lengths is None and job.pools and not own_lists and "auto" in (job.pools.size, job.pools.micro_batches):
-        raise UserError(
-            f"preset {preset!r} chooses its pools by the lengths of all documents; give pool and pool_micro_batches"
-        )
+        raise UserError(f"preset {preset!r} chooses its pools by the lengths of all; give pool and pool_micro_batches")
     decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=not own_lists)
     # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
     return decided if fits(decided) else decided.with_length_factor(job.packing.max_length_factor)
@@ -113,8 +110,8 @@ class WholeSteps(Iterator[StepPlan]):
     def __init__(
         self, job: Job, documents: Lengths | ArrivingDocuments[Any], *, epochs: int | None = 1, first_epoch: int = 0
     ) -> None:
-        if epochs is not None and epochs < 1:
-            raise UserError(f"epochs must be >= 1, or None for no end; got {epochs}")
+        if epochs is not None and (epochs < 1 or epochs != int(epochs)):
+            raise UserError(f"epochs must be >= 1 and whole, or None for no end; got {epochs}")
         self._job, self._documents, self._epochs = job, documents, epochs
         self.settings = _settings(job, documents) | {"epochs": epochs}
         self._begin(first_epoch)
@@ -161,9 +158,7 @@ class WholeSteps(Iterator[StepPlan]):
                 raise UserError("a stream is continued from its beginning; open it anew and give the state with it")
             self._documents.read_again(_documents_taken(planner), state["digest"], waiting_in(planner))
         elif self._epochs is not None and epoch > last:
-            raise UserError(
-                f"the state is in epoch {epoch + 1}, and this run ends with epoch {last + 1}; give more epochs"
-            )
+            raise UserError(f"the state is in epoch {epoch + 1}, and this run ends with epoch {last + 1}; add epochs")
         self._begin(state["first_epoch"])
         packed_by = {"context_window", "overlong", "method", *self._job.packing.identity(self._job.context_window)}
         self._planner.load_state_dict(planner, packed_otherwise=bool(changed & packed_by))
@@ -177,10 +172,8 @@ class WholeSteps(Iterator[StepPlan]):
         changed = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
         for name in changed if inside_step else [name for name in changed if name in _ORDER]:
             where, remedy = ("", "begin anew") if name in _ORDER else ("inside a step ", "save after whole steps")
-            raise UserError(
-                f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has {ours.get(name)!r}; "
-                f"continue with what it was saved with, or {remedy}"
-            )
+            values = f"{name} = {saved.get(name)!r}, this run has {ours.get(name)!r}"
+            raise UserError(f"the state was saved {where}with {values}; continue with the saved one, or {remedy}")
         return set(changed)
 
 
@@ -207,41 +200,36 @@ def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str
     }
 
 
-class ItemsOfSteps(Iterator[Item], Generic[Steps, Item]):
+class ItemsOfSteps(Iterator[Item], Generic[Item]):
     """The items of one step after another, and the state between any two: ``items`` says what those of a step are.
 
-    ``steps`` are ``WholeSteps`` or ``PackedSteps``.
+    ``steps`` are ``WholeSteps`` or ``PackedSteps``; ``of_step`` are the items of the step that is being taken.
     """
 
-    def __init__(self, steps: Steps, items: Callable[[Any], Sequence[Item]]) -> None:
+    def __init__(self, steps: Any, items: Callable[[Any], Sequence[Item]]) -> None:
         self.steps, self._items, self.finished = steps, items, False
         self._before = steps.state_dict()  # the step whose items are being taken
-        self._of_step: Sequence[Item] = ()
-        self.of_step = self._taken = 0  # items of the step, and those of them that were yielded
-        self._skipped = 0  # items of the next step that were yielded before its state was saved
+        self.of_step: Sequence[Item] = ()
+        self._taken = 0  # items of the step; those of a step to come where a state was inside it
 
     def __next__(self) -> Item:
-        if self._taken == self.of_step:
-            self._next_step()
+        if self._taken >= len(self.of_step):
+            before, step = self.steps.state_dict(), next(self.steps, None)
+            if step is None:
+                self.finished = True
+                raise StopIteration
+            self._taken -= len(self.of_step)
+            self._before, self.of_step = before, self._items(step)
         self._taken += 1
-        return self._of_step[self._taken - 1]
+        return self.of_step[self._taken - 1]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last item, as JSON-serialisable data of the caller's own."""
-        if self._taken < self.of_step:
+        if self._taken < len(self.of_step):
             return {**copy.deepcopy(self._before), "taken": self._taken}
-        return {**self.steps.state_dict(), "taken": self._skipped}
+        return {**self.steps.state_dict(), "taken": self._taken - len(self.of_step)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
-        self.steps.load_state_dict(state, inside_step=state["taken"] > 0)
-        self.of_step, self._taken, self.finished = 0, 0, False
-        self._skipped = state["taken"]
-
-    def _next_step(self) -> None:
-        before, step = self.steps.state_dict(), next(self.steps, None)
-        if step is None:
-            self.finished = True
-            raise StopIteration
-        self._before, self._of_step = before, self._items(step)
-        self.of_step, self._taken, self._skipped = len(self._of_step), self._skipped, 0
+        self.steps.load_state_dict(state, inside_step=state.get("taken", 0) > 0)
+        self.of_step, self._taken, self.finished = (), state.get("taken", 0), False

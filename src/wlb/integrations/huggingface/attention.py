@@ -146,10 +146,8 @@ def check_rotary(config: Any, lengths: Sequence[int]) -> None:
             usual = getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
             limit = of_layers.get("original_max_position_embeddings") or usual
         if limit and max(lengths) > limit:
-            raise UserError(
-                f"a document has {max(lengths)} tokens, and past {limit} the model's rotary scaling, {kind}, changes "
-                "that of all documents in its micro-batch; give shorter documents"
-            )
+            changes = f"past {limit} the model's rotary scaling, {kind}, changes that of all in its micro-batch"
+            raise UserError(f"a document has {max(lengths)} tokens, and {changes}; give shorter documents")
 
 
 def is_packed_attention(model: nn.Module) -> bool:
@@ -223,10 +221,8 @@ def _window(mask: Tensor | MaskMaker | None, window: int | None, lengths: Sequen
     if max(lengths) <= min(sizes, default=max(lengths)):
         return None
     if local != window:  # a mask without a window is that of chunked attention
-        raise UserError(
-            f"a document has {max(lengths)} tokens, over the {min(sizes)} of attention_chunk_size or sliding_window, "
-            "and the layers do not attend in a plain sliding window; give shorter documents"
-        )
+        over = f"a document has {max(lengths)} tokens, over the {min(sizes)} of attention_chunk_size or sliding_window"
+        raise UserError(f"{over}, and the layers do not attend in a plain sliding window; give shorter documents")
     return window
 
 

@@ -1,7 +1,8 @@
-"""Whether packing changes what a model trains: micro-batches against their documents one at a time.
+"""Before a balanced Trainer trains: what it sets right or refuses, and whether packing changes what its model trains.
 
-A wrong mask, positions that do not restart, or a loss that is a mean of means shows at once. Documents alone go through
-the model's own attention (``sdpa``) in place of ours, so that the check also finds what ours would leave out.
+Micro-batches are compared with their documents one at a time. A wrong mask, positions that do not restart, or a loss
+that is a mean of means shows at once. Documents alone go through the model's own attention (``sdpa``) in place of ours,
+so that the check also finds what ours would leave out.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wlb.errors import UserError
-from wlb.integrations.document_fields import ids_and_labels
-from wlb.integrations.huggingface.attention import attend_with, is_packed_attention
+from wlb.integrations.document_fields import check_documents, ids_and_labels
+from wlb.integrations.huggingface.attention import attend_with, is_packed_attention, refuse
 from wlb.integrations.packed import FlatteningCollator, PackedSteps
 from wlb.runtime.collectives import gathered_rows
 
@@ -34,6 +35,84 @@ _BESIDE, _SHORT = 3, 8  # short documents in a micro-batch with the longest one,
 _TOKENS = 8192  # of the longest document at most, for which a model's own attention may make a mask of tokens squared
 _CHANCE = ("drop", "jitter", "noise")  # in the names of what makes training mode random
 _SCALE = 1024.0  # of the loss under float16, so that its gradients do not underflow
+
+# Arguments of a Trainer, and what they must be: documents are packed, dealt and resumed here, and labels are counted
+# over all processes.
+_RIGHT: dict[str, Any] = {
+    **dict.fromkeys(("packing", "eval_packing", "padding_free", "ignore_data_skip", "group_by_length"), False),
+    **dict.fromkeys(("split_batches", "dispatch_batches"), False),
+    "train_sampling_strategy": "random",
+    "average_tokens_across_devices": True,
+}
+
+
+def set_right(args: Any, context_window: int) -> tuple[Any, list[str]]:
+    """A copy of ``args`` in which nothing breaks packing, and what was set in it."""
+    args, changed = copy.copy(args), []
+    if getattr(args, "accelerator_config", None) is not None:
+        args.accelerator_config = copy.copy(args.accelerator_config)
+    for holder in (args, getattr(args, "accelerator_config", None)):
+        wanted = {name: value for name, value in _RIGHT.items() if getattr(holder, name, None) not in (None, value)}
+        # SFTTrainer cuts documents there, at 1,024 tokens unless told.
+        most, usual = getattr(holder, "max_length", None), getattr(type(holder), "max_length", None)
+        if hasattr(holder, "packing") and most is not None and (most == usual or most > context_window):
+            wanted["max_length"] = context_window
+        for name, value in wanted.items():
+            setattr(holder, name, value)
+            changed.append(f"{name} = {value}")
+    if getattr(args, "dataloader_num_workers", 0):
+        changed.append("dataloader_num_workers = 0 in training")  # evaluation has them
+    return args, changed
+
+
+def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for what a Trainer cannot be made of: trainers, collators and data sets of another kind."""
+    of_trl = [base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl"]
+    if of_trl and "SFTTrainer" not in of_trl:
+        kind = f"{trainer_class.__name__} learns from pairs, rewards or what it generates"
+        raise UserError(f"{kind}; give balanced() Trainer or SFTTrainer, or divide its documents with wlb.balance")
+    collator, dataset = arguments.get("data_collator"), arguments.get("train_dataset")
+    if collator is not None and type(collator) is not FlatteningCollator:
+        name = getattr(collator, "__name__", type(collator).__name__)
+        raise UserError(f"the data collator {name} would collate nothing, as documents come packed; leave it out")
+    if dataset is not None:
+        check_documents(dataset, "train_dataset")
+    if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError("a stream of documents has no lengths to plan by; load all of it, or use packed_batches")
+
+
+def check_settings(trainer: Any, planning: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` where ``trainer`` would not train micro-batches as planned, or not exactly."""
+    refuse(_objections(trainer, planning))
+
+
+def _objections(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
+    args, model = trainer.args, type(trainer.model).__name__
+    if getattr(trainer.model, "config", None) is None and "model" not in planning:
+        yield f"{model} has no config to price documents by; give balanced(..., model=...), a name near it in size"
+    loss = getattr(trainer.model, "loss_type", None)
+    if loss and not loss.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        yield f"{model} does not learn the next token of its documents; train it without balanced()"
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        less = "documents of long micro-batches would count less; give a compute_loss_func that divides by it"
+        yield f"the loss of {model} takes no num_items_in_batch, so {less}"
+    noise = [getattr(module, "neftune_noise_alpha", None) for module in trainer.model.modules()]
+    if alpha := next(filter(None, (getattr(args, "neftune_noise_alpha", None), *noise)), None):
+        yield f"neftune_noise_alpha = {alpha}: NEFTune divides its noise by the root of a row's tokens; leave it out"
+    if args.n_gpu > 1:
+        yield f"one process has {args.n_gpu} devices; start a process for each: torchrun --nproc-per-node ..."
+    for kind in ("tp", "cp", "sp"):
+        if (size := getattr(trainer, f"get_{kind}_size", lambda: 1)()) > 1:
+            yield f"{kind} = {size} of the Trainer would share documents; use data parallelism, or balanced(cp=...)"
+    if (epochs := args.num_train_epochs) != int(epochs) and args.max_steps <= 0:
+        yield f"num_train_epochs = {epochs} ends inside an epoch; give a whole number, or max_steps"
+    if planning.get("own_lists"):
+        yield "own_lists gives ranks their own numbers of micro-batches, and a Trainer runs equally many; leave it out"
+    if planning.get("calibrate"):
+        if (kind := trainer.accelerator.distributed_type.value) not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            yield f"calibrate would time ranks that wait for others, as in every micro-batch under {kind}; leave it out"
+        if args.max_steps <= 0:
+            yield "calibrate plans anew on the way, so how many steps an epoch has is not known before; give max_steps"
 
 
 def check_packing(
@@ -65,11 +144,9 @@ def check_packing(
     error, tolerance = math.sqrt(difference / max(single_square, 1e-60)), _tolerance(trained, computed)
     apart = abs(packed_loss - single_loss) / max(1e-12, abs(single_loss))
     if not (error <= tolerance and apart <= max(tolerance, _LOSS_TOLERANCE)):
-        raise UserError(
-            f"packed documents train something else than single ones: loss {packed_loss:.6g} and {single_loss:.6g}, "
-            f"gradients {error:.1e} apart, over {tolerance:g}; look at the attention (register_attention), use_cache = "
-            "False, dropout, and losses that are means (a router's auxiliary loss is one)"
-        )
+        differ = f"loss {packed_loss:.6g} and {single_loss:.6g}, gradients {error:.1e} apart, over {tolerance:g}"
+        look = "the attention (register_attention), use_cache, dropout, and losses that are means (as a router's is)"
+        raise UserError(f"packed documents train something else than single ones: {differ}; look at {look}")
     return error
 
 
@@ -147,10 +224,9 @@ def _check_processes(processes: int, loss: Callable[[Any], float], items: Any) -
     except TypeError:
         return  # it divides by the items, and has no other loss
     if mean and math.isclose(loss(items) * processes, mean, rel_tol=_TOLERANCE[torch.bfloat16]):
-        raise UserError(
-            "compute_loss divides by num_items_in_batch, of all processes, and gradients are averaged over them: they "
-            f"would be {processes} times too small; multiply the loss by self.accelerator.num_processes"
-        )
+        divides = "compute_loss divides by num_items_in_batch, of all processes, and gradients are averaged over them"
+        small = f"they would be {processes} times too small"
+        raise UserError(f"{divides}: {small}; multiply the loss by self.accelerator.num_processes")
 
 
 def _checked_documents(steps: PackedSteps) -> tuple[list[int], list[int]]:

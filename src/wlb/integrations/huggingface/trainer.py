@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.errors import UserError, require
+from wlb.integrations.batches.processes import warn
 from wlb.integrations.document_fields import FIELDS
 from wlb.integrations.huggingface.attention import check_rotary, other_layers, prepare_model, register_attention
-from wlb.integrations.huggingface.check import check_trainer
-from wlb.integrations.huggingface.refusals import check_arguments, check_settings, set_right
-from wlb.integrations.packed import FlatteningCollator, PackedBatch, PackedSteps, warn_of_no_labels
+from wlb.integrations.huggingface.check import check_arguments, check_settings, check_trainer, set_right
+from wlb.integrations.packed import NO_LABELS, FlatteningCollator, PackedBatch, PackedSteps
 from wlb.runtime.collectives import on_every_rank
 from wlb.workload.model_json import shape_of_config
 
@@ -107,10 +107,8 @@ class _BalancedTrainer:
         if self.train_dataset is None:
             raise UserError("there are no documents to train; give train_dataset")
         if self._wlb_planned != self._wlb_planned_by():
-            raise UserError(
-                "train_dataset, gradient_accumulation_steps, max_steps or num_train_epochs is not what the steps were "
-                "planned by; make another Trainer"
-            )
+            changed = "train_dataset, gradient_accumulation_steps, max_steps or num_train_epochs"
+            raise UserError(f"{changed} is not what the steps were planned by; make another Trainer")
         load = partial(self._wlb_loader_after, resume_from_checkpoint)
         self._wlb_loader = on_every_rank(load) if dist.is_initialized() else load()
         self._wlb_steps.agree()  # before the check, in which other documents would be other collectives
@@ -143,7 +141,7 @@ class _BalancedTrainer:
     def get_batch_samples(self: Any, *positional: Any, **arguments: Any) -> Any:
         batches, items = super().get_batch_samples(*positional, **arguments)  # type: ignore[misc]
         if batches and items is not None and not int(items.max() if isinstance(items, Tensor) else items):
-            warn_of_no_labels()
+            warn(NO_LABELS)
             items = items + 1  # the loss is a sum of nothing, divided by them
         return batches, items
 
@@ -163,9 +161,8 @@ class _BalancedTrainer:
         steps = PackedSteps(documents, epochs=None if args.max_steps > 0 else self._wlb_epochs, **settings)
         longest, window = int(steps.lengths.argmax()), steps.job.context_window
         if (tokens := steps.lengths[longest]) > window:
-            raise UserError(
-                f"document {longest} has {tokens} tokens, over context_window = {window}; raise it, or cut it"
-            )
+            over = f"document {longest} has {tokens} tokens, over context_window = {window}"
+            raise UserError(f"{over}; raise it, or cut it")
         check_rotary(config, steps.lengths)
         self._wlb_documents = documents
         return steps
@@ -264,7 +261,5 @@ def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple
     exported = (saved.get("stateful_callbacks") or {}).get("BalancedState", {})
     if state := json.loads(exported.get("attributes", {}).get("saved", "null")):
         return saved["global_step"], saved["epoch"] or 0.0, state
-    raise UserError(
-        f"the checkpoint {folder} does not say which documents were trained, so it cannot be continued exactly; begin "
-        "anew from its weights, or train on without balanced()"
-    )
+    lacks = f"the checkpoint {folder} does not say which documents were trained"
+    raise UserError(f"{lacks}; begin anew from its weights, or train on without balanced()")
