@@ -22,6 +22,16 @@ def into_lightest(
     full: list[tuple[int, float, int]] = []  # minus room, load, bin: without room for the documents of late
     owners: list[int] = []
     next_limit = math.inf
+    if limit == math.inf and min(rooms, default=-1) >= sum(tokens):  # nothing can keep a document out of a bin
+        for price in prices:
+            load, index = lightest[0]
+            owners.append(index)
+            heapreplace(lightest, (load + price, index))
+        for load, index in lightest:
+            loads[index] = load
+        for length, index in zip(tokens, owners, strict=True):
+            rooms[index] -= length
+        return owners, next_limit
     for length, price in zip(tokens, prices, strict=True):
         while full and -full[0][0] >= length:
             heappush(lightest, heappop(full)[1:])

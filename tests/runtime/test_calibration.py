@@ -71,6 +71,14 @@ def test_a_rank_that_becomes_slow_shows_in_the_next_interval():
     assert [speed for rank, speed in enumerate(found.speeds) if rank != 7] == [1.0] * 31
 
 
+def test_slow_ranks_that_time_few_micro_batches_are_found_and_corrected():
+    rng, speeds = np.random.default_rng(0), np.where(np.arange(RANKS) % 4, 1.0, 0.85)
+    found, counts = Calibration(1, RANKS, CPU), np.where(np.arange(RANKS) % 3, TIMED, 4)
+    for most in (0.06, 0.04, 0.04):
+        found.update(timed(rng, speeds, 0.05) * (np.arange(TIMED)[:, None] < counts[:, None, None]))
+        assert np.array(found.speeds) == pytest.approx(speeds, abs=most)
+
+
 def test_drift_from_interval_to_interval_is_no_news():
     rng, found = np.random.default_rng(0), Calibration(1, RANKS, CPU)
     changes = [found.update(timed(rng, np.exp(0.05 * rng.standard_normal(RANKS)), 0.1)) for _ in range(60)]

@@ -40,6 +40,14 @@ def test_noise_and_a_slow_start_do_not_mislead():
     assert 0.9 < found.r_squared < 1
 
 
+def test_short_micro_batches_tell_what_each_costs_beside_its_documents():
+    squares, tokens, seconds = (array[:, 0] if array.ndim == 2 else array for array in micro_batches(256))
+    long = np.arange(256) % 8 > 0  # in most, noise hides it
+    scale = np.where(long, 20, 1)
+    noisy = (seconds + (scale - 1) * (seconds - TRUE.fixed)) * np.random.default_rng(1).normal(1, 0.05, 256)
+    assert fit_prices(scale * squares, scale * tokens, noisy).fixed == pytest.approx(TRUE.fixed, rel=0.25)
+
+
 def test_a_term_that_explains_nothing_is_zero():
     squares, tokens, _ = micro_batches(64)
     found = fit_prices(squares, tokens, TRUE.token * tokens[:, 0])

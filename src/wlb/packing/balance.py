@@ -101,7 +101,7 @@ def balance(
     task = Task(tokens, prices, given.get("max_tokens"), equal_size, 0.0 if ranks is None else _LEVEL_STEP)
     common = given.get("parts"), given.get("multiple_of", 1), given.get("ranks"), empty == "allowed"
     of_ranks = _solved(task, *common) if groups is None else _groups_on_ranks(task, groups, *common)
-    named = [[sorted(part.tolist()) for part in own] for own in of_ranks]
+    named = [[np.sort(part).tolist() for part in own] for own in of_ranks]
     return named[0] if ranks is None else named
 
 
@@ -157,7 +157,7 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
     # NumPy makes integers of booleans among integers, and floats or objects of integers over 64 bits.
     given = [*lengths] if isinstance(lengths, list | tuple) else np.atleast_1d(np.asarray(lengths)).tolist()
     tokens = given if {*map(type, given)} <= {int} else [*map(whole_number, given)]
-    if None in tokens:
+    if tokens is not given and None in tokens:
         wrong = given[document := tokens.index(None)]
         raise UserError(
             f"lengths must be whole numbers of tokens, not {type(wrong).__name__} (document {document} is "

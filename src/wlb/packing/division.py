@@ -84,16 +84,15 @@ def _placed(task: Task, parts: int) -> list[Indices] | None:
     """A start that balances prices, each document in the cheapest part with room; None where it breaks the limit."""
     if task.equal_size:
         return _differenced(task, parts)
-    order = np.argsort(-task.prices, kind="stable").tolist()
-    tokens, prices = task.tokens.tolist(), task.prices.tolist()
-    rooms = [task.most_tokens or sum(tokens)] * parts
-    owners, _ = into_lightest([tokens[i] for i in order], [prices[i] for i in order], [0.0] * parts, rooms)
-    return None if -1 in owners else members_of(np.array(order), np.array(owners), parts)
+    order = np.argsort(-task.prices, kind="stable")
+    rooms = [task.most_tokens or int(task.tokens.sum())] * parts
+    owners, _ = into_lightest(task.tokens[order].tolist(), task.prices[order].tolist(), [0.0] * parts, rooms)
+    return None if -1 in owners else members_of(order, np.array(owners), parts)
 
 
 def members_of(documents: Indices, owners: Indices, parts: int) -> list[Indices]:
     """``documents`` by the part that owns each; -1 is none."""
-    order = np.argsort(owners, kind="stable")
+    order = np.argsort(owners.astype(np.min_scalar_type(-parts)), kind="stable")  # of small integers, a radix sort
     bounds = np.searchsorted(owners[order], np.arange(parts + 1)).tolist()
     return [documents[order[first:stop]] for first, stop in pairwise(bounds)]
 

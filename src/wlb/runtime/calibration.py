@@ -6,11 +6,10 @@ what documents cost and how fast the rank is, whatever slows it down. Every few 
 each of them computes the same from the same numbers:
 
 1. Prices (``wlb.workload.fitted``), from the seconds of all ranks, as a rank of speed 1 would have taken them.
-2. Each rank's speed: its median of predicted over measured seconds, relative to the median rank.
+2. Each rank's speed: its median of predicted over measured seconds, relative to ranks that are not told apart.
 
-Both are averaged over intervals. Plans change where an average is off from what they use by more than a dead band, and
-by more than noise explains: that inside an interval, and that from one interval to the next. They also change once when
-the averages are complete. So plans settle, and a rank that becomes slow still shows soon.
+Both are averaged over intervals. Plans take all averages where one is off from what they use by more than a dead band
+and than noise explains, inside an interval and between them; and three times while averages grow. So plans settle.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ _REMEMBERED = 400  # micro-batches of a rank over which its speed is averaged, a
 _PRICE_BAND, _SPEED_BAND = 0.02, 0.03
 _LEAST_EXPLAINED = 0.5  # of the variance, or prices are not believed
 _ERRORS = 5.0  # standard errors that noise explains: of hundreds of ranks in hundreds of intervals, of none by chance
+_LIKELY = 3.0  # the same of a slow rank where plans change anyway: to miss it holds up all others
 _LEAST_TIMED = 16  # micro-batches of a rank in an interval that can show that its speed has changed
 _DRIFT_PART = 0.2  # of the variance between intervals that one of them makes
 _MEDIAN_ERROR = 1.2533  # standard error of a median, over that of a mean
@@ -109,13 +109,14 @@ class Calibration:
             found = np.array([fitted.square, fitted.token, fitted.fixed])
             ratios[timed] = np.log(terms @ found / seconds)
             medians = np.nanmedian(ratios[mine], axis=1)
-            logs[mine] = medians - np.median(medians)
+            logs[mine] = medians - np.median(medians - self._mean_logs[mine])
         noise = 1.4826 * float(np.nanmedian(np.abs(ratios[mine] - medians[:, None])))
-        priced = fitted.r_squared >= _LEAST_EXPLAINED and self._take_prices(found, terms, noise)
-        return self._take_speeds(logs, counts, noise) or priced
+        priced = fitted.r_squared >= _LEAST_EXPLAINED and self._average_prices(found, terms, noise)
+        differ, news = self._average_speeds(logs, counts, noise)
+        return (news or priced) and self._take(differ)
 
-    def _take_speeds(self, logs: Array, counts: NDArray[np.int64], noise: float) -> bool:
-        """Average, and take the averages of ranks that differ into plans; whether there are any."""
+    def _average_speeds(self, logs: Array, counts: NDArray[np.int64], noise: float) -> tuple[NDArray[np.bool_], bool]:
+        """Average; which ranks plans tell from the others if they change, and whether they have to change."""
         off, before, inside = logs - self._mean_logs, self._counts, (_MEDIAN_ERROR * noise) ** 2 / np.maximum(1, counts)
         if ((counts > 0) & (before > 0)).any():
             seen = (1.4826 * float(np.median(np.abs(off)))) ** 2 - float(np.median(inside))
@@ -125,15 +126,14 @@ class Calibration:
         part = counts / np.maximum(1, self._counts)  # of the average that is new
         self._mean_logs = self._mean_logs + off * part
         used = np.ones(len(counts)) if self.speeds is None else np.array(self.speeds)
-        known = (before < _REMEMBERED) & (self._counts >= _REMEMBERED)
-        band = np.where(known & (used != 1), 0.0, _band(_SPEED_BAND, (inside + self._drift) * part))
-        differs = np.abs(self._mean_logs - np.log(used)) > band
-        found = np.where(differs, np.round(np.exp(self._mean_logs), 2), used)
-        self.speeds = None if (found == 1).all() else tuple(found.tolist())
-        return bool((found != used).any())
+        variance = np.where(counts > 0, (inside + self._drift) * part, np.inf)
+        lag, known = np.log(used) - self._mean_logs, used != 1
+        news, slow = np.abs(lag) > _band(_SPEED_BAND, variance), lag > _band(_SPEED_BAND, variance, _LIKELY)
+        fuller = known.any() and _fuller(before[known].min(), self._counts[known].min(), _REMEMBERED)
+        return known | news | slow, bool(news.any() or fuller)
 
-    def _take_prices(self, found: Array, terms: Array, noise: float) -> bool:
-        """Average, and take the average into plans where it prices micro-batches of ``terms`` differently."""
+    def _average_prices(self, found: Array, terms: Array, noise: float) -> bool:
+        """Average; whether plans have to change: for micro-batches of ``terms``, or since the average has grown."""
         before, most = self._price_count, _REMEMBERED * len(self._counts)
         inside = 3 * noise**2 / len(terms)  # three prices are fitted: their errors add up
         if before:
@@ -142,13 +142,21 @@ class Calibration:
         self._price_count = min(before + len(terms), max(most, len(terms)))
         part = len(terms) / self._price_count
         self._mean_prices = self._mean_prices + (found - self._mean_prices) * part
-        if self.prices is not None and not before < most <= self._price_count:
-            now, used = terms @ self._mean_prices, terms @ self.prices
-            if np.abs(now - used).sum() <= _band(_PRICE_BAND, (inside + self._price_drift) * part) * used.sum():
-                return False
-        square, token, fixed = (float(f"{price:.3g}") for price in self._mean_prices)
-        earlier, self.prices = self.prices, (square, token, fixed)
-        return self.prices != earlier
+        now, used = terms @ self._mean_prices, terms @ (self.prices or (0.0, 0.0, 0.0))
+        band = _band(_PRICE_BAND, (inside + self._price_drift) * part)
+        return _fuller(before, self._price_count, most) or bool(np.abs(now - used).sum() > band * used.sum())
+
+    def _take(self, differ: NDArray[np.bool_]) -> bool:
+        """Plan by the averages, with speed 1 for ranks that do not ``differ``; whether anything changed."""
+        earlier, alike = (self.prices, self.speeds), np.where(differ, 0, self._counts)
+        level = float(self._mean_logs @ alike) / max(1, int(alike.sum()))  # of ranks of speed 1
+        self._mean_logs, self._mean_prices = self._mean_logs - level, self._mean_prices * np.exp(-level)
+        speeds = np.where(differ, np.round(np.exp(self._mean_logs), 2), 1.0)
+        self.speeds = None if (speeds == 1).all() else tuple(speeds.tolist())
+        if self._price_count:
+            square, token, fixed = (float(f"{price:.3g}") for price in self._mean_prices)
+            self.prices = square, token, fixed
+        return (self.prices, self.speeds) != earlier
 
     def __str__(self) -> str:
         """What plans use, in one line."""
@@ -181,6 +189,11 @@ class Calibration:
             self._mean_logs, self._counts = np.array(state["mean_logs"]), np.array(state["counts"])
 
 
-def _band(dead: float, variance: Any) -> Any:
+def _band(dead: float, variance: Any, errors: float = _ERRORS) -> Any:
     """What is no reason to change plans: ``dead``, or what noise of this ``variance`` explains."""
-    return np.maximum(dead, _ERRORS * np.sqrt(variance))
+    return np.maximum(dead, errors * np.sqrt(variance))
+
+
+def _fuller(before: int, now: int, most: int) -> bool:
+    """Whether an average has come to be of a ninth, a third or all of the ``most`` micro-batches that it remembers."""
+    return any(before < most / part <= now for part in (9, 3, 1))

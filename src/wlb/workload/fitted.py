@@ -22,8 +22,9 @@ from wlb.workload.shapes import ModelShape
 Array = NDArray[np.float64]
 
 LEAST_SAMPLES = 8  # micro-batches from which prices are fitted
-_ROUNDS = 8  # of finding the slowest rank, and what lies far off
+_ROUNDS = 8  # of finding the slowest rank, what lies far off, and what errors are relative to
 _FAR_OFF = 4.0  # standard deviations, estimated by the median, of a measurement that is left out
+_SHORT = 0.1  # of the mean micro-batch: the seconds of shorter ones are no more exact than of one that long
 _KNOTS = 2 ** np.arange(6, 21)  # tokens at which a profile holds the fitted curve
 _LEAST_SECONDS = 1e-12  # of a document, where its tokens explain nothing
 _BACKWARD = 2 / 3  # of forward and backward, where both were measured together
@@ -88,7 +89,7 @@ class FittedPrices:
 def fit_prices(
     squares: ArrayLike, tokens: ArrayLike, seconds: ArrayLike, *, micro_batches: ArrayLike = 1
 ) -> FittedPrices:
-    """The prices that explain the ``seconds`` of micro-batches best; none is negative.
+    """The prices, none negative, that explain the ``seconds`` of micro-batches best: with the least relative errors.
 
     Args:
         squares: sum(d^2) over the documents of each micro-batch, of shape (micro-batches,); or (micro-batches, ranks)
@@ -110,10 +111,11 @@ def fit_prices(
     prices = _least_squares(terms.mean(axis=1), measured)
     for _ in range(_ROUNDS):
         slowest = np.take_along_axis(terms, (terms @ prices).argmax(axis=1)[:, None, None], axis=1)[:, 0]
-        errors = slowest @ prices - measured
+        scale = np.maximum(slowest @ prices, _SHORT * measured.mean())
+        errors = (slowest @ prices - measured) / scale
         spread = 1.4826 * np.median(np.abs(errors - np.median(errors)))
         kept = np.abs(errors - np.median(errors)) <= _FAR_OFF * spread + 1e-12
-        found = _least_squares(slowest[kept], measured[kept])
+        found = _least_squares(slowest[kept] / scale[kept, None], measured[kept] / scale[kept])
         if np.allclose(found, prices, rtol=1e-6):
             break
         prices = found
