@@ -174,7 +174,7 @@ class PackedSteps(Iterator[PackedStep]):
         rank: int | None = None,
         epochs: int | None = 1,
         own_lists: bool = False,
-        sharding: str = "hybrid",
+        sharding: str = "balanced",
         overlong: str = "split",
         calibrate: int = 0,
         state: Mapping[str, Any] | None = None,
@@ -183,7 +183,7 @@ class PackedSteps(Iterator[PackedStep]):
     ) -> None:
         if not isinstance(documents, TokenStore):
             check_documents(documents, "documents")
-        if own_lists and sharding != "hybrid":
+        if own_lists and sharding != "balanced":
             raise UserError("own_lists chooses sharding itself; leave it out")
         self._processes = Processes(rank, dp, cp, group)
         self._rank = self._processes.own_rank()
@@ -206,8 +206,8 @@ class PackedSteps(Iterator[PackedStep]):
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
         self.lengths = lengths  # of all documents; None for a stream
         self._steps = WholeSteps(self.job, self.lengths if self._stream is None else self._stream, epochs=epochs)
-        layout, strategy = self.job.layout, "elastic" if self.job.packing.method == "elastic" else sharding
-        self._share = RankShare(*divmod(self._rank, layout.cp), replace(layout, tp=1), strategy, self.job.costs)
+        layout = self.job.layout
+        self._share = RankShare(*divmod(self._rank, layout.cp), replace(layout, tp=1), sharding, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
         self.calibration: Calibration | None = None
         if calibrate:
@@ -217,7 +217,7 @@ class PackedSteps(Iterator[PackedStep]):
                 raise UserError("calibrate cannot time shared micro-batches; leave it out, or cp and pools")
             self.calibration = Calibration(calibrate, self._processes.ranks, device_of(group), group)
         self._measured: tuple[Any, Any] = (None, None)  # prices and speeds that steps are planned by
-        self._compared: dict[str, Any] = {"sharding": strategy, "calibrate": calibrate}
+        self._compared: dict[str, Any] = {"sharding": sharding, "calibrate": calibrate}
         self._begin: dict[str, Any] | None = self._compared | {"state": None}
         if state is not None:
             self.load_state_dict(state)
