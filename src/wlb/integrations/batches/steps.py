@@ -67,8 +67,9 @@ def balanced_job(
     Micro-batches hold one context window on average and up to L_max tokens (``max_length_factor`` windows, by default
     1.5). With ``pool`` the dp x cp ranks are grouped anew, so many together; the job's ``layout`` says how. With
     ``own_lists`` ranks run different numbers of micro-batches, and L_max is what one rank holds. ``packing`` are
-    further options of the packer, such as the steps that a document may wait (``max_delay``, by default 0). ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job
-    could have, and for a profile of another model.
+    further options of the packer, such as the steps that a document may wait (``max_delay``, by default 0).
+    ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have, and for a profile
+    of another model.
     """
     if own_lists:
         if cp != 1 or preset != _BALANCED or pool is not None or "grouping" in packing:

@@ -50,7 +50,8 @@ def balanced(
         cp: Neighbouring processes that share every micro-batch, by the strategy ``sharding``.
         check: Before the first step, compare losses and gradients of packed documents with single ones
             (``check_trainer``), in the time of a few micro-batches; nothing that is trained changes.
-        settings: Further keywords of ``packed_batches``: hardware, seed, options of the packer (``max_delay``), ``calibrate``. ``model`` is the trained one.
+        settings: Further keywords of ``packed_batches``: hardware, seed, options of the packer (``max_delay``),
+            ``calibrate``. ``model`` is the trained one.
 
     Gradient accumulation is the number of micro-batches. All epochs are one stream, repeated up to ``max_steps`` where
     that is given. ``state.epoch`` is the documents trained over those of the data set. Resuming goes on with the
