@@ -107,11 +107,14 @@ class _Loads:
 
 
 def kept_share(job: Job) -> float:
-    """Keys and values that a rank keeps of a slice, those of all its group, over all else that it keeps of it."""
+    """Keys and values that a rank keeps of a slice, over all else that it keeps of it.
+
+    For later slices those that all its group holds, and for its own backward those that it received.
+    """
     rows = 1024
     layers = LayerMemory(job, rows)
     block = layers.blocks(range(1))[0]
-    return job.layout.cp * rows * layers.exchanged * layers.compute / block.held
+    return (2 * job.layout.cp - 1) * rows * layers.exchanged * layers.compute / block.held
 
 
 def _over_stages(job: Job, blocks: NDArray[np.float64], head: NDArray[np.float64]) -> NDArray[np.int64]:
