@@ -76,9 +76,7 @@ class ShardLayout:
     parts: tuple[ExchangePart, ...] = ()  # in the order in which they are sent; none where no rank sends anything
     keeps_received: bool = True  # until the backward; the same on all
     slice_rows: Rows | None = None  # of local tokens and then all received ones: those that a slice after this attends
-    earlier: int = (
-        0  # how many of the tokens before a slice are attended, the last ones; in a window after received ones
-    )
+    earlier: int = 0  # how many tokens before a slice are attended; in a window their rows follow the received ones
     before: Attended | None = None  # local tokens against those; None in windows
 
 
