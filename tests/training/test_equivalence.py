@@ -368,7 +368,7 @@ def _gradients_of_slices(
         losses.append(summed_cross_entropy(x, batch.labels) / labelled_tokens(plan, documents))
     for loss in reversed(losses):
         loss.backward()
-    assert not any(layer for slices in kept for layer in slices._kept.values())
+    assert not any(layer for slices in kept for layer in slices.kept.values())
     found = {"loss": torch.stack(losses).sum().detach()}
     found |= {
         name: weight.grad for stage in stages for name, weight in stage.named_parameters() if weight.grad is not None
