@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.job.job import Job
-from wlb.job.memory.layers import head_share, kept_share
+from wlb.job.memory.layers import head_share, kept_share, kept_tokens
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
@@ -31,7 +31,7 @@ def with_operations(job: Job, plan: StepPlan) -> StepPlan:
 
     A plan with slices is dealt already.
     """
-    loads = _Loads(job, plan.micro_batches)
+    loads = PipelineLoads(job, plan.micro_batches)
     priced = iter(loads.priced)
     plan = replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
     places = {id(micro_batch): place for place, micro_batch in enumerate(plan.micro_batches)}
@@ -55,14 +55,13 @@ def most_in_flight(job: Job) -> int:
     """What each pipeline rank may hold at once, in thousandths of what a token leaves in a block.
 
     As much as the rank that holds most in the named schedule, if all micro-batches have ``job.in_flight_length``
-    tokens; and the keys and values that are kept of a document of a context window in slices.
+    tokens; and the keys and values that are kept of slices (``kept_tokens``).
     """
     leaves, most = _leaves(job), 0
     for of_rank in job.layout.operations(job.micro_batches_per_rank):
         changes = [leaves[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
         most = max(most, max(accumulate(changes)) * job.in_flight_length)
-    kept = _kept(job) * job.context_window * max(job.stage_blocks[mine].sum() for mine in job.layout.rank_stages)
-    return int(most + kept)
+    return most + int(_kept(job) * kept_tokens(job, most / _THOUSANDTHS))
 
 
 def _leaves(job: Job) -> list[int]:
@@ -77,7 +76,7 @@ def _kept(job: Job) -> int:
     return round(_THOUSANDTHS * kept_share(job))
 
 
-class _Loads:
+class PipelineLoads:
     """What each of some micro-batches takes on every stage."""
 
     def __init__(self, job: Job, micro_batches: Sequence[MicroBatch]) -> None:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from wlb.job.job import Job
-from wlb.job.memory.layers import LayerMemory, kept_share
+from wlb.job.memory.layers import LayerMemory, kept_share, kept_tokens
 from wlb.job.memory.step import (
     BATCH_BYTES,
     MemoryEstimate,
@@ -64,10 +64,9 @@ def _planned_memory(job: Job) -> MemoryEstimate:
     longest, short = (predict_memory(job, [tokens]) for tokens in (job.longest_micro_batch, job.in_flight_length))
     for name, value in longest.parts.items():
         parts[name] = parts.get(name, 0) + max(0, value - short.parts.get(name, 0))
-    blocks = max(job.stage_blocks[mine].sum() for mine in job.layout.rank_stages)
-    sliced = largest_share(job, job.context_window) * kept_share(job) * LayerMemory(job, 1).blocks(range(1))[0].held
-    parts["received keys and values"] = parts.get("received keys and values", 0) + int(blocks * sliced)
-    return replace(static, parts=parts)
+    token = LayerMemory(job, 1).block().held / job.layout.cp  # leaves so much in a block
+    sliced = kept_share(job) * token * kept_tokens(job, _held(held) / token)
+    return replace(static, parts=parts | {"kept keys and values": int(sliced)})
 
 
 def _held(parts: dict[str, int]) -> int:
