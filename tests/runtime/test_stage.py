@@ -166,7 +166,7 @@ def _refused() -> list[str]:
     turned = tuple(op._replace(micro_batch=3 - op.micro_batch) for op in last)
     wrong: list[RankOperations] = []
     wrong += (first[:-1], last), (first, (*last, last[-1])), (last, first), (first, last[::-1]), (first, in_two[1][:-1])
-    wrong += rank_operations("1f1b", 2, 5), (first, turned), in_two
+    wrong += rank_operations("1f1b", 2, 5), (first, turned), in_two, (first,)
     order.stages[0].submod = DistributedDataParallel(nn.Linear(1, 1))
     found = []
     for operations in wrong:
@@ -185,12 +185,14 @@ def test_operations_that_would_lose_gradients_are_refused_on_all_ranks():
     assert first == last
     said = [
         "are F, not",
-        "are FBB, not",
+        "are FBB",
         "are F on rank 1",
-        "are BF, not",
+        "are BF",
         "are FI, not",
-        "are surplus FB",
+        "surplus",
         "ascending",
+        "shard",
+        "1 ranks",
     ]
-    for message, part in zip(first, [*said, "fully_shard"], strict=True):
+    for message, part in zip(first, said, strict=True):
         assert part in message, first

@@ -33,7 +33,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.nn.parallel import DistributedDataParallel
 
 from wlb.errors import UserError
-from wlb.runtime.own_lists import fsdp_units
+from wlb.runtime.own_lists import fsdp_units, gather_weights
 from wlb.runtime.weight_gradients import WeightGradients
 from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, RankOperations
 from wlb.schedules.timing import in_dependency_order
@@ -183,7 +183,9 @@ def pipeline(stages: Sequence[PlannedStage], micro_batches: int, loss_fn: Callab
     ``loss_fn`` takes what the last stage returns and the micro-batch's target. Make it once: stages keep gradients and
     messages from step to step.
     """
-    return Pipeline(stages, _PipelineScheduleRuntime([*stages], micro_batches, loss_fn, scale_grads=False))
+    runtime = _PipelineScheduleRuntime([*stages], micro_batches, loss_fn, scale_grads=False)
+    runtime.unsharded_stages |= {stage.stage_index for stage in stages}  # by us; FSDP2 waits unit by unit
+    return Pipeline(stages, runtime)
 
 
 def run_order(
@@ -213,10 +215,15 @@ def run_order(
         UserError: ``operations`` do not take every micro-batch forward and backward through every stage once, or those
             of a backward in two parts meet DDP or FSDP1.
     """
-    rank, stages = pipe.runtime.rank, pipe.stages[0].num_stages
+    rank, ranks, stages = pipe.runtime.rank, pipe.runtime.pp_group_size, pipe.stages[0].num_stages
+    if len(operations) != ranks:
+        raise UserError(
+            f"operations are of {len(operations)} ranks, the pipeline has {ranks}; give each of them its own"
+        )
     pipe.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, stages, len(inputs))}
     for stage in pipe.stages:
         stage.begin_step(rows, [i for s, i, kind in operations[rank] if s == stage.stage_index and kind == INPUT])
+        gather_weights(stage.submod)
     losses: list[Tensor] = []
     arguments = [(tokens,) for tokens in inputs]
     pipe.runtime._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
@@ -225,14 +232,14 @@ def run_order(
 
 @lru_cache(maxsize=8)
 def _actions(operations: RankOperations, rank: int, stages: int, micro_batches: int) -> list[_Action]:
-    """What the runtime does on ``rank``: its operations, with messages and FSDP2's collectives between them.
+    """What the runtime does on ``rank``: its operations, messages between them, and FSDP2's reductions last.
 
-    Gradients are reduced last: other ranks' operations may be others, and one that waited for them could hold up both
-    pipelines.
+    Pipelines that share weights may run different operations. A reduction amid them could wait for a rank that waits,
+    through other reductions and messages, for what comes after it.
     """
     _check(operations, stages, micro_batches)
-    kinds, ranks, mine = _ComputationType, len(operations), range(rank, stages, len(operations))
-    actions = [_Action(stage, kinds.UNSHARD, None) for stage in mine]
+    kinds, ranks = _ComputationType, len(operations)
+    actions: list[_Action] = []
     for stage, micro_batch, kind in in_dependency_order(operations):
         forward = kind == FORWARD
         to = stage if kind == WEIGHT else stage + 1 if forward else stage - 1
@@ -243,8 +250,7 @@ def _actions(operations: RankOperations, rank: int, stages: int, micro_batches: 
                 actions.append(_Action(stage, kinds.SEND_F if forward else kinds.SEND_B, micro_batch))
         elif travels and to % ranks == rank:
             actions.append(_Action(to, kinds.RECV_F if forward else kinds.RECV_B, micro_batch))
-    last = (kinds.REDUCE_GRAD, kinds.RESHARD)
-    return actions + [_Action(stage, kind, None) for stage in reversed(mine) for kind in last]
+    return actions + [_Action(stage, kinds.REDUCE_GRAD, None) for stage in reversed(range(rank, stages, ranks))]
 
 
 def _check(operations: RankOperations, stages: int, micro_batches: int) -> None:
