@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -216,11 +216,7 @@ def run_order(
             of a backward in two parts meet DDP or FSDP1.
     """
     rank, ranks, stages = pipe.runtime.rank, pipe.runtime.pp_group_size, pipe.stages[0].num_stages
-    if len(operations) != ranks:
-        raise UserError(
-            f"operations are of {len(operations)} ranks, the pipeline has {ranks}; give each of them its own"
-        )
-    pipe.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, stages, len(inputs))}
+    pipe.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, ranks, stages, len(inputs))}
     for stage in pipe.stages:
         stage.begin_step(rows, [i for s, i, kind in operations[rank] if s == stage.stage_index and kind == INPUT])
         gather_weights(stage.submod)
@@ -231,14 +227,14 @@ def run_order(
 
 
 @lru_cache(maxsize=8)
-def _actions(operations: RankOperations, rank: int, stages: int, micro_batches: int) -> list[_Action]:
+def _actions(operations: RankOperations, rank: int, ranks: int, stages: int, micro_batches: int) -> list[_Action]:
     """What the runtime does on ``rank``: its operations, messages between them, and FSDP2's reductions last.
 
     Pipelines that share weights may run different operations. A reduction amid them could wait for a rank that waits,
     through other reductions and messages, for what comes after it.
     """
-    _check(operations, stages, micro_batches)
-    kinds, ranks = _ComputationType, len(operations)
+    _check(operations, ranks, stages, micro_batches)
+    kinds = _ComputationType
     actions: list[_Action] = []
     for stage, micro_batch, kind in in_dependency_order(operations):
         forward = kind == FORWARD
@@ -253,20 +249,18 @@ def _actions(operations: RankOperations, rank: int, stages: int, micro_batches: 
     return actions + [_Action(stage, kinds.REDUCE_GRAD, None) for stage in reversed(range(rank, stages, ranks))]
 
 
-def _check(operations: RankOperations, stages: int, micro_batches: int) -> None:
+def _check(operations: RankOperations, ranks: int, stages: int, micro_batches: int) -> None:
     """Of all ranks, so that all of them raise."""
-    passes: dict[tuple[int, int], str] = dict.fromkeys(product(range(stages), range(micro_batches)), "")
+    passes = dict.fromkeys(product(range(stages), range(micro_batches)), "")
     for rank, of_rank in enumerate(operations):
         for stage, micro_batch, kind in of_rank:
-            here = kind if stage % len(operations) == rank else f"{kind} on rank {rank}"
-            passes[stage, micro_batch] = passes.get((stage, micro_batch), "surplus ") + here
-    for (stage, micro_batch), found in passes.items():
-        if found not in ("FB", "FIW"):
-            raise UserError(
-                f"operations of micro-batch {micro_batch} in stage {stage} are {found or 'none'}, not FB or FIW; give "
-                f"each of {micro_batches} micro-batches a forward (F) and a backward (B, or I and W) in {stages} stages"
-            )
-    of_last = operations[(stages - 1) % len(operations)]
-    forwards = [i for stage, i, kind in of_last if stage == stages - 1 and kind == FORWARD]
-    if forwards != sorted(forwards):
-        raise UserError(f"the last stage runs forwards in order {forwards}; give them ascending, as losses are")
+            here = kind if stage % ranks == rank else "elsewhere"
+            passes[stage, micro_batch] = passes.get((stage, micro_batch), "surplus") + here
+    wrong = [place for place, kinds in passes.items() if kinds not in ("FB", "FIW")]
+    losses = [i for stage, i, kind in chain(*operations) if stage == stages - 1 and kind == FORWARD]
+    if wrong or losses != sorted(losses) or len(operations) != ranks:
+        raise UserError(
+            f"operations of (stage, micro-batch) {wrong or 'the last stage'} are wrong; give {ranks} ranks a forward "
+            f"(F) and a backward (B, or I and W) of each of {micro_batches} micro-batches in every {ranks}th of {stages} "
+            "stages, and the last stage its forwards in order"
+        )
