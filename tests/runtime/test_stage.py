@@ -188,5 +188,5 @@ def test_operations_that_would_lose_gradients_are_refused_on_all_ranks():
     first, last = run_ranks(2, _refused)
     assert first == last
     places = ["(0, 3)]", "(1, 3)]", "[(0, 0), (0, 1)", "[(1, 0)", "(1, 3)]", "(0, 4), (1, 4)", "the last stage are"]
-    for message, part in zip(first, [*places, "use fully_shard", "give 2 ranks"], strict=True):
+    for message, part in zip(first, [*places, "use fully_shard", "each of 2 ranks"], strict=True):
         assert part in message, first

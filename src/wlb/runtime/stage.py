@@ -260,7 +260,7 @@ def _check(operations: RankOperations, ranks: int, stages: int, micro_batches: i
     losses = [i for stage, i, kind in chain(*operations) if stage == stages - 1 and kind == FORWARD]
     if wrong or losses != sorted(losses) or len(operations) != ranks:
         raise UserError(
-            f"operations of (stage, micro-batch) {wrong or 'the last stage'} are wrong; give {ranks} ranks a forward "
-            f"(F) and a backward (B, or I and W) of each of {micro_batches} micro-batches in every {ranks}th of {stages} "
-            "stages, and the last stage its forwards in order"
+            f"operations of (stage, micro-batch) {wrong or 'the last stage'} are wrong; give each of {ranks} ranks a "
+            f"forward (F) and a backward (B, or I and W) of {micro_batches} micro-batches in each of its stages (every "
+            f"{ranks}th of {stages}), and the last stage its forwards in order"
         )
