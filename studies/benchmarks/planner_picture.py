@@ -2,8 +2,8 @@
 
     .venv/bin/python -m studies.benchmarks.planner_picture docs/images/planner.png
 
-Both packers get the same documents, ``variable_length`` with its preset queues and ``balanced`` with ``max_delay`` 8. Bars are the micro-batches of a few
-steps, with what is held back and what is taken early.
+Both packers get the same documents, ``variable_length`` with its preset queues and ``balanced`` with ``max_delay`` 8.
+Bars are the micro-batches of a few steps, with what is held back and what is taken early.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ def draw(path: Path) -> None:
         starts.append(starts[-1] + length)
     pyplot = pyplot_without_display()
     figure, panels = pyplot.subplots(2, STEPS, figsize=(11, 5.2), sharey=True)
-    for row, packer in zip(panels, ("variable_length", "balanced"), strict=True):
-        planner = make_packer(packer, micro_batches=MICRO_BATCHES, context_window=WINDOW, workload=workload)
+    packers: dict[str, dict[str, Any]] = {"variable_length": {}, "balanced": {"max_delay": 8, "max_length_factor": 1.5}}
+    for row, (packer, options) in zip(panels, packers.items(), strict=True):
+        sizes: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "context_window": WINDOW} | options
+        planner = make_packer(packer, workload=workload, **sizes)
         plans = planner.plan(lengths)[FIRST : FIRST + STEPS]
         for panel, plan in zip(row, plans, strict=True):
             _draw_step(panel, plan, starts, workload, looks_ahead=packer == "balanced")

@@ -3,7 +3,8 @@
     .venv/bin/python -m studies.benchmarks.step_sizes [--job NAME] [--steps N] [--lengths LENGTHS] [--out FILE]
 
 Plans of the trainer's own planner, without a GPU; simulated is only the price by which they are packed. Rows are the
-presets, then ``balanced`` where documents may wait.  Tokens are in global batches. A document is long from half a window on.
+presets, then ``balanced`` where documents may wait. Tokens are in global batches. A document is long from half a
+window on.
 """
 
 from __future__ import annotations
