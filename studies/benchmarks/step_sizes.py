@@ -50,7 +50,10 @@ _COLUMNS = {
 
 def steps_of(preset: str, packing: Row, options: argparse.Namespace, lengths: NDArray[np.int64]) -> Row:
     """Of some steps: tokens over a global batch, mean delay in steps, and shares of tokens by where they come from."""
-    job = NAMED_JOBS[options.job].under(preset, packing=packing, micro_batches=options.micro_batches)
+    named = NAMED_JOBS[options.job]
+    # Where documents may wait, in as many micro-batches as the other presets have.
+    counted = {"pool_micro_batches": options.micro_batches or named.layout.pp} if packing else {}
+    job = named.under(preset, packing=packing | counted, micro_batches=options.micro_batches)
     job = decide(job, lengths)
     plans = [*islice(StepPlanner(job, lengths).plans(), options.steps)]
     tokens = np.array([plan.tokens for plan in plans])

@@ -96,18 +96,23 @@ def test_it_is_the_speed_that_the_simulator_finds():
     steps = int(corpus.sum()) // (common.global_batch * window)
     documents, _ = documents_for(corpus, common.global_batch, window)
 
+    common = replace(common, layout=replace(common.layout, schedule="1f1b"), pool=common.layout.cp)
+    waiting = {"max_delay": 8, "max_length_factor": 1.5}
+    given = {"balanced": waiting | {"pool_micro_batches": common.micro_batches_per_rank}}
+
     def simulated(method: str, **arranged: str) -> SimulationResult:
-        packing = common.packing.changed(method=method, **arranged)
+        packing = common.packing.changed(method=method, **given.get(method, {}), **arranged)
         return simulate(replace(common, packing=packing), corpus, steps, work_prices=common.work_prices)
 
     def compared(method: str) -> MethodResult:
-        return compare_packer(method, packer_for(method, common), documents, common)
+        options = waiting if method == "balanced" else {}
+        return compare_packer(method, packer_for(method, common, **options), documents, common)
 
     base, usual = simulated("sequential", assignment="arrival", order="arrival"), compared("sequential")
     for method in ("fixed_greedy", "variable_length", "balanced"):
         result, row = simulated(method), compared(method)
         speed = row.arranged.work_rate / usual.as_packed.work_rate
-        assert speed == pytest.approx(result.speed_at_equal_work(base), rel=0.005), method
+        assert speed == pytest.approx(result.speed_at_equal_work(base), rel=0.01), method
         assert row.mean_token_delay == pytest.approx(result.token_delay, abs=0.02), method
 
 
