@@ -54,8 +54,7 @@ POLICIES: dict[str, Policy] = {
     "magi": RankPolicy(magi.dispatched),
     "verl": RankPolicy(verl.karmarkar_karp_twice),
     "slime": RankPolicy(verl.packed_then_dealt),
-    "best": PresetPolicy(),
-    "elastic": PresetPolicy(),
+    "balanced": PresetPolicy(),
 }
 
 

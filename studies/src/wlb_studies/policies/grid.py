@@ -32,7 +32,7 @@ BATCH_TOKENS = 2**24
 DOCUMENTS = 60_000  # more than the steps of a draw train, in every window
 _STEPS = 4  # of a draw
 K = 1024
-_OURS = ("elastic", "best")
+_OURS = ("balanced",)
 _PICTURED = 6  # policies
 
 
