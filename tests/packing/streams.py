@@ -19,9 +19,7 @@ from wlb.workload.profile import Measurements
 
 SETTINGS = settings()  # of the profile that the run was started with; see tests/conftest.py
 METHODS = tuple(PACKERS)
-POOLING = tuple(
-    name for name in METHODS if name not in ("sequential", "makespan", "elastic")
-)  # arrival is the step that takes a document in
+POOLING = tuple(name for name in METHODS if name not in ("sequential", "balanced"))  # a document arrives when taken in
 
 
 class Polynomial:
@@ -71,20 +69,16 @@ def packings(draw: Any, /, methods: Sequence[str] = METHODS, auto: bool = True, 
         options["window"] = draw(st.integers(1, 4 if method == "fixed_greedy" else 2))
     if method == "fixed_solver":
         options["solver_nodes"] = 5
-    if method == "elastic":
+    if method == "balanced":
         options["global_batch"] = draw(st.none() | st.integers(1, 9))
         least = max(1.0, (options["global_batch"] or options["micro_batches"]) / options["micro_batches"])
         options["max_length_factor"] = draw(st.just("auto") | st.floats(least, least + 1))
-    if method in ("makespan", "elastic"):
         options["max_delay"] = draw(st.integers(0, 8))
         options["delay_price"] = draw(st.sampled_from([0.0, 0.1, 3.0]))
         options["lookahead"] = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
         options["token_spread"] = draw(st.sampled_from([0.0, 0.25, 0.75, 1.0]))
-    if method == "elastic" and draw(st.booleans()):
-        options |= {"grouping": "alike", "max_delay": 0, "lookahead": 0.0}
-    if method in ("variable_length", "makespan"):
-        options["max_length_factor"] = draw(st.sampled_from([1, 1.0, 1.25, 1.5, 2, 3.0]) | st.floats(1, 3))
     if method == "variable_length":
+        options["max_length_factor"] = draw(st.sampled_from([1, 1.0, 1.25, 1.5, 2, 3.0]) | st.floats(1, 3))
         some = st.sets(st.integers(1, 2 * window), max_size=4).map(lambda lengths: tuple(sorted(lengths)))
         options["outlier_thresholds"] = draw(st.none() | st.just("auto") | some if auto else st.none() | some)
         options["early_release"] = draw(st.booleans())
@@ -161,18 +155,19 @@ def check_plans(plans, method, options, documents):
     else:
         assert Counter(segments_of(plans)) == Counter(documents)
     limit = options["context_window"]
-    if method in ("variable_length", "makespan"):
+    if method == "variable_length":
         limit = int(options["max_length_factor"] * limit)
-    if method == "elastic":
+    if method == "balanced":
         mean = (options.get("global_batch") or options["micro_batches"]) / options["micro_batches"]
         factor = options.get("max_length_factor", "auto")
         limit = math.ceil((max(2 * mean, mean + 1) if factor == "auto" else factor) * limit)
+    may_be_idle = method == "balanced" and not options.get("max_delay", 0)
     for number, plan in enumerate(plans):
         assert plan.step == number
         assert len(plan.micro_batches) == options["micro_batches"]
         assert max(micro_batch.tokens for micro_batch in plan.micro_batches) <= limit
         held = [len(micro_batch.segments) for micro_batch in plan.micro_batches]
-        assert min(held) > 0 or max(held) <= 1 or method == "elastic"
+        assert min(held) > 0 or max(held) <= 1 or may_be_idle
         assert plan.tokens > 0
         for micro_batch in plan.micro_batches:
             prices = options["workload"].document_seconds(micro_batch.lengths)

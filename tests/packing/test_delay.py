@@ -103,7 +103,7 @@ def test_delay_and_backlog_are_bounded(stream):
     ("method", "options", "factor", "micro_batches"),
     [
         *product(["variable_length"], [{"early_release": early} for early in (False, True)], [1.0, 1.5, 2.0], [1, 4]),
-        *product(["makespan"], [{"token_spread": spread} for spread in (0.0, 0.75)], [1.0, 1.5, 2.0], [4]),
+        *product(["balanced"], [{"token_spread": spread} for spread in (0.0, 0.75)], [1.0, 1.5, 2.0], [4]),
     ],
 )
 def test_adversarial_streams_settle(shape, method, options, factor, micro_batches):

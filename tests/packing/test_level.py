@@ -123,15 +123,18 @@ def test_no_document_lies_on_more_ranks_than_a_group_may_have():
 
 
 def test_a_packer_alone_does_not_know_the_ranks():
-    with pytest.raises(UserError, match="for jobs that are trained or simulated"):
-        make_packer("elastic", micro_batches=4, context_window=64, workload=make_workload("tiny"), grouping="level")
+    for grouping in ("level", "slices"):
+        with pytest.raises(UserError, match="for jobs that are trained or simulated"):
+            make_packer(
+                "balanced", micro_batches=4, context_window=64, workload=make_workload("tiny"), grouping=grouping
+            )
 
 
 def test_a_packer_plans_whole_global_batches():
     prices = Prices(4, 4)
     assert isinstance(prices, StagePrices)
     packer = make_packer(
-        "elastic", micro_batches=4, context_window=64, workload=prices, grouping="level", max_length_factor=2
+        "balanced", micro_batches=4, context_window=64, workload=prices, grouping="level", max_length_factor=2
     )
     lengths = np.random.default_rng(0).integers(1, 65, 50).tolist()
     plans = packer.plan(lengths) + packer.drain()

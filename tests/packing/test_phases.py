@@ -19,7 +19,7 @@ from wlb.packing.registry import make_packer
 from wlb.workload.phases import DocumentPhases, PhasedPrices, segment_seconds
 
 WINDOW = 64
-QUICK = [name for name in METHODS if name not in ("elastic", "fixed_solver")]  # elastic refuses phases
+QUICK = [name for name in METHODS if name != "fixed_solver"]
 PRICES = WORKLOADS["7b"]
 
 
@@ -91,7 +91,7 @@ def test_packers_train_every_document_once_and_hold_what_fits(method: str):
     check()
 
 
-@in_turn("method", ["variable_length", "makespan"])  # in windows of fixed length, tokens leave no choice
+@in_turn("method", ["variable_length", "balanced"])  # in windows of fixed length, tokens leave no choice
 def test_micro_batches_are_even_in_the_sum_of_phases(method: str):
     lengths, phases = corpus()
     prices = PhasedPrices(PRICES, phases)
@@ -143,12 +143,12 @@ def test_phases_that_make_no_sense_are_refused(arguments: dict[str, Any], messag
 
 def test_what_does_not_fit_is_refused():
     phases = DocumentPhases({"encoder": [1.0, 1.0]}, memory_tokens=[0, 100])
-    packer = make_packer("makespan", micro_batches=1, context_window=64, workload=PhasedPrices(PRICES, phases))
-    with pytest.raises(UserError, match="document 1 has 60 tokens and memory_tokens = 100, together over the 96"):
+    settings = {"micro_batches": 1, "context_window": 64, "workload": PhasedPrices(PRICES, phases)}
+    packer = make_packer("balanced", **settings)
+    with pytest.raises(UserError, match="document 1 has 60 tokens and memory_tokens = 100, together over the 128"):
         packer.plan([60, 60])
     with pytest.raises(UserError, match="phases are of 2 documents, and there are 3"):
         wlb.balance([1, 2, 3], 2, phases=phases)
-    with pytest.raises(UserError, match="'elastic' does not know phases"):
-        make_packer(
-            "elastic", micro_batches=1, context_window=64, workload=PhasedPrices(PRICES, phases), max_length_factor=2.0
-        )
+    for grouping in ("level", "slices"):
+        with pytest.raises(UserError, match=f"grouping = '{grouping}' does not know phases"):
+            make_packer("balanced", **settings, grouping=grouping)

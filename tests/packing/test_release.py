@@ -8,7 +8,7 @@ import pytest
 from tests.packing.streams import WORKLOADS
 from wlb.documents.segments import Segment
 from wlb.documents.synthetic import sample_lengths
-from wlb.packing import makespan as makespan_module
+from wlb.packing import balanced
 from wlb.packing.packer import Pending
 from wlb.packing.registry import make_packer
 from wlb.packing.release import Fluid, Offer, Outlier, StepRules, _appraise, choose
@@ -63,11 +63,10 @@ def test_the_fluid_tells_how_even_the_step_will_be(factor, monkeypatch):
         choices.append(choose(offer))
         return choices[-1]
 
-    monkeypatch.setattr(makespan_module, "choose", observed)
+    monkeypatch.setattr(balanced, "choose", observed)
     window = 65536
-    packer = make_packer(
-        "makespan", micro_batches=4, context_window=window, workload=make_workload("7b"), max_length_factor=factor
-    )
+    settings = {"context_window": window, "workload": make_workload("7b"), "max_length_factor": factor}
+    packer = make_packer("balanced", micro_batches=4, max_delay=8, **settings)
     plans = packer.plan(sample_lengths(15_000, window).tolist())
     assert len(plans) > 60
     errors = [abs(plan.imbalance / choice.imbalance - 1) for plan, choice in zip(plans, choices, strict=True)]
@@ -77,7 +76,8 @@ def test_the_fluid_tells_how_even_the_step_will_be(factor, monkeypatch):
 
 def test_of_equal_outliers_those_not_due_wait():
     """80 due documents of 2/5 window in 32 micro-batches, three in some: 16 of the early ones make it three in all."""
-    packer = make_packer("makespan", micro_batches=32, context_window=1000, workload=WORKLOADS["7b"], max_delay=0)
+    settings = {"context_window": 1000, "workload": WORKLOADS["7b"], "max_length_factor": 1.5}
+    packer = make_packer("balanced", micro_batches=32, lookahead=0.5, **settings)
     plans = packer.plan([400] * 4000)
     assert {plan.longest_delay for plan in plans} == {0}
     assert max(plan.imbalance for plan in plans[:-1]) == pytest.approx(1)
