@@ -212,6 +212,8 @@ def decided_by_batches(case: Case) -> Decided:
     """Of a case without pipeline and tensor parallelism, of the order that loops which run in lock-step have."""
     config, job = case.config, trained_job(case)
     parallel, packing = config.parallel, config.packing.model_dump(exclude_unset=True)
+    if config.preset == "balanced":
+        packing = {"grouping": "auto", "max_length_factor": "auto"} | packing
     memory = (config.training.memory_gib or 1.0) * 2**30 + NCCL_BYTES * (job.hardware.device_type == "cuda")
     sampler = PlannedBatchSampler(
         case.documents.lengths,
@@ -242,7 +244,7 @@ def case_of_job(job: Job, model: str, lengths: NDArray[np.int64]) -> Case:
     """What a user sets to train ``job``: its layout, with the dp x cp ranks of pools as data-parallel ranks."""
     packing = {name: value for name, value in job.packing.in_use().items() if value is not None}
     undecided = {"max_length_factor": "auto", "grouping": "auto", "pool_micro_batches": "auto"}
-    pooled = job.packing.method == "elastic"
+    pooled = job.packing.method == "balanced"
     sizes = {"dp": job.layout.dp * job.layout.cp, "cp": 1} if pooled else {"dp": job.layout.dp, "cp": job.layout.cp}
     packing |= undecided | {"micro_batches": sizes["dp"]} if pooled else {}
     layout = {

@@ -26,7 +26,7 @@ LENGTHS = f"synthetic:300:{WINDOW}:0"
     ],
 )
 def test_a_verdict_has_its_keys(arguments: tuple[object, ...], more: set[str]):
-    result = run(*arguments, "--systems", "plain-4d,best", "--json")
+    result = run(*arguments, "--systems", "plain-4d,balanced", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert {*VERDICT.split()} | more <= {*found}

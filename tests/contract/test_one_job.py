@@ -76,13 +76,13 @@ def small_cases(draw: st.DrawFn) -> Case:
     """Jobs on CPUs, some with as little memory that L_max is less for it, and some that do not fit."""
     dp, cp = draw(st.sampled_from([(1, 1), (2, 2), (4, 1), (2, 3)]))
     pp, virtual_pp = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2)]))
-    preset = draw(st.sampled_from(["elastic", "elastic", "elastic", "best", "wlb-llm", "plain-4d"]))
+    preset = draw(st.sampled_from(["balanced", "balanced", "wlb-llm", "plain-4d"]))
     packing: dict[str, Any] = {"micro_batches": dp * pp * draw(st.integers(1, 2)), "order": "pipeline"}
-    if preset == "elastic":
+    if preset == "balanced":
         options = {
             "global_batch": st.integers(1, 9),
             "pool_micro_batches": st.just(2 * pp),
-            "grouping": st.sampled_from(["even", "alike"]),
+            "grouping": st.sampled_from(["even", "slices"] if pp > 1 else ["even"]),
             "max_length_factor": st.just(9.0),
         }
         packing |= draw(st.fixed_dictionaries({}, optional=options))
@@ -98,7 +98,7 @@ def small_cases(draw: st.DrawFn) -> Case:
             "cp": cp,
             "pp": pp,
             "virtual_pp": virtual_pp,
-            "schedule": "interleaved_1f1b" if virtual_pp > 1 else "1f1b",
+            "schedule": draw(st.sampled_from(["auto", "auto", "interleaved_1f1b" if virtual_pp > 1 else "1f1b"])),
         },
         packing=packing,
         data={"seed": draw(st.integers(0, 9)), "shuffle": draw(st.booleans())},
@@ -136,13 +136,12 @@ def test_all_decide_the_same_job(case: Case):
 
 
 def test_search_and_report_run_the_job_that_is_trained(tmp_path: Path):
-    """In the layouts that they choose, ``elastic`` and ``best`` are what the trainer decides on there."""
+    """In the layouts that they choose, jobs are what the trainer decides on there."""
     lengths = sample_lengths(400, 8192, 0, median_fraction=1 / 16)
     space = search_space("550m", 4, 8192, batch_tokens=2**15)
     question = question_of("550m", "h100", 4, lengths, context_window=8192, fixed={"tp": 1, "cp": 1, "pp": 2, "dp": 2})
-    evidence = Evidence(lengths, estimate(question, lengths, ("plain-4d", "best", "elastic"), 1, source="x"))
-    jobs = [fastest_layout(space, lengths, preset).job for preset in ("elastic", "best")]
-    jobs += [evidence.systems[name].job for name in ("elastic", "best")]
+    evidence = Evidence(lengths, estimate(question, lengths, ("plain-4d", "balanced"), 1, source="x"))
+    jobs = [fastest_layout(space, lengths, "balanced").job, evidence.systems["balanced"].job]
     for number, job in enumerate(jobs):
         folder = tmp_path / str(number)
         folder.mkdir()

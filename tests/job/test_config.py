@@ -94,16 +94,16 @@ def test_an_option_that_the_method_does_not_read_is_refused(config):
             said = f"has no effect with method '{method}', only with {readers}; leave it out"
             assert re.search(rf"packing\.{option} = .*: {re.escape(said)}", str(refusal.value))
             assert " more" not in str(refusal.value)  # no other value is wrong
-    with pytest.raises(UserError, match=r"packing\.window = 8: has no effect with method 'makespan'"):
+    with pytest.raises(UserError, match=r"packing\.window = 8: has no effect with method 'balanced'"):
         load_config(config, ["packing.window=8"])
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["preset=elastic", "parallel.dp=4", "parallel.pool=3"], "does not divide dp x cp = 4; choose one of 1, 2, 4"),
+        (["parallel.dp=4", "parallel.pool=3"], "does not divide dp x cp = 4; choose one of 1, 2, 4"),
         (["packing.micro_batches=1", "parallel.dp=2"], "must be a multiple of parallel.dp = 2"),
-        (["preset=elastic", "parallel.dp=2147483647"], "must be a multiple of parallel.dp = 2147483647"),
+        (["parallel.dp=2147483647"], "must be a multiple of parallel.dp = 2147483647"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(config, overrides, message):
@@ -184,8 +184,8 @@ def test_mistakes_in_a_baseline_name_it(config):
     """Its sizes have the names of [parallel], and are checked as those are."""
     interleaved = ["parallel.dp=2", "baseline.dp=2", "baseline.virtual_pp=2"]
     for wrong, message in (
-        ([], "baseline: virtual_pp = 2 needs schedule = 'interleaved_1f1b'"),
-        (["baseline.schedule=interleaved_1f1b"], "baseline: virtual_pp = 2 needs pp of at least 2"),
+        (["baseline.schedule=1f1b"], "baseline: virtual_pp = 2 cannot run schedule = '1f1b'"),
+        ([], "baseline: virtual_pp = 2 needs pp of at least 2"),
         (["baseline.dp=0"], "baseline.dp = 0: Input should be greater than or equal to 1"),
         (["baseline.activation_checkpointing=some"], "baseline.activation_checkpointing = 'some': "),
     ):
@@ -209,10 +209,10 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
         return per_sequence(micro_batches, cp_size, workload)
 
     monkeypatch.setitem(STRATEGIES, "toy", toy)
-    job = load_config(config, ["sharding.strategy=toy", "parallel.cp=2"])
+    job = load_config(config, ["packing.method=fixed_greedy", "sharding.strategy=toy", "parallel.cp=2"])
     simulate(Job.from_config(job), np.array([4000, 3000, 2000, 1000] * 20), 1)
     assert set(sharded) == {2}
-    known = "per_sequence, per_document, adaptive, hybrid, elastic, toy"
+    known = "per_sequence, per_document, adaptive, hybrid, balanced, toy"
     with pytest.raises(UserError, match=rf"sharding\.strategy = 'worst': .*'worst' is unknown; choose from {known}"):
         load_config(config, ["sharding.strategy=worst"])
 
@@ -235,7 +235,7 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
         ),
         (
             ["packing.method=fixed_greedy", "packing.max_delay=0"],
-            "packing.max_delay = 0: must be at least 1 here; makespan takes 0",
+            "packing.max_delay = 0: must be at least 1 here; balanced takes 0",
         ),
         (
             ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=8"],

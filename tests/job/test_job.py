@@ -27,7 +27,7 @@ def spec(hardware: str = "h100", **sections: Any) -> Job:
     return Job.from_config(JobConfig.model_validate({"data": data, "model": model} | sections), hardware)
 
 
-@pytest.mark.parametrize("method", ["makespan", "fixed_greedy"])
+@pytest.mark.parametrize("method", ["balanced", "fixed_greedy"])
 def test_documents_are_priced_in_the_type_that_the_job_computes_in(method):
     sections: dict[str, Any] = {"packing": {"method": method}, "parallel": {"tp": 2, "cp": 4}}
     half, whole = (spec(training={"dtype": dtype}, **sections) for dtype in ("bfloat16", "float32"))
@@ -53,7 +53,7 @@ def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
         assert part in problem
     assert 'set training.activation_checkpointing = "full"' in problem
     assert too_large(replace(job, activation_checkpointing="full")) is None
-    undecided = spec(packing={"method": "elastic"}, parallel={"tp": 8, "pp": 4, "cp": 2})
+    undecided = spec(packing={"method": "balanced"}, parallel={"tp": 8, "pp": 4, "cp": 2})
     pools = undecided.with_pools(Pools(2, 4, "even", undecided.global_batch))
     problem = str(too_large(replace(pools, limit=MemoryLimit(1e9, "it"))))
     assert "raise packing.pool_micro_batches, lower data.context_window" in problem

@@ -235,7 +235,9 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def _could_have_packed(self, plan: StepPlan) -> bool:
         fits = all(part.tokens <= self._packer.capacity and not part.ranks for part in plan.micro_batches)
-        fits &= len(plan.ranks) == (self._job.layout.dp if self._job.slices_documents else 1)
+        sliced = self._job.slices_documents
+        fits &= len(plan.ranks) == (self._job.layout.dp if sliced else 1)
+        fits &= sliced or not any(part.is_slice for part in plan.micro_batches)
         return fits and len(plan.micro_batches) == self._packer.micro_batches
 
 

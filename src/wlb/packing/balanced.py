@@ -35,6 +35,7 @@ from wlb.packing.release import Fluid, Offer, Outlier, StepRules, choose
 from wlb.packing.slices import ColumnPrices, sliced_columns
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
+_RANKS: dict[str, type] = {"level": StagePrices, "slices": ColumnPrices}  # prices that know the ranks of a job
 
 
 class BalancedPacker(CarryingPacker):
@@ -52,15 +53,15 @@ class BalancedPacker(CarryingPacker):
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         options = self.options
-        if options.grouping == "level" and not isinstance(self.workload, StagePrices):
-            raise UserError(
-                "grouping = 'level' plans for the ranks of a pipeline stage, which a packer alone does not have; it is "
-                "for jobs that are trained or simulated"
-            )
-        if self.phased and options.grouping in ("level", "slices"):
+        if self.phased and options.grouping in _RANKS:
             raise UserError(
                 f"grouping = {options.grouping!r} does not know phases ({', '.join(self.phased.phases.seconds)}); use "
                 "'even'"
+            )
+        if options.grouping in _RANKS and not isinstance(self.workload, _RANKS[options.grouping]):
+            raise UserError(
+                f"grouping = {options.grouping!r} plans for the ranks of a job, which a packer alone does not have; it "
+                "is for jobs that are trained or simulated"
             )
         # Of a step, where so many have arrived; without delay a micro-batch may be empty rather than train more.
         self._least_documents = self.micro_batches if self.max_delay else 1
@@ -142,7 +143,7 @@ class BalancedPacker(CarryingPacker):
 
     def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
         """A step of what is ``due``, but for what the search holds back, and of what helps of ``early``."""
-        if self.options.grouping in ("level", "slices"):
+        if self.options.grouping in _RANKS:
             now, later = (due, early) if due else (early[:1], early[1:])
             self._held = []
             plan, unfit = self._levelled(now) if self.options.grouping == "level" else self._sliced(now)

@@ -11,34 +11,36 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from wlb.job.job import MemoryLimit
 from wlb.job.memory.fit import fits, largest_factor, predicted_memory
-from wlb.packing.options import LARGEST_AUTO_FACTOR, Pools
+from wlb.packing.options import Pools
 from wlb.simulate import simulated_job
 
 
 @settings(max_examples=examples(20), deadline=None)
 @given(
-    st.sampled_from([{"dp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}]),
+    st.sampled_from(["balanced", "wlb-llm"]),
+    st.sampled_from([{"dp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "virtual_pp": 2}]),
     st.integers(16, 4000),
     st.integers(2**22, 2**34),
 )
-def test_auto_is_the_largest_factor_that_fits(layout, window, number_of_bytes):
-    job = replace(simulated_job("tiny", window, **layout), limit=MemoryLimit(number_of_bytes, "this test"))
-    factor = largest_factor(job)
+def test_auto_is_the_largest_factor_that_fits(preset, layout, window, number_of_bytes):
+    job = simulated_job("tiny", window, preset, **layout).with_length_factor("auto")
+    job = replace(job, limit=MemoryLimit(number_of_bytes, "this test"))
+    factor, most = largest_factor(job), job.packing.largest_auto_factor(job.packing.micro_batches)
     if factor is None:
         assert not fits(job.with_length_factor(1.0))
         return
-    assert 1 <= factor <= LARGEST_AUTO_FACTOR
+    assert 1 <= factor <= most
     assert factor * 64 == int(factor * 64)
     held = predicted_memory(job.with_length_factor(factor))
     assert fits(job.with_length_factor(factor))
     assert held.total <= number_of_bytes
     assert predicted_memory(job.with_length_factor(factor), limit=held.total - 1).total > held.total - 1
-    assert factor == LARGEST_AUTO_FACTOR or not fits(job.with_length_factor(factor + 1 / 64))
+    assert factor == most or not fits(job.with_length_factor(factor + 1 / 64))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.999, 1.0, 1.2, 10.0])
 def test_of_pools_it_leaves_room_for_an_even_share(share):
-    job = simulated_job("tiny", 4096, "elastic", dp=4, pp=2).with_pools(Pools(2, 4, "even", 8))
+    job = simulated_job("tiny", 4096, "balanced", dp=4, pp=2).with_pools(Pools(2, 4, "even", 8))
     options, least = job.packing, job.least_length_factor
     needed = predicted_memory(job.with_length_factor(least)).total
     factor = largest_factor(replace(job, limit=MemoryLimit(share * needed, "this test")))

@@ -1,4 +1,4 @@
-"""The makespan packer: what it says of delay is so, nothing waits too long, and the mean step is one global batch.
+"""Our packer: steps of one global batch, even in workload; what may wait does not wait too long, and its delay is so.
 
 A document is due in the step whose global batch it begins in, where the stream is cut every N x context window tokens,
 by the cuts as they are when it is first looked at: one that was due but found no room brings all later cuts forward by
@@ -14,13 +14,17 @@ from itertools import accumulate
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, packer_for, streams
+from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.packing.registry import make_packer
 from wlb.workload import make_workload
 
-MAKESPAN = {"methods": ("makespan",)}
+WORKLOAD = make_workload("llama3-8b", "h100", tp=8, cp=8)
+BALANCED = {"methods": ("balanced",)}
+ROOMY = {"global_batch": None, "max_length_factor": 2}  # room for a global batch, and for a document more
 
 
 class Run:
@@ -29,7 +33,7 @@ class Run:
     def __init__(self, stream):
         _, self.options, self.lengths = stream
         self.packer = packer_for(stream)
-        self.global_batch = self.options["micro_batches"] * self.options["context_window"]
+        self.global_batch = self.packer.global_batch_tokens
         self.starts = [0, *accumulate(self.lengths)]
         self.longest = max(self.lengths, default=1)
         self.ends = [self.global_batch]
@@ -57,7 +61,7 @@ class Run:
 
 
 @SETTINGS
-@given(streams(**MAKESPAN))
+@given(streams(**BALANCED))
 def test_the_reported_delay_is_steps_since_due(stream):
     run = Run(stream)
     for plan in run.planned + run.drained:
@@ -67,7 +71,7 @@ def test_the_reported_delay_is_steps_since_due(stream):
 
 
 @SETTINGS
-@given(streams(**MAKESPAN, max_length_factor=2))
+@given(streams(**BALANCED, **ROOMY))
 def test_no_document_waits_too_long_where_there_is_room(stream):
     """With L_max of a window and the longest document: those overdue began in one global batch, and all fit.
 
@@ -80,7 +84,7 @@ def test_no_document_waits_too_long_where_there_is_room(stream):
 
 
 @SETTINGS
-@given(streams(**MAKESPAN))
+@given(streams(**BALANCED))
 def test_an_overdue_document_is_passed_over_only_for_older_ones(stream):
     run = Run(stream)
     trained = {segment.document: plan.step for plan in run.planned + run.drained for segment in plan.segments}
@@ -94,7 +98,7 @@ def test_an_overdue_document_is_passed_over_only_for_older_ones(stream):
 
 
 @SETTINGS
-@given(streams(**MAKESPAN))
+@given(streams(**BALANCED))
 def test_a_step_looks_no_further_ahead_than_asked(stream):
     """Further only while it has fewer documents than micro-batches, one of which would be idle."""
     run = Run(stream)
@@ -108,7 +112,7 @@ def test_a_step_looks_no_further_ahead_than_asked(stream):
 
 
 @SETTINGS
-@given(streams(**MAKESPAN))
+@given(streams(**BALANCED))
 def test_the_mean_step_is_a_global_batch(stream):
     """Never more than the look-ahead and a document above; below it only by what waits or found no room."""
     run = Run(stream)
@@ -120,16 +124,57 @@ def test_the_mean_step_is_a_global_batch(stream):
         assert trained + (run.starts[taken] - trained) >= end  # what was due by now was taken in
 
 
+@SETTINGS
+@given(st.lists(st.integers(1, 64), min_size=20, max_size=200), st.integers(2, 6), st.integers(1, 4))
+def test_a_step_trains_the_documents_that_begin_in_its_global_batch(lengths, global_batch, micro_batches):
+    packer = make_packer(
+        "balanced", micro_batches=micro_batches, context_window=64, workload=WORKLOAD, global_batch=global_batch
+    )
+    plans = packer.plan(lengths)
+    starts = [0, *accumulate(lengths)]
+    for plan in plans:
+        assert (plan.delay_token_steps, plan.longest_delay) == (0, 0)
+        expected = [d for d, start in enumerate(starts[:-1]) if start // (64 * global_batch) == plan.step]
+        assert sorted(segment.document for segment in plan.segments) == expected
+
+
+def test_steps_are_of_one_size_and_micro_batches_of_one_workload():
+    lengths = read_lengths("synthetic:20000:131072:0")
+    packer = make_packer("balanced", micro_batches=8, context_window=131_072, workload=WORKLOAD, global_batch=32)
+    plans = packer.plan(lengths)
+    tokens = np.array([plan.tokens for plan in plans])
+    assert tokens.std() / tokens.mean() < 0.02
+    assert np.mean([plan.imbalance for plan in plans]) < 1.001
+
+
+def test_a_document_dearer_than_a_micro_batch_may_wait_where_that_is_asked_for():
+    lengths = read_lengths("synthetic:20000:131072:0")
+    imbalance = []
+    for max_delay in (0, 8):
+        packer = make_packer(
+            "balanced",
+            micro_batches=32,
+            context_window=131_072,
+            workload=WORKLOAD,
+            global_batch=32,
+            max_delay=max_delay,
+        )
+        plans = packer.plan(lengths)
+        imbalance.append(np.mean([plan.imbalance for plan in plans]))
+        assert (sum(plan.delay_token_steps for plan in plans) > 0) == (max_delay > 0)
+    assert imbalance[1] < imbalance[0]
+
+
 def realistic(micro_batches, **options):
     return make_packer(
-        "makespan", micro_batches=micro_batches, context_window=4096, workload=make_workload("7b"), **options
+        "balanced", micro_batches=micro_batches, context_window=4096, workload=make_workload("7b"), **options
     )
 
 
 @pytest.mark.parametrize("token_spread", [0.1, 0.25, 0.75])
 @pytest.mark.parametrize("max_delay", [0, 8])
 def test_steps_keep_to_the_token_spread(token_spread, max_delay):
-    packer = realistic(4, token_spread=token_spread, max_delay=max_delay, max_length_factor=2)
+    packer = realistic(4, token_spread=token_spread, max_delay=max_delay, lookahead=0.5, max_length_factor=2)
     tokens = np.array([plan.tokens for plan in packer.plan(sample_lengths(20_000, 4096).tolist())])
     assert len(tokens) > 80
     slack = 4096 // 8  # the fluid's last document
@@ -141,11 +186,11 @@ def test_steps_keep_to_the_token_spread(token_spread, max_delay):
 
 
 def test_a_drain_takes_few_steps_and_balances_what_can_be_balanced():
-    packer = realistic(4, max_length_factor=2)
+    packer = realistic(4, max_delay=8, max_length_factor=2)
     packer.plan(sample_lengths(3000, 4096).tolist())
     held = sum(segment.length for segment in packer.pending)
     assert len(packer.drain()) <= held / packer.global_batch_tokens + 1.5
-    packer = realistic(4)
+    packer = realistic(4, max_delay=8, max_length_factor=1.5)
     packer.plan([4096] * 3 + [64] * 300)
     assert max(plan.imbalance for plan in packer.drain()[:1]) < 1.6  # three giants in four micro-batches
     packer.plan([64] * 310)
@@ -155,7 +200,7 @@ def test_a_drain_takes_few_steps_and_balances_what_can_be_balanced():
 @pytest.mark.parametrize("kept", [0, 3, 5])
 def test_steps_that_are_taken_back_are_due_again(kept):
     """What is taken in and not trained is then all ahead of the steps that were kept, but for what these trained."""
-    packer = make_packer("makespan", micro_batches=4, context_window=4096, workload=make_workload("7b"))
+    packer = realistic(4, max_delay=8, max_length_factor=1.5)
     plans = packer.plan(sample_lengths(1500, 4096).tolist())
     packer.take_back(plans[kept:])
     state = packer.state_dict()
@@ -168,10 +213,11 @@ def test_steps_that_are_taken_back_are_due_again(kept):
 
 SCRIPT = """
 import hashlib, json
+from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.packing.registry import make_packer
 from wlb.workload import make_workload
-packer = make_packer("makespan", micro_batches=4, context_window=4096, workload=make_workload("7b"))
+packer = make_packer("balanced", micro_batches=4, context_window=4096, workload=make_workload("7b"), max_delay=8)
 plans = packer.plan(sample_lengths(2000, 4096).tolist()) + packer.drain()
 print(hashlib.sha256(json.dumps([plan.to_json() for plan in plans]).encode()).hexdigest())
 """
