@@ -12,10 +12,11 @@ groups share every slice by document, and slices keep what is received of other 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -39,7 +40,9 @@ from wlb_studies.policies.pricing import StepPrice, ideal_seconds, own_costs, re
 
 TILE = 128  # tokens: where slices of even work may begin
 _ROUNDS = 4  # micro-batches for each pipeline rank, with which layouts are ordered and memory is predicted
-_TRIED = 24  # layouts that fit the memory, those of the same tp and pp with other cp among them
+_FINE = 16  # micro-batches for each pipeline rank, of which few bubbles are left
+_TURNS = 2  # of the search, over settings and then layouts
+_NEAREST = 4  # layouts that are tried with every setting, and on every draw
 _LEAST_TOKENS = 4096  # of a window, on each context-parallel rank
 
 
@@ -51,6 +54,7 @@ class Piece(NamedTuple):
     stop: int
 
 
+Setting = tuple[tuple[str, int | str], ...]
 Slice = Sequence[Piece]  # a micro-batch; only its first piece may begin inside a document
 Column = Sequence[
     Sequence[Slice]
@@ -114,49 +118,62 @@ def dealt(sequences: Sequence[Sequence[Slice]], columns: int) -> list[Column]:
     return [sequences[column::columns] for column in range(columns)]
 
 
-def one_forward_one_backward(counts: Sequence[int], pp: int, stages: int, *, split: bool = False) -> RankOperations:
+@lru_cache(maxsize=256)
+def one_forward_one_backward(counts: tuple[int, ...], pp: int, stages: int, *, split: bool = False) -> RankOperations:
     """1F1B over the slices of sequences with ``counts`` slices; interleaved where a rank has several ``stages``.
 
-    The last rank warms up by as many forwards as the backward of a sequence's last slice needs, others by one more for
-    each rank after them, or two. With ``split`` backwards, rank r runs the weights' part r backwards later, as ZB-H1
-    does (arXiv 2401.10241).
+    Before a backward the last rank has run the forwards that the sequence needs, and those that the next one needs are
+    spread over it: one forward for each backward where all sequences have equally many slices. The others are ahead by
+    one forward for each rank after them, or two. With ``split`` backwards, rank r runs the weights' part r backwards
+    later, as ZB-H1 does (arXiv 2401.10241).
     """
-    ends = [*accumulate(counts)]
-    back = [end - 1 - place for end, count in zip(ends, counts, strict=True) for place in range(count)]
-    size = pp if stages > pp else len(back)
-    rounds = [range(start, min(start + size, len(back))) for start in range(0, len(back), size)]
+    bounds = _rounds(counts, pp) if stages > pp else [0, sum(counts)]
+    ahead = [*range(sum(counts))]
+    back = [end - 1 - place for end, count in zip(accumulate(counts), counts, strict=True) for place in range(count)]
 
-    def passes(rank: int, kind: str) -> list[Operation]:
-        own = range(rank, stages, pp)
-        of_rank = own if kind == FORWARD else reversed(own)
-        order = range(len(back)) if kind == FORWARD else back
-        chunks = [*of_rank]
-        return [Operation(stage, order[at], kind) for round_ in rounds for stage in chunks for at in round_]
+    def passes(own: Sequence[int], order: Sequence[int], kind: str) -> list[Operation]:
+        rounds = [order[start:stop] for start, stop in pairwise(bounds)]
+        return [Operation(stage, micro_batch, kind) for round_ in rounds for stage in own for micro_batch in round_]
 
-    kind = INPUT if split else BACKWARD
-    done = {
-        operation.micro_batch: at
-        for at, operation in enumerate(passes(pp - 1, FORWARD))
-        if operation.stage == stages - 1
-    }
-    warm_up = max(
-        done[operation.micro_batch] - at
-        for at, operation in enumerate(passes(pp - 1, kind))
-        if operation.stage == stages - 1
-    )
     lists = []
+    before = _forwards_before(
+        passes(range(pp - 1, stages, pp), ahead, FORWARD), passes(range(stages - 1, -1, -pp), back, BACKWARD)
+    )
     for rank in range(pp):
-        forwards, backwards = passes(rank, FORWARD), passes(rank, kind)
-        first = min(len(forwards), warm_up + (2 if stages > pp else 1) * (pp - 1 - rank))
-        mine = forwards[:first]
+        own, mine = range(rank, stages, pp), list[Operation]()
+        forwards, backwards = passes(own, ahead, FORWARD), passes(own[::-1], back, INPUT if split else BACKWARD)
+        weights = [operation._replace(kind=WEIGHT) for operation in backwards if split]
+        done = 0
         for at, operation in enumerate(backwards):
-            mine += [*forwards[first + at : first + at + 1], operation]
-            if split and at >= rank:
-                mine.append(backwards[at - rank]._replace(kind=WEIGHT))
-        if split:
-            mine += [late._replace(kind=WEIGHT) for late in backwards[max(0, len(backwards) - rank) :]]
-        lists.append(tuple(mine))
+            begun = before[at] + (2 if stages > pp else 1) * (pp - 1 - rank)
+            mine += [*forwards[done:begun], operation, *weights[max(0, at - rank) : max(0, at - rank + 1)]]
+            done = max(done, begun)
+        lists.append((*mine, *weights[max(0, len(backwards) - rank) :]))
     return tuple(lists)
+
+
+def _rounds(counts: Sequence[int], pp: int) -> list[int]:
+    """Where rounds begin and end that interleaved stages take: of whole sequences, at least ``pp`` slices each."""
+    bounds = [0]
+    for end in accumulate(counts):
+        if end - bounds[-1] >= pp:
+            bounds.append(end)
+    return [*bounds[: max(1, len(bounds) - 1)], sum(counts)]
+
+
+def _forwards_before(forwards: Sequence[Operation], backwards: Sequence[Operation]) -> list[int]:
+    """How many of the last rank's ``forwards`` come before each of its ``backwards``: at most one more each time."""
+    last = backwards[0].stage
+    number = {one.micro_batch: at + 1 for at, one in enumerate(forwards) if one.stage == last}
+    places, needed = [0], [number[backwards[0].micro_batch]]
+    for at, one in enumerate(backwards):
+        if one.stage == last and number[one.micro_batch] > needed[-1]:
+            places.append(at)
+            needed.append(number[one.micro_batch])
+    order = np.arange(len(backwards))
+    spread = np.ceil(np.interp(order, places, needed)).astype(np.int64)
+    in_time: list[int] = (np.maximum.accumulate((spread - order)[::-1])[::-1] + order).tolist()
+    return in_time
 
 
 @dataclass(frozen=True)
@@ -173,13 +190,12 @@ class _Taken(Steps):
 def price(plan: SlicedPlan, job: Job) -> StepPrice:
     """The step of ``plan``, which needs the dp pipelines of ``job``. Raises ``UserError`` where memory holds it not."""
     layout = job.layout
-    multiple = layout.pp if layout.virtual_pp > 1 else 1
     fewest = max(sum(map(len, column)) for columns in (plan.columns, plan.backward or ()) for column in columns)
-    count = max(layout.pp, -(-fewest // multiple) * multiple)
+    count = max(layout.pp, fewest)
     columns = _filled(plan.columns, count)
     split = plan.splits_backward and job.splits_backward
     lists = tuple(
-        one_forward_one_backward([*map(len, column)], layout.pp, layout.stages, split=split) for column in columns
+        one_forward_one_backward((*map(len, column),), layout.pp, layout.stages, split=split) for column in columns
     )
     again, memory = _held(plan, columns, lists, job)
     steps = _steps(columns, job, exchanges=plan.exchanges)
@@ -303,7 +319,7 @@ class SlicedTrial:
 
     job: Job
     plan: Callable[..., SlicedPlan]
-    setting: tuple[tuple[str, int | str], ...]
+    setting: Setting
 
     @property
     def layout(self) -> str:
@@ -321,7 +337,8 @@ class SlicedTrial:
 class SlicedPolicy(Policy):
     """``plan`` turns whole documents into a ``SlicedPlan`` for a job with a pipeline.
 
-    Its ``settings`` are tried in the layout in which the first of them is the fastest. ``interleaves`` says that ranks
+    The nearest layouts with the first of its ``settings`` are tried with all of them, and then all layouts with the
+    fastest of these. ``interleaves`` says that ranks
     may have several stages.
     """
 
@@ -331,31 +348,64 @@ class SlicedPolicy(Policy):
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         draws = batches_of_draws(lengths, space, steps)
-        first, *others = (tuple(setting.items()) for setting in self.settings)
-        trials = (SlicedTrial(job, self.plan, first) for job in _jobs(space, draws[0][0], interleaves=self.interleaves))
+        jobs = _jobs(space, draws[0][0], interleaves=self.interleaves)
+        search = _Search(self.plan, draws[0][0], jobs)
+        settings = [tuple(setting.items()) for setting in self.settings]
+        found = search.over_layouts(settings[0])
+        for _ in range(_TURNS):
+            over_settings = search.ranked(replace(trial, setting=one) for trial in found[:_NEAREST] for one in settings)
+            found = search.over_layouts(over_settings[0].setting) if over_settings else []
+        return best_of(name, search.ranked([])[:_NEAREST], draws, space)
 
-        def like_it(trial: SlicedTrial) -> list[SlicedTrial]:
-            return [replace(trial, setting=setting) for setting in others]
 
-        return best_of(name, trials, draws, space, like_it, _TRIED)
+@dataclass(frozen=True)
+class _Search:
+    """What trials take for the first documents: each layout with one setting, then the nearest ones with every one."""
+
+    plan: Callable[..., SlicedPlan]
+    documents: Integers
+    jobs: Sequence[tuple[float, Job]]  # and what each would take at least, ascending
+    seconds: dict[SlicedTrial, float] = field(default_factory=dict)
+
+    def over_layouts(self, setting: Setting) -> list[SlicedTrial]:
+        """The fastest first; no layout is tried that would be slower were all of its micro-batches alike."""
+        for least, job in self.jobs:
+            if least > min(self.seconds.values(), default=np.inf):
+                break
+            self.ranked([SlicedTrial(job, self.plan, setting)])
+        return self.ranked([])
+
+    def ranked(self, trials: Iterable[SlicedTrial]) -> list[SlicedTrial]:
+        """All trials so far and these, the fastest first, but for those that do not fit the memory."""
+        for trial in trials:
+            if trial not in self.seconds:
+                step = trial.step(self.documents).price
+                fits = step.memory_bytes <= trial.job.memory_limit.number_of_bytes
+                self.seconds[trial] = step.seconds if fits else np.inf
+        fitting = [trial for trial, seconds in self.seconds.items() if seconds < np.inf]
+        return sorted(fitting, key=self.seconds.__getitem__)
 
 
-def _jobs(space: SearchSpace, documents: Integers, *, interleaves: bool) -> Iterator[Job]:
-    """Pipelines under every kind of checkpointing; those first that would be fastest were all micro-batches alike."""
-    found: list[tuple[float, int, Job]] = []
+def _jobs(space: SearchSpace, documents: Integers, *, interleaves: bool) -> list[tuple[float, Job]]:
+    """Pipelines under every kind of checkpointing, and what a step would take were all of its micro-batches alike."""
+    found: list[tuple[float, Job]] = []
     for mesh in meshes(space):
         if mesh.cp > 1 or mesh.pp == 1 or (mesh.virtual_pp > 1 and not interleaves):
             continue
         if (on_mesh := job_on(space, "fixed-4d", mesh, mesh.pp)) is None:
             continue
         for kind in get_args(Checkpointing):
-            alike = replace(on_mesh, activation_checkpointing=kind)
-            capacity = -(-space.batch_tokens // (mesh.dp * _ROUNDS * mesh.pp))
-            found.append((ideal_seconds(documents, Ranks(alike, capacity)), len(found), alike))
-    for _, _, job in sorted(found):
-        job = with_stages(job, documents)
-        for cp in (1, 2, 4, 8, 16, 32, 64):
-            if job.layout.dp % cp == 0 and cp * _LEAST_TOKENS <= space.context_window:
-                dp = job.layout.dp // cp
-                packing = job.packing.changed(micro_batches=dp * job.layout.pp)
-                yield replace(job, layout=replace(job.layout, cp=cp, dp=dp), packing=packing)
+            job = with_stages(replace(on_mesh, activation_checkpointing=kind), documents)
+            capacity = max(_LEAST_TOKENS, space.batch_tokens // (mesh.dp * _FINE * mesh.pp))
+            least = ideal_seconds(documents, Ranks(job, capacity))
+            found += [(least, grouped) for grouped in _grouped(job, space.context_window)]
+    return sorted(found, key=itemgetter(0))
+
+
+def _grouped(job: Job, window: int) -> Iterator[Job]:
+    """``job`` with its data-parallel ranks in context-parallel groups of every size that is worth trying."""
+    for cp in (1, 2, 4, 8, 16, 32, 64):
+        if job.layout.dp % cp == 0 and cp * _LEAST_TOKENS <= window:
+            dp = job.layout.dp // cp
+            packing = job.packing.changed(micro_batches=dp * job.layout.pp)
+            yield replace(job, layout=replace(job.layout, cp=cp, dp=dp), packing=packing)
