@@ -73,7 +73,7 @@ POLICIES: dict[str, Policy] = {
     "verl": RankPolicy(verl.karmarkar_karp_twice),
     "slime": RankPolicy(verl.packed_then_dealt),
     "seq1f1b": SlicedPolicy(seq1f1b.even_slices, seq1f1b.SETTINGS),
-    "slimpipe": SlicedPolicy(slimpipe.uniform_slices, slimpipe.SETTINGS),
+    "slimpipe": SlicedPolicy(slimpipe.uniform_slices, slimpipe.SETTINGS, spreads_head=True),
     "chunkflow": SlicedPolicy(chunkflow.equal_chunks, chunkflow.SETTINGS, interleaves=False),
     "infinipipe": SlicedPolicy(infinipipe.equal_seconds, infinipipe.SETTINGS, interleaves=False),
     "slimpack": SlicedPolicy(slimpack.asymmetric_units, slimpack.SETTINGS),

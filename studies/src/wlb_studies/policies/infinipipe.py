@@ -19,7 +19,7 @@ from wlb.job.job import Job
 from wlb_studies.policies.filling import Integers, lightest, longest_first
 from wlb_studies.policies.sliced import TILE, Column, Piece, Slice, SlicedPlan
 
-SETTINGS = [{"chunks": rounds} for rounds in (8, 4, 16, 32, 6, 3)]
+SETTINGS = [{"chunks": rounds} for rounds in (8, 4, 16, 6, 3)]
 
 
 def equal_seconds(lengths: Integers, job: Job, chunks: int) -> SlicedPlan:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from wlb.job.job import Job
 from wlb.job.memory.layers import LayerMemory
 from wlb.job.memory.step import predict_rank_memory
 from wlb.job.pipeline import kept_share
+from wlb.schedules.layout import dealt_blocks
 from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases
@@ -41,7 +42,8 @@ from wlb_studies.policies.pricing import StepPrice, ideal_seconds, own_costs, re
 TILE = 128  # tokens: where slices of even work may begin
 _ROUNDS = 4  # micro-batches for each pipeline rank, with which layouts are ordered and memory is predicted
 _FINE = 16  # micro-batches for each pipeline rank, of which few bubbles are left
-_TURNS = 2  # of the search, over settings and then layouts
+_WITHOUT_HEAD = 0.75  # of a step's least seconds, which include a last stage that waits for its output head
+_KINDS: tuple[Checkpointing, ...] = ("none", "selective")  # ranks recompute fully what they do not hold
 _NEAREST = 4  # layouts that are tried with every setting, and on every draw
 _LEAST_TOKENS = 4096  # of a window, on each context-parallel rank
 
@@ -172,7 +174,8 @@ def _forwards_before(forwards: Sequence[Operation], backwards: Sequence[Operatio
             needed.append(number[one.micro_batch])
     order = np.arange(len(backwards))
     spread = np.ceil(np.interp(order, places, needed)).astype(np.int64)
-    in_time: list[int] = (np.maximum.accumulate((spread - order)[::-1])[::-1] + order).tolist()
+    more = np.maximum.accumulate((spread - order)[::-1])[::-1]
+    in_time: list[int] = ((more.max() if len({one.stage for one in backwards}) > 1 else more) + order).tolist()
     return in_time
 
 
@@ -230,6 +233,13 @@ def _steps(columns: Sequence[Column], job: Job, *, exchanges: bool = False) -> S
     steps = Steps.of_shards(shards.reshaped(*shape), costs)
     blocks = Phases(*(block + head for block, head in zip(steps.blocks, steps.head, strict=True)))
     return replace(steps, blocks=blocks, head=Phases(*(np.zeros_like(head) for head in steps.head)))
+
+
+def _busiest(plan: SlicedPlan, job: Job) -> float:
+    """Seconds in which some rank is busy at least: its stages, in all micro-batches of its pipeline."""
+    columns = _filled(plan.columns, max(sum(map(len, column)) for column in plan.columns))
+    of_stages = _steps(columns, job, exchanges=plan.exchanges).stages.both.sum(axis=(0, 3))  # (dp, stages)
+    return max(float(of_stages[:, mine].sum(axis=1).max()) for mine in job.layout.rank_stages)
 
 
 def _mean_of(seconds: NDArray[np.float64], sequence: Integers) -> NDArray[np.float64]:
@@ -338,24 +348,25 @@ class SlicedPolicy(Policy):
     """``plan`` turns whole documents into a ``SlicedPlan`` for a job with a pipeline.
 
     The nearest layouts with the first of its ``settings`` are tried with all of them, and then all layouts with the
-    fastest of these. ``interleaves`` says that ranks
-    may have several stages.
+    fastest of these. ``interleaves`` says that ranks may have several stages,
+    ``spreads_head`` that all of them have a part of the output head, as in plans that exchange.
     """
 
     plan: Callable[..., SlicedPlan]
     settings: Sequence[Mapping[str, int | str]]
     interleaves: bool = True
+    spreads_head: bool = False
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         draws = batches_of_draws(lengths, space, steps)
-        jobs = _jobs(space, draws[0][0], interleaves=self.interleaves)
+        jobs = _jobs(space, draws[0][0], interleaves=self.interleaves, spreads_head=self.spreads_head)
         search = _Search(self.plan, draws[0][0], jobs)
-        settings = [tuple(setting.items()) for setting in self.settings]
-        found = search.over_layouts(settings[0])
-        for _ in range(_TURNS):
-            over_settings = search.ranked(replace(trial, setting=one) for trial in found[:_NEAREST] for one in settings)
-            found = search.over_layouts(over_settings[0].setting) if over_settings else []
-        return best_of(name, search.ranked([])[:_NEAREST], draws, space)
+        first, *_ = settings = [tuple(setting.items()) for setting in self.settings]
+        nearest = search.over_layouts(first)[:_NEAREST]
+        found = search.ranked(replace(trial, setting=setting) for trial in nearest for setting in settings)
+        if found:
+            found = search.over_layouts(found[0].setting)
+        return replace(best_of(name, found[:_NEAREST], draws, space), tried=len(found))
 
 
 @dataclass(frozen=True)
@@ -378,26 +389,33 @@ class _Search:
     def ranked(self, trials: Iterable[SlicedTrial]) -> list[SlicedTrial]:
         """All trials so far and these, the fastest first, but for those that do not fit the memory."""
         for trial in trials:
-            if trial not in self.seconds:
-                step = trial.step(self.documents).price
-                fits = step.memory_bytes <= trial.job.memory_limit.number_of_bytes
-                self.seconds[trial] = step.seconds if fits else np.inf
+            if trial in self.seconds:
+                continue
+            self.seconds[trial] = np.inf
+            plan = trial.plan(self.documents, trial.job, **dict(trial.setting))
+            if _busiest(plan, trial.job) < min(self.seconds.values()):
+                step = price(plan, trial.job)
+                if step.memory_bytes <= trial.job.memory_limit.number_of_bytes:
+                    self.seconds[trial] = step.seconds
         fitting = [trial for trial, seconds in self.seconds.items() if seconds < np.inf]
         return sorted(fitting, key=self.seconds.__getitem__)
 
 
-def _jobs(space: SearchSpace, documents: Integers, *, interleaves: bool) -> list[tuple[float, Job]]:
-    """Pipelines under every kind of checkpointing, and what a step would take were all of its micro-batches alike."""
+def _jobs(space: SearchSpace, documents: Integers, *, interleaves: bool, spreads_head: bool) -> list[tuple[float, Job]]:
+    """Pipelines, and what a step would take at least, ascending: as if all of its micro-batches were alike."""
     found: list[tuple[float, Job]] = []
     for mesh in meshes(space):
         if mesh.cp > 1 or mesh.pp == 1 or (mesh.virtual_pp > 1 and not interleaves):
             continue
         if (on_mesh := job_on(space, "fixed-4d", mesh, mesh.pp)) is None:
             continue
-        for kind in get_args(Checkpointing):
+        for kind in _KINDS:
             job = with_stages(replace(on_mesh, activation_checkpointing=kind), documents)
+            if spreads_head:
+                blocks = dealt_blocks(job.shape.layers, job.layout, head=0.0)
+                job = replace(job, layout=replace(job.layout, stage_blocks=blocks))
             capacity = max(_LEAST_TOKENS, space.batch_tokens // (mesh.dp * _FINE * mesh.pp))
-            least = ideal_seconds(documents, Ranks(job, capacity))
+            least = ideal_seconds(documents, Ranks(job, capacity)) * (_WITHOUT_HEAD if spreads_head else 1)
             found += [(least, grouped) for grouped in _grouped(job, space.context_window)]
     return sorted(found, key=itemgetter(0))
 

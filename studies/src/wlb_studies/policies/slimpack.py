@@ -26,7 +26,7 @@ from wlb.workload.base import Direction, Seconds
 from wlb_studies.policies.filling import Integers, lightest, longest_first
 from wlb_studies.policies.sliced import Column, Piece, Slice, SlicedPlan
 
-SETTINGS = [{"units": rounds} for rounds in (8, 4, 16, 32, 6, 3)]
+SETTINGS = [{"units": rounds} for rounds in (8, 4, 16, 6, 3)]
 _LARGE = 2**20  # tokens, of which one costs what each of many costs
 
 
