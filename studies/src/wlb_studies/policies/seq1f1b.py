@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from wlb.job.job import Job
 from wlb_studies.policies.filling import Integers
-from wlb_studies.policies.sliced import SlicedPlan, cut_at, dealt, even_cuts, packed_sequences
+from wlb_studies.policies.sliced import SlicedPlan, cut_at, even_cuts, packed_sequences
 
 SETTINGS = [{"slices": slices, "cut": by} for slices in (4, 2, 8) for by in ("work", "tokens")]
 
@@ -25,4 +25,6 @@ def even_slices(lengths: Integers, job: Job, slices: int, cut: str) -> SlicedPla
         cut_at(documents, lengths, even_cuts(int(lengths[documents].sum()), slices, seconds))
         for documents in packed_sequences(lengths, job.context_window)
     ]
-    return SlicedPlan(lengths, dealt(sequences, job.layout.dp), splits_backward=True)
+    return SlicedPlan(
+        lengths, [sequences[column :: job.layout.dp] for column in range(job.layout.dp)], splits_backward=True
+    )

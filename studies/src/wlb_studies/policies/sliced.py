@@ -1,12 +1,12 @@
 """Pipelines through which long sequences go in slices: what their plans take and hold, and in which layout.
 
 A ``SlicedPlan`` says which tokens are in every micro-batch. Slices of a sequence go forward in order and backward in
-reverse; a slice keeps its keys and values until the earlier slices have gone backward. Each policy's lists of
-operations are 1F1B over slices, as Seq1F1B published it. Plans are priced by the simulator itself
+reverse; a slice's keys and values are kept until it goes backward. Plans are priced by the simulator itself
 (``wlb.simulate.step``): the same kernels, links, FSDP and stages, dealt by seconds, as those of our own slices.
 
-Assumed of all, in their favour where it is not published: documents in a micro-batch are kept apart, context-parallel
-groups share every slice by document, and slices keep what is received of other ranks.
+Assumed of all, in their favour where nothing is published: documents in a micro-batch are kept apart; context-parallel
+groups share every slice by document; ranks recompute no more than they have to. All run 1F1B over slices as Seq1F1B
+has it; where sequences have unequally many, ranks of one stage run ahead by no more than the next sequence needs.
 """
 
 from __future__ import annotations
@@ -110,11 +110,6 @@ def even_cuts(tokens: int, parts: int, seconds: Callable[[Integers], NDArray[np.
     work = tiles if seconds is None else seconds(tiles)
     places = np.searchsorted(work, work[-1] * np.arange(1, parts) / parts)
     return [*dict.fromkeys([0, *tiles[places].tolist(), tokens])]
-
-
-def dealt(sequences: Sequence[Sequence[Slice]], columns: int) -> list[Column]:
-    """Sequences in turn to ``columns`` pipelines."""
-    return [sequences[column::columns] for column in range(columns)]
 
 
 @lru_cache(maxsize=256)
@@ -228,12 +223,13 @@ def _steps(columns: Sequence[Column], job: Job, *, exchanges: bool = False) -> S
     shards = price_shards(lengths, job.layout.cp, "per_document", costs.rank, earlier)
     if not exchanges:
         return Steps.of_shards(shards.reshaped(*shape), costs)
-    counts = [len(sequence) for column in columns for sequence in column]
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    means = (np.eye(len(counts))[sequence] / counts)[:, sequence].T  # of each sequence, for each of its slices
-    shards = shards._replace(
-        attention_forward=means @ shards.attention_forward, attention_backward=means @ shards.attention_backward
+    counts = np.array([len(sequence) for column in columns for sequence in column])
+    first = np.cumsum(counts) - counts
+    forward, backward = (
+        np.repeat(np.add.reduceat(seconds, first) / counts[:, None], counts, axis=0)
+        for seconds in (shards.attention_forward, shards.attention_backward)
     )
+    shards = shards._replace(attention_forward=forward, attention_backward=backward)
     steps = Steps.of_shards(shards.reshaped(*shape), costs)
     blocks = Phases(*(block + head for block, head in zip(steps.blocks, steps.head, strict=True)))
     return replace(steps, blocks=blocks, head=Phases(*map(np.zeros_like, steps.head)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from wlb.job.job import Job
 from wlb_studies.policies.filling import Integers
-from wlb_studies.policies.sliced import SlicedPlan, cut_at, dealt, even_cuts, packed_sequences
+from wlb_studies.policies.sliced import SlicedPlan, cut_at, even_cuts, packed_sequences
 
 SETTINGS = [{"rounds": rounds} for rounds in (1, 2, 4)]
 
@@ -23,4 +23,4 @@ def uniform_slices(lengths: Integers, job: Job, rounds: int) -> SlicedPlan:
         cut_at(documents, lengths, even_cuts(int(lengths[documents].sum()), rounds * job.layout.pp))
         for documents in packed_sequences(lengths, job.context_window)
     ]
-    return SlicedPlan(lengths, dealt(sequences, job.layout.dp), exchanges=True)
+    return SlicedPlan(lengths, [sequences[column :: job.layout.dp] for column in range(job.layout.dp)], exchanges=True)
