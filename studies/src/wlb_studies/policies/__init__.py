@@ -21,12 +21,29 @@ from wlb.errors import UserError, choose_from
 from wlb.simulate.filling import check_filling
 from wlb.simulate.search import SearchSpace
 from wlb.simulate.verdict import usual_steps
-from wlb_studies.policies import bytescale, distca, fcp, flexible_cp, flexsp, libra, magi, megatron, odc, verl, wlb_llm
+from wlb_studies.policies import (
+    bytescale,
+    chunkflow,
+    distca,
+    fcp,
+    flexible_cp,
+    infinipipe,
+    libra,
+    magi,
+    megatron,
+    odc,
+    seq1f1b,
+    slimpack,
+    slimpipe,
+    verl,
+    wlb_llm,
+)
 from wlb_studies.policies.hbp import HbpPolicy
 from wlb_studies.policies.hotspa import HotSpaPolicy
 from wlb_studies.policies.hydraulis import HydraulisPolicy
 from wlb_studies.policies.ours import PresetPolicy
 from wlb_studies.policies.policy import Outcome, Policy, RankPolicy
+from wlb_studies.policies.sliced import SlicedPolicy
 
 BASE = "plain-4d"
 _MANY = 6  # policies, for which processes of their own pay
@@ -41,7 +58,6 @@ POLICIES: dict[str, Policy] = {
     "megatron-packing": RankPolicy(megatron.packing_aware),
     "hotspa": HotSpaPolicy(),
     "hydraulis": HydraulisPolicy(),
-    "flexsp": RankPolicy(flexsp.heterogeneous_groups, pipelines=False, layouts=1, solver_nodes=flexsp.NODES),
     "bytescale": RankPolicy(bytescale.hybrid_data_parallel, pipelines=False),
     "bytescale-pipeline": RankPolicy(bytescale.hybrid_data_parallel),
     "flexible-cp": RankPolicy(flexible_cp.any_degree),
@@ -54,6 +70,11 @@ POLICIES: dict[str, Policy] = {
     "magi": RankPolicy(magi.dispatched),
     "verl": RankPolicy(verl.karmarkar_karp_twice),
     "slime": RankPolicy(verl.packed_then_dealt),
+    "seq1f1b": SlicedPolicy(seq1f1b.even_slices, seq1f1b.SETTINGS),
+    "slimpipe": SlicedPolicy(slimpipe.uniform_slices, slimpipe.SETTINGS, spreads_head=True),
+    "chunkflow": SlicedPolicy(chunkflow.equal_chunks, chunkflow.SETTINGS, interleaves=False),
+    "infinipipe": SlicedPolicy(infinipipe.equal_seconds, infinipipe.SETTINGS, interleaves=False),
+    "slimpack": SlicedPolicy(slimpack.asymmetric_units, slimpack.SETTINGS),
     "balanced": PresetPolicy(),
 }
 

@@ -58,7 +58,6 @@ CLAIMS = {
     "megatron-dynamic": "1.25 to 1.48, Llama 13B (NVIDIA, at second hand)",
     "hotspa": "up to 2.99, over fixed strategies (SOSP '24, abstract)",
     "hydraulis": "1.32 to 2.66 (arXiv 2412.07894, abstract)",
-    "flexsp": "up to 1.98, over Megatron, 64 A100 (arXiv 2412.01523)",
     "bytescale": "3.89 at most in its ablation (arXiv 2502.21231)",
     "bytescale-pipeline": "3.89 at most in its ablation (arXiv 2502.21231)",
     "flexible-cp": "up to 1.46 on average, over Megatron-LM and DeepSpeed (arXiv 2602.21788, abstract)",
@@ -66,6 +65,11 @@ CLAIMS = {
     "hbp": "1.33 to 1.42, and 2.4 for DeepSeek-V2, over one packing length (arXiv 2503.07680, table 5)",
     "distca": "1.05 to 1.35, over WLB without delay (arXiv 2510.18121)",
     "libra": "1.44 mean, 1.68 at most, over WLB-LLM (arXiv 2607.23250, abstract)",
+    "seq1f1b": "1.14, over 1F1B of Megatron (arXiv 2406.03488, abstract)",
+    "slimpipe": "up to 1.57, MFU at 512K, 70B (arXiv 2504.14519, abstract)",
+    "chunkflow": "up to 4.53, over Megatron-LM, fine-tuning (arXiv 2503.02356, abstract)",
+    "infinipipe": "1.69, over other systems (arXiv 2509.21275, abstract)",
+    "slimpack": "up to 2.8 (arXiv 2509.26246, abstract)",
     "fcp": "1.13 to 2.21, MFU of attention (arXiv 2605.08524)",
 }
 
