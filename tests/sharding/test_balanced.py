@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from wlb.sharding.elastic import uneven_slices
 
 from wlb.documents.lengths import read_lengths
 from wlb.sharding import MicroBatches, ShardPlan, make_shard_plan, shard_latency
-from wlb.sharding.elastic import uneven_slices
 from wlb.sharding.pieces import rank_tables
 from wlb.workload import make_workload
 

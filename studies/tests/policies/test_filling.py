@@ -14,6 +14,7 @@ from wlb_studies.policies.filling import (
     in_order,
     lightest,
     power_of_two,
+    split_evenly,
 )
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=40).map(lambda lengths: np.array(lengths, np.int64))
@@ -42,6 +43,10 @@ def test_first_fit_by_hand():
 def test_even_bins_are_a_multiple_and_hold_all():
     """Three of 5 do not fit two bins of 8, so there are four."""
     assert even_bins(np.array([5, 5, 5]), np.ones(3), 8, multiple=2) == [[0], [1], [2], []]
+
+
+def test_even_runs_by_hand():
+    assert split_evenly([0, 1, 2, 3], np.array([4, 3, 2, 1]), 2) == [[0], [1, 2, 3]]
 
 
 def test_powers_of_two():

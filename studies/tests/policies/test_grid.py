@@ -19,7 +19,7 @@ PLAIN = Outcome(BASE, "tp 1", 2, [1.0, 2.0, 1.0], 1000, 10.0, 0.0, 0.0, 1e9, 2e9
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The GPUs of every job that is computed; DistCA is the fastest on it, and ODC finds no layout."""
+    """The GPUs of every job that is computed; DistCA is the fastest on it, and FlexSP finds no layout."""
     jobs: list[int] = []
 
     def compare(names, space, lengths, steps):
@@ -28,9 +28,11 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise UserError("no layout")
         rates = {"balanced": [1.25, 2.5, 1.25], "distca": [2.0, 3.0, 3.0]}
         outcomes = [
-            replace(PLAIN, policy=name, work_rates=rates.get(name, PLAIN.work_rates)) for name in names if name != "odc"
+            replace(PLAIN, policy=name, work_rates=rates.get(name, PLAIN.work_rates))
+            for name in names
+            if name != "flexsp"
         ]
-        return outcomes, {"odc": "no layout"}
+        return outcomes, {"flexsp": "no layout"}
 
     monkeypatch.setattr(rivals, "compare", compare)
     monkeypatch.setattr(rivals, "_workers", lambda: ThreadPoolExecutor(1))
@@ -44,7 +46,7 @@ def test_its_table_has_every_policy_beside_its_claim(computed: list[int], tmp_pa
     rows = {row[0]: row[1:] for row in report.tables[0].rows}
     assert [*rows] == [*POLICIES]
     assert rows["distca"][:3] == (2.0, 2.0, 2.0)
-    assert rows["odc"][:3] == (None, None, None)
+    assert rows["flexsp"][:3] == (None, None, None)
     assert rows["libra"][3] == rivals.CLAIMS["libra"]
     assert "llama3-8b-256k-64" in report.notes[-1]  # too large for its GPUs
     assert report.findings[0].holds is False  # ours is slower than DistCA here

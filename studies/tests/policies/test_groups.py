@@ -16,6 +16,7 @@ from wlb.workload import model_shape
 from wlb_studies.policies.bytescale import hybrid_data_parallel
 from wlb_studies.policies.filling import power_of_two
 from wlb_studies.policies.flexible_cp import any_degree, shared_out
+from wlb_studies.policies.flexsp import heterogeneous_groups
 from wlb_studies.policies.hbp import PackingLevels, filled
 from wlb_studies.policies.hotspa import same_groups
 from wlb_studies.policies.megatron import dp_balanced, dynamic, packing_aware
@@ -31,6 +32,7 @@ PLANS = {
     "bytescale": hybrid_data_parallel,
     "flexible_cp": any_degree,
     "odc": minibatch_balanced,
+    "flexsp": heterogeneous_groups,
     "hotspa": same_groups,
     "verl": karmarkar_karp_twice,
     "slime": packed_then_dealt,
@@ -160,6 +162,25 @@ def test_a_document_that_needs_a_power_of_two_over_all_ranks_is_refused(name):
 def test_bytescale_by_hand():
     plan = hybrid_data_parallel(lengths_of(16, 8, 4, 4), ranks(4, capacity=8, window=16))
     assert described(plan) == [(0, (0, 1), [16]), (0, (2,), [8]), (0, (3,), [4, 4])]
+
+
+def test_flexsp_by_hand():
+    """What needs one rank gets one, as an all-to-all of so few tokens takes longer than computing them."""
+    plan = heterogeneous_groups(lengths_of(16, 8, 8), ranks(4, capacity=8, window=16))
+    assert sorted(len(group.ranks) for group in plan.groups) == [1, 1, 2]
+    assert plan.exchange == "heads"
+
+
+def test_flexsp_halves_a_micro_batch_whose_tokens_fit_but_not_one_by_one():
+    """Three documents of 9 tokens need two ranks each, and there are four: 27 tokens of 32."""
+    plan = heterogeneous_groups(lengths_of(9, 9, 9), ranks(4, capacity=8, window=16))
+    sizes = [sorted(len(g.ranks) for g in plan.groups if g.slot == slot) for slot in (0, 1)]
+    assert sizes == [[2, 2], [2]]
+
+
+def test_flexsp_says_what_it_needs():
+    with pytest.raises(UserError, match="give more GPUs"):
+        heterogeneous_groups(lengths_of(64), ranks(2, capacity=8, window=64))
 
 
 def test_verl_by_hand():

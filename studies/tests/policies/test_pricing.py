@@ -95,11 +95,12 @@ def test_ranks_that_fetch_weights_wait_for_nobody_and_share_no_adapters():
     assert price(replace(many, fetches_weights=True), ranks(16)).seconds > price(many, ranks(16)).seconds
 
 
-def test_a_group_exchanges_over_the_network_where_it_lies_on_several_nodes():
+@pytest.mark.parametrize("exchange", ["keys and values", "heads"])
+def test_a_group_exchanges_over_the_network_where_it_lies_on_several_nodes(exchange):
     """Nodes have eight GPUs: four ranks of tp 2."""
 
     def seconds(*members: int, tp: int = 2) -> float:
-        plan = GroupPlan(lengths_of(16_384), (Group(0, members, (0,)),))
+        plan = GroupPlan(lengths_of(16_384), (Group(0, members, (0,)),), exchange=exchange)
         return price(plan, Ranks(ranks(8, tp=tp).job, 8192)).seconds
 
     assert seconds(0, 3) == seconds(4, 5) < seconds(3, 4) == seconds(0, 7)
@@ -192,7 +193,7 @@ def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gp
     assert not without
     assert [outcome.policy for outcome in outcomes] == [*POLICIES]
     bounded = {outcome.policy for outcome in outcomes if "integer programs of at most" in outcome.layout}
-    assert bounded == {"hydraulis"}
+    assert bounded == {"flexsp", "hydraulis"}
     by_name = {outcome.policy: outcome for outcome in outcomes}
     prices = make_workload(SHAPE, "h100")
     work = [sum(float(prices.document_seconds(batch).sum()) for batch in batches) for batches in draws]
@@ -256,7 +257,7 @@ def test_all_draws_decide_among_layouts_that_are_near_in_the_first():
     far = Timed("far", {1: 1.2, 2: 0.1, 3: 0.1})
     found = best_of("any", [first, even, far], draws, space())
     assert (found.layout, found.seconds, found.tried) == ("even", 3.02, 3)
-    assert best_of("any", [Timed("none", {}), even, far], draws, space()).layout == "even"
+    assert best_of("any", [Timed("none", {}), even, first], draws, space(), most=1).layout == "even"
     with pytest.raises(UserError, match="any finds no layout"):
         best_of("any", [Timed("in the first draw only", {1: 1.0})], draws, space())
 

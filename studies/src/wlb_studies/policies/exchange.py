@@ -44,7 +44,7 @@ def kv_bytes(job: Job) -> float:
     return 2 * job.shape.kv_heads * job.shape.head_dim / job.layout.tp * job.hardware.bytes_per_value
 
 
-def all_to_all_of_heads(job: Job, tokens: ArrayLike, size: int) -> tuple[Array, Array]:
+def all_to_all_of_heads(job: Job, tokens: ArrayLike, size: int, nodes: int | None = None) -> tuple[Array, Array]:
     """Sequence parallelism over heads in groups of ``size`` (DeepSpeed-Ulysses, arXiv 2309.14509, section 3).
 
     Of micro-batches of ``tokens`` tokens: the seconds of all layers in one direction, which nothing hides, and the
@@ -56,7 +56,7 @@ def all_to_all_of_heads(job: Job, tokens: ArrayLike, size: int) -> tuple[Array, 
     kv_heads = max(job.shape.kv_heads / job.layout.tp, float(size))
     values = (2 * heads + 2 * kv_heads) * job.shape.head_dim * job.hardware.bytes_per_value
     received = count / size * values * (size - 1) / size
-    link = group_link(job.hardware, "all_to_all", size, job.layout.tp)
+    link = group_link(job.hardware, "all_to_all", size, job.layout.tp, nodes)
     there_and_back = received / link.bandwidth + 2 * link.latency
     seconds: Array = job.shape.layers * there_and_back
     return seconds, received

@@ -83,6 +83,15 @@ def even_bins(
         count += multiple
 
 
+def split_evenly(descending: Sequence[int], lengths: Integers, parts: int) -> list[list[int]]:
+    """Consecutive runs of ``descending``, at most ``parts``, whose largest has as few tokens as can be."""
+    low, high = int(lengths[list(descending)].max()), int(lengths[list(descending)].sum())
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(in_order(descending, lengths, middle)) <= parts else (middle + 1, high)
+    return in_order(descending, lengths, low)
+
+
 def power_of_two(count: int) -> int:
     """The least power of two that is at least ``count``."""
     return 1 << max(0, count - 1).bit_length()

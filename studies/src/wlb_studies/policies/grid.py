@@ -58,6 +58,7 @@ CLAIMS = {
     "megatron-dynamic": "1.25 to 1.48, Llama 13B (NVIDIA, at second hand)",
     "hotspa": "up to 2.99, over fixed strategies (SOSP '24, abstract)",
     "hydraulis": "1.32 to 2.66 (arXiv 2412.07894, abstract)",
+    "flexsp": "up to 1.98, over Megatron, 64 A100 (arXiv 2412.01523)",
     "bytescale": "3.89 at most in its ablation (arXiv 2502.21231)",
     "bytescale-pipeline": "3.89 at most in its ablation (arXiv 2502.21231)",
     "flexible-cp": "up to 1.46 on average, over Megatron-LM and DeepSpeed (arXiv 2602.21788, abstract)",

@@ -29,7 +29,7 @@ from wlb.simulate.search import SearchSpace
 from wlb_studies.policies.filling import Integers, best_fit, lightest, longest_first, power_of_two
 from wlb_studies.policies.layouts import candidate_ranks
 from wlb_studies.policies.plan import Group, GroupPlan, Ranks
-from wlb_studies.policies.policy import Outcome, Policy, PricedStep, batches_of_draws, best_of
+from wlb_studies.policies.policy import Outcome, Policy, PricedStep, batches_of_draws, best_of, solver_limit
 from wlb_studies.policies.pricing import StepPrice, group_seconds, price
 
 SHUFFLES = 100  # of the documents that the greedy deals
@@ -95,7 +95,7 @@ class Heterogeneous:
         kinds = " + ".join(
             f"{k.count} x tp {k.ranks.job.layout.tp} cp {k.size} pp {k.ranks.job.layout.pp}" for k in self.kinds
         )
-        return f"{kinds}; integer programs of at most {NODES} nodes"
+        return kinds + solver_limit(NODES)
 
     def step(self, lengths: Integers) -> PricedStep:
         began = time.process_time()

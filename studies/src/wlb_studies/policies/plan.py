@@ -24,6 +24,7 @@ from wlb.job.job import Job
 from wlb.workload.flops import attended_pairs
 from wlb_studies.policies.filling import Integers, even_bins
 
+ExchangeKind = Literal["keys and values", "heads"]
 Hidden = Literal["everything", "heads", "attention"]
 
 
@@ -69,7 +70,8 @@ class Group(NamedTuple):
 class GroupPlan:
     """The groups of a step. Before a slot of ``barriers`` all ranks wait for each other.
 
-    Members of a group send keys and values of pieces, as ``sharding`` cuts. With ``fetches_weights``
+    ``exchange`` says what members of a group send: keys and values of pieces (ring or gather, as ``sharding`` cuts), or
+    all heads' queries, keys, values and outputs (all-to-all, sequences there, heads here). With ``fetches_weights``
     every rank gets weights on its own in every micro-batch, so it waits for its group only, without a pipeline too.
     """
 
@@ -77,6 +79,7 @@ class GroupPlan:
     groups: tuple[Group, ...]
     barriers: frozenset[int] = frozenset()
     sharding: str = "per_document"
+    exchange: ExchangeKind = "keys and values"
     fetches_weights: bool = False
 
     @classmethod

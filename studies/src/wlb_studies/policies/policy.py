@@ -113,14 +113,15 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class RankTrial:
-    """``plan`` on ``ranks``."""
+    """``plan`` on ``ranks``; ``limit`` says what bounds its solver."""
 
     ranks: Ranks
     plan: Callable[[Integers, Ranks], Plan]
+    limit: str = ""
 
     @property
     def layout(self) -> str:
-        return layout_text(self.ranks)
+        return layout_text(self.ranks) + self.limit
 
     def step(self, lengths: Integers) -> PricedStep:
         began = time.process_time()
@@ -134,21 +135,31 @@ class RankPolicy(Policy):
     """``plan`` turns whole documents into a plan for the ranks of a stage.
 
     ``pipelines`` says that it runs with several stages, ``interleaves`` with several on a rank, ``kept`` whether its
-    weights are, as in ``Ranks``: both are tried.
+    weights are, as in ``Ranks``: both are tried. Of one that is tried in one layout only, as planning takes long, other
+    token caps are not tried. ``solver_nodes`` bound each of its integer programs.
     """
 
     plan: Callable[[Integers, Ranks], Plan]
     pipelines: bool = True
     interleaves: bool = True
     kept: tuple[bool, ...] = KEPT_OR_NOT
+    layouts: int | None = None
+    solver_nodes: int | None = None
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         draws = batches_of_draws(lengths, space, steps)
         choices = candidate_ranks(
             space, draws[0][0], pipelines=self.pipelines, interleaves=self.interleaves, kept=self.kept
         )
-        trials = (RankTrial(ranks, self.plan) for ranks in choices)
-        return best_of(name, trials, draws, space, partial(_with_other_capacities, space=space))
+        limit = "" if self.solver_nodes is None else solver_limit(self.solver_nodes)
+        trials = (RankTrial(ranks, self.plan, limit) for ranks in choices)
+        like_it = None if self.layouts == 1 else partial(_with_other_capacities, space=space)
+        return best_of(name, trials, draws, space, like_it, self.layouts)
+
+
+def solver_limit(nodes: int) -> str:
+    """What a layout says of a policy whose integer programs end after so many nodes of branch and bound."""
+    return f"; integer programs of at most {nodes} nodes"
 
 
 def _with_other_capacities(trial: RankTrial, space: SearchSpace) -> list[RankTrial]:
@@ -172,15 +183,16 @@ def best_of(
     draws: Sequence[Sequence[Integers]],
     space: SearchSpace,
     like_it: Callable[[Any], Iterable[LayoutTrial]] | None = None,
+    most: int | None = None,
 ) -> Outcome:
-    """All steps of the fastest of ``trials``, and of those ``like_it``.
+    """All steps of the fastest of ``trials``, of which ``most`` are priced, by default all, and of those ``like_it``.
 
     The first step of the first draw says which are near, those of all draws which of them is the fastest. Raises
     ``UserError`` where none fits the memory.
     """
     attempted = partial(_attempted, limit=limit_of_gpu(space.hardware.memory_bytes).number_of_bytes)
     first, *others = (batches[0] for batches in draws)
-    found = sorted(attempted(trials, [first]), key=_seconds)
+    found = sorted(islice(attempted(trials, [first]), most), key=_seconds)
     if found and like_it is not None:
         found = sorted([*found, *attempted(like_it(found[0].trial), [first])], key=_seconds)
     near = [one for one in found if one.seconds <= (1 + _NEAR) * found[0].seconds]

@@ -29,7 +29,7 @@ from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.step import Steps
 from wlb.workload.base import Phase
-from wlb_studies.policies.exchange import kv_bytes, moved_bytes, moving_seconds, shown_seconds
+from wlb_studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moving_seconds, shown_seconds
 from wlb_studies.policies.plan import GroupPlan, MovedPlan, Plan, Ranks
 
 Array = NDArray[np.float64]
@@ -62,7 +62,8 @@ def price(plan: Plan, ranks: Ranks) -> StepPrice:
     if isinstance(plan, GroupPlan):
         seconds, exchanged = group_seconds(plan, ranks)
         step = step_seconds(seconds, begun_together(plan, ranks), ranks, fetched=plan.fetches_weights)
-        largest = max(len(group.ranks) for group in plan.groups)
+        # Sequence parallelism over heads holds whole sequences of few heads in place of its own part of all.
+        largest = 1 if plan.exchange == "heads" else max(len(group.ranks) for group in plan.groups)
         exchanged /= ranks.count * ranks.job.layout.pp
     else:
         seconds, exchanged = moved_seconds(plan, ranks)
@@ -233,11 +234,32 @@ class _Stages(NamedTuple):
 
 def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, plan: GroupPlan) -> _Stages:
     """Groups of ``size`` ranks on so many nodes, with documents of ``lengths``."""
+    if plan.exchange == "heads" and size > 1:
+        return _priced_over_heads(lengths, size, nodes, job, plan.sharding)
     costs = own_costs(job, nodes)
     shards = price_shards(lengths, size, plan.sharding, costs.rank)
     steps = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)
     forward, backward, moving = (phase[0, 0] for phase in (*steps.stages, steps.moving))
     return _Stages(forward, backward, moving, received_bytes(shards, job))
+
+
+def _priced_over_heads(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, sharding: str) -> _Stages:
+    """Each rank has all tokens of a part of the heads for attention, and a part of the tokens for everything else."""
+    costs = own_costs(job)
+    shards = price_shards(lengths, 1, sharding, costs.rank)
+    tokens = shards.tokens[:, 0]
+    longest = [max(of_one) for of_one in lengths]
+    attention = []
+    for direction, whole in zip(_DIRECTIONS, (shards.attention_forward, shards.attention_backward), strict=True):
+        drain = costs.rank.drain_seconds(longest, direction)  # of however few heads
+        attention.append((whole[:, 0] - drain) / size + drain)
+    steps = _alone(costs, tokens / size, *attention)
+    wire, received = all_to_all_of_heads(job, tokens, size, nodes)
+    of_wire = costs.stage_shares[:, None] * wire
+    again = 2 if job.activation_checkpointing == "full" else 1
+    forward, backward, moving = (phase[0, 0] for phase in (*steps.stages, steps.moving))
+    passed = float(received.sum()) * size * (1 + again) * job.shape.layers
+    return _Stages(forward + of_wire, backward + again * of_wire, moving + of_wire, passed)
 
 
 def received_bytes(shards: Shards, job: Job) -> float:

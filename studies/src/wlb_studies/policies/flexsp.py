@@ -1,0 +1,238 @@
+"""FlexSP: sequence-parallel groups of different sizes, chosen by an integer program for every micro-batch.
+
+Source: FlexSP (ASPLOS '25, arXiv 2412.01523), section 4, and the branch ``flexsp`` of PKU-DAIR/Hetu-Galvatron.
+Documents are sorted and cut into M micro-batches of like lengths and even tokens, M from the least that memory allows
+to four more. In each, lengths are rounded up to 16 buckets, and the program chooses how many groups of each
+power-of-two size there are and which bucket runs where, so that the slowest group is fastest.
+
+The program is solved here for all groups of a size together, at a bound on the seconds that is bisected; documents are
+then dealt to the groups of their size, by cost and, where one finds no room, by best fit. That leaves a few thousand
+variables of the published program out and keeps its constraints: memory, ranks, sizes, and seconds of computing plus
+communication. Tokens of many documents together may fit a group that does not hold them one by one; then the program
+counts documents of a group in place of tokens, and a micro-batch for which it finds no groups at all is halved.
+
+Assumed: the program takes groups of a size together, at a bisected bound; documents are dealt to them, or fitted best
+where costs leave one over; a micro-batch that fits no groups is halved; one layout tried; pipeline size 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError, require
+from wlb_studies.policies.exchange import all_to_all_of_heads
+from wlb_studies.policies.filling import Integers, lightest, longest_first, split_evenly
+from wlb_studies.policies.plan import Group, GroupPlan, Ranks
+
+BUCKETS = 16
+NODES = 200  # of branch and bound, in each solve; the same on every machine
+_MICRO_BATCHES_TRIED = 5
+_BISECTIONS = 5
+_GAP = 0.05
+_HOPELESS = 5.0  # times the seconds that even ranks would need
+
+
+class _Grouped(NamedTuple):
+    """The groups of a micro-batch, and the seconds of the slowest."""
+
+    seconds: float
+    groups: list[Group]
+
+
+def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
+    """The fastest number of micro-batches by the program's own seconds. Raises ``UserError`` without SciPy."""
+    require("scipy.optimize", "solver")
+    order = longest_first(lengths)
+    least = max(1, -(-int(lengths.sum()) // (ranks.count * ranks.capacity)))
+    best: list[_Grouped] = []
+    for count in range(least, least + _MICRO_BATCHES_TRIED):
+        grouped = _micro_batches(split_evenly(order, lengths, count), lengths, ranks)
+        if grouped is None:
+            break  # a document that no group holds
+        if best and sum(one.seconds for one in grouped) >= sum(one.seconds for one in best):
+            break  # nor would more micro-batches be faster
+        best = grouped
+    if not best:
+        raise UserError(
+            f"FlexSP finds no groups of {ranks.count} ranks of {ranks.capacity} tokens for documents of up to "
+            f"{lengths.max()}; give more GPUs"
+        )
+    groups_of_slots = [group._replace(slot=slot) for slot, one in enumerate(best) for group in one.groups]
+    return GroupPlan(lengths, tuple(groups_of_slots), frozenset(range(len(best))), exchange="heads")
+
+
+def group_sizes(ranks: Ranks) -> list[int]:
+    """Powers of two up to the query heads that a rank has, and to all ranks."""
+    most = min(ranks.count, ranks.job.shape.heads // ranks.job.layout.tp)
+    return [2**exponent for exponent in range(most.bit_length())]
+
+
+def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> list[_Grouped] | None:
+    """The groups of all micro-batches, longest documents first; None where no group holds one of these."""
+    solved = []
+    left = runs[::-1]
+    while left:
+        documents = left.pop()
+        one = _Program(documents, lengths, ranks).grouped()
+        if one is not None:
+            solved.append(one)
+        elif len(documents) == 1:
+            return None
+        else:
+            left += split_evenly(documents, lengths, 2)[::-1]
+    return solved
+
+
+class _Program:
+    """``documents``, longest first, in buckets of like lengths.
+
+    ``longest`` is the longest of each bucket, shape (buckets, 1). Of shape (buckets, sizes of groups) are ``seconds``
+    and each of ``shares``: what a document takes of a group's memory, by its tokens and by how many fit; infinite
+    where none does.
+    """
+
+    def __init__(self, documents: list[int], lengths: Integers, ranks: Ranks) -> None:
+        self.documents, self.lengths, self.ranks = documents, lengths, ranks
+        self.buckets = [part.tolist() for part in np.array_split(documents, min(BUCKETS, len(documents)))]
+        self.counts = np.array([len(bucket) for bucket in self.buckets])
+        self.longest = np.array([[lengths[bucket].max()] for bucket in self.buckets])
+        self.sizes = np.array(group_sizes(ranks))
+        self.room = self.sizes * ranks.capacity
+        self.seconds = _seconds(self.longest[:, 0], self.sizes, ranks)
+        mean = np.array([[lengths[bucket].mean()] for bucket in self.buckets])
+        one_by_one = 1 / np.maximum(self.room // self.longest, 1)
+        self.shares = [np.where(self.longest <= self.room, part, np.inf) for part in (mean / self.room, one_by_one)]
+
+    def grouped(self) -> _Grouped | None:
+        """The fastest groups that the program finds; None where none fit."""
+        low = self._least_seconds()
+        if low == np.inf:
+            return None
+        found = self._one_each()
+        if found is not None and found.seconds <= (1 + _GAP) * low:
+            return found  # no program does better by more than its own gap
+        high = low if found is None else found.seconds
+        for _ in range(_BISECTIONS):
+            bound = 2 * high if found is None else (low + high) / 2
+            solvable, groups = self._within(bound)
+            if groups is not None and (found is None or groups.seconds < found.seconds):
+                found, high = groups, min(bound, groups.seconds)
+            elif found is not None:
+                low = bound
+            elif solvable or bound <= _HOPELESS * low:
+                high = bound
+            else:
+                return None  # memory, not seconds, stands against it
+            if found is not None and high <= (1 + 2 * _GAP) * low:
+                break
+        return found
+
+    def _least_seconds(self) -> float:
+        """No groups are faster: those of ranks that are all as busy, and of the document that takes longest alone."""
+        possible = np.where(self.longest <= self.room, self.seconds, np.inf)
+        even = float(((possible * self.sizes).min(axis=1) * self.counts).sum()) / self.ranks.count
+        return max(even, float(possible.min(axis=1).max()))
+
+    def _one_each(self) -> _Grouped | None:
+        """Every document on one rank, if that is possible."""
+        if self.lengths[self.documents].max() > self.ranks.capacity:
+            return None
+        groups, left_over = self._filled(self.documents, 1, self.ranks.count, 0)
+        return None if left_over else self._slowest(groups)
+
+    def _within(self, bound: float) -> tuple[bool, _Grouped | None]:
+        """Whether the program has a solution in ``bound`` seconds, and the groups that documents could be dealt to."""
+        for shares in self.shares:
+            solution = self._solution(shares, bound)
+            if solution is None:
+                return False, None
+            groups = self._dealt(*solution)
+            if groups is not None:
+                return True, groups
+        return True, None
+
+    def _solution(self, shares: NDArray[np.float64], bound: float) -> tuple[Integers, Integers] | None:
+        """Documents of each bucket in groups of each size, (buckets, sizes), and the number of groups of each size.
+
+        None if impossible. A document takes ``shares`` of a group's memory; infinite ones are not allowed. Columns:
+        documents by bucket and size, bucket-major, then groups of each size. Fewest ranks, of what is possible.
+        """
+        optimize = require("scipy.optimize", "solver")
+        buckets, kinds = shares.shape
+        allowed = np.isfinite(shares)
+        upper = np.concatenate([(allowed * self.counts[:, None]).ravel(), self.ranks.count // self.sizes])
+        each = np.hstack([np.kron(np.eye(buckets), np.ones(kinds)), np.zeros((buckets, kinds))])
+        time, memory = (
+            np.hstack([*map(np.diag, of_document), -np.eye(kinds)])
+            for of_document in (self.seconds / bound, np.where(allowed, shares, 0.0))
+        )
+        used = np.concatenate([np.zeros(buckets * kinds), self.sizes])
+        result = optimize.milp(
+            used,
+            integrality=np.ones(len(used)),
+            bounds=optimize.Bounds(0, upper),
+            constraints=[
+                optimize.LinearConstraint(each, self.counts, self.counts),
+                optimize.LinearConstraint(np.concatenate([time, memory]), -np.inf, 0),
+                optimize.LinearConstraint(used[None], 0, self.ranks.count),
+            ],
+            options={"node_limit": NODES, "mip_rel_gap": _GAP},
+        )
+        if result.x is None:
+            return None
+        whole = np.rint(result.x).astype(np.int64)
+        return whole[:-kinds].reshape(buckets, kinds), whole[-kinds:]
+
+    def _dealt(self, shares: Integers, of_size: Integers) -> _Grouped | None:
+        """The groups of a solution; None where documents that were counted do not fit one by one."""
+        groups: list[Group] = []
+        left_over: list[int] = []  # of smaller groups, which larger ones may have room for
+        stops = np.cumsum(shares, axis=1)
+        for kind, (size, count) in enumerate(zip(self.sizes.tolist(), of_size.tolist(), strict=True)):
+            for bucket, taken, stop in zip(self.buckets, shares[:, kind], stops[:, kind], strict=True):
+                left_over += bucket[stop - taken : stop]
+            if left_over and count:
+                filled, left_over = self._filled(left_over, size, count, sum(len(group.ranks) for group in groups))
+                groups += filled
+        fits = all(self._fits_in_one(document, groups) for document in left_over)
+        return self._slowest(groups) if fits else None
+
+    def _filled(self, documents: list[int], size: int, count: int, first: int) -> tuple[list[Group], list[int]]:
+        """Up to ``count`` groups of ``size`` ranks from rank ``first`` on, even in seconds; and what fits none."""
+        cost = np.zeros(len(self.lengths))
+        cost[documents] = _seconds(self.lengths[documents], np.array([size]), self.ranks)[:, 0]
+        members, left_over = lightest(documents, cost, count, self.lengths, size * self.ranks.capacity)
+        firsts = range(first, first + count * size, size)
+        return [
+            Group(0, tuple(range(first, first + size)), tuple(of_group))
+            for first, of_group in zip(firsts, filter(None, members), strict=False)
+        ], left_over
+
+    def _fits_in_one(self, document: int, groups: list[Group]) -> bool:
+        """Add the document to the group that it leaves least room in, if one has room."""
+        rooms = [len(g.ranks) * self.ranks.capacity - int(self.lengths[list(g.documents)].sum()) for g in groups]
+        length = int(self.lengths[document])
+        room, index = min((room, index) for index, room in enumerate([*rooms, math.inf]) if room >= length)
+        if room == math.inf:
+            return False
+        groups[index] = groups[index]._replace(documents=(*groups[index].documents, document))
+        return True
+
+    def _slowest(self, groups: list[Group]) -> _Grouped:
+        sizes = ((self.lengths[list(g.documents)], np.array([len(g.ranks)])) for g in groups)
+        return _Grouped(max(float(_seconds(*of_group, self.ranks).sum()) for of_group in sizes), groups)
+
+
+def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArray[np.float64]:
+    """Of a document of each length in a group of each size: computing over the ranks, and the all-to-all's bytes."""
+    compute = ranks.job.costs.document_seconds(lengths)[:, None] / sizes
+    wire = [
+        np.zeros(len(lengths)) if size == 1 else 2 * all_to_all_of_heads(ranks.job, lengths, size)[0]
+        for size in sizes.tolist()
+    ]
+    seconds: NDArray[np.float64] = compute + np.stack(wire, axis=1)
+    return seconds
