@@ -354,7 +354,7 @@ def _gradients_of_slices(
     model: TransformerConfig, documents: RandomDocuments, plan: StepPlan, checkpointing: Checkpointing
 ) -> dict[str, Tensor]:
     """Of two stages in this process, summed over context-parallel ranks; rows are padded as for two ``tp`` ranks."""
-    stages = [Transformer(model, layers).double() for layers in split_layers(model.shape, 2)]
+    stages = [Transformer(model, layers).double() for layers in split_layers(model.shape, Layout(pp=2))]
     for stage in stages:
         initialise_weights(stage, layers=model.shape.layers, seed=SEED)
         apply_activation_checkpointing(stage, checkpointing)
