@@ -43,7 +43,8 @@ _STEPS = 4  # that are simulated, the same for every choice; fewer where they ar
 _SIMULATED = 128  # context windows of all these steps
 _DOCUMENTS = 65_536
 _WINDOWS = 256  # of a step; a larger global batch is decided on by a part of it
-_FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6, 8)  # micro-batches of a pool for each of its pipeline ranks
+_FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
+_SLICED_FILLINGS = (2, 3, 4, 6, 8)  # where long documents are cut
 _FEWEST = (1, 1.15, 1.5)  # where so few are too large for the memory: times as many as the fewest that are not
 _ONE_STEP = 0.08  # of the seconds: choices that are slower by more on one step are not simulated on others
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
@@ -195,7 +196,7 @@ class _PoolSearch:
             return self._that_run(size, [self.pools.micro_batches])
         pp, replicas = self.job.layout.pp, self.job.layout.replicas
         most = int(min(self.pools.global_batch / _LEAST_WINDOWS, MOST_MICRO_BATCHES / self.parts) * size / replicas)
-        counts = [round(filling * pp) for filling in _FILLINGS]
+        counts = [round(filling * pp) for filling in (_SLICED_FILLINGS if self._may_slice else _FILLINGS)]
         counts = [count for count in counts if count <= most] or counts[:1]
         usual = self._that_run(size, counts)
         more = range(-(-counts[-1] // pp) * pp, most + 1, pp)

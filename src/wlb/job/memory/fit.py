@@ -57,7 +57,8 @@ def _planned_memory(job: Job) -> MemoryEstimate:
     keys and values that are kept of a sliced document.
     """
     count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
-    ranks = [predict_rank_memory(job, [usual] * count, rank) for rank in range(job.layout.pp)]
+    walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
+    ranks = [predict_rank_memory(job, [usual] * walked, rank) for rank in range(job.layout.pp)]
     held = max((rank.parts for rank in ranks), key=_held)
     static = max(ranks, key=lambda rank: rank.total - _held(rank.parts))
     parts = static.parts | {name: held[name] for name in _HELD if name in held}

@@ -45,6 +45,7 @@ _FINE = 16  # micro-batches for each pipeline rank, of which few bubbles are lef
 _WITHOUT_HEAD = 0.75  # of a step's least seconds, which include a last stage that waits for its output head
 _KINDS: tuple[Checkpointing, ...] = ("none", "selective")  # ranks recompute fully what they do not hold
 _NEAREST = 4  # layouts that are tried with every setting, and on every draw
+_ROOM = 0.96  # of the memory that a first step may need: others hold more, where ranks do not recompute what they must
 _LEAST_TOKENS = 4096  # of a window, on each context-parallel rank
 
 
@@ -317,7 +318,7 @@ def _rank_memory(job: Job, rows: int, rank: int) -> int:
 def _most_rows(job: Job, rank: int) -> float:
     """Rows of each micro-batch that fit a rank's memory, on the line through two predictions."""
     low, high = (_rank_memory(job, times * _LEAST_TOKENS, rank) for times in (1, 2))
-    return _LEAST_TOKENS * (1 + (job.memory_limit.number_of_bytes - low) / (high - low))
+    return _LEAST_TOKENS * (1 + (_ROOM * job.memory_limit.number_of_bytes - low) / (high - low))
 
 
 @dataclass(frozen=True)
@@ -390,10 +391,9 @@ class _Search:
                 continue
             self.seconds[trial] = np.inf
             plan = trial.plan(self.documents, trial.job, **dict(trial.setting))
-            if _busiest(plan, trial.job) < min(self.seconds.values()):
-                step = price(plan, trial.job)
-                if step.memory_bytes <= trial.job.memory_limit.number_of_bytes:
-                    self.seconds[trial] = step.seconds
+            step = price(plan, trial.job, min(self.seconds.values(), default=np.inf))
+            fits = step.memory_bytes <= _ROOM * trial.job.memory_limit.number_of_bytes
+            self.seconds[trial] = step.seconds if fits else np.inf
         fitting = [trial for trial, seconds in self.seconds.items() if seconds < np.inf]
         return sorted(fitting, key=self.seconds.__getitem__)
 
