@@ -10,7 +10,7 @@ from wlb.simulate.rate import rate
 
 
 def test_rate_is_that_of_the_simulation():
-    simulated = job("best", pp=2, cp=2, dp=2)
+    simulated = job("balanced", pp=2, cp=2, dp=2)
     result = simulate(simulated, documents(), 5)
     rated = rate(simulated, documents(), 5, simulated.work_prices)
     assert rated.work_rate == result.work_rate

@@ -86,9 +86,9 @@ def kill_a_rank(job: Program, folder: Path, moment: str, step: int, rng: random.
 @pytest.mark.parametrize(
     ("kills", "preset"),
     [
-        (2, "best"),
-        pytest.param(30, "best", marks=pytest.mark.exhaustive),
-        pytest.param(2, "elastic", marks=pytest.mark.exhaustive),
+        (2, "balanced"),
+        pytest.param(30, "balanced", marks=pytest.mark.exhaustive),
+        pytest.param(2, "balanced", marks=pytest.mark.exhaustive),
     ],
 )
 def test_kills_at_random_moments_change_nothing(tmp_path, kills, preset):

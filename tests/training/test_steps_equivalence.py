@@ -24,14 +24,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "plain-4d": {"dp": 2, "pp": 2, "cp": 2},
     "fixed-4d": {"dp": 2, "tp": 2},
     "wlb-llm": {"pp": 2, "cp": 2},
-    "best": {"pp": 2, "cp": 2, "tp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
+    "balanced": {"pp": 2, "cp": 2, "tp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
     # The four ranks of a stage make one pool; its three micro-batches are one round over two pipeline ranks.
-    "elastic": {"dp": 2, "cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 4},
+    "balanced": {"dp": 2, "cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 4},
     "level": {"dp": 2},  # elastic, whose two ranks run micro-batches of their own
 }
 PACKING: dict[str, dict[str, Any]] = {
     "wlb-llm": {"outlier_thresholds": [16, 40]},
-    "elastic": {"pool_micro_batches": 3, "grouping": "alike"},
+    "balanced": {"pool_micro_batches": 3, "grouping": "alike"},
     "level": {"grouping": "level", "max_length_factor": 1.0},  # half a context window on each rank
 }
 
@@ -58,7 +58,7 @@ def configure(
 ) -> JobConfig:
     return job(
         folder,
-        "elastic" if preset == "level" else preset,
+        "balanced" if preset == "level" else preset,
         model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68} | (model or {}),
         data={"context_window": WINDOW},
         parallel=parallel,
@@ -88,7 +88,7 @@ def trained_as_single_documents(config: JobConfig, folder: Path) -> list[StepPla
 # that later ones have.
 @pytest.mark.parametrize(
     ("preset", "steps"),
-    [("elastic", 3), ("level", 3), *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS)],
+    [("balanced", 3), ("level", 3), *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS)],
 )
 def test_steps_have_the_losses_of_single_documents(preset: str, steps: int, folder: Path) -> None:
     plans = trained_as_single_documents(configure(folder, preset, steps, LAYOUTS[preset]), folder / preset)
@@ -114,7 +114,7 @@ def exhaustive(*values: Any) -> Any:
 )
 def test_steps_of_other_models_do_too(model: dict[str, Any], parallel: dict[str, Any], folder: Path) -> None:
     """Biases, q/k norms, tied embeddings, windows and scaled rotary positions."""
-    trained_as_single_documents(configure(folder, "best", 3, parallel, model), folder / "best")
+    trained_as_single_documents(configure(folder, "balanced", 3, parallel, model), folder / "balanced")
 
 
 def test_a_tied_model_continues_with_another_number_of_stages(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def layout(**sizes: int) -> tuple[tuple[str, int], ...]:
     return tuple(sizes.items())
 
 
-ELASTIC = ("elastic", "h100", "none", layout(dp=2, cp=2))
+ELASTIC = ("balanced", "h100", "none", layout(dp=2, cp=2))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ ELASTIC = ("elastic", "h100", "none", layout(dp=2, cp=2))
         (("plain-4d", "h100", "selective", layout(tp=2)), TENSOR_PARALLEL),
         (ELASTIC, GRADIENTS),
     ],
-    ids=["pp", "dp", "cp", "tp", "elastic"],
+    ids=["pp", "dp", "cp", "tp", "balanced"],
 )
 def test_every_call_of_a_job_can_be_made(job, purpose):
     calls = calls_of(*job)
