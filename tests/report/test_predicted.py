@@ -69,7 +69,7 @@ def test_the_headline_is_the_speed_at_equal_work(evidence: Evidence):
     verdict = Verdict([{BASELINE: cut, BALANCED: best}] * 3)
     shown = replace(evidence, found=replace(evidence.found, verdict=verdict))
     text = read(predicted_report(shown, source="lengths.json")).text
-    assert text.index("2.00xspeed at equal work, best over plain-4d") < text.index("tokens/s")
+    assert text.index("2.00xspeed at equal work, balanced over plain-4d") < text.index("tokens/s")
     assert best.tokens_per_second == pytest.approx(cut.tokens_per_second)
 
 
@@ -85,7 +85,7 @@ def test_where_little_is_gained_there_is_no_job_to_copy(evidence: Evidence):
     assert charts == CHARTS  # with best as what could be had
 
 
-def test_a_job_that_best_cannot_run_is_reported_too():
+def test_a_job_that_balanced_cannot_run_is_reported_too():
     """It may need more memory than plain-4d in the only layout."""
     lengths = sample_lengths(400, 4096, 0)
     question = question_of("tiny", "cpu", 2, lengths, context_window=4096, batch_tokens=4 * 4096)

@@ -87,7 +87,7 @@ def test_systems_have_processes_of_their_own(tmp_path):
     assert write_trace(tmp_path / "two.json", {"plain-4d": line, "balanced": line}) == 2 * tracks
     trace = json.loads((tmp_path / "two.json").read_text())
     processes = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
-    assert processes == ["plain-4d dp 0", "plain-4d dp 1", "elastic dp 0", "elastic dp 1"]
+    assert processes == ["plain-4d dp 0", "plain-4d dp 1", "balanced dp 0", "balanced dp 1"]
     spans = [[event for event in one["traceEvents"] if event["ph"] == "X"] for one in (alone, trace)]
     assert spans[1] == spans[0] + [event | {"pid": event["pid"] + 2} for event in spans[0]]
     assert trace["otherData"]["balanced"]["seconds"] == alone["otherData"]["seconds"] == line.seconds

@@ -105,7 +105,7 @@ def test_of_a_layout_that_is_given_something_comes_back_though_it_does_not_fit()
     tiny = replace(SMALL, memory_bytes=1e6)
     sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 2}
     space = search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW, fixed=sizes)
-    for preset in ("plain-4d", "balanced", "balanced"):
+    for preset in ("plain-4d", "balanced"):
         job = fastest_layout(space, documents(), preset).job
         assert not fits(job)
         assert job.activation_checkpointing == "full"
@@ -123,13 +123,13 @@ def test_mistakes_are_named_in_one_line(arguments, message):
 def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():
     space = search_space(SHAPE, 37, WINDOW, batch_tokens=16 * WINDOW, fixed={"cp": 1})
     with pytest.raises(UserError, match=r"no layout of 37 GPUs, cp = 1 divides a global batch of 16 .* another number"):
-        fastest_layout(space, documents(), "balanced")
+        fastest_layout(space, documents(), "wlb-llm")
     tiny = replace(SMALL, memory_bytes=1e6)
     with pytest.raises(UserError, match=r"no layout of 2 GPUs with 0.* GiB each fits this model"):
-        fastest_layout(search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW), documents(), "balanced")
+        fastest_layout(search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW), documents(), "wlb-llm")
 
 
-# `make test` tries those that are quick to try in all layouts, none of them of `elastic`; `make test-all` all thirty.
+# `make test` tries those that are quick to try in all layouts, none of them of `balanced`; `make test-all` all thirty.
 QUICK = (0, 7, 2, 3, 16)
 
 
@@ -160,7 +160,7 @@ def test_a_layout_that_is_unlucky_in_one_step_of_many_windows_is_rated_on_more()
     """The draw decides by 5% in the first step, though it has 64 windows."""
     space = search_space("550m", 32, 131_072, hardware="a100", batch_tokens=2**23)
     layout = fastest_layout(space, sample_lengths(20_000, 131_072, 9), "per-document-4d").job.layout
-    assert (layout.tp, layout.cp, layout.pp, layout.virtual_pp, layout.dp) == (4, 2, 2, 2, 2)
+    assert (layout.tp, layout.cp, layout.pp, layout.virtual_pp, layout.dp) == (4, 2, 2, 4, 2)
 
 
 def test_a_layout_that_is_lucky_in_the_first_draw_only_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch):
