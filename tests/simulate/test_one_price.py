@@ -72,10 +72,8 @@ def test_plan_sharder_and_simulator_give_one_price(preset, layout, measured):
     np.testing.assert_allclose([micro_batch.workload for micro_batch in micro_batches], simulated, rtol=1e-3, atol=2e-9)
     np.testing.assert_allclose([plan.imbalance for plan in plans], imbalance, rtol=1e-3)
     for micro_batch in micro_batches[:4]:
-        if micro_batch.segments and not micro_batch.ranks:
-            earlier = micro_batch.earlier if micro_batch.is_slice else None
-            how: dict[str, Any] = {"workload": job.costs, "earlier": earlier}
-            sharded = make_shard_plan(micro_batch.lengths, job.layout.cp, job.sharding.strategy, **how)
+        if micro_batch.segments and not micro_batch.ranks and not micro_batch.is_slice:
+            sharded = make_shard_plan(micro_batch.lengths, job.layout.cp, job.sharding.strategy, workload=job.costs)
             assert shard_latency(sharded, job.costs).slowest == pytest.approx(micro_batch.workload, rel=1e-3)
 
 
