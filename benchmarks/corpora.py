@@ -3,7 +3,7 @@
     .venv/bin/python -m benchmarks.corpora [--documents N ...] [--shards N] [--out FILE]
 
 Every corpus is opened in a process of its own, which plans steps of a 7B model (window 128K, 32 micro-batches, tp 8,
-cp 2, pp 4, dp 4) with the preset ``best``. "First documents" goes from opening the store to its first block of the
+cp 2, pp 4, dp 4) with the preset ``balanced``. "First documents" goes from opening the store to its first block of the
 order, "first step" to the first plan, ``decide`` included and imports not; "resume" is a first plan after a random
 position of epoch 3. Memory is what the kernel counts as a process's own (``RssAnon``); pages of the index, and of
 libraries, belong to all processes of a machine. The index is really written, 20 bytes for each document, to
@@ -109,7 +109,7 @@ def _write(prefix: Path, documents: int) -> None:
 
 
 def _measured(folder: Path, documents: int) -> dict[str, Any]:
-    job = simulated_job("7b", WINDOW, "best", micro_batches=8, dp=4, pp=4, tp=8, cp=2)
+    job = simulated_job("7b", WINDOW, "balanced", micro_batches=8, dp=4, pp=4, tp=8, cp=2)
     freeze_imports()
     before, began = _private_mib(), time.process_time()
     lengths: Any = TokenStore.open(folder / "corpus").stored_lengths

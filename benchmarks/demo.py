@@ -2,7 +2,7 @@
 
 1. Turn the standard library of this Python into a token store (``wlb prepare``), and cut its documents where context
    windows end, as the paper's data loader does: from here on both presets train the same segments in every step.
-2. Train them on two data-parallel processes under ``plain-4d`` and ``elastic``, a step of each in turn. The figure is
+2. Train them on two data-parallel processes under ``plain-4d`` and ``balanced``, a step of each in turn. The figure is
    CPU seconds of the critical path: what a step takes where each rank has a core of its own. For it ranks compute one
    at a time, as they would slow each other (``parts/training/side_by_side.py``); for the clock, a second time, both at
    once.
@@ -45,8 +45,8 @@ from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.training.preflight import check_job
 from wlb_studies.filling import cut_at_windows
 
-CONFIG = Path("configs/tiny_elastic.toml")
-PRESETS = ("plain-4d", "elastic")
+CONFIG = Path("configs/tiny_balanced.toml")
+PRESETS = ("plain-4d", "balanced")
 RANKS = 2
 VOCABULARY = 512
 MODEL = ("hidden=64", "layers=2", "heads=4", "kv_heads=4", "head_dim=16", "ffn_hidden=176")

@@ -55,7 +55,6 @@ def write_documents(prefix: Path) -> None:
 def configured(store: Path, metrics: Path, steps: int, calibrate: int) -> JobConfig:
     return JobConfig.model_validate(
         {
-            "preset": "elastic",
             "model": {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 176},
             "data": {"store": str(store), "context_window": _WINDOW},
             "parallel": {"dp": 2},

@@ -6,7 +6,7 @@
 The documents are the source code of Python's standard library. Every preset trains them with pp = 2, dp = 2 and cp = 2
 (or two of these at once on four processes: ``--layouts dp+cp,dp+pp``) at hidden size 128 and a 4,096-token window,
 about the ratio of attention to everything else of a 7B model at 128K. ``--presets
-plain-4d,best,elastic:even,elastic:level`` compares pools in lock step with level steps. In a repetition the presets
+plain-4d,balanced:even,balanced:level`` compares pools in lock step with level steps. In a repetition the presets
 take turns, a step each, in the same processes; the first step is not counted.
 
 Wall time says little on a machine that others use, so a step's seconds are the CPU seconds of its critical path: those
@@ -36,7 +36,7 @@ from benchmarks.parts.measurement import chosen, command, console, facts, make_p
 from benchmarks.parts.training.turns import measure_profile, prepare, train_in_turns, trained
 from wlb.job.config import PRESETS
 
-NAMES = [*PRESETS, *(f"elastic:{grouping}" for grouping in ("even", "alike", "level"))]
+NAMES = [*PRESETS, *(f"balanced:{grouping}" for grouping in ("even", "level", "slices"))]
 COLUMNS = {
     "= 2": "{layout}",
     "preset": "{preset}",
@@ -60,7 +60,7 @@ COLUMNS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp are 2, as in dp,dp+cp")
-    parser.add_argument("--presets", default=",".join(PRESETS), help="which to train, as in plain-4d,elastic:even")
+    parser.add_argument("--presets", default=",".join(PRESETS), help="which to train, as in plain-4d,balanced:even")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="counted steps of every preset in a repetition")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step, over all ranks")

@@ -58,7 +58,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "lengths.json").write_text(json.dumps(sample_lengths(4000, 131_072, 0).tolist()))
     write_profile(analytic_profile(_SHAPE), tmp_path / "profile.json")
-    for name in ("plain", "best"):
+    for name in ("plain", "balanced"):
         write_run(tmp_path / "runs" / name)
     small = tmp_path / "standard library"
     small.mkdir()

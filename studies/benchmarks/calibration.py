@@ -62,7 +62,7 @@ _COLUMNS = {
 def assumed_job(gpus: int, lengths: NDArray[np.int64]) -> Job:
     """The job as it is planned before anything is measured."""
     settings: Row = {"hardware": "h200", "dp": gpus, "micro_batches": 1, "packing": {"grouping": "level"}}
-    return decide(simulated_job("llama3-8b", _WINDOW, "elastic", **settings), lengths)
+    return decide(simulated_job("llama3-8b", _WINDOW, "balanced", **settings), lengths)
 
 
 def with_attention(job: Job, factor: float) -> Job:

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m studies.benchmarks.model_classes [--models a,b,..] [--steps N] [--out FILE]
 
-All models train ``synthetic:60000:131072:0`` on 256 H100, tp 8 cp 2 pp 4 dp 4, 16 windows of 128K a step, interleaved
-1F1B of two stages a rank. ``best`` has an L_max of 1.5 windows. Memory is predicted beside it, with full
+All models train ``synthetic:60000:131072:0`` on 256 H100, tp 8 cp 2 pp 4 dp 4, 16 windows of 128K a step, two stages
+a rank: interleaved 1F1B, and ``balanced`` in the order that it plans. Memory is predicted beside it, with full
 activation checkpointing, and decides nothing.
 """
 
@@ -36,7 +36,7 @@ CLASSES = {
     "gemma3-27b": "local 5:1",
     "mistral-7b": "local",
 }
-SYSTEMS: dict[str, Row] = {"plain-4d": {}, "best": {"packing": {"max_length_factor": 1.5}}, "elastic": {}}
+SYSTEMS = ("plain-4d", "wlb-llm", "balanced")
 CAPTION = """attention: of a document's predicted seconds; micro-batches: heaviest over mean, plain-4d
 waiting: of plain-4d's step, for heavier micro-batches and for dp and cp ranks; speeds at equal work
 GiB: of a GPU under plain-4d with full activation checkpointing; a rank gathers all experts of its stages"""
@@ -47,8 +47,8 @@ COLUMNS = {
     "attention": "{attention_share:.0%}",
     "micro-batches": "{micro_batch_imbalance:.2f}",
     "waiting": "{waiting:.0%}",
-    "best": "{speed[best]:.2f}x",
-    "elastic": "{speed[elastic]:.2f}x",
+    "wlb-llm": "{speed[wlb-llm]:.2f}x",
+    "balanced": "{speed[balanced]:.2f}x",
     "GiB": "{memory_gib:.3g}",
 }
 WAITING = ("micro-batches", "dp ranks", "cp ranks")
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def job_of(model: str, system: str) -> Job:
-    sizes: Row = {"tp": 8, "cp": 2, "pp": 4, "dp": 4, "virtual_pp": 2, "schedule": "interleaved_1f1b"}
-    return simulated_job(model, WINDOW, system, micro_batches=4, **sizes, **SYSTEMS[system])
+    sizes: Row = {"tp": 8, "cp": 2, "pp": 4, "dp": 4, "virtual_pp": 2}
+    return simulated_job(model, WINDOW, system, micro_batches=4, **sizes)
 
 
 def row_of(model: str, steps: int) -> Row:

@@ -1,9 +1,9 @@
-"""The example of docs/packing.md: the same steps packed by ``variable_length`` and by ``makespan``, drawn as a picture.
+"""The example of docs/packing.md: the same steps packed by ``variable_length`` and by ``balanced``, drawn as a picture.
 
     .venv/bin/python -m studies.benchmarks.planner_picture docs/images/planner.png
 
-Both packers get the same documents, ``variable_length`` with its preset queues. Bars are the micro-batches of a few
-steps, with what is held back and what is taken early.
+Both packers get the same documents, ``variable_length`` with its preset queues and ``balanced`` with ``max_delay`` 8.
+Bars are the micro-batches of a few steps, with what is held back and what is taken early.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def draw(path: Path) -> None:
         starts.append(starts[-1] + length)
     pyplot = pyplot_without_display()
     figure, panels = pyplot.subplots(2, STEPS, figsize=(11, 5.2), sharey=True)
-    for row, packer in zip(panels, ("variable_length", "makespan"), strict=True):
-        planner = make_packer(packer, micro_batches=MICRO_BATCHES, context_window=WINDOW, workload=workload)
+    packers: dict[str, dict[str, Any]] = {"variable_length": {}, "balanced": {"max_delay": 8, "max_length_factor": 1.5}}
+    for row, (packer, options) in zip(panels, packers.items(), strict=True):
+        sizes: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "context_window": WINDOW} | options
+        planner = make_packer(packer, workload=workload, **sizes)
         plans = planner.plan(lengths)[FIRST : FIRST + STEPS]
         for panel, plan in zip(row, plans, strict=True):
-            _draw_step(panel, plan, starts, workload, looks_ahead=packer == "makespan")
+            _draw_step(panel, plan, starts, workload, looks_ahead=packer == "balanced")
         row[0].set_ylabel(f"{packer}\npredicted seconds", fontsize=9)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     words = ["of this global batch", "waited for this step", "taken early from the next"]

@@ -27,15 +27,15 @@ def test_documents_cut_at_windows_are_whole_and_end_with_every_window(lengths: l
     assert set(range(window, sum(lengths) + 1, window)) <= ends
 
 
-def test_sequential_and_elastic_train_the_same_segments_of_documents_that_are_cut():
+def test_sequential_and_balanced_train_the_same_segments_of_documents_that_are_cut():
     lengths = np.random.default_rng(0).integers(1, 700, 60)
     documents, _ = documents_for(lengths, 4, 256, overlong="cut")
     workload = make_workload("tiny", "cpu")
-    plain, elastic = (
+    plain, balanced = (
         make_packer(name, micro_batches=4, context_window=256, workload=workload).plan(documents)
-        for name in ("sequential", "elastic")
+        for name in ("sequential", "balanced")
     )
-    together = list(zip(plain, elastic, strict=False))
+    together = list(zip(plain, balanced, strict=False))
     assert len(together) > 10
     for left, right in together:
         assert sorted(left.segments) == sorted(right.segments)

@@ -21,6 +21,6 @@ def test_a_row_says_what_check_says_and_a_job_without_a_layout_nothing(monkeypat
     lengths = sample_lengths(gains.documents_of(8192), 8192, 0)
     question = question_of("550m", "h100", 2, lengths, context_window=8192, batch_tokens=2**18)
     verdict = estimate(question, lengths, source="synthetic").verdict
-    speeds = verdict.speed("per-document-4d"), verdict.speed("elastic")
+    speeds = verdict.speed("per-document-4d"), verdict.speed("balanced")
     assert small[:6] == ("550m", "8K", 2, sum(verdict.lost.values()), *speeds)
     assert large == ("70b", "8K", 2, None, None, None, None, None)

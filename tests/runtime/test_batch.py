@@ -36,25 +36,37 @@ def segments(draw: st.DrawFn) -> Segment:
     return Segment(epoch * len(STORE.lengths) + index, start, length)
 
 
-MICRO_BATCHES = st.lists(segments(), max_size=6).map(lambda chosen: MicroBatch(tuple(chosen), 0.0))
+@st.composite
+def micro_batches(draw: st.DrawFn) -> MicroBatch:
+    chosen = draw(st.lists(segments(), max_size=6))
+    if not chosen or draw(st.booleans()):
+        return MicroBatch(tuple(chosen), 0.0)
+    earlier = draw(st.integers(0, chosen[0].start))
+    return MicroBatch(tuple(chosen), 0.0, earlier=earlier, continued=draw(st.booleans()))
+
+
+MICRO_BATCHES = micro_batches()
 
 
 @settings(deadline=None)
 @given(MICRO_BATCHES, st.sampled_from([STORE, MASKED]))
 def test_every_token_has_its_document_position_and_successor(micro_batch: MicroBatch, store: RandomDocuments) -> None:
     expected = []
-    for document, start, length in micro_batch.segments:
+    for number, (document, start, length) in enumerate(micro_batch.segments):
+        earlier = 0 if number else micro_batch.earlier
         index = document % len(STORE.lengths)
         whole = STORE.read(index).tolist()
         mask = store.loss_mask(index, 0, len(whole))
         labels = [token if mask is None or mask[i] else IGNORE_LABEL for i, token in enumerate(whole)]
         labels = [*labels[1:], IGNORE_LABEL]
-        expected += [(whole[start + i], labels[start + i], i) for i in range(length)]
+        expected += [(whole[start + i], labels[start + i], earlier + i) for i in range(length)]
     batch = make_batch(micro_batch, store)
     if expected:
         columns = (batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist())
         assert list(zip(*columns, strict=True)) == expected
         assert batch.segment_lengths == tuple(micro_batch.lengths)
+        (document, start, length), earlier = micro_batch.segments[0], micro_batch.earlier
+        assert batch.slice_of == ((document, start - earlier, earlier, length) if micro_batch.is_slice else None)
     assert {tensor.dtype for tensor in (batch.tokens, batch.labels, batch.positions)} == {torch.int64}
 
 

@@ -1,4 +1,4 @@
-"""Elastic sharding levels tokens and attention at once, cuts what it must, and moves no more than that is worth."""
+"""Balanced sharding levels tokens and attention at once, cuts what it must, and moves no more than that is worth."""
 
 from __future__ import annotations
 

@@ -94,6 +94,25 @@ def test_no_choice_is_slower_than_what_it_chose_from(lengths, cp_size, workload)
     assert seconds["hybrid"] <= seconds["adaptive"]
 
 
+@settings(deadline=None)
+@given(small_lengths, cp_sizes, strategies, st.integers(0, 50))
+def test_a_slice_is_dealt_evenly_and_all_ranks_receive_it(lengths, cp_size, strategy, earlier):
+    plan = make_shard_plan(lengths, cp_size, strategy, earlier=earlier)
+    tokens = np.array([(table[:, 2] - table[:, 1])[table[:, 0] == 0].sum() for table in plan.pieces])
+    assert tokens.sum() == lengths[0]
+    assert tokens.max() - tokens.min() <= 1
+    traffic, pairs = tokens[:, None] * (1 - np.eye(cp_size, dtype=int)), causal_mask((lengths[0],)).sum()
+    if lengths[1:]:
+        others = make_shard_plan(lengths[1:], cp_size, strategy)
+        traffic, pairs = traffic + others.kv_traffic, pairs + others.attended_pairs.sum()
+        for table, of_others in zip(plan.pieces, others.pieces, strict=True):
+            np.testing.assert_array_equal(table[table[:, 0] > 0] - [1, 0, 0], of_others)
+    np.testing.assert_array_equal(plan.kv_traffic, traffic)
+    assert plan.attended_pairs.sum() == pairs + earlier * lengths[0]
+    assert ShardPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert plan != make_shard_plan(lengths, cp_size, strategy, earlier=earlier + 1)
+
+
 def test_plans_that_differ_are_not_equal():
     plan = make_shard_plan([9, 5], 2, "per_document")
     assert plan != make_shard_plan([9, 5], 2, "per_sequence")
@@ -120,6 +139,8 @@ def test_pieces_cannot_be_changed_by_whoever_shares_the_plan():
     ],
 )
 def test_mistakes_are_named_in_one_line(lengths, cp_size, strategy, message):
+    with pytest.raises(UserError, match="earlier = -1 tokens cannot be before a slice"):
+        make_shard_plan([5], 2, "hybrid", earlier=-1)
     with pytest.raises(UserError, match=message) as caught:
         make_shard_plan(lengths, cp_size, strategy)
     assert "\n" not in str(caught.value)

@@ -354,7 +354,7 @@ def _gradients_of_slices(
     model: TransformerConfig, documents: RandomDocuments, plan: StepPlan, checkpointing: Checkpointing
 ) -> dict[str, Tensor]:
     """Of two stages in this process, summed over context-parallel ranks; rows are padded as for two ``tp`` ranks."""
-    stages = [Transformer(model, layers).double() for layers in split_layers(model.shape, 2)]
+    stages = [Transformer(model, layers).double() for layers in split_layers(model.shape, Layout(pp=2))]
     for stage in stages:
         initialise_weights(stage, layers=model.shape.layers, seed=SEED)
         apply_activation_checkpointing(stage, checkpointing)
@@ -368,7 +368,7 @@ def _gradients_of_slices(
         losses.append(summed_cross_entropy(x, batch.labels) / labelled_tokens(plan, documents))
     for loss in reversed(losses):
         loss.backward()
-    assert not any(layer for slices in kept for layer in slices._kept.values())
+    assert not any(layer for slices in kept for layer in slices.kept.values())
     found = {"loss": torch.stack(losses).sum().detach()}
     found |= {
         name: weight.grad for stage in stages for name, weight in stage.named_parameters() if weight.grad is not None

@@ -170,7 +170,7 @@ def _trained(folder: Path, name: str, ranks: int, setting: Setting) -> Row:
     settings += [f"parallel.dp={ranks}", f"packing.grouping={LEVELS[name]}", f"packing.micro_batches={4 * ranks}"]
     settings += [f"training.steps={STEPS}", f"training.device={setting.device}"]
     config = folder / "job.toml"
-    config.write_text('preset = "elastic"\n', encoding="utf-8")
+    config.write_text("", encoding="utf-8")
     words = [sys.executable, "-m", "wlb", "train", str(config), *(f"--set={one}" for one in settings)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,6 +1,6 @@
 """Every preset trained in turns on real processes, and the same steps simulated.
 
-A layout names the parallel sizes that are 2: ``dp``, or ``dp+cp`` on four processes. ``elastic:even`` is the preset
+A layout names the parallel sizes that are 2: ``dp``, or ``dp+cp`` on four processes. ``balanced:even`` is the preset
 with that ``packing.grouping``. Presets take turns, a step each, in the same processes (``side_by_side``). A repetition
 leaves a ``steps.jsonl`` per preset, whose first step is not counted, and notes of CPU seconds. The plans of those steps
 and their predicted seconds come from the configuration, the document lengths and profiles measured on this machine.

@@ -77,10 +77,7 @@ def add_returned(grads: Sequence[Tensor], returned: Sequence[Tensor], parts: Seq
 
 
 def sum_rows(values: Tensor, sums: RowSums) -> Tensor:
-    """The sum of the ``values`` of each row, in one kernel that adds in float32 or better and in a fixed order.
-
-    Zero where a row has none.
-    """
+    """The sum of each row's ``values``, 0 without any, in one kernel that adds in float32 or better, in fixed order."""
     if sums.starts is None:
         return values.index_select(0, sums.order)
     summed: Tensor = F.embedding_bag(sums.order, values.flatten(1), sums.starts, mode="sum")

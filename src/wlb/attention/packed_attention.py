@@ -41,8 +41,7 @@ from wlb.attention.exchange import (
 from wlb.attention.shard_layout import Attended, Rows, ShardLayout
 from wlb.attention.slices import SliceInLayer
 
-# The parts, in a profiler's trace.
-_OWN, _RECEIVED, _EARLIER = "attention own", "attention received", "attention earlier slices"
+_OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
 
 
 class AttentionResults(NamedTuple):
@@ -110,26 +109,26 @@ class AttendPacked(torch.autograd.Function):
         q_THE, k_TGE, v_TGE, out_THE, log_sum_exp_HT, *received = ctx.saved_tensors
         merged: list[tuple[Rows, Tensor]] = []
         homeward: list[Arrival] = []
-        before = [] if sliced is None else sliced.before(layout.earlier)
+        before = sliced.before(layout.earlier) if sliced else []
         left, *left_of_parts = _left_by_later(sliced, layout, len(k_TGE))
+
+        def received_gradients(x_A2GE: Tensor, attended: Attended | None) -> Tensor:
+            with record_function(_RECEIVED):
+                if attended is None:
+                    return torch.zeros_like(x_A2GE)
+                results = q_THE, x_A2GE, out_THE, log_sum_exp_HT
+                grad_QHE, grad_A2GE = _received_gradients(grad_THE, *results, attended, backend)
+                merged.append((attended.query_rows, grad_QHE))
+                return grad_A2GE
+
         if layout.window_rows is None:
             again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, ranks)).take()
             arrived = received or (arrival.wait() for arrival in again)
             for part, x_A2GE, left_A2GE in zip(layout.parts, arrived, left_of_parts, strict=True):
-                with record_function(_RECEIVED):
-                    if part.attended is None:
-                        grad_A2GE = torch.zeros_like(x_A2GE)
-                    else:
-                        results = q_THE, x_A2GE, out_THE, log_sum_exp_HT
-                        grad_QHE, grad_A2GE = _received_gradients(grad_THE, *results, part.attended, backend)
-                        merged.append((part.attended.query_rows, grad_QHE))
-                homeward.append(return_gradients(_with_left(grad_A2GE, left_A2GE), part, ranks))
+                grad_A2GE = _sum(received_gradients(x_A2GE, part.attended), left_A2GE, k_TGE.dtype)
+                homeward.append(return_gradients(grad_A2GE, part, ranks))
             if sliced is not None and layout.before is not None:
-                with record_function(_EARLIER):
-                    results = q_THE, before[0], out_THE, log_sum_exp_HT
-                    grad_QHE, grad_K2GE = _received_gradients(grad_THE, *results, layout.before, backend)
-                merged.append((layout.before.query_rows, grad_QHE))
-                sliced.leave(grad_K2GE)
+                sliced.leave(received_gradients(before[0], layout.before))
         if resend is not None:
             ctx.resends.go_on_below(resend)
             ctx.resend = None
@@ -141,10 +140,8 @@ class AttendPacked(torch.autograd.Function):
                 grad_q_THE, *grads = backend.backward(grad_THE, q_THE, *keys, out_THE, log_sum_exp_HT, layout.own_runs)
         if layout.window_rows is not None:
             grads, grad_A2GE, grad_K2GE = _window_gradients(grads, layout, len(k_TGE))
-            homeward = [
-                return_gradients(_with_left(grad_A2GE, left_A2GE), part, ranks)
-                for part, left_A2GE in zip(layout.parts, left_of_parts, strict=True)
-            ]
+            for part, left_A2GE in zip(layout.parts, left_of_parts, strict=True):
+                homeward.append(return_gradients(_sum(grad_A2GE, left_A2GE, k_TGE.dtype), part, ranks))
             if sliced is not None:
                 sliced.leave(grad_K2GE)
         if left is not None:
@@ -168,7 +165,7 @@ def _attend(
     keeps: bool,
 ) -> AttentionResults:
     """Attention of this rank's tokens, and with ``keeps`` the keys and values it received."""
-    before = [] if sliced is None else sliced.before(layout.earlier)
+    before = sliced.before(layout.earlier) if sliced else []
     arrivals = [send_keys(k_TGE, v_TGE, part, ranks) for part in layout.parts]
     if layout.own_runs is None:
         out_THE, log_sum_exp_HT = q_THE.clone(), q_THE.new_empty(q_THE.shape[1], 0)
@@ -177,17 +174,14 @@ def _attend(
         keys = _own_keys(k_TGE, v_TGE, [*arrived, *before], layout.window_rows)
         with record_function(_OWN):
             out_THE, log_sum_exp_HT = backend.forward(q_THE, *keys, layout.own_runs)
-    merges = [layout.before, *(part.attended for part in layout.parts)]
-    if len(merges) - merges.count(None) > 1:  # a narrow type would round with every part
+    attended = [*(layout.before for _ in before), *(part.attended for part in layout.parts)]
+    if len(attended) - attended.count(None) > 1:  # a narrow type would round with every part
         out_THE = out_THE.to(torch.promote_types(out_THE.dtype, torch.float32))
-    if layout.before is not None:
-        with record_function(_EARLIER):
-            _attend_received(q_THE, before[0], out_THE, log_sum_exp_HT, layout.before, backend)
-    for part, arrival in zip(layout.parts, arrivals, strict=True):
+    for by, arrival in zip(attended, [*(Arrival((), x, x) for x in before), *arrivals], strict=True):
         x_A2GE = arrival.wait()
-        if part.attended is not None:
+        if by is not None:
             with record_function(_RECEIVED):
-                _attend_received(q_THE, x_A2GE, out_THE, log_sum_exp_HT, part.attended, backend)
+                _attend_received(q_THE, x_A2GE, out_THE, log_sum_exp_HT, by, backend)
     received = tuple([arrival.received for arrival in arrivals])
     if sliced is not None and not sliced.is_kept:
         sliced.keep(torch.stack(_own_keys(k_TGE, v_TGE, received, layout.slice_rows), dim=1))
@@ -214,22 +208,22 @@ def _left_by_later(sliced: SliceInLayer | None, layout: ShardLayout, tokens: int
     return [*everything.split(counts)]
 
 
-def _with_left(grad_A2GE: Tensor, left_A2GE: Tensor | None) -> Tensor:
-    return grad_A2GE if left_A2GE is None else (grad_A2GE + left_A2GE).to(grad_A2GE.dtype)
+def _sum(grad: Tensor, left: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (grad if left is None else grad + left).to(dtype)
 
 
 def _window_gradients(grads: Sequence[Tensor], layout: ShardLayout, tokens: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Gradients from (K, G, E): of local keys and values in a wide type, of those received and of earlier slices'.
+    """Gradients of local keys and values, and those of received and of earlier ones, (.., 2, G, E), from (K, G, E).
 
-    The latter are (A, 2, G, E), the last in a wide type too.
+    All in a wide type.
     """
     assert layout.window_sums is not None
     # Summed over the pieces that see a key, and over ranks; a narrow type would round each time.
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     totals = [sum_rows(grad_KGE.to(wide), layout.window_sums) for grad_KGE in grads]
-    grad_K2GE = torch.stack([total[tokens:] for total in totals], dim=1)
-    received = len(grad_K2GE) - layout.earlier
-    return [total[:tokens] for total in totals], grad_K2GE[:received].to(grads[0].dtype), grad_K2GE[received:]
+    others_K2GE = torch.stack([total[tokens:] for total in totals], dim=1)
+    received = len(others_K2GE) - layout.earlier
+    return [total[:tokens] for total in totals], others_K2GE[:received], others_K2GE[received:]
 
 
 def _attend_received(

@@ -76,8 +76,8 @@ class ShardLayout:
     parts: tuple[ExchangePart, ...] = ()  # in the order in which they are sent; none where no rank sends anything
     keeps_received: bool = True  # until the backward; the same on all
     slice_rows: Rows | None = None  # of local tokens and then all received ones: those that a slice after this attends
-    earlier: int = 0  # tokens of the slices before this one, the last ones, that this rank attends
-    before: Attended | None = None  # local tokens against those; None in windows, which name them after received ones
+    earlier: int = 0  # how many tokens before a slice are attended; in a window their rows follow the received ones
+    before: Attended | None = None  # local tokens against those; None in windows
 
 
 _layouts: dict[int, dict[object, ShardLayout]] = {}
@@ -104,66 +104,49 @@ def _layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
     _, start, stop = np.concatenate(plan.pieces).T
     parts = plan.exchange_parts if plan.kv_traffic.any() else 0
     cuts = [start + ((stop - start) * cut).astype(np.int64) for cut in PART_CUTS[parts]] if parts else []
-    messages = [_part(plan, rank, device, begin, (end - begin) * plan.receivers) for begin, end in pairwise(cuts)]
-    before = _before(plan, own, device)
+    messages = [_message(plan, rank, device, begin, (end - begin) * plan.receivers) for begin, end in pairwise(cuts)]
+    held = np.concatenate([own, *(received for _, received in messages)])
+    of_slice = int(_lengths(own[own[:, 0] == 0]).sum())  # its tokens here attend the slices before it as one run
     return ShardLayout(
         own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
-        parts=tuple([message for message, _ in messages]),
+        parts=tuple([replace(part, attended=_attended(own, received, device)) for part, received in messages]),
         keeps_received=plan.keeps_received,
-        slice_rows=_slice_rows(plan, np.concatenate([own, *(received for _, received in messages)]), device),
-        earlier=plan.earlier or 0 if before else 0,
-        before=before,
+        slice_rows=_rows(device, _keys_seen(_after(plan), held)[0]),
+        earlier=plan.earlier or 0,
+        before=_attended(_piece(0, of_slice), _piece(-(plan.earlier or 0), 0), device),
     )
 
 
-def _before(plan: ShardPlan, own: Table, device: torch.device) -> Attended | None:
-    """This rank's tokens of a slice, which are its first, against all tokens before the slice."""
-    tokens = int(_lengths(own[own[:, 0] == 0]).sum())
-    if not plan.earlier or not tokens:
-        return None
-    sums = _row_sums(device, np.arange(plan.earlier))
-    return Attended(Runs((tokens,), (plan.earlier,), causal=False), slice(0, tokens), sums.rows, sums)
+def _piece(start: int, stop: int) -> Table:
+    """Of the first segment, where it is not empty."""
+    return np.array([[0, start, stop]])[: stop > start]
 
 
-def _slice_rows(plan: ShardPlan, held: Table, device: torch.device, window: int | None = None) -> Rows | None:
-    """Rows of the ``held`` keys that a slice after this one attends, in the document's order."""
-    if plan.earlier is None:
-        return None
-    return _rows(device, _keys_seen(_next_slice(plan), held, window)[0])
-
-
-def _next_slice(plan: ShardPlan) -> Table:
-    """The first token of the slice after this one, as a piece."""
+def _after(plan: ShardPlan) -> Table:
+    """The first token of the slice after the plan's, if it has one: all ranks have what that attends."""
     length = plan.segment_lengths[0]
-    return np.array([[0, length, length + 1]])
+    return _piece(length, length + (plan.earlier is not None))
 
 
-def _part(
-    plan: ShardPlan, rank: int, device: torch.device, begin: Indices, lengths: Indices
-) -> tuple[ExchangePart, Table]:
-    """A message, as ``_message``, whose keys the later pieces of this rank attend, and the pieces that arrive."""
-    own = plan.pieces[rank]
-    message, received = _message(plan, rank, device, begin, lengths)
-    key_rows, key_lengths = _keys_seen(own, received)
+def _attended(own: Table, held: Table, device: torch.device) -> Attended | None:
+    """The pieces of ``own`` against those of ``held`` before them."""
+    key_rows, key_lengths = _keys_seen(own, held)
     if not len(key_rows):
-        return message, received
+        return None
     own_lengths, attending = _lengths(own), np.flatnonzero(key_lengths)
     runs = Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False)
     queries = _rows(device, ranges(_starts(own_lengths)[attending], own_lengths[attending]))
-    sums = _row_sums(device, key_rows, int(_lengths(received).sum()))
-    return replace(message, attended=Attended(runs, queries, on_device(key_rows, device), sums)), received
+    return Attended(runs, queries, _rows(device, key_rows), _row_sums(device, key_rows, int(_lengths(held).sum())))
 
 
 def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int) -> ShardLayout:
     own, table, owner = plan.pieces[rank], np.concatenate(plan.pieces), owners(plan.pieces)
-    after = _next_slice(plan) if plan.earlier is not None else table[:0]
-    of_first = [np.searchsorted(pieces[:, 0], 1) for pieces in plan.pieces]
-    attending = [np.concatenate([p[:first], after, p[first:]]) for p, first in zip(plan.pieces, of_first, strict=True)]
-    reached = np.stack([_reached(table, pieces, window) for pieces in attending])  # (ranks, pieces)
-    reached[owner, np.arange(len(owner))] = 0
+    of_next = _reached(table, _after(plan), window)
+    reached = np.stack([np.maximum(_reached(table, pieces, window), of_next) for pieces in plan.pieces])
+    reached[owner, np.arange(len(owner))] = 0  # of shape (ranks, pieces)
     message, received = _message(plan, rank, device, table[:, 2] - reached, reached)
     held, earlier = np.concatenate([own, received]), min(plan.earlier or 0, window - 1)
-    keys = np.concatenate([held, np.array([[0, -earlier, 0]])[: earlier > 0]])
+    keys = np.concatenate([held, _piece(-earlier, 0)])
     key_rows, key_lengths = _keys_seen(own, keys, window)
     runs = Runs(tuple(_lengths(own).tolist()), tuple(key_lengths.tolist()), True, window) if len(own) else None
     return ShardLayout(
@@ -171,7 +154,7 @@ def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int
         window_rows=on_device(key_rows, device),
         window_sums=_row_sums(device, key_rows, int(_lengths(keys).sum())),
         parts=(message,) if reached.any() else (),
-        slice_rows=_slice_rows(plan, held, device, window),
+        slice_rows=_rows(device, _keys_seen(_after(plan), held, window)[0]),
         earlier=earlier,
     )
 
@@ -218,8 +201,9 @@ def _keys_seen(own: Table, held: Table, window: int | None = None) -> tuple[Indi
     """
     order = np.lexsort((held[:, 1], held[:, 0]))
     rows, (segment, start, stop) = _starts(_lengths(held))[order], held[order].T
-    span = 1 + max(stop.max(initial=0), own[:, 2].max(initial=0)) + (window or 0)
-    needed = own[:, 1] * 0 if window is None else own[:, 1] - window + 1
+    lowest = start.min(initial=0)  # negative before a slice
+    span = 1 + max(stop.max(initial=0), own[:, 2].max(initial=0)) - lowest
+    needed = own[:, 1] * 0 + lowest if window is None else np.maximum(own[:, 1] - window + 1, lowest)
     first = np.searchsorted(segment * span + stop, own[:, 0] * span + needed, side="right")
     last = np.searchsorted(segment * span + start, own[:, 0] * span + own[:, 2])
     seen, piece = ranges(first, last - first), np.repeat(np.arange(len(own)), last - first)

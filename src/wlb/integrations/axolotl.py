@@ -3,7 +3,7 @@
 plugins: [wlb.integrations.axolotl.WlbPlugin]
 sequence_len: 8192          # of a document at most, and the context window of a micro-batch
 sample_packing: false       # the plugin packs
-wlb: {preset: best, cp: 2}  # settings of wlb.integrations.huggingface.balanced, if any
+wlb: {cp: 2}  # settings of wlb.integrations.huggingface.balanced, if any
 """
 
 from __future__ import annotations

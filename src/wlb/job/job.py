@@ -36,6 +36,7 @@ from wlb.workload.phases import DocumentPhases, PhasedPrices
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 _MOST_OF_A_WINDOW = 64  # micro-batches of pools that a context window may make, on average: of some tokens each
+_MOST_OF_MEAN = 2  # tokens of a micro-batch, as those of short documents have more than the mean
 _FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
 USABLE_SHARE = 0.9
@@ -201,9 +202,9 @@ class Job:
 
     @property
     def in_flight_length(self) -> int:
-        """Tokens of the micro-batches by which planned lists are bounded: the mean one, at least a context window."""
+        """Tokens of the micro-batches by which planned lists are bounded: a context window, or twice the mean one."""
         mean = -(-self.global_batch * self.context_window // self.packing.micro_batches)
-        return min(self.longest_micro_batch, max(self.context_window, mean))
+        return min(self.longest_micro_batch, max(self.context_window, _MOST_OF_MEAN * mean))
 
     @property
     def levels_steps(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.job.job import Job
-from wlb.job.memory.layers import LayerMemory
+from wlb.job.memory.layers import head_share, kept_share, kept_tokens
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
@@ -31,7 +31,7 @@ def with_operations(job: Job, plan: StepPlan) -> StepPlan:
 
     A plan with slices is dealt already.
     """
-    loads = _Loads(job, plan.micro_batches)
+    loads = PipelineLoads(job, plan.micro_batches)
     priced = iter(loads.priced)
     plan = replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
     places = {id(micro_batch): place for place, micro_batch in enumerate(plan.micro_batches)}
@@ -39,7 +39,7 @@ def with_operations(job: Job, plan: StepPlan) -> StepPlan:
         plan = arrange(
             plan, job.layout.dp, assignment=job.packing.assignment, order=job.packing.order, pipeline=job.layout
         )
-    limits = most_in_flight(job)
+    limits = [most_in_flight(job)] * job.layout.pp
     return replace(
         plan,
         operations=tuple(
@@ -51,20 +51,32 @@ def with_operations(job: Job, plan: StepPlan) -> StepPlan:
     )
 
 
-def most_in_flight(job: Job) -> list[int]:
-    """What each pipeline rank may hold at once, in thousandths of a token in a block.
+def most_in_flight(job: Job) -> int:
+    """What each pipeline rank may hold at once, in thousandths of what a token leaves in a block.
 
-    As much as it holds in the named schedule, if all micro-batches have ``job.in_flight_length`` tokens.
+    As much as the rank that holds most in the named schedule, if all micro-batches have ``job.in_flight_length``
+    tokens; and the keys and values that are kept of slices (``kept_tokens``).
     """
-    limits = []
-    blocks = job.stage_blocks
+    leaves, most = _leaves(job), 0
     for of_rank in job.layout.operations(job.micro_batches_per_rank):
-        changes = [int(blocks[one.stage]) * (1 if one.kind == FORWARD else -1) for one in of_rank]
-        limits.append(max(accumulate(changes)) * job.in_flight_length * _THOUSANDTHS)
-    return limits
+        changes = [leaves[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
+        most = max(most, max(accumulate(changes)) * job.in_flight_length)
+    return most + int(_kept(job) * kept_tokens(job, most / _THOUSANDTHS))
 
 
-class _Loads:
+def _leaves(job: Job) -> list[int]:
+    """What a token leaves in each stage, in thousandths of a block; the last one also has the head's."""
+    head = head_share(job)
+    blocks = (_THOUSANDTHS * job.stage_blocks).tolist()
+    return [*blocks[:-1], blocks[-1] + round(_THOUSANDTHS * head)]
+
+
+def _kept(job: Job) -> int:
+    """Keys and values that are kept of a token in a slice, in thousandths of all else that it leaves in a block."""
+    return round(_THOUSANDTHS * kept_share(job))
+
+
+class PipelineLoads:
     """What each of some micro-batches takes on every stage."""
 
     def __init__(self, job: Job, micro_batches: Sequence[MicroBatch]) -> None:
@@ -104,14 +116,6 @@ class _Loads:
         forward, backward, held = (table[:, places] for table in (self._forward, self._backward, self._held))
         weight = None if self._weight is None else self._weight[:, places]
         return PipelineLoad(forward, backward, weight, self._transfer[places], held)
-
-
-def kept_share(job: Job) -> float:
-    """Keys and values that a rank keeps of a slice, those of all its group, over all else that it keeps of it."""
-    rows = 1024
-    layers = LayerMemory(job, rows)
-    block = layers.blocks(range(1))[0]
-    return job.layout.cp * rows * layers.exchanged * layers.compute / block.held
 
 
 def _over_stages(job: Job, blocks: NDArray[np.float64], head: NDArray[np.float64]) -> NDArray[np.int64]:

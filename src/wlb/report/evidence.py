@@ -43,7 +43,7 @@ class Evidence:
 
     @property
     def sharded(self) -> str:
-        """The system in whose job sharding is compared: ``best``, where that can run."""
+        """The system in whose job sharding is compared: ``balanced``, where that can run."""
         return BALANCED if BALANCED in self.verdict.systems else self.verdict.base
 
     @cached_property

@@ -147,7 +147,7 @@ def _sharding(evidence: Evidence) -> Markup:
     if not evidence.shards:
         return paragraph("Without context parallelism (cp = 1) nothing is sharded.")
     note = (
-        "One micro-batch, the heaviest of the step above; the line is the mean rank. hybrid (in best) gives ranks with "
+        "One micro-batch, the heaviest of the step above; the line is the mean rank. hybrid gives ranks with "
         "less attention more tokens, so its bars may differ while its seconds do not."
     )
     return shard_chart(Caption("sharding-chart", "Attention of every context-parallel rank", note), evidence.shards)

@@ -83,12 +83,11 @@ def shard_batch(
     Padded to a multiple of ``multiple_of`` (the tensor-parallel size), and to at least one: a rank without tokens has
     padding only. Raises ``ValueError`` if the plan is for other segments.
     """
-    if shard_plan.earlier != (batch.slice_of and batch.slice_of.earlier):
-        raise ValueError(f"the plan has earlier = {shard_plan.earlier}, the batch slice_of = {batch.slice_of}")
-    if shard_plan.segment_lengths != batch.segment_lengths:
+    earlier = batch.slice_of and batch.slice_of.earlier
+    if (shard_plan.segment_lengths, shard_plan.earlier) != (batch.segment_lengths, earlier):
         raise ValueError(
             f"the plan shards {len(shard_plan.segment_lengths)} segments of {shard_plan.tokens} tokens, "
-            f"the batch has {len(batch.segment_lengths)} of {len(batch.tokens)}, or of other lengths"
+            f"the batch has {len(batch.segment_lengths)} of {len(batch.tokens)}, of other lengths, or of another slice"
         )
     mine = torch.from_numpy(shard_plan.positions(rank)).to(batch.tokens.device)
     padding = max(-len(mine) % multiple_of, 0 if len(mine) else multiple_of)

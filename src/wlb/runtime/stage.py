@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wlb.attention.slices import KeptSlices
 from wlb.errors import UserError
-from wlb.runtime.own_lists import fsdp_units
+from wlb.runtime.own_lists import fsdp_units, gather_weights
 from wlb.runtime.weight_gradients import WeightGradients
 from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, RankOperations
 from wlb.schedules.timing import in_dependency_order
@@ -186,7 +186,9 @@ def pipeline(stages: Sequence[PlannedStage], micro_batches: int, loss_fn: Callab
     ``loss_fn`` takes what the last stage returns and the micro-batch's target. Make it once: stages keep gradients and
     messages from step to step.
     """
-    return Pipeline(stages, _PipelineScheduleRuntime([*stages], micro_batches, loss_fn, scale_grads=False))
+    runtime = _PipelineScheduleRuntime([*stages], micro_batches, loss_fn, scale_grads=False)
+    runtime.unsharded_stages |= {stage.stage_index for stage in stages}  # by us; FSDP2 waits unit by unit
+    return Pipeline(stages, runtime)
 
 
 def run_order(
@@ -216,10 +218,11 @@ def run_order(
         UserError: ``operations`` do not take every micro-batch forward and backward through every stage once, or those
             of a backward in two parts meet DDP or FSDP1.
     """
-    rank, stages = pipe.runtime.rank, pipe.stages[0].num_stages
-    pipe.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, stages, len(inputs))}
+    rank, ranks, stages = pipe.runtime.rank, pipe.runtime.pp_group_size, pipe.stages[0].num_stages
+    pipe.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, ranks, stages, len(inputs))}
     for stage in pipe.stages:
         stage.begin_step(rows, [i for s, i, kind in operations[rank] if s == stage.stage_index and kind == INPUT])
+        gather_weights(stage.submod)
     losses: list[Tensor] = []
     arguments = [(tokens,) for tokens in inputs]
     pipe.runtime._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
@@ -227,15 +230,15 @@ def run_order(
 
 
 @lru_cache(maxsize=8)
-def _actions(operations: RankOperations, rank: int, stages: int, micro_batches: int) -> list[_Action]:
-    """What the runtime does on ``rank``: its operations, with messages and FSDP2's collectives between them.
+def _actions(operations: RankOperations, rank: int, ranks: int, stages: int, micro_batches: int) -> list[_Action]:
+    """What the runtime does on ``rank``: its operations, messages between them, and FSDP2's reductions last.
 
-    Gradients are reduced last: other ranks' operations may be others, and one that waited for them could hold up both
-    pipelines.
+    Pipelines that share weights may run different operations. A reduction amid them could wait for a rank that waits,
+    through other reductions and messages, for what comes after it.
     """
-    _check(operations, stages, micro_batches)
-    kinds, ranks, mine = _ComputationType, len(operations), range(rank, stages, len(operations))
-    actions = [_Action(stage, kinds.UNSHARD, None) for stage in mine]
+    _check(operations, ranks, stages, micro_batches)
+    kinds = _ComputationType
+    actions: list[_Action] = []
     for stage, micro_batch, kind in in_dependency_order(operations):
         forward = kind == FORWARD
         to = stage if kind == WEIGHT else stage + 1 if forward else stage - 1
@@ -246,24 +249,21 @@ def _actions(operations: RankOperations, rank: int, stages: int, micro_batches: 
                 actions.append(_Action(stage, kinds.SEND_F if forward else kinds.SEND_B, micro_batch))
         elif travels and to % ranks == rank:
             actions.append(_Action(to, kinds.RECV_F if forward else kinds.RECV_B, micro_batch))
-    last = (kinds.REDUCE_GRAD, kinds.RESHARD)
-    return actions + [_Action(stage, kind, None) for stage in reversed(mine) for kind in last]
+    return actions + [_Action(stage, kinds.REDUCE_GRAD, None) for stage in reversed(range(rank, stages, ranks))]
 
 
-def _check(operations: RankOperations, stages: int, micro_batches: int) -> None:
+def _check(operations: RankOperations, ranks: int, stages: int, micro_batches: int) -> None:
     """Of all ranks, so that all of them raise."""
-    passes: dict[tuple[int, int], str] = dict.fromkeys(product(range(stages), range(micro_batches)), "")
+    passes = dict.fromkeys(product(range(stages), range(micro_batches)), "")
     for rank, of_rank in enumerate(operations):
         for stage, micro_batch, kind in of_rank:
-            here = kind if stage % len(operations) == rank else f"{kind} on rank {rank}"
-            passes[stage, micro_batch] = passes.get((stage, micro_batch), "surplus ") + here
-    for (stage, micro_batch), found in passes.items():
-        if found not in ("FB", "FIW"):
-            raise UserError(
-                f"operations of micro-batch {micro_batch} in stage {stage} are {found or 'none'}, not FB or FIW; give "
-                f"each of {micro_batches} micro-batches a forward (F) and a backward (B, or I and W) in {stages} stages"
-            )
-    of_last = operations[(stages - 1) % len(operations)]
-    forwards = [i for stage, i, kind in of_last if stage == stages - 1 and kind == FORWARD]
-    if forwards != sorted(forwards):
-        raise UserError(f"the last stage runs forwards in order {forwards}; give them ascending, as losses are")
+            here = kind if stage % ranks == rank else "elsewhere"
+            passes[stage, micro_batch] = passes.get((stage, micro_batch), "surplus") + here
+    wrong = [place for place, kinds in passes.items() if kinds not in ("FB", "FIW")]
+    losses = [i for stage, i, kind in chain(*operations) if stage == stages - 1 and kind == FORWARD]
+    if wrong or losses != sorted(losses) or len(operations) != ranks:
+        raise UserError(
+            f"operations of (stage, micro-batch) {wrong or 'the last stage'} are wrong; give each of {ranks} ranks a "
+            f"forward (F) and a backward (B, or I and W) of {micro_batches} micro-batches in each of its stages (every "
+            f"{ranks}th of {stages}), and the last stage its forwards in order"
+        )

@@ -38,8 +38,7 @@ def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: 
     """Return, for each of ``pp`` ranks, its operations in the order in which the rank runs them.
 
     Rank r holds every pp-th stage from stage r on. ``interleaved_1f1b`` with one stage on each rank is ``1f1b``, as the
-    trainer runs it. ``1f1b`` also takes fewer micro-batches than ranks, which torch's ``Schedule1F1B`` refuses to build
-    and Megatron-Core runs.
+    trainer runs it. ``1f1b`` also takes fewer micro-batches than ranks, as Megatron-Core's does and torch's does not.
 
     Raises ``UserError`` for an unknown schedule, a size below 1, more than one stage for each rank where the schedule
     runs one, and micro-batches that do not fill whole rounds.

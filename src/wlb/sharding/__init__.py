@@ -67,17 +67,16 @@ def make_shard_plan(
     The same arguments give the same plan. Raises ``UserError`` for an unknown strategy, a ``cp_size`` below 1, no
     documents, lengths that are not whole numbers of at least 1, and ``earlier`` below 0.
     """
-    lengths, slices = _checked(document_lengths), int(earlier is not None)
+    lengths, first = _checked(document_lengths), int(earlier is not None)
     if earlier is not None and earlier < 0:
         raise UserError(f"earlier = {earlier} tokens cannot be before a slice; it must be at least 0")
     pieces = [
-        shard_many(MicroBatches(part, np.array([len(part)])), cp_size, of_part, workload or make_workload())
-        for part, of_part in ((lengths[:slices], LEVEL_SHARDING), (lengths[slices:], checked_strategy(strategy)))
+        shard_many(MicroBatches(part, np.array([len(part)])), cp_size, how, workload or make_workload())
+        for part, how in ((lengths[:first], LEVEL_SHARDING), (lengths[first:], checked_strategy(strategy)))
         if len(part)
     ]
-    if len(pieces) > 1:
-        pieces[1] = pieces[1]._replace(segment=pieces[1].segment + slices)
     together = Pieces(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+    together.segment[len(pieces[0].lane) :] += 1  # those after a slice
     return ShardPlan(strategy, tuple(lengths.tolist()), rank_tables(together, cp_size), earlier)
 
 

@@ -104,8 +104,10 @@ class ShardPlan:
 
     @property
     def keeps_received(self) -> bool:
-        """Whether ranks keep what they receive until the backward, as ``keeps_received`` decides."""
-        return bool(keeps_received(self.kv_traffic.sum(axis=0).max(), self.tokens, self.cp_size))
+        """Whether ranks keep what they receive until the backward, as ``keeps_received`` decides; of slices they do."""
+        return self.earlier is not None or bool(
+            keeps_received(self.kv_traffic.sum(axis=0).max(), self.tokens, self.cp_size)
+        )
 
     @property
     def exchange_parts(self) -> int:

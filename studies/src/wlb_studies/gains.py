@@ -63,7 +63,7 @@ def run(settings: Settings) -> Report:
             grouped_bars,
             title="speed at equal work over plain-4d, simulated",
             groups=[f"{window}\n{gpus} GPUs" for _, window, gpus, *_ in rows[: len(WINDOWS) * len(GPUS)]],
-            series={f"{model}, elastic": [_number(row[5]) for row in rows if row[0] == model] for model in MODELS},
+            series={f"{model}, balanced": [_number(row[5]) for row in rows if row[0] == model] for model in MODELS},
             label="speed over plain-4d",
         ),
         findings=[

@@ -18,9 +18,9 @@ def test_a_row_says_what_balancing_gains(capsys: pytest.CaptureFixture[str], tmp
     assert model_classes.main(["--models", "mistral-7b", "--steps", "1", "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["models"]
     assert 0 < row["attention_share"] < 0.5
-    assert row["speed"]["best"] > 1
+    assert row["speed"]["balanced"] > 1
     assert row["weights"] == row["active"] > 7
-    assert f"{row['speed']['elastic']:.2f}x" in capsys.readouterr().out
+    assert f"{row['speed']['balanced']:.2f}x" in capsys.readouterr().out
 
 
 def test_an_unknown_model_is_one_line(capsys: pytest.CaptureFixture[str]):

@@ -17,10 +17,11 @@ def test_rows_say_what_the_presets_do(tmp_path: Path) -> None:
     asked = ["--job", "7b-64k", "--steps", "12", "--lengths", tmp_path / "lengths.npy", "--out", out]
     assert step_sizes.main([*map(str, asked)]) == 0
     rows = {row["system"]: row for row in json.loads(out.read_text())["steps"]}
-    plain, best, elastic = rows["plain-4d"], rows["best"], rows["elastic"]
+    plain, ours = rows["plain-4d"], rows["balanced"]
+    waiting = rows["balanced, max_delay 8, max_length_factor 1.5"]
     assert plain["least"] == plain["most"] == 1
-    assert plain["cut_share"] > 0.1 > best["cut_share"] == elastic["cut_share"] == 0
-    assert 0 == plain["token_delay"] <= elastic["token_delay"] < best["token_delay"]
-    assert best["cv"] > elastic["cv"] > plain["cv"]
+    assert plain["cut_share"] > 0.1 > waiting["cut_share"] == ours["cut_share"] == 0
+    assert 0 == plain["token_delay"] <= ours["token_delay"] < waiting["token_delay"]
+    assert waiting["cv"] > ours["cv"] > plain["cv"]
     long_tokens = lengths[lengths >= window // 2].sum() / lengths.sum()
     assert abs(plain["long_share"] - long_tokens) < 0.05

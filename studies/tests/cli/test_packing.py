@@ -112,13 +112,13 @@ def test_tune_shows_the_tuned_setting_beside_other_methods():
     result = studies("thresholds", SYNTHETIC, *size, "--methods", "sequential,fixed_greedy", "--json")
     output = json.loads(result.stdout)
     rows = {row["method"]: row for row in output["methods"]}
-    assert list(rows) == ["sequential", "fixed_greedy", "variable_length, tuned", "makespan"]
-    tuned, untuned = rows["variable_length, tuned"], rows["makespan"]
+    assert list(rows) == ["sequential", "fixed_greedy", "variable_length, tuned", "balanced"]
+    tuned, untuned = rows["variable_length, tuned"], rows["balanced"]
     assert tuned["imbalance_degree"] == pytest.approx(output["best"]["imbalance_degree"], rel=0.05)
     assert tuned["documents_in"] == tuned["documents_out"]
     as_fast = untuned["work_rate_arranged"] >= 0.99 * tuned["work_rate_arranged"]
-    makespan = as_fast and untuned["mean_token_delay"] <= 0.35
-    assert output["recommended"]["method"] == ("makespan" if makespan else "variable_length")
+    ours = as_fast and untuned["mean_token_delay"] <= 0.35
+    assert output["recommended"]["method"] == ("balanced" if ours else "variable_length")
     assert output["recommended"]["max_length_factor"] == output["best"]["max_length_factor"]
 
 
@@ -134,7 +134,7 @@ def test_tune_recommends_within_the_bounds():
     assert [trial["mean_token_delay"] for trial in front] == sorted(trial["mean_token_delay"] for trial in front)
 
 
-@pytest.mark.parametrize(("bound", "method"), [("0.35", "makespan"), ("0", "variable_length")])
+@pytest.mark.parametrize(("bound", "method"), [("0.35", "balanced"), ("0", "variable_length")])
 def test_tune_prints_a_configuration_that_loads(tmp_path: Path, bound: str, method: str):
     size = ["--context-window", "16384", "--micro-batches", "4", "--steps", "12"]
     result = studies("thresholds", "synthetic:3000:16384:0", *size, "--max-token-delay", bound, "--max-delay", "7")
@@ -144,7 +144,7 @@ def test_tune_prints_a_configuration_that_loads(tmp_path: Path, bound: str, meth
     from wlb.job.config_file import load_config
 
     packing = load_config(config).packing
-    assert packing.method == method  # makespan makes documents wait here
+    assert packing.method == method  # balanced makes documents wait here
     assert packing.in_use()["max_delay"] == 7
 
 

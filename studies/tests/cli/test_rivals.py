@@ -46,7 +46,7 @@ def test_the_base_comes_first_and_is_one(compared: Path):
 
 def test_presets_are_as_fast_as_in_check():
     smaller = [*SMALL, *MODEL, "--gpus", "2", "--batch-tokens", "32K", "--json"]  # fewer layouts to try
-    checked, compared = wlb("check", *smaller), studies("rivals", *smaller, "--policies", "per-document-4d,elastic")
+    checked, compared = wlb("check", *smaller), studies("rivals", *smaller, "--policies", "per-document-4d,balanced")
     assert (checked.returncode, compared.returncode) == (0, 0), checked.stderr + compared.stderr
     systems = {system["system"]: system for system in json.loads(checked.stdout)["systems"]}
     for found in json.loads(compared.stdout)["policies"]:

@@ -16,7 +16,7 @@ def test_strategies_are_compared_on_the_same_micro_batches():
     assert result.returncode == 0, result.stderr
     output = json.loads(result.stdout)
     rows = {row["strategy"]: row for row in output["strategies"]}
-    assert list(rows) == ["per_sequence", "per_document", "adaptive", "hybrid", "elastic"]
+    assert list(rows) == ["per_sequence", "per_document", "adaptive", "hybrid", "balanced"]
     for row in rows.values():
         assert row["micro_batches"] == output["samples"] == 10
         assert 0 <= row["kv_gather_fraction"] <= 1

@@ -63,7 +63,7 @@ def test_a_corpus_is_the_samplers_at_128k_and_goes_on_beyond():
     np.testing.assert_array_equal(np.minimum(long, short.max()), short)
 
 
-@pytest.mark.parametrize("preset", ["plain-4d", "fixed-4d", "wlb-llm", "best"])
+@pytest.mark.parametrize("preset", ["plain-4d", "fixed-4d", "wlb-llm", "balanced"])
 def test_every_system_computes_the_attention_of_pieces_that_the_loader_cut(preset):
     documents = Documents(np.full(4000, 1500), "equal")
     bench = Bench(JOB, documents, 4, Settings())

@@ -94,9 +94,9 @@ def test_every_method_is_a_valid_job(method, tmp_path):
 
 
 def test_a_failing_run_is_told_with_its_last_line(tmp_path):
-    run = SeedRun("best", 1, 10, tmp_path)
+    run = SeedRun("WLB-LLM", 1, 10, tmp_path)
     run.log.write_text("step 1\nwlb: error: no room\n")
-    with pytest.raises(UserError, match=r"training best with seed 1 failed, see .*log.txt: wlb: error: no room"):
+    with pytest.raises(UserError, match=r"training WLB-LLM with seed 1 failed, see .*log.txt: wlb: error: no room"):
         _check(run, 1)
 
 

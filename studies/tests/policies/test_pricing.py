@@ -200,7 +200,7 @@ def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gp
     assert len({*work}) == 3
     for name, outcome in by_name.items():
         assert outcome.memory_bytes <= 0.9 * 80e9
-        if isinstance(POLICIES[name], PresetPolicy) and name != "elastic":  # which cut, carry over or delay documents
+        if isinstance(POLICIES[name], PresetPolicy) and name != "balanced":  # which cut, carry over or delay documents
             continue
         assert outcome.tokens == sum(int(batch.sum()) for batches in draws for batch in batches), name
         seconds = sum(of_draw / rate for of_draw, rate in zip(work, outcome.work_rates, strict=True))
@@ -221,7 +221,7 @@ def test_policies_that_run_apart_come_to_the_same():
 
 
 @pytest.mark.parametrize("context_window", [8192, 4096])
-@pytest.mark.parametrize("preset", ["plain-4d", "elastic"])
+@pytest.mark.parametrize("preset", ["plain-4d", "balanced"])
 def test_presets_are_as_fast_as_the_verdict_says(preset, context_window):
     searched = space(gpus=2, micro_batches=4, context_window=context_window)
     found = fastest_layout(searched, documents(), preset)
@@ -303,7 +303,7 @@ def test_what_is_trained_is_credited_once_however_many_stages_run_it(pp):
         work = sum(prices.document_seconds(batch).sum() for batch in batches)
         assert list(outcome.work_rates) == pytest.approx([work / outcome.seconds]), name
         assert outcome.tokens_per_second == outcome.tokens / outcome.seconds
-    for preset in ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic"):
+    for preset in ("plain-4d", "fixed-4d", "wlb-llm", "balanced"):
         simulated = job(preset, dp=2, pp=pp, micro_batches=4)
         plans = [*itertools.islice(StepPlanner(simulated, documents()).plans(), 2)]
         segments = np.concatenate([micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches])

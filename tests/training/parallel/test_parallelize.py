@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
+from tests.schedules.by_chance import operations_by_chance
 from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention
 from wlb.attention.exchange import send_keys
@@ -198,7 +199,8 @@ def _gradients(parallel: Layout, strategy: Checkpointing = "none") -> dict[str, 
             batch = TokenBatch(tokens, tokens.roll(-1), positions, segments)
             plan = make_shard_plan(segments, parallel.cp, "per_document")
             batches.append(shard_batch(batch, plan, mesh.rank("cp"), parallel.tp))
-        found[f"loss of step {step}"] = runner.run_step(batches, 100)
+        by_chance = operations_by_chance(step, parallel.pp, parallel.virtual_pp, 4)
+        found[f"loss of step {step}"] = runner.run_step(batches, 100, [by_chance] * parallel.dp)
     for stage in stages:
         for name, weight in stage.named_parameters():
             assert isinstance(weight.grad, DTensor)

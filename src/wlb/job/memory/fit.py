@@ -11,9 +11,18 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from wlb.job.job import Job
-from wlb.job.memory.step import BATCH_BYTES, MemoryEstimate, gib, largest_share, predict_memory
+from wlb.job.memory.layers import LayerMemory, kept_share, kept_tokens
+from wlb.job.memory.step import (
+    BATCH_BYTES,
+    MemoryEstimate,
+    gib,
+    largest_share,
+    predict_memory,
+    predict_rank_memory,
+)
 from wlb.schedules.operations import round_size
 
+_HELD = ("activations", "received keys and values", "scores")  # from forward to backward
 _EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
 _EVEN_MICRO_BATCHES = 2  # of a rank of level steps: more of the same hold no more
 _FACTORS = 64  # of L_max that are tried in a window
@@ -26,7 +35,7 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     first rounds are walked through.
     """
     if job.plans_operations:
-        return _planned_memory(job, limit)
+        return _planned_memory(job)
     longest, rest = job.longest_micro_batch, job.most_step_tokens
     count = _EVEN_MICRO_BATCHES if job.levels_steps else job.micro_batches_per_rank
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
@@ -41,17 +50,27 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     return predict_memory(job, tokens, limit)
 
 
-def _planned_memory(job: Job, limit: float) -> MemoryEstimate:
-    """As full as the named schedule gets of micro-batches of ``job.in_flight_length``, by which lists are bounded.
+def _planned_memory(job: Job) -> MemoryEstimate:
+    """With lists of operations, which let every rank hold what one does in the named schedule (``wlb.job.pipeline``).
 
-    And what the longest micro-batch needs beside that while it runs.
+    That is of micro-batches of ``job.in_flight_length``; on top comes what the longest needs while it runs, and the
+    keys and values that are kept of a sliced document.
     """
-    count, usual = job.micro_batches_per_rank, job.in_flight_length
-    longest, short = (predict_memory(job, [tokens]) for tokens in (job.longest_micro_batch, usual))
-    parts = {name: max(0, value - short.parts.get(name, 0)) for name, value in longest.parts.items()}
-    estimate = predict_memory(job, [usual] * count, limit - sum(parts.values()))
-    total = {name: value + parts.get(name, 0) for name, value in estimate.parts.items()}
-    return replace(estimate, parts=total | {name: parts[name] for name in parts.keys() - total.keys()})
+    count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
+    ranks = [predict_rank_memory(job, [usual] * count, rank) for rank in range(job.layout.pp)]
+    held = max((rank.parts for rank in ranks), key=_held)
+    static = max(ranks, key=lambda rank: rank.total - _held(rank.parts))
+    parts = static.parts | {name: held[name] for name in _HELD if name in held}
+    longest, short = (predict_memory(job, [tokens]) for tokens in (job.longest_micro_batch, job.in_flight_length))
+    for name, value in longest.parts.items():
+        parts[name] = parts.get(name, 0) + max(0, value - short.parts.get(name, 0))
+    token = LayerMemory(job, 1).block().held / job.layout.cp  # leaves so much in a block
+    sliced = kept_share(job) * token * kept_tokens(job, _held(held) / token)
+    return replace(static, parts=parts | {"kept keys and values": int(sliced)})
+
+
+def _held(parts: dict[str, int]) -> int:
+    return sum(parts.get(name, 0) for name in _HELD)
 
 
 def fits(job: Job) -> bool:

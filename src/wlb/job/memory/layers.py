@@ -19,6 +19,8 @@ from wlb.workload.weights import block_weights, feed_forward_width
 
 # wlb.runtime.loss has so many rows of scores in a wide type at a time, and keeps of each its label and its sum.
 _CHUNK_ROWS, _ROW_BYTES = 1024, 13
+_ROWS = 1024  # of a micro-batch, of which shares are taken
+_SLICED = 1 / 3  # of the tokens in flight, at most, that are in slices
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,28 @@ class LayerMemory:
         """What a stage keeps beside its layers: rotary angles, and what it sent on; a block keeps what it received."""
         angles = 2 * self.rows * self.job.shape.head_dim * self.compute
         return angles + (self.stream if self.job.layout.pp > 1 else 0)
+
+
+def kept_share(job: Job) -> float:
+    """Keys and values that a rank keeps of a slice, over all else that a block keeps of it.
+
+    For later slices those that all its group holds, and for its own backward those that it received.
+    """
+    layers = LayerMemory(job, _ROWS)
+    kept = (2 * job.layout.cp - 1) * _ROWS * layers.exchanged * layers.compute
+    return kept / layers.blocks(range(1))[0].held
+
+
+def kept_tokens(job: Job, in_flight: float) -> float:
+    """Tokens in slices of those ``in_flight``, counted once for each block: a part, or a document if that is more."""
+    blocks = max(job.stage_blocks[mine].sum() for mine in job.layout.rank_stages)
+    return float(max(job.context_window * blocks, _SLICED * in_flight))
+
+
+def head_share(job: Job) -> float:
+    """What the output head and the loss keep of a token, over what a block does."""
+    layers = LayerMemory(job, _ROWS)
+    return layers.head().held / layers.blocks(range(1))[0].held
 
 
 def master_bytes(job: Job) -> int:

@@ -21,7 +21,7 @@ Methods = Annotated[str | None, list_of_names("Packing methods; see above.")]
 
 
 class AskedJob(NamedTuple):
-    """A job under preset ``best``, and what it is priced by."""
+    """A job under preset ``balanced``, and what it is priced by."""
 
     job: Job
     priced_by: Mapping[str, str | int]
@@ -45,7 +45,7 @@ class PackedOptions(JobOptions):
     ] = None
 
     def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
-        """The job under preset ``best``, in the layout that is given or in which plain-4d is fastest."""
+        """The job under preset ``balanced``, in the layout that is given or in which plain-4d is fastest."""
         from wlb.simulate.filling import check_filling
         from wlb.simulate.job import preset_sections
         from wlb.simulate.verdict import BALANCED, BASELINE

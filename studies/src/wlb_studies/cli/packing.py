@@ -28,7 +28,7 @@ _ALL = "all"
 _MANY_STEPS = 2000  # which take the methods together about half a minute
 _DEFAULT_METHODS = (
     *("sequential", "fixed_greedy", "fixed_greedy:2", "fixed_greedy:4", "fixed_greedy:8"),
-    *("variable_length:paper", "variable_length", "variable_length:auto", "makespan"),
+    *("variable_length:paper", "variable_length", "variable_length:auto", "balanced", "balanced:8"),
 )
 
 
@@ -37,7 +37,7 @@ class CompareOptions(PackedOptions):
     """What methods are compared on, and their own settings."""
 
     max_length_factor: Annotated[
-        float, typer.Option(min=1.0, max=1000.0, metavar="X", help="L_max of variable_length and makespan, in windows.")
+        float, typer.Option(min=1.0, max=1000.0, metavar="X", help="L_max of variable_length and balanced, in windows.")
     ] = 1.5
     overlong: Annotated[
         str,
@@ -58,10 +58,10 @@ def packing(
 ) -> None:
     """Compare packing methods on a list of document lengths; wlb check compares presets.
 
-    Packs the documents with every method of sequential, fixed_greedy, fixed_solver, variable_length, makespan, elastic,
-    or "all". fixed_greedy:4 packs 4 global batches together; variable_length:1 has one outlier queue,
-    variable_length:auto tunes its thresholds as documents arrive, variable_length:paper is the paper's Algorithm 1,
-    without early release.
+    Packs the documents with every method of sequential, fixed_greedy, fixed_solver, variable_length, balanced, or
+    "all". fixed_greedy:4 packs 4 global batches together; variable_length:1 has one outlier queue, variable_length:auto
+    tunes its thresholds as documents arrive, variable_length:paper is the paper's Algorithm 1, without early release;
+    balanced:8 lets documents wait up to 8 steps.
 
     Example: wlb-studies packing synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """

@@ -34,7 +34,7 @@ def rivals(
     here. Speed at equal work is over plain-4d, which is always included, and the median of several draws of the
     documents, as in wlb check; --plot draws it.
 
-    Example: wlb-studies rivals synthetic:20000:128K:0 --gpus 64 --context-window 128K --policies distca,bytescale,best
+    Example: wlb-studies rivals synthetic:20000:128K:0 --gpus 64 --context-window 128K --policies distca,balanced
     """
     from wlb.documents.lengths import read_lengths
     from wlb.report.answer import too_few

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from wlb_studies.packing import MethodResult
     from wlb_studies.thresholds import Trial
 
-_TUNED, _UNTUNED = "variable_length, tuned", "makespan"
+_TUNED, _UNTUNED = "variable_length, tuned", "balanced"
+_DELAY = 8  # steps that a document may wait in the latter, if none are given
 _AS_FAST = 0.99  # of the tuned setting's speed: thresholds tuned on these documents fit others less well
 
 
@@ -46,8 +47,8 @@ def thresholds(
 
     Packs a sample of the documents with many settings, keeps those within the bounds on token delay and memory, and
     prints the trade-off between balance and delay. Compares the tuned setting with other methods (--methods, as in
-    wlb-studies packing; default: sequential) and with makespan, which has no thresholds, at the same L_max. Recommends
-    makespan if it keeps the bound on token delay and is at most 1% slower at equal work.
+    wlb-studies packing; default: sequential) and with balanced, which has no thresholds, at the same L_max. Recommends
+    balanced if it keeps the bound on token delay and is at most 1% slower at equal work.
 
     Example: wlb-studies thresholds synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
@@ -66,7 +67,8 @@ def thresholds(
         for name in options.names_in("--methods", asked.methods, ["sequential"])
     }
     packers[_TUNED] = packer_for("variable_length", job, **shared, outlier_thresholds=best.outlier_thresholds)
-    packers[_UNTUNED] = packer_for(_UNTUNED, job, **shared)
+    delay = _DELAY if asked.max_delay is None else asked.max_delay
+    packers[_UNTUNED] = packer_for(_UNTUNED, job, **shared | {"max_delay": delay})
     results = compare_packers(packers.items(), documents, job)
     tuned, untuned = results[-2:]
     recommended = _recommended(best, tuned, untuned, asked)
@@ -125,7 +127,7 @@ def _recommended(best: Trial, tuned: MethodResult, untuned: MethodResult, asked:
     if asked.max_delay is not None:
         shared["max_delay"] = asked.max_delay
     if as_fast and untuned.mean_token_delay <= asked.max_token_delay:
-        return {"method": _UNTUNED, **shared}
+        return {"method": _UNTUNED, "max_delay": _DELAY} | shared
     return {"method": "variable_length", **shared, "outlier_thresholds": list(best.outlier_thresholds)}
 
 

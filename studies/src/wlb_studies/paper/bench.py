@@ -31,8 +31,8 @@ from wlb_studies.experiment import Settings
 CHUNKS = 2
 SCHEDULE = {"schedule": "interleaved_1f1b", "virtual_pp": CHUNKS}
 ASSUMED = (
-    f"interleaved 1F1B as in the paper, {CHUNKS} chunks on each rank (assumed); H100 preset; L_max 1.5 windows; "
-    f"WLB-LLM with 2 outlier queues as in the paper, whose thresholds are assumed"
+    f"interleaved 1F1B as in the paper, balanced in planned order; {CHUNKS} chunks on each rank (assumed); H100 "
+    f"preset; WLB-LLM with L_max 1.5 windows and 2 outlier queues as in the paper, whose thresholds are assumed"
 )
 Treatment = Literal["cut", "whole"]
 
@@ -112,6 +112,6 @@ class Bench:
         return simulate(job, self.lengths, self.steps)
 
     def job(self, preset: str, **settings: Any) -> Job:
-        simulated = self._job.under(preset, **(SCHEDULE | settings))
+        simulated = self._job.under(preset, **({"virtual_pp": CHUNKS} | settings))
         order = {"shuffle": False} if self._cut else {"seed": self._seed}
         return replace(simulated, data=simulated.data.changed(**order))

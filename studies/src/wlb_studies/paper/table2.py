@@ -17,7 +17,7 @@ from wlb_studies.paper.bench import corpus, cut_by_loader
 _STEPS = 400
 _SOLVER_STEPS = 24
 _SOLVER_SECONDS = 2.0
-_JOB = PAPER_JOBS["7b-128k"].under("best")
+_JOB = PAPER_JOBS["7b-128k"].under("balanced")
 
 
 # By their name in ``wlb_studies.paper.paper.TABLE_2`` or, of ours, in ``wlb-studies packing``.
@@ -27,7 +27,7 @@ METHODS = {
     **{f"fixed_solver:{n}": f"fixed-length solver, {n} global batches" for n in (1, 2, 4)},
     **{f"variable_length:{n}": f"WLB-LLM, {n} queues" for n in (1, 2, 3)},
     "variable_length:auto": "ours: tuned queues, early release",
-    "makespan": "ours: makespan",
+    "balanced:8": "ours: documents wait up to 8 steps",
 }
 
 
@@ -57,7 +57,7 @@ def run(settings: Settings) -> Report:
             f"planning is measured on this CPU, one thread; the solver stops after {_SOLVER_SECONDS:g} s, and plans "
             f"{_SOLVER_STEPS} steps",
             "WLB-LLM is Algorithm 1 with L_max 1.5 windows; the paper's L_max and thresholds are not published",
-            "all methods are simulated in one job, sharded as in best; makespan packs by what sharded documents cost",
+            "all methods are simulated in one job, sharded as in balanced, which packs by what sharded documents cost",
             "documents cut at the window by the data loader, for all methods alike",
         ],
     )
@@ -102,7 +102,7 @@ def _findings(results: dict[str, MethodResult]) -> list[Finding]:
     queued = [results[f"variable_length:{n}"] for n in (1, 2, 3)]
     queues = [result.imbalance_degree for result in queued]
     delays = [result.mean_token_delay for result in queued]
-    makespan = results["makespan"]
+    ours = results["balanced:8"]
     return [
         Finding(
             "fixed lengths balance better over more global batches",
@@ -125,9 +125,9 @@ def _findings(results: dict[str, MethodResult]) -> list[Finding]:
             f"{queues[1]:.3f}, {greedy[3]:.3f}",
         ),
         Finding(
-            "ours: makespan balances better than WLB-LLM with any number of queues, and delays less",
-            makespan.imbalance_degree < min(queues) and makespan.mean_token_delay < min(delays),
-            f"{makespan.imbalance_degree:.3f} at a token delay of {makespan.mean_token_delay:.2f}; least of WLB-LLM "
+            "ours: balanced with max_delay 8 balances better than WLB-LLM with any number of queues, and delays less",
+            ours.imbalance_degree < min(queues) and ours.mean_token_delay < min(delays),
+            f"{ours.imbalance_degree:.3f} at a token delay of {ours.mean_token_delay:.2f}; least of WLB-LLM "
             f"{min(queues):.3f} and {min(delays):.2f}",
         ),
     ]

@@ -48,7 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fixed_greedy:1": {"preset": "fixed-4d"},
     "fixed_greedy:8": {"preset": "fixed-4d", "packing.window": 8},
     "WLB-LLM": {"preset": "wlb-llm"},
-    "best": {"preset": "best"},
+    "balanced:8": {"packing.max_delay": 8, "packing.max_length_factor": 1.5},
 }
 
 

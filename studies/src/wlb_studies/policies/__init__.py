@@ -21,12 +21,30 @@ from wlb.errors import UserError, choose_from
 from wlb.simulate.filling import check_filling
 from wlb.simulate.search import SearchSpace
 from wlb.simulate.verdict import usual_steps
-from wlb_studies.policies import bytescale, distca, fcp, flexible_cp, flexsp, libra, magi, megatron, odc, verl, wlb_llm
+from wlb_studies.policies import (
+    bytescale,
+    chunkflow,
+    distca,
+    fcp,
+    flexible_cp,
+    flexsp,
+    infinipipe,
+    libra,
+    magi,
+    megatron,
+    odc,
+    seq1f1b,
+    slimpack,
+    slimpipe,
+    verl,
+    wlb_llm,
+)
 from wlb_studies.policies.hbp import HbpPolicy
 from wlb_studies.policies.hotspa import HotSpaPolicy
 from wlb_studies.policies.hydraulis import HydraulisPolicy
 from wlb_studies.policies.ours import PresetPolicy
 from wlb_studies.policies.policy import Outcome, Policy, RankPolicy
+from wlb_studies.policies.sliced import SlicedPolicy
 
 BASE = "plain-4d"
 _MANY = 6  # policies, for which processes of their own pay
@@ -54,8 +72,12 @@ POLICIES: dict[str, Policy] = {
     "magi": RankPolicy(magi.dispatched),
     "verl": RankPolicy(verl.karmarkar_karp_twice),
     "slime": RankPolicy(verl.packed_then_dealt),
-    "best": PresetPolicy(),
-    "elastic": PresetPolicy(),
+    "seq1f1b": SlicedPolicy(seq1f1b.even_slices, seq1f1b.SETTINGS),
+    "slimpipe": SlicedPolicy(slimpipe.uniform_slices, slimpipe.SETTINGS, spreads_head=True),
+    "chunkflow": SlicedPolicy(chunkflow.equal_chunks, chunkflow.SETTINGS, interleaves=False),
+    "infinipipe": SlicedPolicy(infinipipe.equal_seconds, infinipipe.SETTINGS, interleaves=False),
+    "slimpack": SlicedPolicy(slimpack.asymmetric_units, slimpack.SETTINGS),
+    "balanced": PresetPolicy(),
 }
 
 

@@ -32,7 +32,7 @@ BATCH_TOKENS = 2**24
 DOCUMENTS = 60_000  # more than the steps of a draw train, in every window
 _STEPS = 4  # of a draw
 K = 1024
-_OURS = ("elastic", "best")
+_OURS = ("balanced",)
 _PICTURED = 6  # policies
 
 
@@ -66,6 +66,11 @@ CLAIMS = {
     "hbp": "1.33 to 1.42, and 2.4 for DeepSeek-V2, over one packing length (arXiv 2503.07680, table 5)",
     "distca": "1.05 to 1.35, over WLB without delay (arXiv 2510.18121)",
     "libra": "1.44 mean, 1.68 at most, over WLB-LLM (arXiv 2607.23250, abstract)",
+    "seq1f1b": "1.14, over 1F1B of Megatron (arXiv 2406.03488, abstract)",
+    "slimpipe": "up to 1.57, MFU at 512K, 70B (arXiv 2504.14519, abstract)",
+    "chunkflow": "up to 4.53, over Megatron-LM, fine-tuning (arXiv 2503.02356, abstract)",
+    "infinipipe": "1.69, over other systems (arXiv 2509.21275, abstract)",
+    "slimpack": "up to 2.8 (arXiv 2509.26246, abstract)",
     "fcp": "1.13 to 2.21, MFU of attention (arXiv 2605.08524)",
 }
 

@@ -18,6 +18,7 @@ import numpy as np
 from wlb.errors import UserError
 from wlb.job.job import Job, limit_of_gpu
 from wlb.settings import MOST_RANKS
+from wlb.simulate.decide import with_stages
 from wlb.simulate.search import SearchSpace, job_on, meshes
 from wlb.workload.base import Checkpointing
 from wlb_studies.policies.filling import power_of_two
@@ -40,7 +41,7 @@ def candidate_ranks(
     interleaves: bool = True,
     kept: Sequence[bool] = KEPT_OR_NOT,
 ) -> list[Ranks]:
-    """Layouts to try, each with its largest token cap, the most promising first.
+    """Layouts to try, each with its largest token cap, the most promising first; stages are dealt by seconds.
 
     Raises ``UserError`` where none fits the memory.
     """
@@ -59,7 +60,7 @@ def candidate_ranks(
         found += sorted(_largest(fitting), key=ideal)[:_TRIED]
     if not found:
         raise no_layout("the policy", space)
-    return sorted(found, key=ideal)
+    return [replace(one, job=with_stages(one.job, documents)) for one in sorted(found, key=ideal)]
 
 
 @lru_cache(maxsize=1024)
@@ -77,8 +78,14 @@ def no_layout(policy: str, space: SearchSpace) -> UserError:
 
 def other_capacities(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
     """The same layout with the other token caps that are worth trying, and with other kinds of checkpointing."""
-    same = [other for other in _fitting(space, ranks.keeps_weights) if other.job == ranks.job and other != ranks]
-    return same + [other for other in checkpointed(ranks, space) if other.job != ranks.job]
+    blocks, plain = ranks.job.layout.stage_blocks, _with_stages(ranks, None)
+    same = [other for other in _fitting(space, ranks.keeps_weights) if other.job == plain.job and other != plain]
+    same += [other for other in checkpointed(plain, space) if other.job != plain.job]
+    return [_with_stages(other, blocks) for other in same]
+
+
+def _with_stages(ranks: Ranks, blocks: tuple[int, ...] | None) -> Ranks:
+    return replace(ranks, job=replace(ranks.job, layout=replace(ranks.job.layout, stage_blocks=blocks)))
 
 
 def checkpointed(ranks: Ranks, space: SearchSpace) -> list[Ranks]:

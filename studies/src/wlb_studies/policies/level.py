@@ -36,7 +36,7 @@ JOBS = (
 )
 _PICTURED = ("8b-128k-64", "8b-256k-64", "8b-128k-1024", "70b-1m-1024")
 _STEPS = 2
-_POOLS = {"even pools": "even", "alike pools": "alike"}
+_POOLS = {"even pools": "even"}
 
 
 def run(settings: Settings) -> Report:
@@ -104,7 +104,7 @@ def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Jo
         if fits(job):
             fitting.append((ranks.job, job))
     if not fitting:
-        raise no_layout("elastic without a pipeline", space)
+        raise no_layout("balanced without a pipeline", space)
     return min(fitting, key=lambda pair: _seconds(pair[1], _prices(pair[1]), [batch]))
 
 
@@ -116,7 +116,7 @@ def _prices(level: Job) -> LevelPrices:
 def _decided(layout: Job, space: SearchSpace, lengths: Integers, grouping: str) -> Job:
     """What the trainer runs where the dp ranks of ``layout`` are in pools. Raises ``UserError`` where it cannot."""
     options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches, "grouping": grouping}
-    packing, sharding = preset_sections("elastic", options)
+    packing, sharding = preset_sections("balanced", options)
     return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 
 

@@ -1,4 +1,4 @@
-"""The presets that this project runs: plain-4D, per-document-4D, fixed-4D, WLB-LLM, best and elastic.
+"""The presets that this project runs: plain-4D, per-document-4D, fixed-4D, WLB-LLM and balanced.
 
 Their layouts, steps and speeds are those of ``wlb check``: the same search, and the same simulation of each draw.
 """

@@ -244,7 +244,7 @@ def batches_of_draws(lengths: Integers, space: SearchSpace, steps: int | None = 
 
 
 def batches_of(lengths: Integers, space: SearchSpace, draw: int = 0) -> Iterator[Integers]:
-    """Lengths of the documents of step after step, as ``elastic`` packing has them.
+    """Lengths of the documents of step after step, as ``balanced`` packing has them.
 
     A step has those that begin in its global batch of the stream: in the trainer's order, epoch after epoch; longer
     ones than the window are cut as the trainer cuts them.

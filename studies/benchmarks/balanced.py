@@ -1,10 +1,10 @@
-"""Elastic pools: simulated speed beside the other systems, and planning time.
+"""The preset ``balanced``: simulated speed beside the other systems, and planning time.
 
-    .venv/bin/python -m studies.benchmarks.elastic [--sections meshes,paper,planning] [--steps N] [--out FILE]
+    .venv/bin/python -m studies.benchmarks.balanced [--sections meshes,paper,planning] [--steps N] [--out FILE]
 
 All systems train the same documents (``synthetic:60000:WINDOW:0``) on the same GPUs with the same global batch. Speeds
-are at equal work, simulated; interleaved 1F1B of two stages a rank throughout. Planning and sharding times are CPU time
-of one thread: a whole step planned, and the micro-batches of one pool sharded.
+are at equal work, simulated, with two stages a rank: interleaved 1F1B, and ``balanced`` in the order that it plans.
+Planning and sharding times are CPU time of one thread: a whole step planned, and the micro-batches of one pool sharded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from wlb.simulate.decide import decide
 from wlb.simulate.job import NAMED_JOBS, PAPER_JOBS
 
 Row = dict[str, Any]
-INTERLEAVED: Row = {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
+TWO_STAGES: Row = {"virtual_pp": 2}
 MESHES = {131_072: (4, 2), 262_144: (4, 4), 524_288: (4, 8)}  # dp and cp by window; tp 8, pp 4
-SYSTEMS = ("plain-4d", "wlb-llm", "best", "elastic")
-WAITING = {"max_delay": 8, "lookahead": 0.5}  # elastic, where documents may wait
+SYSTEMS = ("plain-4d", "wlb-llm", "balanced")
+WAITING = {"max_delay": 8}  # balanced, where documents may wait
 IDLE = ("micro-batches", "dp ranks", "cp ranks", "cp exchange")
 
 
@@ -56,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def mesh_job(window: int, system: str, model: str = "llama3-8b", **settings: Any) -> Job:
     """A model on tp 8, pp 4 and the dp x cp of the window, 4 micro-batches a rank."""
     dp, cp = MESHES[window]
-    sizes: Row = {"tp": 8, "pp": 4, "dp": dp, "cp": cp, "micro_batches": 4} | INTERLEAVED
+    sizes: Row = {"tp": 8, "pp": 4, "dp": dp, "cp": cp, "micro_batches": 4} | TWO_STAGES
     return simulated_job(model, window, system, **(sizes | settings))
 
 
 JOBS: dict[str, Callable[[str], Job]] = {
     **{f"llama3-8b, {window // 1024}K": partial(mesh_job, window) for window in MESHES},
     "7b, 128K": partial(mesh_job, 131_072, model="7b"),  # whose key and value heads are not grouped
-    "405b-128k": partial(NAMED_JOBS["405b-128k"].under, **INTERLEAVED),
+    "405b-128k": partial(NAMED_JOBS["405b-128k"].under, **TWO_STAGES),
 }
 
 
@@ -75,23 +75,23 @@ def of_systems(name: str, steps: int) -> list[Row]:
 
 
 def paper_jobs(steps: int) -> list[Row]:
-    """Speeds in the layouts of the paper's jobs, elastic's also where documents may wait; the last row has means."""
+    """Speeds in the layouts of the paper's jobs, balanced's also where documents may wait; the last row has means."""
     rows: list[Row] = []
     for name, paper in PAPER_JOBS.items():
-        base = _simulated(paper.under("plain-4d", **INTERLEAVED), steps)
-        jobs = {system: paper.under(system, **INTERLEAVED) for system in SYSTEMS[1:]}
-        jobs["elastic, waiting"] = paper.under("elastic", packing=WAITING, **INTERLEAVED)
+        base = _simulated(paper.under("plain-4d", **TWO_STAGES), steps)
+        jobs = {system: paper.under(system, **TWO_STAGES) for system in SYSTEMS[1:]}
+        jobs["balanced, waiting"] = paper.under("balanced", packing=WAITING, **TWO_STAGES)
         results = {system: _simulated(job, steps, base) for system, job in jobs.items()}
         speeds = {system: result.speed_at_equal_work(base) for system, result in results.items()}
-        rows.append({"job": name} | speeds | {"its delay": results["elastic, waiting"].token_delay})
+        rows.append({"job": name} | speeds | {"its delay": results["balanced, waiting"].token_delay})
     means = {column: mean(row[column] for row in rows) for column in rows[0] if column != "job"}
     return [*rows, {"job": "mean"} | means]
 
 
 def planning(turns: int) -> list[Row]:
     """Milliseconds of a step on 256 and on 8,192 GPUs, and their part of the step's simulated seconds."""
-    largest = NAMED_JOBS["405b-128k"].under("elastic", **INTERLEAVED)
-    jobs = {"256 GPUs": mesh_job(131_072, "elastic"), "8,192 GPUs": largest}
+    largest = NAMED_JOBS["405b-128k"].under("balanced", **TWO_STAGES)
+    jobs = {"256 GPUs": mesh_job(131_072, "balanced"), "8,192 GPUs": largest}
     rows = []
     for name, undecided in jobs.items():
         lengths = read_lengths(f"synthetic:60000:{undecided.context_window}:0")
@@ -116,7 +116,7 @@ def planning(turns: int) -> list[Row]:
 def _shard_all(plan: StepPlan, job: Job) -> None:
     """The micro-batches of one pool."""
     for micro_batch in filter(len, (held.lengths for held in plan.ranks[0])):
-        make_shard_plan(micro_batch, job.layout.cp, "elastic", workload=job.costs)
+        make_shard_plan(micro_batch, job.layout.cp, "balanced", workload=job.costs)
 
 
 def _simulated(job: Job, steps: int, base: SimulationResult | None = None) -> SimulationResult:

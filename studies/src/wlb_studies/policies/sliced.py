@@ -1,0 +1,426 @@
+"""Pipelines through which long sequences go in slices: what their plans take and hold, and in which layout.
+
+A ``SlicedPlan`` says which tokens are in every micro-batch. Slices of a sequence go forward in order and backward in
+reverse; a slice's keys and values are kept until it goes backward. Plans are priced by the simulator itself
+(``wlb.simulate.step``): the same kernels, links, FSDP and stages, dealt by seconds, as those of our own slices.
+
+Assumed of all, in their favour where nothing is published: documents in a micro-batch are kept apart; context-parallel
+groups share every slice by document; ranks recompute no more than they have to. All run 1F1B over slices as Seq1F1B
+has it; where sequences have unequally many, ranks of one stage run ahead by no more than the next sequence needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.job.job import Job
+from wlb.job.memory.layers import LayerMemory
+from wlb.job.memory.step import predict_rank_memory
+from wlb.job.pipeline import kept_share
+from wlb.schedules.layout import dealt_blocks
+from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations
+from wlb.sharding import price_shards
+from wlb.sharding.latency import Phases
+from wlb.simulate.decide import with_stages
+from wlb.simulate.search import SearchSpace, job_on, layout_of, meshes
+from wlb.simulate.step import Steps
+from wlb.workload.base import Checkpointing
+from wlb_studies.policies.filling import Integers, best_fit, longest_first
+from wlb_studies.policies.plan import Ranks
+from wlb_studies.policies.policy import Outcome, Policy, PricedStep, batches_of_draws, best_of
+from wlb_studies.policies.pricing import StepPrice, ideal_seconds, own_costs, received_bytes
+
+TILE = 128  # tokens: where slices of even work may begin
+_ROUNDS = 4  # micro-batches for each pipeline rank, with which layouts are ordered and memory is predicted
+_FINE = 16  # micro-batches for each pipeline rank, of which few bubbles are left
+_WITHOUT_HEAD = 0.75  # of a step's least seconds, which include a last stage that waits for its output head
+_KINDS: tuple[Checkpointing, ...] = ("none", "selective")  # ranks recompute fully what they do not hold
+_NEAREST = 4  # layouts that are tried with every setting, and on every draw
+_LEAST_TOKENS = 4096  # of a window, on each context-parallel rank
+
+
+class Piece(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a document."""
+
+    document: int
+    start: int
+    stop: int
+
+
+Setting = tuple[tuple[str, int | str], ...]
+Slice = Sequence[Piece]  # a micro-batch; only its first piece may begin inside a document
+Column = Sequence[
+    Sequence[Slice]
+]  # the sequences of a pipeline in order, each as its slices; one slice where it is whole
+
+
+@dataclass(frozen=True, eq=False)
+class SlicedPlan:
+    """A step of equal pipelines, one column each.
+
+    ``keeps`` is of how many last slices of a sequence activations are kept; earlier ones run forward again before their
+    backward.
+    ``splits_backward`` leaves what is computed for weights to the end of the step. ``exchanges`` says that slices which
+    are under way on different ranks share their attention evenly, and ranks the output head. ``backward`` are the
+    columns whose backwards run in place of those of ``columns``, where they are packed apart.
+    """
+
+    lengths: Integers
+    columns: Sequence[Column]
+    keeps: int | None = None
+    splits_backward: bool = False
+    exchanges: bool = False
+    backward: Sequence[Column] | None = None
+
+    @property
+    def trained(self) -> Integers:
+        pieces = [piece for column in self.columns for sequence in column for slice_ in sequence for piece in slice_]
+        documents = np.unique([piece.document for piece in pieces])
+        return np.asarray(self.lengths[documents])
+
+
+def packed_sequences(lengths: Integers, window: int) -> list[list[int]]:
+    """Documents packed whole to sequences of at most a window, longest first by best fit."""
+    return best_fit(longest_first(lengths), lengths, window)
+
+
+def cut_at(documents: Sequence[int], lengths: Integers, cuts: Sequence[int]) -> list[Slice]:
+    """``documents`` one after another, cut between ``cuts``: 0, tokens of the sequence, all of its tokens."""
+    ends = [*accumulate(lengths[list(documents)].tolist())]
+    pieces = [(document, end - int(lengths[document]), end) for document, end in zip(documents, ends, strict=True)]
+    return [
+        [
+            Piece(document, max(first, begin) - begin, min(last, end) - begin)
+            for document, begin, end in pieces
+            if begin < last and end > first
+        ]
+        for first, last in pairwise(cuts)
+    ]
+
+
+def even_cuts(tokens: int, parts: int, seconds: Callable[[Integers], NDArray[np.float64]] | None = None) -> list[int]:
+    """Where a sequence is cut into at most ``parts``: of equal tokens, or of equal ``seconds`` of one document."""
+    tiles = np.append(np.arange(0, tokens, TILE), tokens)
+    work = tiles if seconds is None else seconds(tiles)
+    places = np.searchsorted(work, work[-1] * np.arange(1, parts) / parts)
+    return [*dict.fromkeys([0, *tiles[places].tolist(), tokens])]
+
+
+@lru_cache(maxsize=256)
+def one_forward_one_backward(counts: tuple[int, ...], pp: int, stages: int, *, split: bool = False) -> RankOperations:
+    """1F1B over the slices of sequences with ``counts`` slices; interleaved where a rank has several ``stages``.
+
+    Before a backward the last rank has run the forwards that the sequence needs, and those that the next one needs are
+    spread over it: one forward for each backward where all sequences have equally many slices. The others are ahead by
+    one forward for each rank after them, or two. With ``split`` backwards, rank r runs the weights' part r backwards
+    later, as ZB-H1 does (arXiv 2401.10241).
+    """
+    bounds = _rounds(counts, pp) if stages > pp else [0, sum(counts)]
+    ahead = [*range(sum(counts))]
+    back = [end - 1 - place for end, count in zip(accumulate(counts), counts, strict=True) for place in range(count)]
+
+    def passes(own: Sequence[int], order: Sequence[int], kind: str) -> list[Operation]:
+        rounds = [order[start:stop] for start, stop in pairwise(bounds)]
+        return [Operation(stage, micro_batch, kind) for round_ in rounds for stage in own for micro_batch in round_]
+
+    lists = []
+    before = _forwards_before(
+        passes(range(pp - 1, stages, pp), ahead, FORWARD), passes(range(stages - 1, -1, -pp), back, BACKWARD)
+    )
+    for rank in range(pp):
+        own, mine = range(rank, stages, pp), list[Operation]()
+        forwards, backwards = passes(own, ahead, FORWARD), passes(own[::-1], back, INPUT if split else BACKWARD)
+        weights = [operation._replace(kind=WEIGHT) for operation in backwards if split]
+        done = 0
+        for at, operation in enumerate(backwards):
+            begun = before[at] + (2 if stages > pp else 1) * (pp - 1 - rank)
+            mine += [*forwards[done:begun], operation, *weights[max(0, at - rank) : max(0, at - rank + 1)]]
+            done = max(done, begun)
+        lists.append((*mine, *weights[max(0, len(backwards) - rank) :]))
+    return tuple(lists)
+
+
+def _rounds(counts: Sequence[int], pp: int) -> list[int]:
+    """Where rounds begin and end that interleaved stages take: of whole sequences, at least ``pp`` slices each."""
+    bounds = [0]
+    for end in accumulate(counts):
+        if end - bounds[-1] >= pp:
+            bounds.append(end)
+    return [*bounds[: max(1, len(bounds) - 1)], sum(counts)]
+
+
+def _forwards_before(forwards: Sequence[Operation], backwards: Sequence[Operation]) -> list[int]:
+    """How many of the last rank's ``forwards`` come before each of its ``backwards``: at most one more each time."""
+    last = backwards[0].stage
+    number = {one.micro_batch: at + 1 for at, one in enumerate(forwards) if one.stage == last}
+    places, needed = [0], [number[backwards[0].micro_batch]]
+    for at, one in enumerate(backwards):
+        if one.stage == last and number[one.micro_batch] > needed[-1]:
+            places.append(at)
+            needed.append(number[one.micro_batch])
+    order = np.arange(len(backwards))
+    spread = np.ceil(np.interp(order, places, needed)).astype(np.int64)
+    more = np.maximum.accumulate((spread - order)[::-1])[::-1]
+    in_time: list[int] = ((more.max() if len({one.stage for one in backwards}) > 1 else more) + order).tolist()
+    return in_time
+
+
+@dataclass(frozen=True)
+class _Taken(Steps):
+    """Steps whose stages take what is given."""
+
+    taken: Phases = field(kw_only=True)
+
+    @cached_property
+    def stages(self) -> Phases:
+        return self.taken
+
+
+def price(plan: SlicedPlan, job: Job) -> StepPrice:
+    """The step of ``plan``, which needs the dp pipelines of ``job``. Raises ``UserError`` where memory holds it not."""
+    layout = job.layout
+    fewest = max(sum(map(len, column)) for columns in (plan.columns, plan.backward or ()) for column in columns)
+    count = max(layout.pp, fewest)
+    columns = _filled(plan.columns, count)
+    split = plan.splits_backward and job.splits_backward
+    lists = tuple(
+        one_forward_one_backward((*map(len, column),), layout.pp, layout.stages, split=split) for column in columns
+    )
+    again, memory = _held(plan, columns, lists, job)
+    steps = _steps(columns, job, exchanges=plan.exchanges)
+    forward, backward = steps.stages
+    if plan.backward is not None:
+        backward = _steps(_filled(plan.backward, count), job).stages.backward
+    steps = _Taken(
+        steps.costs, steps.shards, steps.blocks, steps.head, (lists,), taken=Phases(forward, backward + again * forward)
+    )
+    received = received_bytes(steps.shards, job) / (layout.replicas * layout.pp)
+    return StepPrice(float(steps.seconds[0]), received, memory)
+
+
+def _filled(columns: Sequence[Column], count: int) -> list[Column]:
+    """Columns of ``count`` micro-batches each, the last of them empty."""
+    return [[*column, *[[()]] * (count - sum(map(len, column)))] for column in columns]
+
+
+def _steps(columns: Sequence[Column], job: Job, *, exchanges: bool = False) -> Steps:
+    slices = [slice_ for column in columns for sequence in column for slice_ in sequence]
+    costs, shape = own_costs(job), (1, len(columns), len(slices) // len(columns))
+    lengths = [[stop - start for _, start, stop in slice_] for slice_ in slices]
+    earlier = [slice_[0].start if slice_ and slice_[0].start else None for slice_ in slices]
+    shards = price_shards(lengths, job.layout.cp, "per_document", costs.rank, earlier)
+    if not exchanges:
+        return Steps.of_shards(shards.reshaped(*shape), costs)
+    counts = np.array([len(sequence) for column in columns for sequence in column])
+    first = np.cumsum(counts) - counts
+    forward, backward = (
+        np.repeat(np.add.reduceat(seconds, first) / counts[:, None], counts, axis=0)
+        for seconds in (shards.attention_forward, shards.attention_backward)
+    )
+    shards = shards._replace(attention_forward=forward, attention_backward=backward)
+    steps = Steps.of_shards(shards.reshaped(*shape), costs)
+    blocks = Phases(*(block + head for block, head in zip(steps.blocks, steps.head, strict=True)))
+    return replace(steps, blocks=blocks, head=Phases(*(np.zeros_like(head) for head in steps.head)))
+
+
+def _busiest(plan: SlicedPlan, job: Job) -> float:
+    """Seconds in which some rank is busy at least: its stages, in all micro-batches of its pipeline."""
+    columns = _filled(plan.columns, max(sum(map(len, column)) for column in plan.columns))
+    of_stages = _steps(columns, job, exchanges=plan.exchanges).stages.both.sum(axis=(0, 3))  # (dp, stages)
+    return max(float(of_stages[:, mine].sum(axis=1).max()) for mine in job.layout.rank_stages)
+
+
+def _mean_of(seconds: NDArray[np.float64], sequence: Integers) -> NDArray[np.float64]:
+    """The mean of each sequence's slices in place of each of them; shape (slices, cp)."""
+    sums = np.zeros((int(sequence[-1]) + 1, seconds.shape[1]))
+    np.add.at(sums, sequence, seconds)
+    return np.asarray((sums / np.bincount(sequence)[:, None])[sequence])
+
+
+def _held(
+    plan: SlicedPlan, columns: Sequence[Column], lists: Sequence[RankOperations], job: Job
+) -> tuple[NDArray[np.float64], float]:
+    """The part of every forward that its backward runs again, shape (1, dp, stages, micro-batches), and peak bytes."""
+    layout, blocks = job.layout, job.stage_blocks.tolist()
+    kept, recomputed = kept_share(job), _recomputed_share(job)
+    again = np.zeros((1, layout.dp, layout.stages, sum(map(len, columns[0]))))
+    peaks = np.zeros(layout.pp)  # of each rank: tokens in a block
+    for d, (column, of_column) in enumerate(zip(columns, lists, strict=True)):
+        whole, left = [], []
+        for sequence in column:
+            for place, slice_ in enumerate(sequence):
+                tokens = sum(stop - start for _, start, stop in slice_)
+                cuts = sum(
+                    stop - start for document, start, stop in slice_ if stop - start < int(plan.lengths[document])
+                )
+                forgets = plan.keeps is not None and place < len(sequence) - plan.keeps
+                whole.append(tokens + kept * cuts)
+                left.append((recomputed if forgets else 1.0) * tokens + kept * cuts)
+                again[0, d, :, len(whole) - 1] = forgets and recomputed < 1
+        for rank, of_rank in enumerate(of_column):
+            held = 0.0
+            for stage, micro_batch, kind in of_rank:
+                if kind == FORWARD:
+                    held += blocks[stage] * left[micro_batch]
+                    peaks[rank] = max(peaks[rank], held)
+                    continue
+                if kind != WEIGHT:  # what runs again is held once more
+                    peaks[rank] = max(peaks[rank], held + blocks[stage] * (whole[micro_batch] - left[micro_batch]))
+                if kind != INPUT:
+                    held -= blocks[stage] * left[micro_batch]
+    rows = peaks / _most_at_once(job) / layout.cp
+    if recomputed < 1:
+        most = np.array([_most_rows(job, rank) for rank in range(layout.pp)])
+        over = np.clip((rows - most) / (rows * (1 - recomputed)), 0, 1)
+        rows = rows * (1 - over * (1 - recomputed))
+        for rank, mine in enumerate(layout.rank_stages):
+            again[:, :, mine] = np.maximum(again[:, :, mine], over[rank])
+    return again, float(max(_rank_memory(job, int(count), rank) for rank, count in enumerate(rows.tolist())))
+
+
+@lru_cache(maxsize=512)
+def _recomputed_share(job: Job) -> float:
+    """What a micro-batch leaves that runs forward again, over what it leaves as ``job`` recomputes anyway."""
+    full, own = (
+        LayerMemory(one, _LEAST_TOKENS).blocks(range(1))[0].held
+        for one in (replace(job, activation_checkpointing="full"), job)
+    )
+    return full / own
+
+
+@lru_cache(maxsize=512)
+def _most_at_once(job: Job) -> NDArray[np.float64]:
+    """Micro-batches in blocks that each rank holds at once in the named schedule, by which memory is predicted."""
+    blocks = job.stage_blocks.tolist()
+    changes = (
+        [blocks[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
+        for of_rank in job.layout.operations(_ROUNDS * job.layout.pp)
+    )
+    return np.array([max(accumulate(of_rank)) for of_rank in changes], np.float64)
+
+
+@lru_cache(maxsize=4096)
+def _rank_memory(job: Job, rows: int, rank: int) -> int:
+    return predict_rank_memory(job, [rows] * (_ROUNDS * job.layout.pp), rank).total
+
+
+@lru_cache(maxsize=512)
+def _most_rows(job: Job, rank: int) -> float:
+    """Rows of each micro-batch that fit a rank's memory, on the line through two predictions."""
+    low, high = (_rank_memory(job, times * _LEAST_TOKENS, rank) for times in (1, 2))
+    return _LEAST_TOKENS * (1 + (job.memory_limit.number_of_bytes - low) / (high - low))
+
+
+@dataclass(frozen=True)
+class SlicedTrial:
+    """A ``LayoutTrial``: ``plan`` with one of its ``settings``."""
+
+    job: Job
+    plan: Callable[..., SlicedPlan]
+    setting: Setting
+
+    @property
+    def layout(self) -> str:
+        chosen = ", ".join(f"{name} {value}" for name, value in self.setting)
+        return f"{layout_of(self.job)}, {self.job.activation_checkpointing}; {chosen}"
+
+    def step(self, lengths: Integers) -> PricedStep:
+        began = time.process_time()
+        plan = self.plan(lengths, self.job, **dict(self.setting))
+        planning = time.process_time() - began
+        return PricedStep(price(plan, self.job), plan.trained, planning)
+
+
+@dataclass(frozen=True)
+class SlicedPolicy(Policy):
+    """``plan`` turns whole documents into a ``SlicedPlan`` for a job with a pipeline.
+
+    The nearest layouts with the first of its ``settings`` are tried with all of them, and then all layouts with the
+    fastest of these. ``interleaves`` says that ranks may have several stages,
+    ``spreads_head`` that all of them have a part of the output head, as in plans that exchange.
+    """
+
+    plan: Callable[..., SlicedPlan]
+    settings: Sequence[Mapping[str, int | str]]
+    interleaves: bool = True
+    spreads_head: bool = False
+
+    def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
+        draws = batches_of_draws(lengths, space, steps)
+        jobs = _jobs(space, draws[0][0], interleaves=self.interleaves, spreads_head=self.spreads_head)
+        search = _Search(self.plan, draws[0][0], jobs)
+        first, *_ = settings = [tuple(setting.items()) for setting in self.settings]
+        nearest = search.over_layouts(first)[:_NEAREST]
+        found = search.ranked(replace(trial, setting=setting) for trial in nearest for setting in settings)
+        if found:
+            found = search.over_layouts(found[0].setting)
+        return replace(best_of(name, found[:_NEAREST], draws, space), tried=len(found))
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What trials take for the first documents: each layout with one setting, then the nearest ones with every one."""
+
+    plan: Callable[..., SlicedPlan]
+    documents: Integers
+    jobs: Sequence[tuple[float, Job]]  # and what each would take at least, ascending
+    seconds: dict[SlicedTrial, float] = field(default_factory=dict)
+
+    def over_layouts(self, setting: Setting) -> list[SlicedTrial]:
+        """The fastest first; no layout is tried that would be slower were all of its micro-batches alike."""
+        for least, job in self.jobs:
+            if least > min(self.seconds.values(), default=np.inf):
+                break
+            self.ranked([SlicedTrial(job, self.plan, setting)])
+        return self.ranked([])
+
+    def ranked(self, trials: Iterable[SlicedTrial]) -> list[SlicedTrial]:
+        """All trials so far and these, the fastest first, but for those that do not fit the memory."""
+        for trial in trials:
+            if trial in self.seconds:
+                continue
+            self.seconds[trial] = np.inf
+            plan = trial.plan(self.documents, trial.job, **dict(trial.setting))
+            if _busiest(plan, trial.job) < min(self.seconds.values()):
+                step = price(plan, trial.job)
+                if step.memory_bytes <= trial.job.memory_limit.number_of_bytes:
+                    self.seconds[trial] = step.seconds
+        fitting = [trial for trial, seconds in self.seconds.items() if seconds < np.inf]
+        return sorted(fitting, key=self.seconds.__getitem__)
+
+
+def _jobs(space: SearchSpace, documents: Integers, *, interleaves: bool, spreads_head: bool) -> list[tuple[float, Job]]:
+    """Pipelines, and what a step would take at least, ascending: as if all of its micro-batches were alike."""
+    found: list[tuple[float, Job]] = []
+    for mesh in meshes(space):
+        if mesh.cp > 1 or mesh.pp == 1 or (mesh.virtual_pp > 1 and not interleaves):
+            continue
+        if (on_mesh := job_on(space, "fixed-4d", mesh, mesh.pp)) is None:
+            continue
+        for kind in _KINDS:
+            job = with_stages(replace(on_mesh, activation_checkpointing=kind), documents)
+            if spreads_head:
+                blocks = dealt_blocks(job.shape.layers, job.layout, head=0.0)
+                job = replace(job, layout=replace(job.layout, stage_blocks=blocks))
+            capacity = max(_LEAST_TOKENS, space.batch_tokens // (mesh.dp * _FINE * mesh.pp))
+            least = ideal_seconds(documents, Ranks(job, capacity)) * (_WITHOUT_HEAD if spreads_head else 1)
+            found += [(least, grouped) for grouped in _grouped(job, space.context_window)]
+    return sorted(found, key=itemgetter(0))
+
+
+def _grouped(job: Job, window: int) -> Iterator[Job]:
+    """``job`` with its data-parallel ranks in context-parallel groups of every size that is worth trying."""
+    for cp in (1, 2, 4, 8, 16, 32, 64):
+        if job.layout.dp % cp == 0 and cp * _LEAST_TOKENS <= window:
+            dp = job.layout.dp // cp
+            packing = job.packing.changed(micro_batches=dp * job.layout.pp)
+            yield replace(job, layout=replace(job.layout, cp=cp, dp=dp), packing=packing)

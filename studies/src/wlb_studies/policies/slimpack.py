@@ -1,0 +1,74 @@
+"""SlimPack: slices packed evenly, for forward and backward apart.
+
+Source: SlimPack (arXiv 2509.26246), abstract, read: documents are decomposed to slices, which are assembled to balanced
+units that differ between forward and backward; a solver in two phases is guided by a simulator. Second hand: the solver
+is an integer program and a search; documents that are too long for a pipeline are shared by several.
+
+Assumed in its favour: units are as even as those of our own slices (``wlb.packing.slices``), forward by what a forward
+takes and backward by what a backward does; the i-th backward needs the i-th forward only, wherever its slices went
+forward; 1F1B over slices, interleaved too; the number of units is found by simulation. Assumed: pipelines that are too
+few for a document have it in context-parallel groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from wlb.errors import UserError
+from wlb.job.job import Job
+from wlb.packing.slices import Sliced, sliced_columns
+from wlb.workload import Costs
+from wlb.workload.base import Direction, Seconds
+from wlb_studies.policies.filling import Integers, lightest, longest_first
+from wlb_studies.policies.sliced import Column, Piece, Slice, SlicedPlan
+
+SETTINGS = [{"units": rounds} for rounds in (8, 4, 16, 6, 3)]
+_LARGE = 2**20  # tokens, of which one costs what each of many costs
+
+
+@dataclass(frozen=True)
+class _OfPass:
+    """Prices of documents in forwards, or in backwards, on a single pipeline."""
+
+    costs: Costs
+    phase: Direction
+    columns: int = 1
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        once, twice = self.costs.linear_seconds([_LARGE, 2 * _LARGE], self.phase)
+        tokens = np.asarray(lengths, np.float64)
+        return self.costs.attention_seconds(tokens, self.phase) + float(twice - once) / _LARGE * tokens
+
+
+def asymmetric_units(lengths: Integers, job: Job, units: int) -> SlicedPlan:
+    """``units`` for each pipeline rank, forward and backward."""
+    seconds, dp = job.costs.document_seconds(lengths), job.layout.dp
+    of_columns, _ = lightest(longest_first(lengths), seconds, dp, lengths, int(lengths.sum()))
+    count = units * job.layout.pp
+    forward, backward = (
+        [_column(mine, lengths, count, _OfPass(job.costs, phase)) for mine in of_columns]
+        for phase in ("forward", "backward")
+    )
+    return SlicedPlan(lengths, forward, backward=backward)
+
+
+def _column(documents: Sequence[int], lengths: Integers, count: int, prices: _OfPass) -> Column:
+    mine = lengths[list(documents)]
+    (planned,), left = sliced_columns(mine.tolist(), count, int(mine.sum()) or 1, prices)
+    if left:
+        raise UserError(f"{len(left)} documents find no room in {count} units; give more")
+    sequences: list[list[Slice]] = []
+    for unit in planned:
+        if not unit.start:
+            sequences.append([])
+        sequences[-1].append(_slice(unit, documents, mine))
+    return sequences
+
+
+def _slice(unit: Sliced, documents: Sequence[int], lengths: Integers) -> Slice:
+    whole = [Piece(documents[index], 0, int(lengths[index])) for index in unit.documents]
+    return whole if unit.sliced < 0 else [Piece(documents[unit.sliced], unit.start, unit.stop), *whole]
