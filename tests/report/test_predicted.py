@@ -17,7 +17,7 @@ from wlb.report.predicted import predicted_report
 from wlb.simulate import simulate
 from wlb.simulate.estimate import estimate, question_of
 from wlb.simulate.search import drawn
-from wlb.simulate.verdict import BASELINE, BALANCED, PER_DOCUMENT, Verdict
+from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT, Verdict
 
 CHARTS = ["gain-chart", "lengths", "where-chart", "ranks-chart", "pipeline-chart", "sharding-chart"]
 

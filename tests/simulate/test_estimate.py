@@ -25,7 +25,7 @@ from wlb.job.config_file import load_config
 from wlb.job.job import Job
 from wlb.simulate.estimate import CONFIGURED, _each, config_of, estimate, judge_config, question_of
 from wlb.simulate.job import simulated_job
-from wlb.simulate.verdict import BASELINE, BALANCED, PER_DOCUMENT
+from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT
 from wlb.workload import MODEL_SHAPES
 
 
@@ -54,7 +54,9 @@ def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path
     """Of random jobs, in the layouts that are found and in one that is given, with much to gain and with little."""
     lengths, settings = random_question(seed)
     try:
-        found = estimate(question_of(lengths=lengths, **settings), lengths, (BASELINE, BALANCED, PER_DOCUMENT), 2, source="x")
+        found = estimate(
+            question_of(lengths=lengths, **settings), lengths, (BASELINE, BALANCED, PER_DOCUMENT), 2, source="x"
+        )
     except UserError:  # no layout fits
         return
     base = found.searched[BASELINE].job

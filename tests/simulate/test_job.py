@@ -73,7 +73,10 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
     ("make", "message"),
     [
         (lambda: replace(job(dp=2), layout=Layout(dp=3)), "must be a multiple of parallel.dp = 3"),
-        (lambda: job(pp=2, schedule="gpipe"), "unknown pipeline schedule 'gpipe'; choose from auto, 1f1b, interleaved_1f1b, planned"),
+        (
+            lambda: job(pp=2, schedule="gpipe"),
+            "unknown pipeline schedule 'gpipe'; choose from auto, 1f1b, interleaved_1f1b, planned",
+        ),
         (lambda: simulated_job(SHAPE, WINDOW, "worst"), "preset 'worst' is unknown"),
         (lambda: Job.from_config(configuration(model={"pretrained": Path("x")})), "holds no config.json"),
     ],

@@ -97,7 +97,8 @@ def test_a_system_that_delays_is_as_fast_later_on():
     sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 8}
     question = question_of("7b", "h100", 64, LENGTHS, context_window=WINDOW, batch_tokens=4 * WINDOW, fixed=sizes)
     early, late = (
-        estimate(question, LENGTHS, [BALANCED], steps, source="x").verdict.systems[BALANCED].work_rate for steps in (16, 64)
+        estimate(question, LENGTHS, [BALANCED], steps, source="x").verdict.systems[BALANCED].work_rate
+        for steps in (16, 64)
     )
     assert early == pytest.approx(late, rel=0.02)
 
