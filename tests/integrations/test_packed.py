@@ -59,13 +59,11 @@ def documents_in(batch: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("of_stream", [False, True])
-@pytest.mark.parametrize("preset", ["balanced", "balanced"])
-def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counted(of_stream, preset):
+def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counted(of_stream):
     documents = [*DOCUMENTS, torch.arange(150) % 97]
-    settings = SIZES | {"preset": preset} | ({"pool": 1, "pool_micro_batches": 2} if preset == "balanced" else {})
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("default")
-        steps = packed_batches(iter(documents) if of_stream else documents, **settings)
+        steps = packed_batches(iter(documents) if of_stream else documents, **SIZES)
         planned = [*steps]
     (told,) = [str(one.message) for one in warned]
     assert told.startswith("wlb: documents are over context_window = 64; overlong = 'split', and")

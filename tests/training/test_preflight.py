@@ -94,7 +94,6 @@ OTHER_PACKING = ("plain-4d", "fixed-4d", "wlb-llm")
     [
         ("parallel", "balanced"),
         ("packing", "balanced"),
-        ("packing", "balanced"),
         *(pytest.param(section, "balanced", marks=pytest.mark.exhaustive) for section in OTHER_SECTIONS),
         *(pytest.param("packing", preset, marks=pytest.mark.exhaustive) for preset in OTHER_PACKING),
     ],

@@ -62,7 +62,7 @@ def _train_and_lose_a_node(config: JobConfig) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(4 * SECONDS)
-@pytest.mark.parametrize("preset", ["balanced", "balanced"])
+@pytest.mark.parametrize("preset", ["balanced", "wlb-llm"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["32", "64"])
 def test_many_processes_have_the_losses_of_single_documents_with_a_node_less_too(tmp_path, layout, preset):
     write_store(tmp_path / "store", longest=8 * WINDOW)

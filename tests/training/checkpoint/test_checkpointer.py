@@ -73,7 +73,7 @@ def configure(folder: Path, key: str, **changes: dict[str, Any]) -> JobConfig:
     }
     for name, section in changes.items():
         sections[name] = sections[name] | section
-    return job(folder, "balanced" if method else "balanced", **sections)
+    return job(folder, **sections)
 
 
 def train(config: JobConfig) -> None:
