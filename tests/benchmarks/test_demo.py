@@ -118,19 +118,19 @@ def _measured(preset: str, steps: list[list[list[Any]]], clock: list[float]) -> 
 
 def test_what_is_printed_and_drawn_follows_from_the_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     base = _measured("plain-4d", [_step(3.5, 1.5), _step(0.5, 2.5)], clock=[5.0, 4.0])
-    ours = _measured("elastic", [_step(2.5, 2.5), _step(1.5, 2.0)], clock=[3.0, 3.0])
+    ours = _measured("balanced", [_step(2.5, 2.5), _step(1.5, 2.0)], clock=[3.0, 3.0])
     demo.show_measured(base, ours, 16_384)
     demo.show_simulated(CHECKED)
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if "x " in line}
     assert rows["plain-4d"] == ["1.00x", "3.500", "1.40", "4.500", "1.00x"]  # (4 + 3) / 2, over (3 + 2) / 2
-    assert rows["elastic"] == ["1.27x", "2.750", "1.05", "3.000", "1.50x"]  # 7 / 5.5, and 9 / 6 by the clock
+    assert rows["balanced"] == ["1.27x", "2.750", "1.05", "3.000", "1.50x"]  # 7 / 5.5, and 9 / 6 by the clock
     text = " ".join(printed.split())
     assert "even ranks would give 1.40x; elastic reaches 91% of that" in text
     assert "The clock means little here: it ran 1.3 times" in text
     assert f"simulated: 64 GPUs, each system in its own fastest layout {CHECKED['verdict']}" in text
-    demo.show_measured(_measured("plain-4d", base.notes, [3.5, 3.5]), _measured("elastic", ours.notes, [3, 3]), 16_384)
+    demo.show_measured(_measured("plain-4d", base.notes, [3.5, 3.5]), _measured("balanced", ours.notes, [3, 3]), 16_384)
     assert "means little" not in capsys.readouterr().out
     demo.draw(base, ours, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").stat().st_size < 200_000

@@ -18,10 +18,10 @@ def _trained(preset: str, *, cpu: list[float], predicted: list[float], work: flo
 
 def test_predicted_and_measured_speeds_are_compared_at_equal_work() -> None:
     base = _trained("plain-4d", cpu=[4.0, 4.0], predicted=[5.0, 5.0], work=8.0)
-    row = _trained("best", cpu=[6.0], predicted=[7.5], work=9.0).row(base)
+    row = _trained("balanced", cpu=[6.0], predicted=[7.5], work=9.0).row(base)
     assert (row["speed"], row["predicted_speed"], row["apart"]) == pytest.approx((1.5, 1.5, 0.0))
     assert row["least"] == row["most"] == row["clock_speed"] == 1.5
     assert row["of_ideal"] == pytest.approx(1.5 * 0.8)
     assert row["prediction_error"] == pytest.approx(0.25)
-    slower = _trained("best", cpu=[6.0], predicted=[10.0], work=9.0).row(base)
+    slower = _trained("balanced", cpu=[6.0], predicted=[10.0], work=9.0).row(base)
     assert slower["apart"] == pytest.approx(-0.25)

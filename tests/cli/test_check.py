@@ -18,7 +18,7 @@ TEXTS = ["a" * 3000, "b\nc", "d" * 9000]
 
 
 LITTLE = ("--model", "tiny", "--hardware", "cpu", "--context-window", "4K", "--batch-tokens", "16K", "--steps", 1)
-TWO = ("--systems", "plain-4d,best")
+TWO = ("--systems", "plain-4d,balanced")
 
 
 @pytest.fixture
@@ -37,12 +37,12 @@ def test_where_little_is_gained_one_keeps_what_one_has(even):
     assert "GPU-hours" not in out
     found = json.loads(printed("check", even, *LITTLE, "--gpus", 1, "--json"))
     assert (found["winner"], found["config"], found["gpu_hours_a_day"]) == ("plain-4d", "", 0)
-    assert [row["system"] for row in found["systems"]] == ["plain-4d", "per-document-4d", "best", "elastic"]
+    assert [row["system"] for row in found["systems"]] == ["plain-4d", "per-document-4d", "balanced"]
 
 
 def test_only_the_systems_that_are_named_are_compared(even):
     found = json.loads(printed("check", even, *LITTLE, *TWO, "--gpus", 2, "--json"))
-    assert [row["system"] for row in found["systems"]] == ["plain-4d", "best"]
+    assert [row["system"] for row in found["systems"]] == ["plain-4d", "balanced"]
     assert found["left_out"] == {}
     unknown = refusal("check", even, *LITTLE, "--gpus", 2, "--systems", "plain-4d,wrost")
     assert "preset 'wrost' is unknown; choose from" in unknown
@@ -50,19 +50,19 @@ def test_only_the_systems_that_are_named_are_compared(even):
 
 def test_a_system_that_cannot_run_the_job_is_left_out_and_says_why(even, monkeypatch):
     def searched(question, lengths, preset):
-        return UserError("no pool has room") if preset == "elastic" else question.fastest(preset, lengths)
+        return UserError("no pool has room") if preset == "balanced" else question.fastest(preset, lengths)
 
     monkeypatch.setattr("wlb.simulate.estimate._searched", searched)
     asked = ("check", even, *LITTLE, "--gpus", 1, "--systems")
-    assert "elastic is left out: no pool has room" in printed(*asked, "plain-4d,elastic")
-    found = json.loads(printed(*asked, "plain-4d,elastic", "--json"))
+    assert "balanced is left out: no pool has room" in printed(*asked, "plain-4d,balanced")
+    found = json.loads(printed(*asked, "plain-4d,balanced", "--json"))
     assert [row["system"] for row in found["systems"]] == ["plain-4d"]
-    assert found["left_out"] == {"elastic": "no pool has room"}
-    alone = run(*asked, "elastic")
+    assert found["left_out"] == {"balanced": "no pool has room"}
+    alone = run(*asked, "balanced")
     assert (alone.returncode, alone.stdout, alone.stderr) == (2, "", "wlb: error: no pool has room\n")
-    named = run("simulate", "550m-64k", "--steps", 1, "--systems", "plain-4d,elastic", "--json")
+    named = run("simulate", "550m-64k", "--steps", 1, "--systems", "plain-4d,balanced", "--json")
     assert [row["system"] for row in json.loads(named.stdout)["systems"]] == ["plain-4d"]
-    assert "wlb: warning: elastic is left out: no pool has room" in named.stderr
+    assert "wlb: warning: balanced is left out: no pool has room" in named.stderr
 
 
 def test_the_layout_that_is_given_is_said_with_whether_it_fits(even):
@@ -78,7 +78,7 @@ def test_the_layout_that_is_given_is_said_with_whether_it_fits(even):
     assert "over the memory of these GPUs" not in given
     sizes = ("--dp", 1, "--cp", 1, "--tp", 8, "--pp", 1, "--steps", 1)
     large = printed("check", even, "--context-window", "4K", "--model", "70b", *TWO, *sizes)
-    assert "plain-4d, best: over the memory of these GPUs; the figures assume that they fit" in large
+    assert "plain-4d, balanced: over the memory of these GPUs; the figures assume that they fit" in large
 
 
 @pytest.fixture

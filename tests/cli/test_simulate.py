@@ -111,13 +111,13 @@ def test_a_named_job_prints_where_the_time_goes():
 
 def test_the_search_shows_the_verdict_of_check_and_the_nearest_layouts():
     size = ["--gpus", "2", "--model", "tiny", "--context-window", "4096", "--batch-tokens", "16384", "--steps", "1"]
-    systems = ["--systems", "plain-4d,best", "--hardware", "h100"]
+    systems = ["--systems", "plain-4d,balanced", "--hardware", "h100"]
     out = printed("simulate", "--search", *size, *systems, "--lengths", LENGTHS)
     searched, _, layouts = out.partition("The nearest layouts of each system")
     assert printed("check", LENGTHS, *size, *systems).startswith(searched)
-    rows = re.findall(r"^ (plain-4d|best) +(tp .*?)  +(\w+) +(\d+\.\d%) $", layouts, re.MULTILINE)
+    rows = re.findall(r"^ (plain-4d|balanced) +(tp .*?)  +(\w+) +(\d+\.\d%) $", layouts, re.MULTILINE)
     assert [row[0] for row in rows] == sorted((row[0] for row in rows), reverse=True)
-    for system in ("plain-4d", "best"):
+    for system in ("plain-4d", "balanced"):
         shares = [float(row[3].rstrip("%")) for row in rows if row[0] == system]
         assert shares == sorted(shares, reverse=True)
         assert shares[0] == 100
@@ -174,7 +174,7 @@ def test_a_job_that_the_trainer_refuses_is_simulated_with_a_warning(tmp_path: Pa
     result = wlb("simulate", job, *asked)
     assert result.returncode == 0, result.stderr
     (line,) = result.stderr.splitlines()
-    assert line.startswith("wlb: warning: as configured: with micro-batches of 196608 tokens a process needs up to ")
+    assert line.startswith("wlb: warning: as configured: with micro-batches of 131072 tokens a process needs up to ")
     assert line.endswith("; plain-4d does not fit either")
     assert len(json.loads(result.stdout)["systems"]) == 2
 

@@ -51,7 +51,10 @@ def error_of(*arguments: object) -> str:
         ({"model": {"heads": 3}}, "model.hidden = 16 must be a multiple of 2 x model.heads = 6"),
         ({"model": {"kv_heads": 3}}, "heads = 2, not a multiple of kv_heads = 3"),
         ({"parallel": {"pp": 3}}, "2 layers, fewer than the 3 pipeline stages"),
-        ({"parallel": {"dp": 2, "pp": 4}}, "packing.micro_batches / parallel.dp = 2 cannot fill"),
+        (
+            {"parallel": {"dp": 4, "pp": 2}, "packing": {"method": "sequential"}},
+            "packing.micro_batches / parallel.dp = 1",
+        ),
         ({"data": {"overlong": "error", "context_window": 64}}, "over data.context_window = 64"),
         ({"training": {"device": "cuda"}}, "need a GPU each"),
     ],

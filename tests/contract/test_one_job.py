@@ -98,7 +98,9 @@ def small_cases(draw: st.DrawFn) -> Case:
             "cp": cp,
             "pp": pp,
             "virtual_pp": virtual_pp,
-            "schedule": draw(st.sampled_from(["auto", "auto", "interleaved_1f1b" if virtual_pp > 1 else "1f1b"])),
+            "schedule": draw(st.sampled_from(["auto", "interleaved_1f1b" if virtual_pp > 1 else "1f1b"]))
+            if pp > 1
+            else "auto",
         },
         packing=packing,
         data={"seed": draw(st.integers(0, 9)), "shuffle": draw(st.booleans())},

@@ -59,13 +59,11 @@ def documents_in(batch: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("of_stream", [False, True])
-@pytest.mark.parametrize("preset", ["best", "elastic"])
-def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counted(of_stream, preset):
+def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counted(of_stream):
     documents = [*DOCUMENTS, torch.arange(150) % 97]
-    settings = SIZES | {"preset": preset} | ({"pool": 1, "pool_micro_batches": 2} if preset == "elastic" else {})
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("default")
-        steps = packed_batches(iter(documents) if of_stream else documents, **settings)
+        steps = packed_batches(iter(documents) if of_stream else documents, **SIZES)
         planned = [*steps]
     (told,) = [str(one.message) for one in warned]
     assert told.startswith("wlb: documents are over context_window = 64; overlong = 'split', and")
@@ -132,7 +130,7 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
         *(([1, one], {}, r"document \d is of type (int|str); give token ids") for one in (2, "text")),
         (DOCUMENTS, {"epochs": 1.5}, "epochs must be >= 1 and whole"),
         (iter(DOCUMENTS), {"epochs": 2}, "a stream is one epoch, and epochs = 2"),
-        (iter(DOCUMENTS), {"preset": "elastic", "dp": 2, "rank": 0}, "'elastic' chooses its pools by the lengths"),
+        (iter(DOCUMENTS), {"preset": "balanced", "dp": 2, "rank": 0}, "'elastic' chooses its pools by the lengths"),
         (DOCUMENTS, {"state": stream}, "documents = 'a stream', this run has 80"),
         (DOCUMENTS, {"dp": 0}, "dp must be >= 1; got 0"),
         (DOCUMENTS, {"dp": 2}, "dp x cp = 2 are not the 1 processes"),

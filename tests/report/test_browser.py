@@ -73,7 +73,7 @@ def test_a_hostile_report_is_drawn_without_errors_or_requests(hostile_page: str,
 
 
 def test_a_report_on_runs_is_drawn(tmp_path: Path):
-    before, after = (read_run(write_run(tmp_path / name, seconds=s)) for name, s in (("plain", 3.0), ("best", 2.0)))
+    before, after = (read_run(write_run(tmp_path / name, seconds=s)) for name, s in (("plain", 3.0), ("balanced", 2.0)))
     path = tmp_path / "report.html"
     write_page(path, measured_report(after, before))
     pixels, console, requests = show(path)

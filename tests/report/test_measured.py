@@ -15,7 +15,7 @@ from wlb.report.run_directory import TrainingRun, read_run
 
 
 def two_runs(folder: Path) -> list[TrainingRun]:
-    return [read_run(write_run(folder / name, seconds=s)) for name, s in (("plain", 3.0), ("best", 2.0))]
+    return [read_run(write_run(folder / name, seconds=s)) for name, s in (("plain", 3.0), ("balanced", 2.0))]
 
 
 def test_the_first_step_is_left_out_and_the_rest_measured(tmp_path: Path):

@@ -17,7 +17,7 @@ from wlb.report.predicted import predicted_report
 from wlb.simulate import simulate
 from wlb.simulate.estimate import estimate, question_of
 from wlb.simulate.search import drawn
-from wlb.simulate.verdict import BASELINE, BEST, PER_DOCUMENT, Verdict
+from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT, Verdict
 
 CHARTS = ["gain-chart", "lengths", "where-chart", "ranks-chart", "pipeline-chart", "sharding-chart"]
 
@@ -44,7 +44,7 @@ def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
     page, verdict = read(predicted_report(evidence, source="lengths.json")).text, evidence.verdict
     assert str(verdict) in page
     assert all(line in page for line in about(evidence.found))
-    assert f"{verdict.speed(BEST):.2f}x" in page
+    assert f"{verdict.speed(BALANCED):.2f}x" in page
     prices = evidence.systems[BASELINE].job.work_prices
     for name, system in evidence.systems.items():
         results = [
@@ -62,20 +62,20 @@ def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
 
 def test_the_headline_is_the_speed_at_equal_work(evidence: Evidence):
     """Work left undone is no gain: a system that trains the same tokens in the same time, but cut, is slower."""
-    best = evidence.systems[BEST]
+    best = evidence.systems[BALANCED]
     cut = replace(
         best, step_work_seconds=[0.5 * one for one in best.step_work_seconds], work_seconds=0.5 * best.work_seconds
     )
-    verdict = Verdict([{BASELINE: cut, BEST: best}] * 3)
+    verdict = Verdict([{BASELINE: cut, BALANCED: best}] * 3)
     shown = replace(evidence, found=replace(evidence.found, verdict=verdict))
     text = read(predicted_report(shown, source="lengths.json")).text
-    assert text.index("2.00xspeed at equal work, best over plain-4d") < text.index("tokens/s")
+    assert text.index("2.00xspeed at equal work, balanced over plain-4d") < text.index("tokens/s")
     assert best.tokens_per_second == pytest.approx(cut.tokens_per_second)
 
 
 def test_where_little_is_gained_there_is_no_job_to_copy(evidence: Evidence):
-    best = evidence.systems[BEST]
-    verdict = Verdict([dict.fromkeys((BASELINE, BEST), best)] * 3)
+    best = evidence.systems[BALANCED]
+    verdict = Verdict([dict.fromkeys((BASELINE, BALANCED), best)] * 3)
     kept = replace(evidence, found=replace(evidence.found, verdict=verdict, config=""))
     page = predicted_report(kept, source="lengths.json")
     assert "Keep what you have: no preset is at least 5% faster" in page
@@ -85,7 +85,7 @@ def test_where_little_is_gained_there_is_no_job_to_copy(evidence: Evidence):
     assert charts == CHARTS  # with best as what could be had
 
 
-def test_a_job_that_best_cannot_run_is_reported_too():
+def test_a_job_that_balanced_cannot_run_is_reported_too():
     """It may need more memory than plain-4d in the only layout."""
     lengths = sample_lengths(400, 4096, 0)
     question = question_of("tiny", "cpu", 2, lengths, context_window=4096, batch_tokens=4 * 4096)

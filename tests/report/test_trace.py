@@ -84,13 +84,13 @@ def test_large_jobs_are_drawn_in_part(tmp_path):
 
 def test_systems_have_processes_of_their_own(tmp_path):
     line, tracks, alone = traced(tmp_path, pp=4, cp=2, dp=2)
-    assert write_trace(tmp_path / "two.json", {"plain-4d": line, "elastic": line}) == 2 * tracks
+    assert write_trace(tmp_path / "two.json", {"plain-4d": line, "balanced": line}) == 2 * tracks
     trace = json.loads((tmp_path / "two.json").read_text())
     processes = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
-    assert processes == ["plain-4d dp 0", "plain-4d dp 1", "elastic dp 0", "elastic dp 1"]
+    assert processes == ["plain-4d dp 0", "plain-4d dp 1", "balanced dp 0", "balanced dp 1"]
     spans = [[event for event in one["traceEvents"] if event["ph"] == "X"] for one in (alone, trace)]
     assert spans[1] == spans[0] + [event | {"pid": event["pid"] + 2} for event in spans[0]]
-    assert trace["otherData"]["elastic"]["seconds"] == alone["otherData"]["seconds"] == line.seconds
+    assert trace["otherData"]["balanced"]["seconds"] == alone["otherData"]["seconds"] == line.seconds
 
 
 def test_ranks_are_chosen_by_name(tmp_path):

@@ -1,13 +1,13 @@
-"""Elastic sharding levels tokens and attention at once, cuts what it must, and moves no more than that is worth."""
+"""Balanced sharding levels tokens and attention at once, cuts what it must, and moves no more than that is worth."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from wlb.sharding.elastic import uneven_slices
 
 from wlb.documents.lengths import read_lengths
 from wlb.sharding import MicroBatches, ShardPlan, make_shard_plan, shard_latency
+from wlb.sharding.balanced import uneven_slices
 from wlb.sharding.pieces import rank_tables
 from wlb.workload import make_workload
 
@@ -16,12 +16,12 @@ WORKLOAD = make_workload("llama3-8b", "h100", tp=8)
 
 
 def _slice(lengths: list[int], ranks: int) -> ShardPlan:
-    return make_shard_plan(lengths, ranks, "elastic", workload=WORKLOAD)
+    return make_shard_plan(lengths, ranks, "balanced", workload=WORKLOAD)
 
 
 def _uneven_slices(lengths: list[int], ranks: int) -> ShardPlan:
     pieces = uneven_slices(MicroBatches(np.array(lengths), np.array([len(lengths)])), ranks, WORKLOAD).pieces
-    return ShardPlan("elastic", tuple(lengths), rank_tables(pieces, ranks))
+    return ShardPlan("balanced", tuple(lengths), rank_tables(pieces, ranks))
 
 
 def _unevenness(plan: ShardPlan) -> tuple[float, float]:
@@ -78,12 +78,12 @@ def test_sampled_micro_batches_are_level_in_tokens_in_forward_and_in_backward(wi
 )
 def test_no_plan_of_even_tokens_is_much_faster(model, lengths):
     workload = make_workload(model, "h100", tp=8)
-    elastic, hybrid = (make_shard_plan(lengths, 8, name, workload=workload) for name in ("elastic", "hybrid"))
-    assert _unevenness(elastic)[0] < 1.01
+    balanced, hybrid = (make_shard_plan(lengths, 8, name, workload=workload) for name in ("balanced", "hybrid"))
+    assert _unevenness(balanced)[0] < 1.01
     slices = shard_latency(_uneven_slices(lengths, 8), workload).slowest
-    assert shard_latency(elastic, workload).slowest <= slices
+    assert shard_latency(balanced, workload).slowest <= slices
     if _unevenness(hybrid)[0] < 1.01:
-        assert shard_latency(elastic, workload).slowest <= 1.011 * shard_latency(hybrid, workload).slowest
+        assert shard_latency(balanced, workload).slowest <= 1.011 * shard_latency(hybrid, workload).slowest
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [3, 2], [100, 1], [128] * 5])

@@ -24,13 +24,13 @@ WINDOW = 32_768
 LENGTHS = read_lengths(f"synthetic:4000:{WINDOW}:0")
 
 
-def elastic(**settings: Any) -> Job:
+def balanced(**settings: Any) -> Job:
     sizes = {"tp": 8, "dp": 4, "cp": 2, "micro_batches": 2}
-    return simulated_job("llama3-8b", WINDOW, "elastic", **(sizes | settings))
+    return simulated_job("llama3-8b", WINDOW, "balanced", **(sizes | settings))
 
 
 def test_pools_that_are_given_are_taken():
-    job = decide(elastic(pool=4, packing={"pool_micro_batches": 6}), LENGTHS)
+    job = decide(balanced(pool=4, packing={"pool_micro_batches": 6}), LENGTHS)
     assert (job.layout.dp, job.layout.cp, job.pool, job.micro_batches_per_rank) == (2, 4, 4, 6)
     assert (job.packing.micro_batches, job.layout.world_size) == (12, 64)
     assert job.pools_decided
@@ -38,7 +38,7 @@ def test_pools_that_are_given_are_taken():
 
 
 def test_the_global_batch_stays_what_it_is():
-    undecided = elastic(micro_batches=3)
+    undecided = balanced(micro_batches=3)
     job = decide(undecided, LENGTHS)
     step = next(StepPlanner(job, LENGTHS).plans())
     assert abs(step.tokens - 12 * WINDOW) < WINDOW
@@ -51,13 +51,13 @@ def test_pools_that_fit_are_taken_where_any_do(window: int, global_batch: int):
     """Level steps, and more than one micro-batch, hold whole gathered weights and gradients, which do not fit here."""
     packing = {"micro_batches": 32, "global_batch": global_batch}
     sizes: dict[str, Any] = {"tp": 1, "cp": 8, "dp": 32, "activation_checkpointing": "full"}
-    job = simulated_job("llama3-70b", window, "elastic", packing=packing, **sizes)
+    job = simulated_job("llama3-70b", window, "balanced", packing=packing, **sizes)
     assert fits(decide(job, np.full(2 * global_batch * window // 4096, 4096)))
 
 
 def test_no_document_waits_and_steps_are_of_one_size():
     at_once, waiting = (
-        simulate(elastic(pool=8, packing={"pool_micro_batches": 8, "max_delay": delay}), LENGTHS, 12)
+        simulate(balanced(pool=8, packing={"pool_micro_batches": 8, "max_delay": delay}), LENGTHS, 12)
         for delay in (0, 4)
     )
     assert at_once.token_delay == 0 < waiting.token_delay
@@ -88,7 +88,7 @@ def test_no_document_waits_and_steps_are_of_one_size():
 )
 def test_pools_that_cannot_run_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        decide(elastic(**settings), LENGTHS)
+        decide(balanced(**settings), LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_pools_that_cannot_run_are_refused(settings, message):
 )
 def test_a_large_global_batch_is_decided_on_by_a_part_of_it(global_batch, settings):
     packing = {"global_batch": global_batch, **settings.get("packing", {})}
-    job = simulated_job("tiny", 64, "elastic", **({"dp": 2, "micro_batches": 4} | settings | {"packing": packing}))
+    job = simulated_job("tiny", 64, "balanced", **({"dp": 2, "micro_batches": 4} | settings | {"packing": packing}))
     lengths = np.random.default_rng(0).integers(1, 65, 1000)
     decided = decide(job, lengths)
     assert decided.pools_decided
@@ -125,7 +125,7 @@ def all_choices(job: Job, lengths: np.ndarray) -> list[Job]:
     found = []
     for size in (size for size in range(1, job.layout.replicas + 1) if job.layout.replicas % size == 0):
         for count in range(1, 2 * pools.global_batch * size // job.layout.replicas + 1):
-            for grouping in ("even", "alike"):
+            for grouping in ("even", "slices"):
                 with suppress(UserError):
                     chosen = replace(pools, size=size, micro_batches=count, grouping=grouping)
                     found.append(decide(job.with_pools(chosen), lengths))
@@ -140,7 +140,7 @@ def test_pools_fit_wherever_any_do_and_hardly_any_are_faster(seed: int):
     hardware = replace(hardware_preset("h100"), memory_bytes=float(random.choice([6e9, 12e9, 40e9])))
     pp, dp = int(random.choice([1, 2])), int(random.choice([2, 4]))
     packing = {"micro_batches": dp, "global_batch": int(random.choice([4, 8]))}
-    job = simulated_job("550m", 8192, "elastic", hardware=hardware, dp=dp, pp=pp, tp=2, packing=packing)
+    job = simulated_job("550m", 8192, "balanced", hardware=hardware, dp=dp, pp=pp, tp=2, packing=packing)
     lengths = sample_lengths(600, 8192, seed, median_fraction=float(random.choice([1 / 64, 1 / 4])))
     choices = all_choices(job, lengths)
     found = decide(job, lengths)

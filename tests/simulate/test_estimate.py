@@ -25,7 +25,7 @@ from wlb.job.config_file import load_config
 from wlb.job.job import Job
 from wlb.simulate.estimate import CONFIGURED, _each, config_of, estimate, judge_config, question_of
 from wlb.simulate.job import simulated_job
-from wlb.simulate.verdict import BASELINE, BEST, ELASTIC
+from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT
 from wlb.workload import MODEL_SHAPES
 
 
@@ -54,7 +54,9 @@ def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path
     """Of random jobs, in the layouts that are found and in one that is given, with much to gain and with little."""
     lengths, settings = random_question(seed)
     try:
-        found = estimate(question_of(lengths=lengths, **settings), lengths, (BASELINE, BEST, ELASTIC), 2, source="x")
+        found = estimate(
+            question_of(lengths=lengths, **settings), lengths, (BASELINE, BALANCED, PER_DOCUMENT), 2, source="x"
+        )
     except UserError:  # no layout fits
         return
     base = found.searched[BASELINE].job
@@ -96,11 +98,11 @@ def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: 
             writer.add(np.zeros(4096, np.int64))
     lengths = np.full(9, 4096)
     question = question_of("tiny", "h100", 2, lengths, context_window=4096, batch_tokens=2 * 4096, source=store)
-    job = question.fastest(BEST, lengths).job
+    job = question.fastest(BALANCED, lengths).job
     path = tmp_path / "job.toml"
-    path.write_text(config_of(BEST, job, question.fastest(BASELINE, lengths).job, "tiny", store), encoding="utf-8")
+    path.write_text(config_of(BALANCED, job, question.fastest(BASELINE, lengths).job, "tiny", store), encoding="utf-8")
     config = load_config(path)
-    assert (config.preset, str(config.data.store), config.data.context_window) == (BEST, store, 4096)
+    assert (config.preset, str(config.data.store), config.data.context_window) == (BALANCED, store, 4096)
     assert config.model.vocab_size == job.shape.vocab_size == 33_024
     assert config.parallel.layout == job.layout
     assert config.packing.max_length_factor == job.packing.max_length_factor
@@ -111,7 +113,7 @@ def test_the_configuration_of_a_measured_job_names_the_model_that_was_measured(l
     shape = replace(MODEL_SHAPES["tiny"], layers=layers, vocab_size=7)
     job = simulated_job(shape, 4096, micro_batches=2)
     measured = replace(job, profile=analytic_profile(shape)).with_length_factor(1.0)
-    text = config_of(BEST, measured, job, "llama3-8b", "lengths.json")
+    text = config_of(BALANCED, measured, job, "llama3-8b", "lengths.json")
     assert tomllib.loads(text)["model"]["name"] == name
 
 
@@ -121,7 +123,7 @@ def test_a_layout_that_is_given_is_kept_by_all_systems():
     for system in found["systems"]:
         layout = system["layout"]
         assert (layout["dp"] * layout["cp"], layout["pp"], layout["tp"]) == (4, 2, 8)
-    searched = wlb(*asked, "--systems", "plain-4d,best", "--gpus", 16, "--tp", 4)
+    searched = wlb(*asked, "--systems", "plain-4d,balanced", "--gpus", 16, "--tp", 4)
     assert {system["layout"]["tp"] for system in searched["systems"]} == {4}
 
 
@@ -140,10 +142,10 @@ def test_what_is_assumed_is_said_with_the_option_that_sets_it():
 def test_a_search_ranks_the_layouts_of_every_preset_that_check_names():
     asked = ("--gpus", 4, "--model", "550m", "--context-window", "8K", "--batch-tokens", "128K", "--steps", 2)
     lengths = "synthetic:2000:8K:0"
-    searched = wlb("simulate", "--search", *asked, "--lengths", lengths, "--systems", "plain-4d,best")
-    checked = wlb("check", lengths, *asked, "--systems", "plain-4d,best")
+    searched = wlb("simulate", "--search", *asked, "--lengths", lengths, "--systems", "plain-4d,balanced")
+    checked = wlb("check", lengths, *asked, "--systems", "plain-4d,balanced")
     assert searched["systems"] == checked["systems"]
-    assert {*searched["layouts"]} == {"plain-4d", "best"}
+    assert {*searched["layouts"]} == {"plain-4d", "balanced"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")

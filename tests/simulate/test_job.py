@@ -47,7 +47,7 @@ def test_a_configuration_becomes_the_job_it_describes():
 
 
 def test_the_length_factor_is_what_memory_allows():
-    config = configuration(model={"name": "550m"}, packing={"max_length_factor": "auto"})
+    config = configuration(preset="wlb-llm", model={"name": "550m"}, packing={"max_length_factor": "auto"})
     simulated = decide(Job.from_config(config), NO_LENGTHS)
     assert 1 <= float(simulated.packing.max_length_factor) <= 4
     assert fits(simulated)
@@ -73,7 +73,10 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
     ("make", "message"),
     [
         (lambda: replace(job(dp=2), layout=Layout(dp=3)), "must be a multiple of parallel.dp = 3"),
-        (lambda: job(pp=2, schedule="gpipe"), "unknown pipeline schedule 'gpipe'; choose from 1f1b, interleaved_1f1b"),
+        (
+            lambda: job(pp=2, schedule="gpipe"),
+            "unknown pipeline schedule 'gpipe'; choose from auto, 1f1b, interleaved_1f1b, planned",
+        ),
         (lambda: simulated_job(SHAPE, WINDOW, "worst"), "preset 'worst' is unknown"),
         (lambda: Job.from_config(configuration(model={"pretrained": Path("x")})), "holds no config.json"),
     ],

@@ -27,7 +27,7 @@ from wlb.workload import model_shape
 
 def level_job(**settings) -> Job:
     packing = {"grouping": "level", "global_batch": 16} | settings.pop("packing", {})
-    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=8, micro_batches=2, tp=2, packing=packing, **settings)
+    job = simulated_job("llama3-8b", WINDOW, "balanced", dp=8, micro_batches=2, tp=2, packing=packing, **settings)
     return decide(job, documents())
 
 
@@ -50,7 +50,7 @@ def test_it_is_one_pool_of_all_ranks(job):
 @pytest.mark.parametrize(("dp", "per_node"), [(2, 2), (4, 4), (6, 2), (12, 4), (16, 4)])
 def test_ranks_that_are_planned_as_a_node_lie_on_one(dp, per_node):
     """A node has four ranks of two GPUs."""
-    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=dp, micro_batches=2, tp=2, packing={"grouping": "level"})
+    job = simulated_job("llama3-8b", WINDOW, "balanced", dp=dp, micro_batches=2, tp=2, packing={"grouping": "level"})
     assert job.pools is not None
     prices = job.with_pools(replace(job.pools, size=dp)).packing_prices
     assert isinstance(prices, LevelPrices)
@@ -77,7 +77,7 @@ def test_prices_are_what_micro_batches_take(kind):
 
 def test_measured_prices_replace_those_of_hardware():
     job = decide(
-        simulated_job("tiny", 4096, "elastic", hardware="cpu", dp=2, packing={"grouping": "level"}), documents()
+        simulated_job("tiny", 4096, "balanced", hardware="cpu", dp=2, packing={"grouping": "level"}), documents()
     )
     plan = StepPlan(0, ((MicroBatch((Segment(0, 0, 4096),), 1.0, (0, 1)), MicroBatch((Segment(1, 0, 9),), 1.0, (0,))),))
     profiles = [analytic_profile(model_shape("tiny"), times=times) for times in (1.0, 2.0)]
@@ -125,9 +125,9 @@ def test_the_timeline_has_no_rank_in_two_places(job, plans, tmp_path):
 def test_what_level_steps_cannot_have(settings, said):
     packing = {"grouping": "level"} | settings.pop("packing", {})
     with pytest.raises(UserError, match=said):
-        decide(simulated_job("llama3-8b", WINDOW, "elastic", **{"dp": 2} | settings, packing=packing), documents())
+        decide(simulated_job("llama3-8b", WINDOW, "balanced", **{"dp": 2} | settings, packing=packing), documents())
 
 
 def test_a_loop_in_lock_step_gets_pools():
-    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=2, micro_batches=2, tp=2)
+    job = simulated_job("llama3-8b", WINDOW, "balanced", dp=2, micro_batches=2, tp=2)
     assert [decide(job, documents(500), lock_step=only).levels_steps for only in (False, True)] == [True, False]

@@ -6,11 +6,12 @@ import numpy as np
 
 from tests.simulate.jobs import documents, job
 from wlb.simulate import simulate
+from wlb.simulate.decide import decide
 from wlb.simulate.rate import rate
 
 
 def test_rate_is_that_of_the_simulation():
-    simulated = job("best", pp=2, cp=2, dp=2)
+    simulated = decide(job("balanced", pp=2, cp=2, dp=2), documents())
     result = simulate(simulated, documents(), 5)
     rated = rate(simulated, documents(), 5, simulated.work_prices)
     assert rated.work_rate == result.work_rate

@@ -11,12 +11,13 @@ from tests.simulate.jobs import WINDOW, documents, job
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
 from wlb.simulate import simulate, simulate_steps
+from wlb.simulate.decide import decide
 
 LENGTHS = documents(300)
 
 
 def test_means_are_those_of_the_steps():
-    simulated = job("wlb-llm", pp=2, cp=2, dp=2)
+    simulated = decide(job("wlb-llm", pp=2, cp=2, dp=2), LENGTHS)
     seen: list[int] = []
     result = simulate(simulated, LENGTHS, 9, on_progress=seen.append)
     steps = simulate_steps([*islice(StepPlanner(simulated, LENGTHS).plans(), 9)], simulated)

@@ -40,7 +40,7 @@ def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) ->
             continue
         layout = Layout(tp, cp, pp, dp, stages, "interleaved_1f1b" if stages > 1 else "1f1b")
         micro_batches = space.micro_batches // dp
-        packing = {"micro_batches": dp, "global_batch": space.micro_batches} if preset == "elastic" else None
+        packing = {"micro_batches": dp, "global_batch": space.micro_batches} if preset == "balanced" else None
         if packing is None and (space.micro_batches % dp or micro_batches < pp):
             continue
         for kind in get_args(Checkpointing):
@@ -85,7 +85,7 @@ def random_space(seed: int) -> tuple[SearchSpace, str, np.ndarray]:
     return search_space(model, gpus, window, hardware=hardware, batch_tokens=windows * window), preset, lengths
 
 
-@pytest.mark.parametrize("preset", ["plain-4d", "best"])
+@pytest.mark.parametrize("preset", ["plain-4d", "balanced"])
 def test_no_step_takes_less_than_the_bound(preset: str):
     """On the same documents, in every layout: the search stops where the bound falls behind what it has."""
     lengths = documents(800)
@@ -97,7 +97,7 @@ def test_no_step_takes_less_than_the_bound(preset: str):
 
 def test_sizes_that_are_fixed_are_kept():
     space = search_space(SHAPE, 8, WINDOW, batch_tokens=16 * WINDOW, fixed={"tp": 2, "pp": 2})
-    for rated in fastest_layout(space, documents(), "best").ranking:
+    for rated in fastest_layout(space, documents(), "balanced").ranking:
         assert (rated.job.layout.tp, rated.job.layout.pp, rated.job.layout.world_size) == (2, 2, 8)
 
 
@@ -105,7 +105,7 @@ def test_of_a_layout_that_is_given_something_comes_back_though_it_does_not_fit()
     tiny = replace(SMALL, memory_bytes=1e6)
     sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 2}
     space = search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW, fixed=sizes)
-    for preset in ("plain-4d", "best", "elastic"):
+    for preset in ("plain-4d", "balanced"):
         job = fastest_layout(space, documents(), preset).job
         assert not fits(job)
         assert job.activation_checkpointing == "full"
@@ -123,13 +123,13 @@ def test_mistakes_are_named_in_one_line(arguments, message):
 def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():
     space = search_space(SHAPE, 37, WINDOW, batch_tokens=16 * WINDOW, fixed={"cp": 1})
     with pytest.raises(UserError, match=r"no layout of 37 GPUs, cp = 1 divides a global batch of 16 .* another number"):
-        fastest_layout(space, documents(), "best")
+        fastest_layout(space, documents(), "wlb-llm")
     tiny = replace(SMALL, memory_bytes=1e6)
     with pytest.raises(UserError, match=r"no layout of 2 GPUs with 0.* GiB each fits this model"):
-        fastest_layout(search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW), documents(), "best")
+        fastest_layout(search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW), documents(), "wlb-llm")
 
 
-# `make test` tries those that are quick to try in all layouts, none of them of `elastic`; `make test-all` all thirty.
+# `make test` tries those that are quick to try in all layouts, none of them of `balanced`; `make test-all` all thirty.
 QUICK = (0, 7, 2, 3, 16)
 
 
@@ -160,7 +160,7 @@ def test_a_layout_that_is_unlucky_in_one_step_of_many_windows_is_rated_on_more()
     """The draw decides by 5% in the first step, though it has 64 windows."""
     space = search_space("550m", 32, 131_072, hardware="a100", batch_tokens=2**23)
     layout = fastest_layout(space, sample_lengths(20_000, 131_072, 9), "per-document-4d").job.layout
-    assert (layout.tp, layout.cp, layout.pp, layout.virtual_pp, layout.dp) == (4, 2, 2, 2, 2)
+    assert (layout.tp, layout.cp, layout.pp, layout.virtual_pp, layout.dp) == (4, 2, 2, 4, 2)
 
 
 def test_a_layout_that_is_lucky_in_the_first_draw_only_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch):

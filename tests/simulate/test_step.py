@@ -25,7 +25,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("preset", ["plain-4d", "best"])
+@pytest.mark.parametrize("preset", ["plain-4d", "balanced"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_causes_sum_to_the_step(layout, preset):
     simulated = job(preset, **layout)
@@ -60,7 +60,7 @@ def test_what_the_job_lacks_costs_nothing():
 
 
 def test_steps_are_priced_together_as_alone():
-    simulated = job("best", pp=2, cp=2, dp=2)
+    simulated = job("balanced", pp=2, cp=2, dp=2)
     plans = [*islice(StepPlanner(simulated, documents()).plans(), 5)]
     together = simulate_steps(plans, simulated)
     alone = [simulate_step(plan, simulated) for plan in plans]

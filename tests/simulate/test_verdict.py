@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from wlb.documents.synthetic import sample_lengths
 from wlb.simulate import CAUSES, SimulationResult
 from wlb.simulate.estimate import Estimate, estimate, question_of
-from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, FACTORS, LOST, PARTS, Verdict, rounded
+from wlb.simulate.verdict import BALANCED, BASELINE, FACTORS, LOST, PARTS, PER_DOCUMENT, Verdict, rounded
 
 WINDOW = 8192
 LENGTHS = sample_lengths(2000, WINDOW, seed=1)
@@ -22,7 +22,7 @@ LENGTHS = sample_lengths(2000, WINDOW, seed=1)
 @pytest.fixture(scope="module")
 def found() -> Estimate:
     question = question_of("7b", "h100", 16, LENGTHS, context_window=WINDOW, batch_tokens=32 * WINDOW)
-    return estimate(question, LENGTHS, (BASELINE, BEST, ELASTIC), 4, source="lengths.json")
+    return estimate(question, LENGTHS, (BASELINE, BALANCED, PER_DOCUMENT), 4, source="lengths.json")
 
 
 def with_speeds(results: Mapping[str, SimulationResult], speeds: Mapping[str, Sequence[float]]) -> Verdict:
@@ -56,28 +56,28 @@ def test_factors_multiply_to_the_speed_and_balance_gives_no_more_than_is_lost(fo
 
 
 @pytest.mark.parametrize(
-    ("of_best", "of_elastic", "winner"),
+    ("of_another", "of_balanced", "winner"),
     [
-        ([1.2] * 3, [1.4] * 3, ELASTIC),
-        ([1.2] * 3, [1.195] * 3, ELASTIC),
-        ([1.2] * 3, [1.1] * 3, BEST),
-        ([1.06, 1.3, 1.2], [1.1] * 3, BEST),
+        ([1.2] * 3, [1.4] * 3, BALANCED),
+        ([1.2] * 3, [1.195] * 3, BALANCED),
+        ([1.2] * 3, [1.1] * 3, PER_DOCUMENT),
+        ([1.06, 1.3, 1.2], [1.1] * 3, PER_DOCUMENT),
         ([0.9] * 3, [0.8] * 3, BASELINE),
         ([1.04] * 3, [1.03] * 3, BASELINE),
-        ([1.046] * 3, [1.0] * 3, BEST),  # it is shown as 1.05x, and 5% is enough
+        ([1.046] * 3, [1.0] * 3, PER_DOCUMENT),  # it is shown as 1.05x, and 5% is enough
         ([0.99, 1.3, 1.2], [1.1] * 3, BASELINE),
     ],
 )
-def test_the_fastest_wins_if_it_gains_enough_in_every_draw(found: Estimate, of_best, of_elastic, winner):
-    verdict = with_speeds(found.verdict.systems, {BEST: of_best, ELASTIC: of_elastic})
+def test_the_fastest_wins_if_it_gains_enough_in_every_draw(found: Estimate, of_another, of_balanced, winner):
+    verdict = with_speeds(found.verdict.systems, {PER_DOCUMENT: of_another, BALANCED: of_balanced})
     assert verdict.winner == winner
     assert ("Keep what you have" if winner == BASELINE else f'preset = "{winner}"') in str(verdict)
 
 
 def test_a_speed_is_the_median_of_the_draws(found: Estimate):
-    verdict = with_speeds(found.verdict.systems, {BEST: [1.3, 1.1, 1.2], ELASTIC: [1.0] * 3})
-    assert verdict.speed(BEST) == pytest.approx(1.2)
-    assert verdict.spread(BEST) == pytest.approx((1.1, 1.3))
+    verdict = with_speeds(found.verdict.systems, {BALANCED: [1.3, 1.1, 1.2], PER_DOCUMENT: [1.0] * 3})
+    assert verdict.speed(BALANCED) == pytest.approx(1.2)
+    assert verdict.spread(BALANCED) == pytest.approx((1.1, 1.3))
     assert "1.20x as fast at equal work (1.10 to 1.30 in 3 draws of the documents)" in str(verdict)
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_recommended_where_little_is_gained():
     """Documents of one length: packing them otherwise gains nothing."""
     lengths = sample_lengths(400, WINDOW, 0) * 0 + WINDOW
     question = question_of("7b", "h100", 8, lengths, context_window=WINDOW, batch_tokens=16 * WINDOW)
-    found = estimate(question, lengths, (BASELINE, BEST), 2, source="lengths.json")
+    found = estimate(question, lengths, (BASELINE, BALANCED), 2, source="lengths.json")
     assert found.verdict.winner == BASELINE
     assert not found.config
     assert not found.gpu_hours_a_day
@@ -97,7 +97,8 @@ def test_a_system_that_delays_is_as_fast_later_on():
     sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 8}
     question = question_of("7b", "h100", 64, LENGTHS, context_window=WINDOW, batch_tokens=4 * WINDOW, fixed=sizes)
     early, late = (
-        estimate(question, LENGTHS, [BEST], steps, source="x").verdict.systems[BEST].work_rate for steps in (16, 64)
+        estimate(question, LENGTHS, [BALANCED], steps, source="x").verdict.systems[BALANCED].work_rate
+        for steps in (16, 64)
     )
     assert early == pytest.approx(late, rel=0.02)
 

@@ -53,11 +53,11 @@ def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any
     return sections
 
 
-def job(folder: Path, preset: str = "best", /, **changes: dict[str, Any]) -> JobConfig:
+def job(folder: Path, preset: str = "balanced", /, **changes: dict[str, Any]) -> JobConfig:
     return JobConfig.model_validate({"preset": preset, **settings(folder, **changes)})
 
 
-def write_config(folder: Path, preset: str = "best", /, **changes: dict[str, Any]) -> Path:
+def write_config(folder: Path, preset: str = "balanced", /, **changes: dict[str, Any]) -> Path:
     """The same as a TOML file; its path."""
     lines = [f'preset = "{preset}"']
     for name, section in settings(folder, **changes).items():

@@ -408,7 +408,7 @@ def test_the_steps_cover_the_hard_cases(steps: list[Step], micro_batches: int) -
     assert max(micro_batch.tokens for micro_batch in all_micro_batches) > CONTEXT_WINDOW
     assert any(micro_batch.tokens % 2 for micro_batch in all_micro_batches)
     assert all(len(step.plan.micro_batches) == micro_batches for step in steps)
-    assert {step.strategy for step in steps} == {"per_sequence", "per_document", "adaptive", "hybrid", "elastic"}
+    assert {step.strategy for step in steps} == {"per_sequence", "per_document", "adaptive", "hybrid", "balanced"}
 
 
 # Eight processes repeat, in layouts of three groups, what four prove of every two of them.

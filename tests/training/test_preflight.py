@@ -92,10 +92,9 @@ OTHER_PACKING = ("plain-4d", "fixed-4d", "wlb-llm")
 @pytest.mark.parametrize(
     ("section", "preset"),
     [
-        ("parallel", "elastic"),
-        ("packing", "elastic"),
-        ("packing", "best"),
-        *(pytest.param(section, "best", marks=pytest.mark.exhaustive) for section in OTHER_SECTIONS),
+        ("parallel", "balanced"),
+        ("packing", "balanced"),
+        *(pytest.param(section, "balanced", marks=pytest.mark.exhaustive) for section in OTHER_SECTIONS),
         *(pytest.param("packing", preset, marks=pytest.mark.exhaustive) for preset in OTHER_PACKING),
     ],
 )
@@ -125,7 +124,7 @@ def first_step_or_error(config: Path, setting: str) -> str:
 def test_a_large_global_batch_of_pools_is_divided_until_it_fits_the_memory(folder, memory_gib):
     config = job(
         folder,
-        "elastic",
+        "balanced",
         parallel={"dp": 2},
         packing={"micro_batches": 640, "grouping": "even"},
         training={"memory_gib": memory_gib},
@@ -139,7 +138,7 @@ def test_a_large_global_batch_of_pools_is_divided_until_it_fits_the_memory(folde
 
 def test_the_configuration_stays_as_it_was_given(folder):
     """What it leaves "auto" is decided in the job alone; the job that is trained has nothing left to decide."""
-    config = job(folder, "elastic", parallel={"dp": 2, "cp": 2}, packing={"max_length_factor": "auto"})
+    config = job(folder, "balanced", parallel={"dp": 2, "cp": 2}, packing={"max_length_factor": "auto"})
     checked = check_job(config, 4)
     assert checked.config == config
     assert checked.config.parallel.pool == checked.config.packing.max_length_factor == "auto"

@@ -31,7 +31,7 @@ LAYOUTS = [{"dp": 4, "cp": 2, "pp": 2, "tp": 2}, {"dp": 4, "cp": 2, "pp": 4, "tp
 
 def _configure(folder: Path, store: Path, preset: str, layout: dict[str, Any]) -> JobConfig:
     """There are two pools, of four ranks, or with a node less of three."""
-    pools = {"pool": layout["dp"] * layout["cp"] // 2} if preset == "elastic" else {}
+    pools = {"pool": layout["dp"] * layout["cp"] // 2} if preset == "balanced" else {}
     return job(
         folder,
         preset,
@@ -62,7 +62,7 @@ def _train_and_lose_a_node(config: JobConfig) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(4 * SECONDS)
-@pytest.mark.parametrize("preset", ["best", "elastic"])
+@pytest.mark.parametrize("preset", ["balanced", "wlb-llm"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["32", "64"])
 def test_many_processes_have_the_losses_of_single_documents_with_a_node_less_too(tmp_path, layout, preset):
     write_store(tmp_path / "store", longest=8 * WINDOW)

@@ -15,24 +15,25 @@ import pytest
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job, read_steps, train, trainer_of, write_store
 from tests.training.oracle import losses_of_single_documents, remembered_plans
-from wlb.job.config import JobConfig
+from wlb.job.config import PRESETS, JobConfig
 from wlb.packing.plan import StepPlan
 
 STEPS = 20
-WINDOW = 64
+WINDOW, WINDOW_OF_SLICES = 64, 1024
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain-4d": {"dp": 2, "pp": 2, "cp": 2},
     "fixed-4d": {"dp": 2, "tp": 2},
     "wlb-llm": {"pp": 2, "cp": 2},
-    "best": {"pp": 2, "cp": 2, "tp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
-    # The four ranks of a stage make one pool; its three micro-batches are one round over two pipeline ranks.
-    "elastic": {"dp": 2, "cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 4},
-    "level": {"dp": 2},  # elastic, whose two ranks run micro-batches of their own
+    "balanced": {"pp": 2, "cp": 2, "tp": 2, "virtual_pp": 2},
+    "pool": {"dp": 2, "cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 4},  # of a stage
+    "level": {"dp": 2},  # whose two ranks run micro-batches of their own
+    "slices": {"dp": 2, "pp": 2, "pool": 1},
 }
 PACKING: dict[str, dict[str, Any]] = {
     "wlb-llm": {"outlier_thresholds": [16, 40]},
-    "elastic": {"pool_micro_batches": 3, "grouping": "alike"},
+    "pool": {"pool_micro_batches": 4, "grouping": "even"},
     "level": {"grouping": "level", "max_length_factor": 1.0},  # half a context window on each rank
+    "slices": {"pool_micro_batches": 4, "grouping": "slices", "micro_batches": 2},
 }
 
 ROTARY = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -50,6 +51,7 @@ UNTIED: dict[str, Any] = BIASES | {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("steps")
     write_store(folder / "store", longest=2 * WINDOW)
+    write_store(folder / "long", longest=WINDOW_OF_SLICES)
     return folder
 
 
@@ -58,9 +60,11 @@ def configure(
 ) -> JobConfig:
     return job(
         folder,
-        "elastic" if preset == "level" else preset,
+        preset if preset in PRESETS else "balanced",
         model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68} | (model or {}),
-        data={"context_window": WINDOW},
+        data={"context_window": WINDOW_OF_SLICES, "store": str(folder / "long")}
+        if preset == "slices"
+        else {"context_window": WINDOW},
         parallel=parallel,
         packing=PACKING.get(preset, {}),
         training={"steps": steps, "dtype": "float64", "learning_rate": 0.02, "gradient_clip": 0.5},
@@ -88,12 +92,14 @@ def trained_as_single_documents(config: JobConfig, folder: Path) -> list[StepPla
 # that later ones have.
 @pytest.mark.parametrize(
     ("preset", "steps"),
-    [("elastic", 3), ("level", 3), *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS)],
+    [("balanced", 3), ("level", 3), ("slices", 3), *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS)],
 )
 def test_steps_have_the_losses_of_single_documents(preset: str, steps: int, folder: Path) -> None:
     plans = trained_as_single_documents(configure(folder, preset, steps, LAYOUTS[preset]), folder / preset)
     if preset == "level":
         assert {len(part.ranks) for plan in plans for part in plan.micro_batches} == {1, 2}
+    if preset == "slices":
+        assert any(part.earlier for plan in plans for part in plan.micro_batches)
 
 
 def exhaustive(*values: Any) -> Any:
@@ -114,7 +120,7 @@ def exhaustive(*values: Any) -> Any:
 )
 def test_steps_of_other_models_do_too(model: dict[str, Any], parallel: dict[str, Any], folder: Path) -> None:
     """Biases, q/k norms, tied embeddings, windows and scaled rotary positions."""
-    trained_as_single_documents(configure(folder, "best", 3, parallel, model), folder / "best")
+    trained_as_single_documents(configure(folder, "balanced", 3, parallel, model), folder / "balanced")
 
 
 def test_a_tied_model_continues_with_another_number_of_stages(tmp_path: Path) -> None:

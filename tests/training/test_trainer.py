@@ -97,7 +97,7 @@ def test_a_job_plans_by_what_it_measures_and_resumes_to_the_bit(tmp_path, store)
     def calibrating(name: str, **training: Any) -> JobConfig:
         return job(
             tmp_path / name,
-            "elastic",
+            "balanced",
             data={"store": str(store)},
             parallel={"dp": 2},
             packing={"grouping": "level", "micro_batches": 8, "max_length_factor": 1.0},

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.errors import UserError
 from wlb.sharding.pieces import Locality, Pieces, in_order, last_keys, locality
 from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, exchange_parts, owners
 from wlb.workload import Costs
@@ -242,7 +243,9 @@ class ShardLatency:
 
 
 def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
-    """Price ``plan`` with the ``costs`` of one GPU."""
+    """Price ``plan`` with the ``costs`` of one GPU. Raises ``UserError`` for a plan with a slice."""
+    if plan.earlier is not None:
+        raise UserError(f"a slice with earlier = {plan.earlier} is not priced here; use wlb.sharding.price_shards")
     pieces = in_order(Pieces(owners(plan.pieces), *np.concatenate(plan.pieces).T))
     where = locality(pieces, len(plan.segment_lengths), 1, plan.cp_size)
     shards = Shards.of_pieces(pieces, where, costs)

@@ -5,9 +5,10 @@ Trainer, dry run, simulator, batches, report and rivals all call ``decide``, so 
 Of pools, their size, micro-batches and the grouping of documents are chosen; or, without a pipeline, that ranks run
 micro-batches of their own, level over a step. More micro-batches fill a pipeline better, and larger pools hold more of
 a document; but small micro-batches leave a long document alone in one, and in large pools its keys and values travel
-further. Documents of like lengths exchange least, and leave micro-batches that cost unequally. What is fastest depends
-on all of the job and on its documents. So every choice is ranked by what its steps take at least, and the most
-promising one is simulated, until the best is one that was. What the memory does not hold comes last.
+further. What is fastest depends on all of the job and on its documents. So every choice is ranked by what its steps
+take at least, and the most promising one is simulated, until the best is one that was. What the memory does not hold
+comes last. In a pipeline these are choices with slices; whole documents are tried in the best one's place, as they
+exchange less.
 """
 
 from __future__ import annotations
@@ -165,7 +166,12 @@ class _PoolSearch:
         heapify(choices)
         while choices and choices[0].steps < self._steps and choices[0].seconds <= most_seconds:
             heapreplace(choices, self._simulated(choices[0]))
-        return choices[0] if choices and choices[0].seconds <= most_seconds else None
+        if not choices or choices[0].seconds > most_seconds:
+            return None
+        found = choices[0]
+        if self.pools.grouping == "auto" and found.grouping == "slices":
+            found = min(found, self._simulated(found._replace(grouping="even")))
+        return found
 
     def _choices(self) -> Iterator[_PricedPools]:
         """Every size, number of micro-batches and grouping, none of them simulated."""

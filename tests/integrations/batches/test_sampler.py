@@ -37,7 +37,7 @@ def of_ranks(*arguments: Any, ranks: int = 2, **settings: Any) -> list[list[list
     return [list(sampler(*arguments, rank=rank, **settings)) for rank in range(ranks)]
 
 
-@in_turn(("preset", "epochs"), [("best", 1), ("wlb-llm", 3), ("fixed-4d", 1), ("elastic", 3)])
+@in_turn(("preset", "epochs"), [("wlb-llm", 3), ("fixed-4d", 1), ("balanced", 3)])
 def test_every_document_is_trained_once_an_epoch_and_no_batch_is_empty(preset: str, epochs: int):
     first, second = of_ranks(preset=preset, epochs=epochs)
     assert len(sampler(preset=preset, epochs=epochs)) == len(first) == len(second)
@@ -153,7 +153,7 @@ CHANGES: list[dict[str, Any]] = [
     {"dp": 4, "cp": 2},
     {"context_window": 1500},
     {"preset": "wlb-llm"},
-    {"preset": "elastic", "pool": 1, "pool_micro_batches": 3},
+    {"preset": "balanced", "pool": 1, "pool_micro_batches": 3},
     {"model": "7b"},
     {"epochs": 3},
 ]
@@ -227,11 +227,11 @@ def test_own_prices_are_packed_by():
     assert [micro_batch.workload for micro_batch in plan.micro_batches] == [m.tokens for m in plan.micro_batches]
 
 
-def test_elastic_chooses_its_pools():
-    assert sampler([900] * 8, preset="elastic", micro_batches=1, model="7b").job.layout.cp == 2
-    assert sampler([50] * 300, preset="elastic", pool=1).job.layout.cp == 1
-    assert sampler([50] * 300, preset="elastic", pool=2).job.layout.cp == 2
-    assert sampler([50] * 300, preset="elastic").job.layout.cp == 1
+def test_pools_are_chosen_where_asked():
+    assert sampler([900] * 8, micro_batches=1, model="7b", pool="auto").job.layout.cp == 2
+    assert sampler([50] * 300, pool=1).job.layout.cp == 1
+    assert sampler([50] * 300, pool=2).job.layout.cp == 2
+    assert sampler([50] * 300, pool="auto").job.layout.cp == 1
 
 
 def test_processes_and_states_with_other_phases_are_told_apart():

@@ -108,7 +108,7 @@ SHARED = (
     ("Llama", "hybrid", "of the model"),
     ("Llama", "per_document", "of labels"),
     ("Llama", "per_sequence", "of the model"),
-    ("Llama", "elastic", "of the model"),
+    ("Llama", "balanced", "of the model"),
     ("Qwen3", "hybrid", "of labels"),
     ("Mistral", "per_document", "of the model"),
     ("DeepseekV3", "hybrid", "of the model"),

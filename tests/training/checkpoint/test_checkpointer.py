@@ -62,7 +62,7 @@ def configure(folder: Path, key: str, **changes: dict[str, Any]) -> JobConfig:
     preset, and ``level`` is that with level steps.
     """
     layout, _, method = key.partition(" ")
-    packing = {"method": "elastic", "grouping": "level"} if method == "level" else {"method": method or "makespan"}
+    packing = {"method": "balanced", "grouping": "level"} if method == "level" else {"method": method or "makespan"}
     sections: dict[str, dict[str, Any]] = {
         "model": {"layers": 4, "kv_heads": 2, "vocab_size": 68},
         "packing": {"micro_batches": 4, **packing},
@@ -73,7 +73,7 @@ def configure(folder: Path, key: str, **changes: dict[str, Any]) -> JobConfig:
     }
     for name, section in changes.items():
         sections[name] = sections[name] | section
-    return job(folder, "elastic" if method else "best", **sections)
+    return job(folder, **sections)
 
 
 def train(config: JobConfig) -> None:
@@ -116,7 +116,7 @@ def exhaustive(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "key", ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), exhaustive("pool elastic"), "dp level"]
+    "key", ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), exhaustive("pool balanced"), "dp level"]
 )
 def test_resuming_changes_nothing(straight, key, tmp_path):
     train(configure(stopped_after_two(straight[key], tmp_path), key))
@@ -134,10 +134,10 @@ def test_resuming_changes_nothing(straight, key, tmp_path):
         exhaustive("tp sequential", "dp sequential"),
         ("pp sequential", "tp sequential"),
         exhaustive("pp sequential", "cp-tp sequential"),
-        exhaustive("pool elastic", "tp elastic"),
-        exhaustive("pool elastic", "pools elastic"),
-        ("pool elastic", "three level"),
-        ("dp level", "pools elastic"),
+        exhaustive("pool balanced", "tp balanced"),
+        exhaustive("pool balanced", "pools balanced"),
+        ("pool balanced", "three level"),
+        ("dp level", "pools balanced"),
         exhaustive("dp level", "cp-tp level"),
     ],
 )
@@ -169,7 +169,7 @@ def test_resuming_a_job_that_was_changed_trains_every_document_once(straight, sa
 
 
 def test_another_preset_is_refused_before_anything_starts(straight):
-    with pytest.raises(UserError, match=r"was written with packing\.method = 'makespan', this job has 'elastic'"):
+    with pytest.raises(UserError, match=r"was written with packing\.method = 'makespan', this job has 'balanced'"):
         check_job(configure(straight["dp"], "dp level"), 1)
 
 

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _job(folder: Path, preset: str = "best", /, **changes: Any) -> JobConfig:
+def _job(folder: Path, preset: str = "balanced", /, **changes: Any) -> JobConfig:
     evaluation = {"store": str(folder / "held_out"), **changes.pop("evaluation", {})}
     training = {"steps": 4, **changes.pop("training", {})}
     return job(folder, preset, evaluation=evaluation, training=training, **changes)
@@ -101,7 +101,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("layout", "preset", "packing"),
-    [({"pp": 2}, "best", {}), ({"dp": 2}, "elastic", {"grouping": "level"})],
+    [({"pp": 2}, "balanced", {}), ({"dp": 2}, "balanced", {"grouping": "level"})],
 )
 def test_training_is_the_same_to_the_last_bit(
     layout: dict[str, int], preset: str, packing: dict[str, Any], folder: Path, tmp_path: Path

@@ -53,7 +53,7 @@ def layout(**sizes: int) -> tuple[tuple[str, int], ...]:
     return tuple(sizes.items())
 
 
-ELASTIC = ("elastic", "h100", "none", layout(dp=2, cp=2))
+LEVEL = ("balanced", "h100", "none", layout(dp=2, cp=2))
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ ELASTIC = ("elastic", "h100", "none", layout(dp=2, cp=2))
         (("plain-4d", "h100", "selective", layout(dp=2)), GRADIENTS),
         (("plain-4d", "h100", "selective", layout(cp=2)), KEYS_AND_VALUES),
         (("plain-4d", "h100", "selective", layout(tp=2)), TENSOR_PARALLEL),
-        (ELASTIC, GRADIENTS),
+        (LEVEL, GRADIENTS),
     ],
-    ids=["pp", "dp", "cp", "tp", "elastic"],
+    ids=["pp", "dp", "cp", "tp", "balanced"],
 )
 def test_every_call_of_a_job_can_be_made(job, purpose):
     calls = calls_of(*job)
@@ -120,7 +120,7 @@ def test_every_call_of_any_job_can_be_made(preset, checkpointing, sizes, seed, t
 @settings(max_examples=examples(15), deadline=None)
 @given(st.data())
 def test_a_call_that_one_rank_leaves_out_is_found(data):
-    calls = calls_of(*ELASTIC)
+    calls = calls_of(*LEVEL)
     rank = data.draw(st.sampled_from(sorted(calls)))
     left_out = data.draw(st.integers(0, len(calls[rank]) - 1))
     shortened = calls | {rank: calls[rank][:left_out] + calls[rank][left_out + 1 :]}

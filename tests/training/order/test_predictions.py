@@ -27,7 +27,7 @@ LARGE = ("7b_128k", "model.layers=4", "packing.micro_batches=4")
 EXCHANGING = (*LARGE, "training.activation_checkpointing=none", "sharding.strategy=per_document")
 OF_EACH_STAGE = (0, 16, 32, 48)
 ALONE = ("parallel.pp=1", "parallel.cp=1", "parallel.dp=2", "parallel.tp=2")
-ELASTIC = ("tiny_elastic", "data.context_window=2048", "packing.micro_batches=4")
+LEVEL = ("tiny_balanced", "data.context_window=2048", "packing.micro_batches=4")
 INTERLEAVED = ("parallel.pp=2", "parallel.virtual_pp=2", "parallel.schedule=interleaved_1f1b")
 
 
@@ -61,7 +61,7 @@ SHIPPED = [
         pytest.param((*LARGE, "training.activation_checkpointing=selective"), (56,), id="last stage, selective"),
         pytest.param((*LARGE, *ALONE, "training.activation_checkpointing=full"), (0,), id="no pipeline, full"),
         pytest.param((*LARGE, *INTERLEAVED), (0,), id="interleaved"),
-        pytest.param(ELASTIC, (0,), id="elastic on CPUs"),
+        pytest.param(LEVEL, (0,), id="level steps on CPUs"),
         *SHIPPED,
     ],
 )
