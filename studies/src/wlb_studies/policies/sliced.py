@@ -12,7 +12,7 @@ has it; where sequences have unequally many, ranks of one stage run ahead by no 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -43,7 +43,7 @@ TILE = 128  # tokens: where slices of even work may begin
 _ROUNDS = 4  # micro-batches for each pipeline rank, with which layouts are ordered and memory is predicted
 _FINE = 16  # micro-batches for each pipeline rank, of which few bubbles are left
 _WITHOUT_HEAD = 0.75  # of a step's least seconds, which include a last stage that waits for its output head
-_KINDS: tuple[Checkpointing, ...] = ("none", "selective")  # ranks recompute fully what they do not hold
+_KINDS: tuple[Checkpointing, ...] = ("none", "selective")  # with "none", ranks recompute what they do not hold
 _NEAREST = 4  # layouts that are tried with every setting, and on every draw
 _ROOM = 0.96  # of the memory that a first step may need: others hold more, where ranks do not recompute what they must
 _LEAST_TOKENS = 4096  # of a window, on each context-parallel rank
@@ -59,20 +59,17 @@ class Piece(NamedTuple):
 
 Setting = tuple[tuple[str, int | str], ...]
 Slice = Sequence[Piece]  # a micro-batch; only its first piece may begin inside a document
-Column = Sequence[
-    Sequence[Slice]
-]  # the sequences of a pipeline in order, each as its slices; one slice where it is whole
+Column = Sequence[Sequence[Slice]]  # what a pipeline runs: sequences, each of one slice or several
 
 
 @dataclass(frozen=True, eq=False)
 class SlicedPlan:
     """A step of equal pipelines, one column each.
 
-    ``keeps`` is of how many last slices of a sequence activations are kept; earlier ones run forward again before their
-    backward.
-    ``splits_backward`` leaves what is computed for weights to the end of the step. ``exchanges`` says that slices which
-    are under way on different ranks share their attention evenly, and ranks the output head. ``backward`` are the
-    columns whose backwards run in place of those of ``columns``, where they are packed apart.
+    Of a sequence, the last slices that ``keeps`` counts keep their activations; the others run forward again before
+    their backward. With ``splits_backward`` a backward has two parts where nothing is recomputed. ``exchanges`` says
+    that the slices of a sequence share their attention evenly, and stages the output head. ``backward`` are columns
+    whose backwards run in place of those of ``columns``, where they are packed apart.
     """
 
     lengths: Integers
@@ -186,24 +183,30 @@ class _Taken(Steps):
         return self.taken
 
 
-def price(plan: SlicedPlan, job: Job) -> StepPrice:
-    """The step of ``plan``, which needs the dp pipelines of ``job``. Raises ``UserError`` where memory holds it not."""
+def price(plan: SlicedPlan, job: Job, most: float = np.inf) -> StepPrice:
+    """The step of ``plan`` in the pipelines of ``job``, one a column.
+
+    Ranks recompute what their memory does not hold, where ``job`` recomputes nothing. Seconds are infinite where a rank
+    alone has over ``most`` to do.
+    """
     layout = job.layout
-    fewest = max(sum(map(len, column)) for columns in (plan.columns, plan.backward or ()) for column in columns)
-    count = max(layout.pp, fewest)
+    both = [*plan.columns, *(plan.backward or ())]
+    count = max(layout.pp, *(sum(map(len, column)) for column in both))
     columns = _filled(plan.columns, count)
+    steps = _steps(columns, job, exchanges=plan.exchanges)
+    forward, backward = steps.stages
+    if plan.backward is not None:
+        backward = _steps(_filled(plan.backward, count), job).stages.backward
+    of_stages = (forward + backward).sum(axis=(0, 3))  # (dp, stages)
+    if max(float(of_stages[:, mine].sum(axis=1).max()) for mine in layout.rank_stages) > most:
+        return StepPrice(np.inf, 0.0, 0.0)
     split = plan.splits_backward and job.splits_backward
     lists = tuple(
         one_forward_one_backward((*map(len, column),), layout.pp, layout.stages, split=split) for column in columns
     )
     again, memory = _held(plan, columns, lists, job)
-    steps = _steps(columns, job, exchanges=plan.exchanges)
-    forward, backward = steps.stages
-    if plan.backward is not None:
-        backward = _steps(_filled(plan.backward, count), job).stages.backward
-    steps = _Taken(
-        steps.costs, steps.shards, steps.blocks, steps.head, (lists,), taken=Phases(forward, backward + again * forward)
-    )
+    taken = Phases(forward, backward + again * forward)
+    steps = _Taken(steps.costs, steps.shards, steps.blocks, steps.head, (lists,), taken=taken)
     received = received_bytes(steps.shards, job) / (layout.replicas * layout.pp)
     return StepPrice(float(steps.seconds[0]), received, memory)
 
@@ -230,21 +233,7 @@ def _steps(columns: Sequence[Column], job: Job, *, exchanges: bool = False) -> S
     shards = shards._replace(attention_forward=forward, attention_backward=backward)
     steps = Steps.of_shards(shards.reshaped(*shape), costs)
     blocks = Phases(*(block + head for block, head in zip(steps.blocks, steps.head, strict=True)))
-    return replace(steps, blocks=blocks, head=Phases(*(np.zeros_like(head) for head in steps.head)))
-
-
-def _busiest(plan: SlicedPlan, job: Job) -> float:
-    """Seconds in which some rank is busy at least: its stages, in all micro-batches of its pipeline."""
-    columns = _filled(plan.columns, max(sum(map(len, column)) for column in plan.columns))
-    of_stages = _steps(columns, job, exchanges=plan.exchanges).stages.both.sum(axis=(0, 3))  # (dp, stages)
-    return max(float(of_stages[:, mine].sum(axis=1).max()) for mine in job.layout.rank_stages)
-
-
-def _mean_of(seconds: NDArray[np.float64], sequence: Integers) -> NDArray[np.float64]:
-    """The mean of each sequence's slices in place of each of them; shape (slices, cp)."""
-    sums = np.zeros((int(sequence[-1]) + 1, seconds.shape[1]))
-    np.add.at(sums, sequence, seconds)
-    return np.asarray((sums / np.bincount(sequence)[:, None])[sequence])
+    return replace(steps, blocks=blocks, head=Phases(*map(np.zeros_like, steps.head)))
 
 
 def _held(
@@ -279,7 +268,7 @@ def _held(
                 if kind != INPUT:
                     held -= blocks[stage] * left[micro_batch]
     rows = peaks / _most_at_once(job) / layout.cp
-    if recomputed < 1:
+    if job.activation_checkpointing == "none":
         most = np.array([_most_rows(job, rank) for rank in range(layout.pp)])
         over = np.clip((rows - most) / (rows * (1 - recomputed)), 0, 1)
         rows = rows * (1 - over * (1 - recomputed))
@@ -346,8 +335,8 @@ class SlicedPolicy(Policy):
     """``plan`` turns whole documents into a ``SlicedPlan`` for a job with a pipeline.
 
     The nearest layouts with the first of its ``settings`` are tried with all of them, and then all layouts with the
-    fastest of these. ``interleaves`` says that ranks may have several stages,
-    ``spreads_head`` that all of them have a part of the output head, as in plans that exchange.
+    fastest of these. ``interleaves`` says that a rank may have several
+    stages, ``spreads_head`` that all stages have a part of the output head, as in plans that exchange.
     """
 
     plan: Callable[..., SlicedPlan]
@@ -389,7 +378,6 @@ class _Search:
         for trial in trials:
             if trial in self.seconds:
                 continue
-            self.seconds[trial] = np.inf
             plan = trial.plan(self.documents, trial.job, **dict(trial.setting))
             step = price(plan, trial.job, min(self.seconds.values(), default=np.inf))
             fits = step.memory_bytes <= _ROOM * trial.job.memory_limit.number_of_bytes
@@ -413,14 +401,9 @@ def _jobs(space: SearchSpace, documents: Integers, *, interleaves: bool, spreads
                 job = replace(job, layout=replace(job.layout, stage_blocks=blocks))
             capacity = max(_LEAST_TOKENS, space.batch_tokens // (mesh.dp * _FINE * mesh.pp))
             least = ideal_seconds(documents, Ranks(job, capacity)) * (_WITHOUT_HEAD if spreads_head else 1)
-            found += [(least, grouped) for grouped in _grouped(job, space.context_window)]
+            for cp in (1, 2, 4, 8, 16, 32, 64):
+                if mesh.dp % cp == 0 and cp * _LEAST_TOKENS <= space.context_window:
+                    layout = replace(job.layout, cp=cp, dp=mesh.dp // cp)
+                    packing = job.packing.changed(micro_batches=layout.dp * layout.pp)
+                    found.append((least, replace(job, layout=layout, packing=packing)))
     return sorted(found, key=itemgetter(0))
-
-
-def _grouped(job: Job, window: int) -> Iterator[Job]:
-    """``job`` with its data-parallel ranks in context-parallel groups of every size that is worth trying."""
-    for cp in (1, 2, 4, 8, 16, 32, 64):
-        if job.layout.dp % cp == 0 and cp * _LEAST_TOKENS <= window:
-            dp = job.layout.dp // cp
-            packing = job.packing.changed(micro_batches=dp * job.layout.pp)
-            yield replace(job, layout=replace(job.layout, cp=cp, dp=dp), packing=packing)
