@@ -20,13 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.cases import in_turn
 from tests.training.distributed import run_ranks
-from wlb.documents.segments import OverlongReport, Segment
+from wlb.documents.segments import OverlongReport
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.packed import FlatteningCollator, packed_batches
-from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload import make_workload
 
 RANDOM = np.random.default_rng(0)
@@ -338,15 +337,6 @@ def test_documents_that_change_after_they_are_planned_are_refused():
     for document in documents:
         document["input_ids"].append(1)
     with pytest.raises(UserError, match=r"document \d+ had \d+ tokens when it was planned"):
-        next(steps)
-
-
-def test_slices_of_documents_are_refused(monkeypatch: pytest.MonkeyPatch):
-    steps = packed_batches(DOCUMENTS, **SIZES)
-    next(steps)
-    micro_batch = MicroBatch((Segment(0, 0, 1),), 0.0, continued=True)
-    monkeypatch.setattr(steps, "_steps", iter([StepPlan(3, ((micro_batch,),))]))
-    with pytest.raises(UserError, match="step 3 cuts documents into slices, which need a pipeline"):
         next(steps)
 
 

@@ -206,8 +206,8 @@ class PackedSteps(Iterator[PackedStep]):
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
         self.lengths = lengths  # of all documents; None for a stream
         self._steps = WholeSteps(self.job, self.lengths if self._stream is None else self._stream, epochs=epochs)
-        layout = self.job.layout
-        self._share = RankShare(*divmod(self._rank, layout.cp), replace(layout, tp=1), sharding, self.job.costs)
+        layout = replace(self.job.layout, tp=1)
+        self._share = RankShare(*divmod(self._rank, layout.cp), layout, sharding, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
         self.calibration: Calibration | None = None
         if calibrate:
@@ -224,19 +224,19 @@ class PackedSteps(Iterator[PackedStep]):
 
     def __next__(self) -> PackedStep:
         self.agree()
-        if self.calibration is not None:
-            self._plan_by_measured(self.calibration)
+        if (calibration := self.calibration) is not None:
+            found = calibration.prices, calibration.speeds if self.job.levels_steps else None
+            if found != self._measured:
+                self._steps.plan_by(self.job.measured(*found))
+                self._measured = found
         plan = next(self._steps, None)
-        if plan is not None and any(micro_batch.is_slice for micro_batch in plan.micro_batches):
-            raise UserError(f"step {plan.step} cuts documents into slices, which need a pipeline; plan whole documents")
         shares = () if plan is None else self._share.batches(plan, self._read)
         loss_tokens = self._loss_tokens(plan, shares)
         if plan is None:
             raise StopIteration
         if self.overlong.documents:
-            window, policy = self.job.context_window, self.job.data.overlong
-            counted = f"overlong = {policy!r}, and steps.overlong counts them"
-            warn(f"documents are over context_window = {window}; {counted}", self._processes.group)
+            over = f"documents are over context_window = {self.job.context_window}; "
+            warn(f"{over}overlong = {self.job.data.overlong!r}, steps.overlong counts them", self._processes.group)
         if self._stream is not None:
             self._stream.forget(self._steps.finished)
         if self.calibration is not None:
@@ -263,12 +263,6 @@ class PackedSteps(Iterator[PackedStep]):
             self.calibration.load_state_dict(state["calibration"])
         self._begin = self._compared | {"state": digest_of(json.dumps(state, sort_keys=True))}
 
-    def _plan_by_measured(self, calibration: Calibration) -> None:
-        found = calibration.prices, calibration.speeds if self.job.levels_steps else None
-        if found != self._measured:
-            self._steps.plan_by(self.job.measured(*found))
-            self._measured = found
-
     def plans(self) -> Iterator[StepPlan]:
         """The plans of the steps to come, without taking any of them; not for a stream."""
         return copy.deepcopy(self._steps)
@@ -294,8 +288,8 @@ class PackedSteps(Iterator[PackedStep]):
     def _packed(self, share: ShardedBatch, loss_tokens: int) -> PackedBatch:
         plan, tensors = share.shard_plan, (share.tokens, share.labels, share.positions)
         attend = ShardedAttention(share.local_tokens, plan, self._sharing, share.ranks or None)
-        of_step = loss_tokens, self._processes.ranks
-        return PackedBatch(*tensors, plan.segment_lengths, *of_step, attend if plan.cp_size > 1 else None)
+        attend_shared = attend if plan.cp_size > 1 else None
+        return PackedBatch(*tensors, plan.segment_lengths, loss_tokens, self._processes.ranks, attend_shared)
 
     def _loss_tokens(self, plan: StepPlan | None, shares: Sequence[ShardedBatch]) -> int:
         """Labelled tokens of the step on all ranks; where there are several processes they also compare ``plan``."""

@@ -34,7 +34,6 @@ from wlb.workload.profile import WorkloadProfile, read_profile
 Item = TypeVar("Item")
 Lengths = NDArray[np.int64]
 
-_BALANCED = "balanced"
 _WINDOWS = 1.5  # that a micro-batch may hold
 
 _ORDER = ("documents", "digest of lengths", "seed", "shuffle")  # settings that a state is bound to
@@ -50,7 +49,7 @@ def balanced_job(
     model: str | ModelShape | None = None,
     hardware: str | Hardware = "h100",
     profile: str | Path | WorkloadProfile | None = None,
-    preset: str = _BALANCED,
+    preset: str = "balanced",
     workload: DocumentPrices | None = None,
     seed: int = 0,
     shuffle: bool = True,
@@ -65,30 +64,27 @@ def balanced_job(
     A document costs what a measured ``profile`` (of ``wlb profile``) says, else what it costs ``model`` ("7b") on
     ``hardware``, or what ``workload`` says; ``phases`` are added. The model is the profile's unless given.
     Micro-batches hold one context window on average and up to L_max tokens (``max_length_factor`` windows, by default
-    1.5). With ``pool`` the dp x cp ranks are grouped anew, so many together; the job's ``layout`` says how. With
+    1.5). With ``pool`` the dp x cp ranks are grouped anew, so many together (the job's ``layout`` says how); with
     ``own_lists`` ranks run different numbers of micro-batches, and L_max is what one rank holds. ``packing`` are
-    further options of the packer, such as the steps that a document may wait (``max_delay``, by default 0).
-    ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have, and for a profile
-    of another model.
+    options of the packer, such as ``max_delay``. ``lengths`` None are those of a stream. Raises ``UserError`` for
+    settings that no job could have, and for a profile of another model.
     """
     if own_lists:
-        if cp != 1 or preset != _BALANCED or pool is not None or "grouping" in packing:
+        if cp != 1 or preset != "balanced" or pool is not None or "grouping" in packing:
             raise UserError("own_lists chooses cp, preset, pool and grouping itself; leave them out")
-        windows = packing.get("max_length_factor", _WINDOWS)
-        windows = windows if windows == "auto" else windows * dp  # L_max is that of all ranks
+        if (windows := packing.get("max_length_factor", _WINDOWS)) != "auto":
+            windows *= dp  # L_max is that of all ranks
         packing |= {"grouping": "level", "max_length_factor": windows}
-    elif preset == _BALANCED and packing.get("method", _BALANCED) == _BALANCED:
-        usual = {"pool_micro_batches": micro_batches} if pool is None else {}
-        packing = {"grouping": "even", "max_length_factor": _WINDOWS} | usual | packing
-        pool = pool or cp
+    elif preset == "balanced" and packing.get("method", "balanced") == "balanced":
+        usual = {"pool_micro_batches": micro_batches if pool is None else "auto"}
+        packing, pool = {"grouping": "even", "max_length_factor": _WINDOWS} | usual | packing, pool or cp
     measured = read_profile(profile) if isinstance(profile, str | Path) else profile
     packing = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock step
     sizes: dict[str, Any] = {"micro_batches": micro_batches, "dp": dp, "cp": cp, "packing": packing}
     priced: dict[str, Any] = {"hardware": hardware, "profile": measured, "packed_by": workload}
     job = simulated_job(model or (measured.model if measured else "7b"), context_window, preset, **sizes, **priced)
-    job = replace(
-        job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool or "auto", phases=phases
-    )
+    data = job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong)
+    job = replace(job, data=data, pool=pool or "auto", phases=phases)
     if lengths is None and job.pools and not own_lists and "auto" in (job.pools.size, job.pools.micro_batches):
         raise UserError("pools are chosen by the lengths of all documents; give pool and pool_micro_batches")
     decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=not own_lists)
