@@ -57,7 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 LONG = 1024  # a window of several tiles of slices
 GROUPED: dict[str, dict[str, Any]] = {
     "level": {"grouping": "level"},
-    "slices": {"grouping": "slices", "pool_micro_batches": 4},
+    "slices": {"grouping": "slices", "pool_micro_batches": 8},
     "whole": {"grouping": "even", "pool_micro_batches": 3},
 }
 END = {"steps": None}  # of the epoch
