@@ -65,7 +65,7 @@ def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counte
         steps = packed_batches(iter(documents) if of_stream else documents, **SIZES)
         planned = [*steps]
     (told,) = [str(one.message) for one in warned]
-    assert told.startswith("wlb: documents are over context_window = 64; overlong = 'split', and")
+    assert told.startswith("wlb: documents are over context_window = 64; overlong = 'split', steps")
     assert steps.overlong == OverlongReport(documents=1, pieces=3, tokens_dropped=0)
     batches = [batch for step in planned for batch in step.batches]
     assert sum(len(batch.tokens) for batch in batches) == sum(LENGTHS) + 150

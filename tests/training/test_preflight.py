@@ -55,6 +55,7 @@ def test_a_store_of_which_nothing_would_be_learnt_is_refused(folder):
 def test_a_step_of_the_most_micro_batches_is_checked_at_once(folder):
     large = job(
         folder,
+        "wlb-llm",
         model={"layers": 1000},
         packing={"micro_batches": 65_536, "max_length_factor": "auto"},
         training={"memory_gib": 1000.0},
@@ -150,7 +151,7 @@ AUTO = {"packing": {"max_length_factor": "auto"}}
 
 
 def auto_job(folder: Path, gib: float | None = None, **changes: dict[str, Any]) -> JobConfig:
-    return job(folder, **(AUTO | ({"training": {"memory_gib": gib}} if gib else {}) | changes))
+    return job(folder, "wlb-llm", **(AUTO | ({"training": {"memory_gib": gib}} if gib else {}) | changes))
 
 
 def spec(config: JobConfig) -> Job:
@@ -243,7 +244,9 @@ def _train(path: Path, *overrides: str) -> str:
 def test_a_job_trains_and_continues_at_the_length_it_decided_on(folder):
     checkpoints = {"dir": str(folder / "checkpoints")}
     gib = needed_gib(auto_job(folder, checkpoint=checkpoints), 2 * WINDOW)
-    path = write_config(folder, packing=AUTO["packing"], training={"memory_gib": gib}, checkpoint=checkpoints)
+    path = write_config(
+        folder, "wlb-llm", packing=AUTO["packing"], training={"memory_gib": gib}, checkpoint=checkpoints
+    )
     for steps, memory in ((2, gib), (3, 1)):
         said = _train(path, f"training.steps={steps}", f"training.memory_gib={memory}")
         assert f"micro-batches of up to {2 * WINDOW} tokens" in said

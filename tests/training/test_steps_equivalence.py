@@ -92,8 +92,12 @@ def trained_as_single_documents(config: JobConfig, folder: Path) -> list[StepPla
 # that later ones have.
 @pytest.mark.parametrize(
     ("preset", "steps"),
-    [(name, 3) for name in ("balanced", "level", "slices")]
-    + [pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS],
+    [
+        ("balanced", 3),
+        ("level", 3),
+        ("slices", 3),
+        *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS),
+    ],
 )
 def test_steps_have_the_losses_of_single_documents(preset: str, steps: int, folder: Path) -> None:
     plans = trained_as_single_documents(configure(folder, preset, steps, LAYOUTS[preset]), folder / preset)

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, trainer_of, write_store
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig, TrainingConfig
+from wlb.job.planner import StepPlanner
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.checkpoint import checkpointer as checkpoint_module
 from wlb.training.checkpoint import files
@@ -52,22 +54,28 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pool": {"dp": 2, "pool": 2},
     "pools": {"dp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 1},
 }
+LONG = 1024  # a window of several tiles of slices
+GROUPED: dict[str, dict[str, Any]] = {
+    "level": {"grouping": "level"},
+    "slices": {"grouping": "slices", "pool_micro_batches": 8},
+    "whole": {"grouping": "even", "pool_micro_batches": 3},
+}
 END = {"steps": None}  # of the epoch
 
 
 def configure(folder: Path, key: str, **changes: dict[str, Any]) -> JobConfig:
     """A job of four steps with checkpoints after 2 and 4.
 
-    ``key`` is its layout, and after a space its packing method, where that is not the default; ``elastic`` is the
-    preset, and ``level`` is that with level steps.
+    ``key`` is its layout, and after a space its packing method or ``GROUPED``, where that is not the default.
     """
     layout, _, method = key.partition(" ")
-    packing = {"method": "balanced", "grouping": "level"} if method == "level" else {"method": method or "makespan"}
+    window = LONG if method in ("slices", "whole") else 64
+    packing = GROUPED.get(method, {"method": method or "balanced"})
     sections: dict[str, dict[str, Any]] = {
         "model": {"layers": 4, "kv_heads": 2, "vocab_size": 68},
         "packing": {"micro_batches": 4, **packing},
         "parallel": LAYOUTS[layout],
-        "data": {"context_window": 64},  # so small that a planner takes in the documents of several steps at once
+        "data": {"context_window": window},  # so small that a planner takes in the documents of several steps at once
         "training": {"dtype": "float64", "steps": 4},
         "checkpoint": {"dir": str(folder / "checkpoints"), "every": 2},
     }
@@ -88,7 +96,7 @@ class StraightJobs(dict[str, Path]):
 
     def __missing__(self, key: str) -> Path:
         folder = self[key] = self._make_folder(key.replace(" ", "-"))
-        write_store(folder / "store", DOCUMENTS)
+        write_store(folder / "store", DOCUMENTS, longest=LONG if key.endswith("slices") else 256)
         train(configure(folder, key))
         return folder
 
@@ -116,13 +124,18 @@ def exhaustive(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "key", ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), exhaustive("pool balanced"), "dp level"]
+    "key",
+    ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), exhaustive("pool balanced"), "dp level", "pp slices"],
 )
 def test_resuming_changes_nothing(straight, key, tmp_path):
     train(configure(stopped_after_two(straight[key], tmp_path), key))
     names = ("step", "document_ids", "loss", "grad_norm", "learning_rate", "tokens", "imbalance_degree")
     assert columns(tmp_path, *names) == columns(straight[key], *names)
     assert columns(tmp_path, "step") == [[1, 2, 3, 4]]
+    if key == "pp slices":
+        checked = check_job(configure(tmp_path, key), 2)
+        plans = islice(StepPlanner(checked.job, checked.store.stored_lengths).plans(), 4)
+        assert sum(part.earlier > 0 for plan in plans for part in plan.micro_batches) > 1
 
 
 @pytest.mark.parametrize(
@@ -138,6 +151,7 @@ def test_resuming_changes_nothing(straight, key, tmp_path):
         exhaustive("pool balanced", "pools balanced"),
         ("pool balanced", "three level"),
         ("dp level", "pools balanced"),
+        ("pp slices", "alone whole"),
         exhaustive("dp level", "cp-tp level"),
     ],
 )

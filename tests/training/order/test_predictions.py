@@ -13,6 +13,7 @@ from tests.training.order.calls import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSO
 from tests.training.order.fake_rank import RankRun, run_fake_ranks
 from wlb.job.config_file import load_config
 from wlb.job.job import Job
+from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import Exchange
 from wlb.job.memory.step import predict_rank_memory
 from wlb.sharding.latency import Shards
@@ -23,7 +24,8 @@ from wlb.training.parallel.mesh import mesh_shape
 from wlb.workload.links import Link
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-LARGE = ("7b_128k", "model.layers=4", "packing.micro_batches=4")
+OF_FOUR_LAYERS = ("7b_128k", "model.layers=4", "packing.micro_batches=4")
+LARGE = (*OF_FOUR_LAYERS, "packing.grouping=even", "parallel.schedule=1f1b")
 EXCHANGING = (*LARGE, "training.activation_checkpointing=none", "sharding.strategy=per_document")
 OF_EACH_STAGE = (0, 16, 32, 48)
 ALONE = ("parallel.pp=1", "parallel.cp=1", "parallel.dp=2", "parallel.tp=2")
@@ -82,7 +84,7 @@ def test_a_rank_holds_what_the_memory_model_says(settings, ranks):
 def test_the_simulator_prices_the_bytes_that_ranks_receive(monkeypatch):
     """On links that move a byte a second; it leaves out the weights of norms."""
     job, runs = runs_of(*EXCHANGING, ranks=OF_EACH_STAGE)
-    for module in ("wlb.simulate.costs", "wlb.workload.costs"):
+    for module in ("wlb.job.job", "wlb.simulate.costs", "wlb.workload.costs"):
         monkeypatch.setattr(f"{module}.group_link", lambda *_, **__: Link(latency=0.0, bandwidth=1.0))
     costs, received = JobCosts(job), Counter[str]()
     for run in runs.values():
@@ -99,3 +101,10 @@ def test_the_simulator_prices_the_bytes_that_ranks_receive(monkeypatch):
     assert received[STAGES] == pytest.approx(messages * costs.job.transfer_seconds(run.rows).sum())
     keys = shards.received * np.where(shards.kept, 1, 2) + shards.sent
     assert received[KEYS_AND_VALUES] == pytest.approx(costs.rank.exchange_seconds(keys, job.layout.cp).sum())
+
+
+def test_no_rank_of_a_planned_pipeline_holds_more_than_the_job_may():
+    """In lists made for the step, with slices that keep keys and values."""
+    job, runs = runs_of(*OF_FOUR_LAYERS, "training.activation_checkpointing=none", ranks=OF_EACH_STAGE)
+    assert job.slices_documents
+    assert max(run.peak for run in runs.values()) <= predicted_memory(job).total
