@@ -27,7 +27,6 @@ from wlb.job.planner import StepPlanner
 from wlb.simulate import simulate_steps
 from wlb.training.preflight import check_job
 from wlb.workload import make_workload
-from wlb.workload.costs import micro_batch_seconds
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 CONFIG = Path("configs/tiny.toml")
@@ -133,7 +132,7 @@ def trained(
         raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
     simulated = [simulate_steps(plans, replace(job, profile=profile)) for profile in profiles]
     prices = [make_workload(profile.model, "cpu", profile=profile) for profile in profiles]
-    lengths = [one.lengths for plan in plans for one in plan.micro_batches]
+    lengths = [segment.length for plan in plans for segment in plan.segments]
     cpu, cpu_of_repetitions, busy = _cpu_seconds(layout, preset, options)
     return Trained(
         layout,
@@ -143,7 +142,7 @@ def trained(
         cpu_of_repetitions=cpu_of_repetitions,
         busy=busy,
         predicted=[median(of_step) for of_step in zip(*(steps.seconds.tolist() for steps in simulated), strict=True)],
-        work=mean(sum(micro_batch_seconds(workload, one) for one in lengths) for workload in prices),
+        work=mean(float(workload.document_seconds(lengths).sum()) for workload in prices),
         tokens=tokens,
         imbalance_degree=mean(plan.imbalance for plan in plans),
         exchanged=float(simulated[0].shards.received.sum()) / sum(tokens),

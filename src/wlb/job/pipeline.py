@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.job.job import Job
-from wlb.job.memory.layers import head_share, kept_share, kept_tokens
+from wlb.job.memory.layers import head_share, kept_share, kept_tokens, window_tokens
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
@@ -55,12 +55,14 @@ def most_in_flight(job: Job) -> int:
     """What each pipeline rank may hold at once, in thousandths of what a token leaves in a block.
 
     As much as the rank that holds most in the named schedule, if all micro-batches have ``job.in_flight_length``
-    tokens; and the keys and values that are kept of slices (``kept_tokens``).
+    tokens; beside them a document of a context window, all of whose slices are held at once, and the keys and values
+    that are kept of slices.
     """
     leaves, most = _leaves(job), 0
     for of_rank in job.layout.operations(job.micro_batches_per_rank):
         changes = [leaves[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
         most = max(most, max(accumulate(changes)) * job.in_flight_length)
+    most += _THOUSANDTHS * window_tokens(job)
     return most + int(_kept(job) * kept_tokens(job, most / _THOUSANDTHS))
 
 

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from wlb.job.job import Job
-from wlb.job.memory.layers import LayerMemory, kept_share, kept_tokens
+from wlb.job.memory.layers import LayerMemory, kept_share, kept_tokens, window_tokens
 from wlb.job.memory.step import (
     BATCH_BYTES,
     MemoryEstimate,
@@ -53,8 +53,8 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
 def _planned_memory(job: Job) -> MemoryEstimate:
     """With lists of operations, which let every rank hold what one does in the named schedule (``wlb.job.pipeline``).
 
-    That is of micro-batches of ``job.in_flight_length``; on top comes what the longest needs while it runs, and the
-    keys and values that are kept of a sliced document.
+    That is of micro-batches of ``job.in_flight_length``; on top come a document of a context window in slices, the keys
+    and values that are kept of slices, and what the longest micro-batch needs while it runs.
     """
     count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
@@ -66,7 +66,9 @@ def _planned_memory(job: Job) -> MemoryEstimate:
     for name, value in longest.parts.items():
         parts[name] = parts.get(name, 0) + max(0, value - short.parts.get(name, 0))
     token = LayerMemory(job, 1).block().held / job.layout.cp  # leaves so much in a block
-    sliced = kept_share(job) * token * kept_tokens(job, _held(held) / token)
+    window = token * window_tokens(job)
+    parts["activations"] += int(window)
+    sliced = kept_share(job) * token * kept_tokens(job, (_held(held) + window) / token)
     return replace(static, parts=parts | {"kept keys and values": int(sliced)})
 
 

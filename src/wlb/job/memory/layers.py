@@ -220,8 +220,12 @@ def kept_share(job: Job) -> float:
 
 def kept_tokens(job: Job, in_flight: float) -> float:
     """Tokens in slices of those ``in_flight``, counted once for each block: a part, or a document if that is more."""
-    blocks = max(job.stage_blocks[mine].sum() for mine in job.layout.rank_stages)
-    return float(max(job.context_window * blocks, _SLICED * in_flight))
+    return max(window_tokens(job), _SLICED * in_flight)
+
+
+def window_tokens(job: Job) -> int:
+    """A document of a context window on a pipeline rank, counted once for each of its blocks."""
+    return job.context_window * max(int(job.stage_blocks[mine].sum()) for mine in job.layout.rank_stages)
 
 
 def head_share(job: Job) -> float:
