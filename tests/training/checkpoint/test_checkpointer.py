@@ -96,7 +96,7 @@ class StraightJobs(dict[str, Path]):
 
     def __missing__(self, key: str) -> Path:
         folder = self[key] = self._make_folder(key.replace(" ", "-"))
-        write_store(folder / "store", DOCUMENTS, longest=LONG if key.endswith("slices") else 256)
+        write_store(folder / "store", DOCUMENTS, longest=8 * LONG if key.endswith("slices") else 256)
         train(configure(folder, key))
         return folder
 
