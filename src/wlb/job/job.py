@@ -203,8 +203,16 @@ class Job:
     @property
     def in_flight_length(self) -> int:
         """Tokens of the micro-batches by which planned lists are bounded: a context window, or twice the mean one."""
-        mean = -(-self.global_batch * self.context_window // self.packing.micro_batches)
-        return min(self.longest_micro_batch, max(self.context_window, _MOST_OF_MEAN * mean))
+        return min(self.longest_micro_batch, max(self.context_window, self._most_of_mean))
+
+    @property
+    def sliced_length(self) -> int:
+        """Tokens of all micro-batches with slices of one document: its own, and up to a micro-batch's share beside."""
+        return self.context_window + self._most_of_mean
+
+    @property
+    def _most_of_mean(self) -> int:
+        return _MOST_OF_MEAN * -(-self.global_batch * self.context_window // self.packing.micro_batches)
 
     @property
     def levels_steps(self) -> bool:
