@@ -220,6 +220,8 @@ def kept_share(job: Job) -> float:
 
 def kept_tokens(job: Job, in_flight: float) -> float:
     """Tokens in slices of those ``in_flight``, counted once for each block: a part, or a document if that is more."""
+    if not job.slices_documents:
+        return 0.0
     blocks = max(job.stage_blocks[mine].sum() for mine in job.layout.rank_stages)
     return float(max(job.context_window * blocks, _SLICED * in_flight))
 
