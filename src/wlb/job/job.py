@@ -203,8 +203,16 @@ class Job:
     @property
     def in_flight_length(self) -> int:
         """Tokens of the micro-batches by which planned lists are bounded: a context window, or twice the mean one."""
-        mean = -(-self.global_batch * self.context_window // self.packing.micro_batches)
-        return min(self.longest_micro_batch, max(self.context_window, _MOST_OF_MEAN * mean))
+        return min(self.longest_micro_batch, max(self.context_window, self._most_of_mean))
+
+    @property
+    def sliced_length(self) -> int:
+        """Tokens of all micro-batches with slices of one document: its own, and up to a micro-batch's share beside."""
+        return self.context_window + self._most_of_mean
+
+    @property
+    def _most_of_mean(self) -> int:
+        return _MOST_OF_MEAN * -(-self.global_batch * self.context_window // self.packing.micro_batches)
 
     @property
     def levels_steps(self) -> bool:
@@ -322,8 +330,10 @@ class Job:
         pools = self.pools
         if pools is None:
             return True
-        return pools.size == self.layout.cp and (
-            pools.grouping == "level" or pools.micro_batches == self.micro_batches_per_rank
+        return (
+            pools.grouping != "auto"
+            and pools.size == self.layout.cp
+            and (pools.grouping == "level" or pools.micro_batches == self.micro_batches_per_rank)
         )
 
     def with_pools(self, pools: Pools) -> Self:
@@ -334,12 +344,7 @@ class Job:
         """
         if pools.grouping == "level":
             return self._with_level_steps(pools)
-        if pools.grouping == "slices" and (self.layout.pp == 1 or self.layout.schedule not in ("auto", "planned")):
-            raise UserError(
-                "grouping = 'slices' has documents go through a pipeline in slices, in planned lists of operations; it "
-                f"needs pp of at least 2 and schedule = 'planned', not pp = {self.layout.pp} and "
-                f"{self.layout.schedule!r}"
-            )
+        self.check_slices(pools)
         ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
@@ -373,6 +378,15 @@ class Job:
                 f'{job.least_length_factor:g}, or "auto"'
             )
         return job
+
+    def check_slices(self, pools: Pools) -> None:
+        """Raise ``UserError`` where ``pools`` are to slice documents and no pipeline runs planned lists."""
+        if pools.grouping == "slices" and (self.layout.pp == 1 or self.layout.schedule not in ("auto", "planned")):
+            raise UserError(
+                "grouping = 'slices' has documents go through a pipeline in slices, in planned lists of operations; it "
+                f"needs pp of at least 2 and schedule = 'planned', not pp = {self.layout.pp} and "
+                f"{self.layout.schedule!r}"
+            )
 
     def _with_level_steps(self, pools: Pools) -> Self:
         ranks = self.layout.replicas

@@ -62,7 +62,7 @@ def most_in_flight(job: Job) -> int:
     for of_rank in job.layout.operations(job.micro_batches_per_rank):
         changes = [leaves[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
         most = max(most, max(accumulate(changes)) * job.in_flight_length)
-    most += _THOUSANDTHS * window_tokens(job)
+    most += _THOUSANDTHS * window_tokens(job) * job.slices_documents
     return most + int(_kept(job) * kept_tokens(job, most / _THOUSANDTHS))
 
 
@@ -106,12 +106,9 @@ class PipelineLoads:
         weight = _over_stages(job, costs.weight_seconds(longest, "blocks"), costs.weight_seconds(longest, "head"))
         self._weight = np.minimum(weight, self._backward) if job.splits_backward else None
         self._transfer = np.rint(_TICKS * job.transfer_seconds(longest)).astype(np.int64)
-        kept = 1 + kept_share(job)
-        held = [
-            one.tokens + (kept - 1) * one.segments[0].length * one.is_slice if one.segments else 0
-            for one in micro_batches
-        ]
-        self._held = np.outer(job.stage_blocks, np.rint(_THOUSANDTHS * np.array(held)).astype(np.int64))
+        tokens = np.array([one.tokens for one in micro_batches])
+        sliced = np.array([one.segments[0].length if one.is_slice else 0 for one in micro_batches])
+        self._held = np.outer(_leaves(job), tokens) + np.outer(job.stage_blocks, _kept(job) * sliced)
 
     def of(self, places: Sequence[int]) -> PipelineLoad:
         """Those of the micro-batches at ``places``, in this order."""

@@ -103,8 +103,9 @@ def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, lock_step: bool, 
                 "grouping = 'level' has ranks run micro-batches of their own, which this loop cannot; leave it out"
             )
         return replace(pools, size=job.layout.replicas)
+    job.check_slices(pools)
     if pools.size != "auto" and pools.micro_batches != "auto":
-        return pools
+        return replace(pools, grouping=_usual_grouping(job, pools))
     parts = -(-pools.global_batch // _WINDOWS)
     found = _fastest_for_part(job, pools, lengths, parts, lock_step, most_seconds)
     if parts > 1 and not _holds(job.with_pools(found)):  # fewer micro-batches may hold less
@@ -175,8 +176,7 @@ class _PoolSearch:
 
     def _choices(self) -> Iterator[_PricedPools]:
         """Every size, number of micro-batches and grouping, none of them simulated."""
-        wanted, layout = self.pools.grouping, self.job.layout
-        grouping: Grouping = wanted if wanted != "auto" else "slices" if self._may_slice else "even"
+        wanted, layout, grouping = self.pools.grouping, self.job.layout, _usual_grouping(self.job, self.pools)
         sizes = [layout.cp * groups for groups in range(1, layout.dp + 1) if layout.dp % groups == 0]
         if self.pools.size != "auto":
             sizes = [self.pools.size]
@@ -192,17 +192,14 @@ class _PoolSearch:
             job = self.job.with_pools(replace(self.pools, grouping="level"))
             yield _PricedPools(not _holds(job), False, 0.0, 0, layout.replicas, 0, "level", job)
 
-    @property
-    def _may_slice(self) -> bool:
-        return self.job.plans_operations and self.job.phases is None
-
     def _with_counts(self, size: int) -> list[tuple[bool, Job]]:
         """With pools of this size and numbers of micro-batches; more where the memory holds none of the usual ones."""
         if self.pools.micro_batches != "auto":
             return self._that_run(size, [self.pools.micro_batches])
         pp, replicas = self.job.layout.pp, self.job.layout.replicas
         most = int(min(self.pools.global_batch / _LEAST_WINDOWS, MOST_MICRO_BATCHES / self.parts) * size / replicas)
-        counts = [round(filling * pp) for filling in (_SLICED_FILLINGS if self._may_slice else _FILLINGS)]
+        slices = _usual_grouping(self.job, self.pools) == "slices"
+        counts = [round(filling * pp) for filling in (_SLICED_FILLINGS if slices else _FILLINGS)]
         counts = [count for count in counts if count <= most] or counts[:1]
         usual = self._that_run(size, counts)
         more = range(-(-counts[-1] // pp) * pp, most + 1, pp)
@@ -217,10 +214,10 @@ class _PoolSearch:
 
     def _that_run(self, size: int, counts: Iterable[int]) -> list[tuple[bool, Job]]:
         """Jobs with so many micro-batches, and before each whether it is too large for the memory."""
-        jobs = []
+        jobs, pools = [], replace(self.pools, size=size, grouping=_usual_grouping(self.job, self.pools))
         for count in sorted(set(counts)):
             with suppress(UserError):  # a pipeline that runs in rounds, or an L_max without room for so much
-                jobs.append(self.job.with_pools(replace(self.pools, size=size, micro_batches=count)))
+                jobs.append(self.job.with_pools(replace(pools, micro_batches=count)))
         return [(not _holds(job), job) for job in jobs]
 
     @cached_property
@@ -267,6 +264,12 @@ class _PoolSearch:
         no_room = not self.pools.delays and sum(rated.step_tokens) < steps * job.global_batch * job.context_window
         seconds = 1 / rated.work_rate * (1.0 if steps == self._steps else 1 - _ONE_STEP)
         return choice._replace(no_room=no_room and steps == self._steps, seconds=seconds, steps=steps)
+
+
+def _usual_grouping(job: Job, pools: Pools) -> Grouping:
+    """That of ``pools`` or, where it is not given, of ranks that run equally many micro-batches."""
+    may_slice = job.plans_operations and job.phases is None
+    return pools.grouping if pools.grouping != "auto" else "slices" if may_slice else "even"
 
 
 def _holds(job: Job) -> bool:

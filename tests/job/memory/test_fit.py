@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
+from wlb.documents.lengths import read_lengths
 from wlb.job.job import MemoryLimit
 from wlb.job.memory.fit import fits, largest_factor, predicted_memory
+from wlb.job.memory.layers import LayerMemory
+from wlb.job.planner import StepPlanner
 from wlb.packing.options import Pools
 from wlb.simulate import simulated_job
 
@@ -46,3 +51,22 @@ def test_of_pools_it_leaves_room_for_an_even_share(share):
     factor = largest_factor(replace(job, limit=MemoryLimit(share * needed, "this test")))
     assert (factor is None) == (share < 1)
     assert factor is None or least <= factor <= options.largest_auto_factor(job.packing.micro_batches)
+
+
+@pytest.mark.parametrize("recomputing", ["none", "selective"])
+def test_planned_lists_hold_no_more_than_predicted_where_scores_are_most_of_it(recomputing):
+    """The last pipeline rank holds scores of many micro-batches at once: of all slices of a document at least."""
+    job = simulated_job("llama3-8b", 131_072, activation_checkpointing=recomputing, pp=4, tp=4, virtual_pp=2)
+    job = job.with_pools(Pools(1, 16, "slices", 8)).with_length_factor(1.0)
+    parts, leaves = predicted_memory(job).parts, [job.stage_blocks[stage] for stage in (3, 7)]
+    predicted = sum(parts[name] for name in ("activations", "scores", "kept keys and values"))
+    most = 0
+    for plan in islice(StepPlanner(job, np.asarray(read_lengths("synthetic:3000:128K:5"))).plans(), 6):
+        held = 0
+        for stage, micro_batch, kind in plan.operations[0][3]:
+            layers = LayerMemory(job, plan.ranks[0][micro_batch].tokens)
+            units = [layers.block()] * leaves[stage // 4] + [layers.head()] * (stage == 7)
+            held += {"F": 1, "I": 0}.get(kind, -1) * sum(unit.held for unit in units)
+            most = max(most, held)
+        assert held == 0
+    assert 0.6 * predicted < most <= predicted

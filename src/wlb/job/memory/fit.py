@@ -53,23 +53,33 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
 def _planned_memory(job: Job) -> MemoryEstimate:
     """With lists of operations, which let every rank hold what one does in the named schedule (``wlb.job.pipeline``).
 
-    That is of micro-batches of ``job.in_flight_length``; on top come a document of a context window in slices, the keys
-    and values that are kept of slices, and what the longest micro-batch needs while it runs.
+    That is of micro-batches of ``job.in_flight_length``, and a document of a context window in slices beside them; or
+    of all micro-batches that have slices of one document, if they hold more. On top comes what the longest micro-batch
+    needs while it runs, and the keys and values that are kept of slices.
     """
     count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
     ranks = [predict_rank_memory(job, [usual] * walked, rank) for rank in range(job.layout.pp)]
-    held = max((rank.parts for rank in ranks), key=_held)
     static = max(ranks, key=lambda rank: rank.total - _held(rank.parts))
+    held, kept = _and_kept(job, ranks, in_flight=True)
+    if job.slices_documents:
+        together = largest_share(job, job.sliced_length)
+        alone = [predict_rank_memory(job, [together], rank) for rank in range(job.layout.pp)]
+        held, kept = max((held, kept), _and_kept(job, alone, in_flight=False), key=lambda one: _held(one[0]) + one[1])
     parts = static.parts | {name: held[name] for name in _HELD if name in held}
     longest, short = (predict_memory(job, [tokens]) for tokens in (job.longest_micro_batch, job.in_flight_length))
     for name, value in longest.parts.items():
         parts[name] = parts.get(name, 0) + max(0, value - short.parts.get(name, 0))
+    return replace(static, parts=parts | {"kept keys and values": kept})
+
+
+def _and_kept(job: Job, ranks: list[MemoryEstimate], *, in_flight: bool) -> tuple[dict[str, int], int]:
+    """The parts of the rank that holds most; and keys and values kept of a document, or of all that is in flight."""
+    held = max(ranks, key=lambda rank: _held(rank.parts)).parts.copy()
     token = LayerMemory(job, 1).block().held / job.layout.cp  # leaves so much in a block
-    window = token * window_tokens(job)
-    parts["activations"] += int(window)
-    sliced = kept_share(job) * token * kept_tokens(job, (_held(held) + window) / token)
-    return replace(static, parts=parts | {"kept keys and values": int(sliced)})
+    sliced = int(token * window_tokens(job) * (in_flight and job.slices_documents))
+    held["activations"] = held.get("activations", 0) + sliced
+    return held, int(kept_share(job) * token * kept_tokens(job, in_flight * _held(held) / token))
 
 
 def _held(parts: dict[str, int]) -> int:

@@ -220,7 +220,7 @@ def kept_share(job: Job) -> float:
 
 def kept_tokens(job: Job, in_flight: float) -> float:
     """Tokens in slices of those ``in_flight``, counted once for each block: a part, or a document if that is more."""
-    return max(window_tokens(job), _SLICED * in_flight)
+    return max(window_tokens(job), _SLICED * in_flight) if job.slices_documents else 0.0
 
 
 def window_tokens(job: Job) -> int:
