@@ -76,8 +76,8 @@ def balanced_job(
             windows *= dp  # L_max is that of all ranks
         packing |= {"grouping": "level", "max_length_factor": windows}
     elif preset == "balanced" and packing.get("method", "balanced") == "balanced":
-        usual = {"pool_micro_batches": micro_batches if pool is None else "auto"}
-        packing, pool = {"grouping": "even", "max_length_factor": _WINDOWS} | usual | packing, pool or cp
+        usual = {"pool_micro_batches": micro_batches, "max_length_factor": _WINDOWS} if pool is None else {}
+        packing, pool = {"grouping": "even"} | usual | packing, pool or cp
     measured = read_profile(profile) if isinstance(profile, str | Path) else profile
     packing = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock step
     sizes: dict[str, Any] = {"micro_batches": micro_batches, "dp": dp, "cp": cp, "packing": packing}
