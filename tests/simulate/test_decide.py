@@ -147,3 +147,16 @@ def test_pools_fit_wherever_any_do_and_hardly_any_are_faster(seed: int):
     assert fits(found) == any(map(fits, choices))
     rates = [rate(one, lengths, 4, job.work_prices).work_rate for one in choices if fits(one)]
     assert not rates or rate(found, lengths, 4, job.work_prices).work_rate >= 0.96 * max(rates)
+
+
+def test_grouping_is_decided_where_pools_are_given():
+    job = simulated_job("tiny", WINDOW, pp=2, micro_batches=4, packing={"pool_micro_batches": 4})
+    assert not replace(job, pool=1).pools_decided
+    pools = decide(replace(job, pool=1), np.full(100, WINDOW)).pools
+    assert (pools.micro_batches, pools.grouping) == (4, "slices")
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2, "schedule": "1f1b"}])
+def test_slices_without_planned_lists_are_refused(layout):
+    with pytest.raises(UserError, match="needs pp of at least 2 and schedule = 'planned'"):
+        decide(simulated_job("tiny", 512, micro_batches=4, packing={"grouping": "slices"}, **layout), np.full(100, 512))
