@@ -35,10 +35,9 @@ def with_operations(job: Job, plan: StepPlan) -> StepPlan:
     priced = iter(loads.priced)
     plan = replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
     places = {id(micro_batch): place for place, micro_batch in enumerate(plan.micro_batches)}
-    if len(plan.ranks) != job.layout.dp:
-        plan = arrange(
-            plan, job.layout.dp, assignment=job.packing.assignment, order=job.packing.order, pipeline=job.layout
-        )
+    if not job.slices_documents:
+        packing = job.packing
+        plan = arrange(plan, job.layout.dp, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
     limits = [most_in_flight(job)] * job.layout.pp
     return replace(
         plan,
@@ -55,14 +54,14 @@ def most_in_flight(job: Job) -> int:
     """What each pipeline rank may hold at once, in thousandths of what a token leaves in a block.
 
     As much as the rank that holds most in the named schedule, if all micro-batches have ``job.in_flight_length``
-    tokens; beside them a document of a context window, all of whose slices are held at once, and the keys and values
-    that are kept of slices.
+    tokens; beside them a document of a context window, all of whose slices are held at once (without slices an order
+    of its own needs as much to be no slower); and the keys and values that are kept of slices.
     """
     leaves, most = _leaves(job), 0
     for of_rank in job.layout.operations(job.micro_batches_per_rank):
         changes = [leaves[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
         most = max(most, max(accumulate(changes)) * job.in_flight_length)
-    most += _THOUSANDTHS * window_tokens(job) * job.slices_documents
+    most += _THOUSANDTHS * window_tokens(job)
     return most + int(_kept(job) * kept_tokens(job, most / _THOUSANDTHS))
 
 

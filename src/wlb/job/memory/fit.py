@@ -53,8 +53,8 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
 def _planned_memory(job: Job) -> MemoryEstimate:
     """With lists of operations, which let every rank hold what one does in the named schedule (``wlb.job.pipeline``).
 
-    That is of micro-batches of ``job.in_flight_length``, and a document of a context window in slices beside them; or
-    of all micro-batches that have slices of one document, if they hold more. On top comes what the longest micro-batch
+    That is of micro-batches of ``job.in_flight_length``, and a document of a context window beside them; or of all
+    micro-batches that have slices of one document, if they hold more. On top comes what the longest micro-batch
     needs while it runs, and the keys and values that are kept of slices.
     """
     count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
@@ -77,8 +77,7 @@ def _and_kept(job: Job, ranks: list[MemoryEstimate], *, in_flight: bool) -> tupl
     """The parts of the rank that holds most; and keys and values kept of a document, or of all that is in flight."""
     held = max(ranks, key=lambda rank: _held(rank.parts)).parts.copy()
     token = LayerMemory(job, 1).block().held / job.layout.cp  # leaves so much in a block
-    sliced = int(token * window_tokens(job) * (in_flight and job.slices_documents))
-    held["activations"] = held.get("activations", 0) + sliced
+    held["activations"] = held.get("activations", 0) + in_flight * int(token * window_tokens(job))
     return held, int(kept_share(job) * token * kept_tokens(job, in_flight * _held(held) / token))
 
 
