@@ -1,25 +1,29 @@
 """Steps of pipelines in slices and planned lists, in the paper's eight jobs (simulated), beside its own systems.
 
-    .venv/bin/python -m studies.benchmarks.pipelines [--windows 8] [--draws 2] [--steps 12] [--jobs NAMES] [--out FILE]
+    .venv/bin/python -m studies.benchmarks.pipelines [--windows 8] [--draws 2] [--steps 12] [--jobs NAMES]
+        [--checkpointing none|selective|full] [--out FILE]
 
-Every job runs in its own layout with two stages on each pipeline rank; preset ``balanced`` also with one, two or four
-stages, whichever is fastest, and without a pipeline, as if memory were no question. ``--windows`` are the context
-windows of a step. Speed is at equal work over plain-4d with two stages a rank. "of ideal" is the share of the time in
-which all GPUs would do W_a + W_l (with tensor parallelism's collectives) if nothing made them wait: no bubble,
-exchange, latency, or uneven stage. "delay" are the steps that the mean token waits. "in flight" are the most tokens
-that a pipeline rank holds, over those of ``balanced`` in lock step with ``max_delay = 8`` and the paper's schedule;
-"over bound" is what planned lists take over the least that any order could: the busiest rank's work, after the shortest
-way to it. "planning" is CPU time of a step. Rows are means over draws of the documents, with the range of the speed.
+Every job runs in its own layout with two stages on each pipeline rank and, with "stages free", with one, two or four,
+whichever is fastest; preset ``balanced`` also without a pipeline. The larger jobs do not fit an H100 without activation
+checkpointing, under any system: "fits" says so. With checkpointing planned lists do not divide a backward.
+``--windows`` are the context windows of a step. Speed is at equal work over plain-4d with two stages a rank. "of ideal"
+is the share of the time in which all GPUs would do W_a + W_l (with tensor parallelism's collectives, and nothing
+computed again) if nothing made them wait: no bubble, exchange, latency, or uneven stage. "delay" are the steps that the
+mean token waits. "in flight" are the most tokens that a pipeline rank holds, over those of ``balanced`` in lock step
+with ``max_delay = 8`` and the paper's schedule; "over bound" is what planned lists take over the least that any order
+could: the busiest rank's work, after the shortest way to it. "planning" is CPU time of a step. Rows are means over draws
+of the documents, with the range of the speed.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
 from statistics import mean
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +31,7 @@ from numpy.typing import NDArray
 from benchmarks.parts.measurement import command, console, make_parser, show, write
 from wlb.documents.lengths import read_lengths
 from wlb.job.job import Job
+from wlb.job.memory.fit import fits
 from wlb.job.pipeline import PipelineLoads
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
@@ -34,6 +39,7 @@ from wlb.schedules.operations import BACKWARD, FORWARD, WEIGHT
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulate
 from wlb.simulate.job import PAPER_JOBS, NamedJob
+from wlb.workload.base import Checkpointing
 
 _STAGES = (1, 2, 4)  # on a pipeline rank
 _WARM_UP = 8  # steps of jobs in which documents wait
@@ -51,6 +57,7 @@ _COLUMNS = {
     "in flight": "{in_flight:.2f}",
     "over bound": "{over_bound:.3f}",
     "planning": "{planning_ms:.0f} ms",
+    "fits": "{fits}",
 }
 Lengths = NDArray[np.int64]
 Row = dict[str, Any]
@@ -63,10 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=2, help="synthetic:40000:WINDOW:11 and those after it")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--jobs", default=",".join(PAPER_JOBS))
+    parser.add_argument("--checkpointing", choices=get_args(Checkpointing), default="none")
     options = parser.parse_args(arguments)
     rows = []
     for name in options.jobs.split(","):
-        draws = [_rows(name, 11 + draw, options.windows, options.steps) for draw in range(options.draws)]
+        draws = [_rows(name, 11 + draw, options) for draw in range(options.draws)]
         rows += [_averaged(list(of_system)) for of_system in zip(*draws, strict=True)]
         console.print(f"{name} is done")
     show(f"{options.windows} windows a step, simulated", rows, _COLUMNS)
@@ -79,22 +87,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "mean of {system}: {speed:.3f}x, {of_ideal:.3f} of ideal, delay {delay:.2f}, {in_flight:.2f} in flight, "
             "lists {over_bound:.3f} over their bound".format(system=system, **means)
         )
-    write({"windows": options.windows, "draws": options.draws, "steps": options.steps, "rows": rows}, options.out)
+    asked = {name: getattr(options, name) for name in ("windows", "draws", "steps", "checkpointing")}
+    write(asked | {"rows": rows}, options.out)
 
 
-def _rows(name: str, seed: int, windows: int, steps: int) -> list[Row]:
+def _rows(name: str, seed: int, options: argparse.Namespace) -> list[Row]:
     """Every system on one draw of the documents."""
-    job, dp = PAPER_JOBS[name], PAPER_JOBS[name].layout.dp
+    job, dp, windows, steps = PAPER_JOBS[name], PAPER_JOBS[name].layout.dp, options.windows, options.steps
     lengths = np.asarray(read_lengths(f"synthetic:40000:{job.context_window}:{seed}"))
-    usual: Row = {"virtual_pp": 2, "micro_batches": windows // dp}
-    base = job.under("plain-4d", **usual)
-    waiting = _in_lock_step(job.under("balanced", **usual))
-    systems = {"plain-4d": base, "wlb-llm": job.under("wlb-llm", **usual), "max_delay = 8": waiting}
-    rows = {system: _row(of_system, lengths, steps, base) for system, of_system in systems.items()}
-    by_stages = [_row(job.under("balanced", **usual | {"virtual_pp": n}), lengths, steps, base) for n in _STAGES]
-    rows["balanced"] = by_stages[_STAGES.index(2)]
-    rows["stages free"] = dict(max(by_stages, key=lambda row: float(row["rate"])))
-    rows["pp = 1"] = _row(_without_pipeline(job, windows), lengths, steps, base)
+    usual: Row = {"micro_batches": windows // dp, "activation_checkpointing": options.checkpointing}
+    base = job.under("plain-4d", virtual_pp=2, **usual)
+    rows: dict[str, Row] = {}
+    for system in ("plain-4d", "wlb-llm", "balanced"):
+        found = [_row(job.under(system, virtual_pp=n, **usual), lengths, steps, base) for n in _STAGES]
+        rows[system] = found[_STAGES.index(2)]
+        rows[f"{system}, stages free"] = dict(max(found, key=lambda row: float(row["rate"])))
+    waiting = _in_lock_step(job.under("balanced", virtual_pp=2, **usual))
+    rows["max_delay = 8"] = _row(waiting, lengths, steps, base)
+    rows["pp = 1"] = _row(_without_pipeline(job, windows, options.checkpointing), lengths, steps, base)
     held = rows["max_delay = 8"]["in_flight"]
     for system, row in rows.items():
         row |= {"job": name, "system": system, "speed": row["rate"] / rows["plain-4d"]["rate"]}
@@ -105,7 +115,7 @@ def _rows(name: str, seed: int, windows: int, steps: int) -> list[Row]:
 def _row(job: Job, lengths: Lengths, steps: int, base: Job) -> Row:
     warm_up = _WARM_UP * (job.packing.max_delay > 0)
     found = simulate(job, lengths, steps, warm_up=warm_up, work_prices=base.work_prices)
-    job, ideal = found.job, found.job.costs
+    job, ideal = found.job, replace(found.job.costs, recomputed="none")
     plans, started = StepPlanner(job, lengths).plans(warm_up), time.process_time()
     planned = [*islice(plans, steps)]
     seconds = time.process_time() - started
@@ -119,6 +129,7 @@ def _row(job: Job, lengths: Lengths, steps: int, base: Job) -> Row:
         "in_flight": max(_in_flight(job, plan) for plan in planned),
         "over_bound": mean(_over_bound(job, plan) for plan in planned),
         "planning_ms": 1e3 * seconds / steps,
+        "fits": "yes" if fits(job) else "no",
     }
 
 
@@ -132,10 +143,11 @@ def _in_lock_step(job: Job) -> Job:
     return job.with_pools(replace(pools, size=job.layout.cp, micro_batches=each, grouping="even"))
 
 
-def _without_pipeline(job: NamedJob, windows: int) -> Job:
+def _without_pipeline(job: NamedJob, windows: int, checkpointing: str) -> Job:
     layout = replace(job.layout, pp=1, dp=job.layout.dp * job.layout.pp)
     packing = {"global_batch": windows, "micro_batches": layout.dp}
-    return job._replace(layout=layout).under("balanced", micro_batches=1, packing=packing)
+    settings: Row = {"micro_batches": 1, "packing": packing, "activation_checkpointing": checkpointing}
+    return job._replace(layout=layout).under("balanced", **settings)
 
 
 def _in_flight(job: Job, plan: StepPlan) -> float:
@@ -172,7 +184,9 @@ def _averaged(rows: list[Row]) -> Row:
     """One row for all draws."""
     first = rows[0]
     speeds = [row["speed"] for row in rows]
-    varying = {key: "/".join(dict.fromkeys(str(row[key]) for row in rows)) for key in ("stages", "micro_batches")}
+    varying = {
+        key: "/".join(dict.fromkeys(str(row[key]) for row in rows)) for key in ("stages", "micro_batches", "fits")
+    }
     means = {key: mean(row[key] for row in rows) for key in _MEANS}
     return {"job": first["job"], "system": first["system"], "least": min(speeds), "most": max(speeds)} | varying | means
 

@@ -153,7 +153,8 @@ def test_grouping_is_decided_where_pools_are_given():
     job = simulated_job("tiny", WINDOW, pp=2, micro_batches=4, packing={"pool_micro_batches": 4})
     assert not replace(job, pool=1).pools_decided
     pools = decide(replace(job, pool=1), np.full(100, WINDOW)).pools
-    assert pools is not None and (pools.micro_batches, pools.grouping) == (4, "slices")
+    assert pools is not None
+    assert (pools.micro_batches, pools.grouping) == (4, "slices")
 
 
 @pytest.mark.parametrize("layout", [{}, {"pp": 2, "schedule": "1f1b"}])
