@@ -11,8 +11,8 @@ is the share of the time in which all GPUs would do W_a + W_l (with tensor paral
 computed again) if nothing made them wait: no bubble, exchange, latency, or uneven stage. "delay" are the steps that the
 mean token waits. "in flight" are the most tokens that a pipeline rank holds, over those of ``balanced`` in lock step
 with ``max_delay = 8`` and the paper's schedule; "over bound" is what planned lists take over the least that any order
-could: the busiest rank's work, after the shortest way to it. "planning" is CPU time of a step. Rows are means over draws
-of the documents, with the range of the speed.
+could: the busiest rank's work, after the shortest way to it. "planning" is CPU time of a step. Rows are means over
+draws of the documents, with the range of the speed.
 """
 
 from __future__ import annotations
