@@ -127,7 +127,7 @@ def test_what_is_printed_and_drawn_follows_from_the_figures(capsys: pytest.Captu
     assert rows["plain-4d"] == ["1.00x", "3.500", "1.40", "4.500", "1.00x"]  # (4 + 3) / 2, over (3 + 2) / 2
     assert rows["balanced"] == ["1.27x", "2.750", "1.05", "3.000", "1.50x"]  # 7 / 5.5, and 9 / 6 by the clock
     text = " ".join(printed.split())
-    assert "even ranks would give 1.40x; elastic reaches 91% of that" in text
+    assert "even ranks would give 1.40x; balanced reaches 91% of that" in text
     assert "The clock means little here: it ran 1.3 times" in text
     assert f"simulated: 64 GPUs, each system in its own fastest layout {CHECKED['verdict']}" in text
     demo.show_measured(_measured("plain-4d", base.notes, [3.5, 3.5]), _measured("balanced", ours.notes, [3, 3]), 16_384)

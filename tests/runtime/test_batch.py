@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ def test_a_micro_batch_without_segments_is_one_unlabelled_token() -> None:
     st.lists(st.lists(MICRO_BATCHES, min_size=2, max_size=2), min_size=1, max_size=3), st.sampled_from([STORE, MASKED])
 )
 def test_labelled_tokens_are_known_before_the_tokens(ranks: list[list[MicroBatch]], store: RandomDocuments) -> None:
-    plan = StepPlan(0, tuple(tuple(rank) for rank in ranks))
+    whole = [[replace(one, earlier=0, continued=False) for one in rank] for rank in ranks]  # slices come all together
+    plan = StepPlan(0, tuple(map(tuple, whole)))
     batches = [make_batch(micro_batch, store) for micro_batch in plan.micro_batches]
     counted = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in batches)
     assert labelled_tokens(plan, store) == counted

@@ -201,7 +201,7 @@ def test_mistakes_of_a_loop_are_said_in_a_line():
 def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():
     for settings in (
         {"cp": 2, "dp": 1},
-        {"preset": "balanced"},
+        {"preset": "wlb-llm"},
         {"grouping": "level"},
         {"pool": 2},
         {"sharding": "adaptive"},
