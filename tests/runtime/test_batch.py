@@ -126,7 +126,7 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def replace(path: Path) -> None:
+def replace_file(path: Path) -> None:
     """Put another file of the same size in its place."""
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
