@@ -143,7 +143,7 @@ def test_phases_that_make_no_sense_are_refused(arguments: dict[str, Any], messag
 
 def test_what_does_not_fit_is_refused():
     phases = DocumentPhases({"encoder": [1.0, 1.0]}, memory_tokens=[0, 100])
-    settings = {"micro_batches": 1, "context_window": 64, "workload": PhasedPrices(PRICES, phases)}
+    settings: Any = {"micro_batches": 1, "context_window": 64, "workload": PhasedPrices(PRICES, phases)}
     packer = make_packer("balanced", **settings)
     with pytest.raises(UserError, match="document 1 has 60 tokens and memory_tokens = 100, together over the 128"):
         packer.plan([60, 60])
