@@ -59,9 +59,9 @@ def validated(plugin: Any, configuration: dict[str, Any]) -> Settings:
 def test_the_plugin_gives_a_balanced_trainer_with_the_settings_asked_for(plugin: Any):
     trainer = plugin.get_trainer_cls(validated(plugin, CONFIGURATION))
     assert trainer.__name__ == "BalancedAxolotlTrainer"
-    assert trainer._wlb_planning == {"context_window": 512, "preset": "balanced", "cp": 2, "sharding": "hybrid"}
+    assert trainer._wlb_planning == {"context_window": 512, "preset": "balanced", "cp": 2, "sharding": "balanced"}
     plain = plugin.get_trainer_cls(validated(plugin, {"sequence_len": 512, "sample_packing": False}))
-    assert plain._wlb_planning == {"context_window": 512, "cp": 1, "sharding": "hybrid"}
+    assert plain._wlb_planning == {"context_window": 512, "cp": 1, "sharding": "balanced"}
 
 
 def test_the_plugin_gives_our_collator_and_refuses_axolotls_packing(plugin: Any):

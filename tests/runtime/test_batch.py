@@ -136,7 +136,7 @@ def replace_file(path: Path) -> None:
 
 @in_turn(
     ("kind", "ending", "change"),
-    product(["store", "shards", "mixture"], [".bin", ".idx"], [zero, truncate, replace, Path.unlink]),
+    product(["store", "shards", "mixture"], [".bin", ".idx"], [zero, truncate, replace_file, Path.unlink]),
 )
 def test_nothing_is_read_of_a_store_that_has_changed(tmp_path_factory, kind, ending, change):
     tmp_path = tmp_path_factory.mktemp("changed")

@@ -64,7 +64,9 @@ def test_ranks_that_share_micro_batches_have_the_same():
 
 
 def test_batches_are_even_and_passes_differ():
-    planned = sampler(hardware="cpu", rank=0)  # on which so few tokens take longer than reading the weights
+    planned = sampler(
+        hardware="cpu", rank=0, max_delay=8
+    )  # on which so few tokens take longer than reading the weights
     assert np.mean([plan.imbalance for plan in islice(planned.steps(), 10)]) < 1.03
     first, second = list(planned), list(planned)
     assert first != second
@@ -196,7 +198,7 @@ def test_epochs_are_added_after_the_last_one_was_drained():
         (2, {"seed": 7}, "saved with seed = 0, this run has 7"),
         (2, {"shuffle": False}, "saved with shuffle = True, this run has False"),
         (2, {"lengths": LENGTHS[::-1]}, "saved with digest of lengths = "),
-        (3, {"micro_batches": 4}, "inside a step with micro_batches = 2, this run has 4"),
+        (3, {"micro_batches": 4}, "inside a step with pool_micro_batches = 2, this run has 4"),
         (3, {"context_window": 1500}, "inside a step with context_window = 1024, this run has 1500"),
     ],
 )
@@ -228,7 +230,7 @@ def test_own_prices_are_packed_by():
 
 
 def test_pools_are_chosen_where_asked():
-    assert sampler([900] * 8, micro_batches=1, model="7b", pool="auto").job.layout.cp == 2
+    assert sampler([900] * 8, micro_batches=1, model="7b", pool="auto", max_length_factor="auto").job.layout.cp == 2
     assert sampler([50] * 300, pool=1).job.layout.cp == 1
     assert sampler([50] * 300, pool=2).job.layout.cp == 2
     assert sampler([50] * 300, pool="auto").job.layout.cp == 1
