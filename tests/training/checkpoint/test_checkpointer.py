@@ -183,8 +183,8 @@ def test_resuming_a_job_that_was_changed_trains_every_document_once(straight, sa
 
 
 def test_another_preset_is_refused_before_anything_starts(straight):
-    with pytest.raises(UserError, match=r"was written with packing\.method = 'makespan', this job has 'balanced'"):
-        check_job(configure(straight["dp"], "dp level"), 1)
+    with pytest.raises(UserError, match=r"was written with packing\.method = 'balanced', this job has 'sequential'"):
+        check_job(configure(straight["dp"], "dp", packing={"method": "sequential"}), 1)
 
 
 @in_turn(
