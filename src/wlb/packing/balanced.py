@@ -63,8 +63,6 @@ class BalancedPacker(CarryingPacker):
                 f"grouping = {options.grouping!r} plans for the ranks of a job, which a packer alone does not have; it "
                 "is for jobs that are trained or simulated"
             )
-        # Of a step, where so many have arrived; without delay a micro-batch may be empty rather than train more.
-        self._least_documents = self.micro_batches if self.max_delay else 1
         self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
         spread = int(options.token_spread * self.global_batch_tokens)
         self._rules = StepRules(
@@ -134,7 +132,7 @@ class BalancedPacker(CarryingPacker):
         taken = _tokens(fresh)
         fresh += self._price(self._take(due + self._lookahead_tokens - taken), self._step + 1)
         taken = _tokens(fresh)
-        while self._arrived and len(self._held) + len(self._carried) + len(fresh) < self._least_documents:
+        while self._arrived and not (self._held or self._carried or fresh):
             global_batches_ahead = (taken - due) // self.global_batch_tokens
             fresh += self._price(self._take(1), self._step + 1 + global_batches_ahead)
             taken += fresh[-1].length
@@ -155,7 +153,7 @@ class BalancedPacker(CarryingPacker):
         choice = choose(Offer(outliers, _fluid(short), _fluid(spare), aim, self._rules))
         items = [outlier.item for outlier in compress(outliers, choice.released)] + short
         tokens, taken = _tokens(items), 0
-        while taken < len(spare) and (len(items) + taken < self._least_documents or tokens < aim):
+        while taken < len(spare) and (len(items) + taken < 1 or tokens < aim):
             tokens += spare[taken].length
             taken += 1
         filled, unfit, over_limit = self._placed(items + spare[:taken], partial(self._place_within, choice.limit))

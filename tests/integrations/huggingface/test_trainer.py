@@ -146,7 +146,8 @@ def test_steps_of_other_numbers_of_micro_batches_lose_nothing():
     lengths, seen = [21, 25, 13, 16, 32, 26, 32, 13], Counter[int]()
     for rank in range(2):
         documents: list[Any] = [[number] * length for number, length in enumerate(lengths)]
-        planned: dict[str, Any] = {"context_window": 32, "model": "tiny", "micro_batches": 2, "dp": 2, "epochs": 2, "max_delay": 8}
+        planned: dict[str, Any] = {"context_window": 32, "model": "tiny", "micro_batches": 2, "dp": 2, "epochs": 2}
+        planned["max_delay"] = 8
         steps = packed_batches(documents, rank=rank, **planned)
         assert [len(plan.ranks[0]) for plan in steps.plans()] == [2, 3]
         loader, ends = TrainLoader(steps, -1, (0, 0.0, steps.state_dict())), []
