@@ -107,7 +107,7 @@ def test_a_profile_changes_how_ranks_share_a_micro_batch_and_what_it_takes():
 
 def test_pools_are_decided_by_the_profile():
     """Where attention costs next to nothing, no document needs several ranks."""
-    layout: dict[str, Any] = {"dp": 8, "cp": 2, "micro_batches": 2}
+    layout: dict[str, Any] = {"dp": 8, "cp": 1, "pp": 2, "micro_batches": 2}
     counted = simulated_job(SHAPE, WINDOW, "balanced", packing={"grouping": "even"}, **layout)
     decided = [decide(job, documents()).sizes for job in (counted, replace(counted, profile=attending(1e-3)))]
     assert decided[0] != decided[1]
