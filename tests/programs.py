@@ -121,6 +121,8 @@ def _run(
 ) -> None:
     """Be the program, as if Python had just started."""
     os.setsid()
+    # A launcher that ran in this process may have started the server, with signals blocked.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for connection, stream in ((stdout, _STDOUT), (stderr, _STDERR)):

@@ -88,10 +88,3 @@ def test_lists_of_even_micro_batches_are_within_a_hundredth_of_the_least(per_ran
         lists = critical_path_lists(load, [1, 3, 2, *[1] * 12], 4, [UNBOUNDED] * 4)
         over.append(_makespan(lists, load) / _bound(load, 4))
     assert np.mean(over) < 1.01
-
-
-def test_the_same_load_gives_the_same_lists():
-    load = _load(3, 8, [2, 1, 1, 3, 1], splits=True)
-    assert critical_path_lists(load, [2, 1, 1, 3, 1], 4, [900] * 4) == critical_path_lists(
-        load, [2, 1, 1, 3, 1], 4, [900] * 4
-    )

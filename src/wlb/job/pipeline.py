@@ -54,8 +54,8 @@ def most_in_flight(job: Job) -> int:
     """What each pipeline rank may hold at once, in thousandths of what a token leaves in a block.
 
     As much as the rank that holds most in the named schedule, if all micro-batches have ``job.in_flight_length``
-    tokens; beside them a document of a context window, all of whose slices are held at once (without slices an order
-    of its own needs as much to be no slower); and the keys and values that are kept of slices.
+    tokens. Beside them a document of a context window, as all slices of one are held at once, and lists without slices
+    need as much room to be no slower than the named schedule; and the keys and values that are kept of slices.
     """
     leaves, most = _leaves(job), 0
     for of_rank in job.layout.operations(job.micro_batches_per_rank):
@@ -67,9 +67,8 @@ def most_in_flight(job: Job) -> int:
 
 def _leaves(job: Job) -> list[int]:
     """What a token leaves in each stage, in thousandths of a block; the last one also has the head's."""
-    head = head_share(job)
-    blocks = (_THOUSANDTHS * job.stage_blocks).tolist()
-    return [*blocks[:-1], blocks[-1] + round(_THOUSANDTHS * head)]
+    *others, last = (_THOUSANDTHS * job.stage_blocks).tolist()
+    return [*others, last + round(_THOUSANDTHS * head_share(job))]
 
 
 def _kept(job: Job) -> int:

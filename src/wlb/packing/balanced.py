@@ -153,7 +153,7 @@ class BalancedPacker(CarryingPacker):
         choice = choose(Offer(outliers, _fluid(short), _fluid(spare), aim, self._rules))
         items = [outlier.item for outlier in compress(outliers, choice.released)] + short
         tokens, taken = _tokens(items), 0
-        while taken < len(spare) and (len(items) + taken < 1 or tokens < aim):
+        while taken < len(spare) and tokens < max(1, aim):
             tokens += spare[taken].length
             taken += 1
         filled, unfit, over_limit = self._placed(items + spare[:taken], partial(self._place_within, choice.limit))

@@ -28,14 +28,6 @@ class JobCosts:
         self.job, self.layout = job, job.layout
         self.rank = job.costs if nodes is None else replace(job.costs, nodes=nodes)
 
-    @property
-    def stage_shares(self) -> NDArray[np.float64]:
-        return self.job.stage_shares
-
-    @property
-    def stage_blocks(self) -> NDArray[np.int64]:
-        return self.job.stage_blocks
-
     @cached_property
     def block_gather(self) -> float:
         """Gathering one block's weights over the ranks that share them."""
@@ -64,14 +56,14 @@ class JobCosts:
     @cached_property
     def rank_reduction(self) -> NDArray[np.float64]:
         """Reducing all gradients of each pipeline rank; shape (pp,)."""
-        return self._by_rank(self.stage_blocks * self.block_reduction + self.root_reduction)
+        return self._by_rank(self.job.stage_blocks * self.block_reduction + self.root_reduction)
 
     @cached_property
     def optimizer(self) -> NDArray[np.float64]:
         """Clipping and AdamW on each pipeline rank's shards; shape (pp,)."""
         hardware, gpus = self.job.hardware, self.layout.world_size
         block_weights = mean_block_weights(self.job.shape) / self.layout.tp  # all experts included
-        weights = self._by_rank(self.stage_blocks * block_weights + self._root_weights) / self.layout.replicas
+        weights = self._by_rank(self.job.stage_blocks * block_weights + self._root_weights) / self.layout.replicas
         norm = 0.0 if gpus == 1 else group_link(hardware, "point_to_point", gpus, 1).latency
         return weights * _OPTIMIZER_VALUES * MASTER_BYTES / hardware.memory_bandwidth + norm
 

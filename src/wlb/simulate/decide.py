@@ -81,12 +81,19 @@ def with_stages(job: Job, lengths: DocumentLengths) -> Job:
         return job
     windows = min(job.global_batch, _WINDOWS)
     documents = next(global_batches(lengths, job.data, windows * job.context_window))
-    costs, tokens = job.costs, documents.sum()
-    passes = 2 if job.activation_checkpointing == "none" else 3
-    blocks = costs.attention_seconds(documents).sum() + costs.blocks_seconds(tokens) + passes * costs.tp_seconds(tokens)
-    blocks += (passes - 2) * costs.blocks_seconds(tokens, "forward")
-    head = round(float(costs.head_seconds(tokens) * job.shape.layers / blocks), 2)
-    return replace(job, layout=replace(job.layout, stage_blocks=dealt_blocks(job.shape.layers, job.layout, head)))
+    blocks, head = blocks_and_head(job, documents)
+    in_blocks = round(head * job.shape.layers / blocks, 2)  # so that machines agree
+    return replace(job, layout=replace(job.layout, stage_blocks=dealt_blocks(job.shape.layers, job.layout, in_blocks)))
+
+
+def blocks_and_head(job: Job, documents: NDArray[np.int64]) -> tuple[float, float]:
+    """Seconds that one tensor-parallel group computes ``documents`` in all blocks, and in the output head."""
+    costs, again = job.costs, job.activation_checkpointing != "none"
+    lengths, counts = np.unique(documents, return_counts=True)
+    tokens = float(lengths @ counts)
+    blocks = costs.attention_seconds(lengths) @ counts + costs.blocks_seconds(tokens)
+    blocks += (2 + again) * costs.tp_seconds(tokens) + again * costs.blocks_seconds(tokens, "forward")
+    return float(blocks), float(costs.head_seconds(tokens))
 
 
 def _with_length(job: Job) -> Job:

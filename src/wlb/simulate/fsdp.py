@@ -66,7 +66,7 @@ def reduced_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> Array:
 
     Of models of one stage; same shape.
     """
-    blocks = costs.stage_blocks[0]
+    blocks = costs.job.stage_blocks[0]
     gather = 0.0 if kept else costs.block_gather
     free = np.maximum(0.0, seconds / blocks - gather)
     late = costs.root_reduction[0] + costs.block_reduction
@@ -75,7 +75,7 @@ def reduced_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> Array:
 
 def _gathered_a_block_ahead(costs: JobCosts, seconds: Array) -> Array:
     """What gathers add to stages whose links are free for ``seconds``, shape (..., stages, micro-batches)."""
-    blocks, gather = costs.stage_blocks[:, None], costs.block_gather
+    blocks, gather = costs.job.stage_blocks[:, None], costs.block_gather
     shown = np.asarray(gather, np.float64)
     if costs.job.software.prefetch:
         shown = beside_computing(costs, gather, np.maximum(seconds, 0.0) / blocks)
@@ -95,13 +95,13 @@ def waiting_for_weights(costs: JobCosts, forward: Array) -> Array:
     """
     begins = np.zeros(costs.layout.stages)  # of a stage's gathers
     for mine in costs.layout.rank_stages:
-        gathers = costs.root_gather[mine] + costs.stage_blocks[mine] * costs.block_gather
+        gathers = costs.root_gather[mine] + costs.job.stage_blocks[mine] * costs.block_gather
         begins[mine] = np.cumsum(gathers) - gathers
     first_block = begins + costs.root_gather + costs.block_gather  # when a stage's first block is there, and its last
-    last_block = first_block + (costs.stage_blocks - 1) * costs.block_gather
+    last_block = first_block + (costs.job.stage_blocks - 1) * costs.block_gather
     waiting = np.zeros(forward.shape)
     arrives = np.zeros(forward.shape[:-1])
-    for stage, blocks in enumerate(costs.stage_blocks.tolist()):
+    for stage, blocks in enumerate(costs.job.stage_blocks.tolist()):
         seconds = forward[..., stage]
         ends = np.maximum(np.maximum(arrives, first_block[stage]) + seconds, last_block[stage] + seconds / blocks)
         waiting[..., stage] = ends - arrives - seconds

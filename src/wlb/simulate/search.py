@@ -31,8 +31,7 @@ from wlb.job.memory.step import gib
 from wlb.job.planner import StepPlanner
 from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES
-from wlb.simulate.costs import JobCosts
-from wlb.simulate.decide import decide, with_stages
+from wlb.simulate.decide import blocks_and_head, decide, with_stages
 from wlb.simulate.job import preset_sections, simulated_job
 from wlb.simulate.rate import rate
 from wlb.terminal import number_of
@@ -204,16 +203,10 @@ def least_seconds(job: Job, segments: NDArray[np.int64]) -> float:
     Its busiest pipeline rank computes its share of all of them, as if in one micro-batch and spread evenly over dp and
     cp, exchanging and waiting for nothing.
     """
-    costs, one = JobCosts(job), job.costs
-    lengths, counts = np.unique(segments[:, 2], return_counts=True)
-    tokens = float(lengths @ counts)
-    forwards = 1 if job.activation_checkpointing == "none" else 2
-    blocks = float(one.blocks_seconds(tokens) + (forwards + 1) * one.tp_seconds(tokens))
-    blocks += (forwards - 1) * float(one.blocks_seconds(tokens, "forward"))
-    of_blocks, head = float(one.attention_seconds(lengths) @ counts) + blocks, float(one.head_seconds(tokens))
-    share = [costs.stage_shares[mine].sum() for mine in job.layout.rank_stages]
+    blocks, head = blocks_and_head(job, segments[:, 2])
+    share = [job.stage_shares[mine].sum() for mine in job.layout.rank_stages]
     last = [job.layout.stages - 1 in mine for mine in job.layout.rank_stages]
-    busiest = max(part * of_blocks + has_head * head for part, has_head in zip(share, last, strict=True))
+    busiest = max(part * blocks + has_head * head for part, has_head in zip(share, last, strict=True))
     return float(busiest / job.layout.replicas)
 
 

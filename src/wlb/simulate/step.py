@@ -169,7 +169,7 @@ class Steps(StepSeconds):
         if "cp exchange" not in self.modelled:
             return np.zeros(1)
         exchange = self._together(self.costs.rank.exchange_seconds(self.shards.waits_for, self.shards.tokens.shape[-1]))
-        share = self.costs.stage_shares[:, None]
+        share = self.costs.job.stage_shares[:, None]
         return np.asarray(share * exchange[:, :, None])
 
     @property
@@ -247,7 +247,7 @@ class Steps(StepSeconds):
     def _over_stages(self, blocks: Phases, head: Phases) -> Phases:
         """Seconds of stages from those of whole models; the axis of stages comes before that of micro-batches."""
         stages = self.costs.layout.stages
-        share, head_share = self.costs.stage_shares, np.eye(stages)[-1]
+        share, head_share = self.costs.job.stage_shares, np.eye(stages)[-1]
         if "stages" not in self.modelled:
             share = head_share = np.full(stages, 1 / stages)
         share, head_share = (of_stage.reshape(-1, *[1] * (head.forward.ndim - 2)) for of_stage in (share, head_share))

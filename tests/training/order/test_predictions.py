@@ -94,7 +94,7 @@ def test_the_simulator_prices_the_bytes_that_ranks_receive(monkeypatch):
     shards = exchanged(job, run, 0, 0)
     assert shards.received.any()
     messages = 2 * (job.layout.stages - 1)
-    gathered = (costs.stage_blocks * costs.block_gather + costs.root_gather).sum()
+    gathered = (costs.job.stage_blocks * costs.block_gather + costs.root_gather).sum()
     assert received[WEIGHTS] == pytest.approx(gathered, rel=1e-3)
     assert received[GRADIENTS] == pytest.approx(costs.rank_reduction.sum(), rel=1e-3)
     assert received[TENSOR_PARALLEL] == pytest.approx(2 * costs.rank.tp_seconds(run.rows).sum())

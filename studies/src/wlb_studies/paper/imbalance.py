@@ -72,7 +72,7 @@ def _latency(job: Job, bench: Bench) -> Latency:
     parts = []
     for _, steps in first_steps(job, bench.lengths, bench.steps):
         attention = (steps.shards.attention_forward + steps.shards.attention_backward).sum(axis=2)  # (steps, dp, cp)
-        by_rank = steps.costs.stage_shares[:, None, None] * attention[:, None]
+        by_rank = steps.costs.job.stage_shares[:, None, None] * attention[:, None]
         parts.append((steps.gpu_seconds, by_rank, steps.seconds, steps.tokens))
     everything, attention, seconds, tokens = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Latency(everything, attention, seconds, int(tokens.sum()))

@@ -118,7 +118,7 @@ def moved_seconds(plan: MovedPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     }
     steps = _alone(costs, tokens.ravel(), attention["forward"].ravel(), attention["backward"].ravel())
     moved = moved_bytes(plan, job)
-    share, last = costs.stage_shares[None, :, None], np.eye(job.layout.stages)[-1][None, :, None]
+    share, last = costs.job.stage_shares[None, :, None], np.eye(job.layout.stages)[-1][None, :, None]
     phases = []
     for direction, whole, of_head in zip(_DIRECTIONS, steps.groups, steps.head, strict=False):
         busy, seconds = whole.reshape(tokens.shape), attention[direction]
@@ -255,7 +255,7 @@ def _priced_over_heads(lengths: Sequence[Sequence[int]], size: int, nodes: int, 
         attention.append((whole[:, 0] - drain) / size + drain)
     steps = _alone(costs, tokens / size, *attention)
     wire, received = all_to_all_of_heads(job, tokens, size, nodes)
-    of_wire = costs.stage_shares[:, None] * wire
+    of_wire = costs.job.stage_shares[:, None] * wire
     again = 2 if job.activation_checkpointing == "full" else 1
     forward, backward, moving = (phase[0, 0] for phase in (*steps.stages, steps.moving))
     passed = float(received.sum()) * size * (1 + again) * job.shape.layers
