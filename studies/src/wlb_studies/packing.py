@@ -298,7 +298,8 @@ class _Simulated:
     def add(self, plans: Sequence[StepPlan], *, tail: bool = False) -> None:
         if not plans:
             return
-        dealt, arranged = [self._dealt(plan) for plan in plans], [self._arranged(plan) for plan in plans]
+        dealt = [self._dealt(plan) for plan in plans]
+        arranged = [self._arranged(self._costs.job.priced_as_run(plan)) for plan in plans]  # as the planner does
         self.as_packed.add(dealt, Steps.of_plans(dealt, self._costs), tail)
         self.arranged.add(arranged, Steps.of_plans(arranged, self._costs), tail)
 
