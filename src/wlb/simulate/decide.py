@@ -50,22 +50,23 @@ _FEWEST = (1, 1.15, 1.5)  # where so few are too large for the memory: times as 
 _ONE_STEP = 0.08  # of the seconds: choices that are slower by more on one step are not simulated on others
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 _FEWER_BUBBLES = 0.1  # of a pipeline whose lightest micro-batches are at its ends; measured on random jobs
+_FORWARD_SHARE = 0.3  # of what a micro-batch computes, a little less than a third where attention takes most of it
 
 
-def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least_rate: float = 0.0) -> Job:
+def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least_rate: float | None = None) -> Job:
     """``job`` with nothing left "auto"; the same job and documents always give the same.
 
     Context-parallel groups become its pools: those given, or the fastest on documents of ``lengths``. L_max becomes the
     most that ``job.memory_limit`` allows. With ``lock_step`` the ranks of a pool cannot run micro-batches of their own,
-    as in loops that know fixed context-parallel groups only. Pools that do less than ``least_rate`` seconds of
-    ``job.work_prices`` in a second are of no use. Raises ``UserError`` for pools that are given and cannot run, where
-    none of use can, and for an L_max that is "auto" where memory does not hold one context window. Pools and an
-    L_max that do not fit are not refused here.
+    as in loops that know fixed context-parallel groups only. Raises ``UserError`` for pools that are given and cannot
+    run, where none can, and for an L_max that is "auto" where memory does not hold one context window. Pools and an
+    L_max that do not fit the memory are not refused here, unless ``least_rate`` is given: then pools that do not fit,
+    or do less than so many seconds of ``job.work_prices`` in a second, count as pools that cannot run.
     """
     job = with_stages(job, lengths)
     pools = job.pools
     if pools is not None and not job.pools_decided:
-        job = job.with_pools(_fastest(job, pools, lengths, lock_step, 1 / least_rate if least_rate else math.inf))
+        job = job.with_pools(_fastest(job, pools, lengths, lock_step, least_rate))
     decided = _with_length(job)
     if pools is None and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
         raise UserError(problem)
@@ -103,7 +104,7 @@ def _with_length(job: Job) -> Job:
     return job.with_length_factor(largest_factor(job) or job.least_length_factor)
 
 
-def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, lock_step: bool, most_seconds: float) -> Pools:
+def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, lock_step: bool, least_rate: float | None) -> Pools:
     if pools.grouping == "level":
         if lock_step:
             raise UserError(
@@ -114,20 +115,20 @@ def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, lock_step: bool, 
     if pools.size != "auto" and pools.micro_batches != "auto":
         return replace(pools, grouping=_usual_grouping(job, pools))
     parts = -(-pools.global_batch // _WINDOWS)
-    found = _fastest_for_part(job, pools, lengths, parts, lock_step, most_seconds)
+    found = _fastest_for_part(job, pools, lengths, parts, lock_step, least_rate)
     if parts > 1 and not _holds(job.with_pools(found)):  # fewer micro-batches may hold less
-        found = _fastest_for_part(job, pools, lengths, 1, lock_step, most_seconds)
+        found = _fastest_for_part(job, pools, lengths, 1, lock_step, least_rate)
     return found
 
 
 def _fastest_for_part(
-    job: Job, pools: Pools, lengths: DocumentLengths, parts: int, lock_step: bool, most_seconds: float
+    job: Job, pools: Pools, lengths: DocumentLengths, parts: int, lock_step: bool, least_rate: float | None
 ) -> Pools:
     """Decided on one of ``parts`` equal parts of the global batch."""
     part = replace(pools, global_batch=pools.global_batch // parts)
     if parts > 1 and pools.micro_batches != "auto":
         part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.layout.pp)) * job.layout.pp)
-    fastest = _PoolSearch(job, part, parts, lock_step, lengths).fastest(most_seconds)
+    fastest = _PoolSearch(job, part, parts, lock_step, lengths).fastest(least_rate)
     if fastest is None:
         if pools.micro_batches != "auto":
             size = job.layout.replicas if pools.size == "auto" else pools.size
@@ -168,9 +169,10 @@ class _PoolSearch:
     lengths: DocumentLengths
     with_length: dict[tuple[int, int], Job] = field(default_factory=dict)  # of choices that were simulated
 
-    def fastest(self, most_seconds: float) -> _PricedPools | None:
-        """None where no pools can run in ``most_seconds`` for a second of work."""
-        choices = [*self._choices()]
+    def fastest(self, least_rate: float | None) -> _PricedPools | None:
+        """None where no pools can run; with a ``least_rate``, none that fit the memory and are as fast."""
+        most_seconds = 1 / least_rate if least_rate else math.inf
+        choices = [choice for choice in self._choices() if least_rate is None or not choice.too_large]
         heapify(choices)
         while choices and choices[0].steps < self._steps and choices[0].seconds <= most_seconds:
             heapreplace(choices, self._simulated(choices[0]))
@@ -253,12 +255,13 @@ class _PoolSearch:
         share = alone._replace(tokens=alone.tokens // shares, attention_forward=forward, attention_backward=backward)
         everywhere = share.map(lambda column: np.repeat(column, micro_batches, axis=0))  # all ranks are alike
         steps = Steps.of_shards(everywhere.reshaped(1, 1, micro_batches), JobCosts(self.job))
-        bubbles = (layout.pp - 1) / (layout.virtual_pp * micro_batches + layout.pp - 1)
-        if self.job.plans_operations:  # which may leave none
-            steps, bubbles = replace(steps, modelled=steps.modelled - {"bubbles"}), 0.0
-        seconds = float(steps.seconds[0])
+        filling = (layout.pp - 1) / (layout.virtual_pp * micro_batches)  # and emptying, to what is computed
+        if self.job.plans_operations:  # where the weights' part of backwards leaves the pipeline nothing to empty
+            filling *= _FORWARD_SHARE if self.job.splits_backward else 1.0
+            steps = replace(steps, modelled=steps.modelled - {"bubbles"})
+        seconds = float(steps.seconds[0]) * (1 + filling * self.job.plans_operations)
         work = float(self.job.work_prices.document_seconds(documents).sum())
-        return (1 - _FEWER_BUBBLES * bubbles) * seconds * self._steps / work
+        return (1 - _FEWER_BUBBLES * filling / (1 + filling)) * seconds * self._steps / work
 
     def _simulated(self, choice: _PricedPools) -> _PricedPools:
         """With the seconds of one step, as much less as others may show; or of all, if it has those of one."""

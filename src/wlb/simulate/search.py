@@ -281,7 +281,7 @@ def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int, 
 def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | None:
     """``job`` decided, with its L_max or the largest below it that fits the memory; None where it does not fit.
 
-    Pools that work at less than ``least_rate`` are not looked at.
+    Pools that do not fit, or work at less than ``least_rate``, are not looked at.
     """
     if job.pools is None and job.packing.reads("max_length_factor"):
         room = largest_factor(job)

@@ -19,6 +19,7 @@ from wlb.job.memory.step import (
     largest_share,
     predict_memory,
     predict_rank_memory,
+    unlike_ranks,
 )
 from wlb.schedules.operations import round_size
 
@@ -59,12 +60,12 @@ def _planned_memory(job: Job) -> MemoryEstimate:
     """
     count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
-    ranks = [predict_rank_memory(job, [usual] * walked, rank) for rank in range(job.layout.pp)]
+    ranks = [predict_rank_memory(job, [usual] * walked, rank) for rank in unlike_ranks(job)]
     static = max(ranks, key=lambda rank: rank.total - _held(rank.parts))
     held, kept = _and_kept(job, ranks, in_flight=True)
     if job.slices_documents:
         together = largest_share(job, job.sliced_length)
-        alone = [predict_rank_memory(job, [together], rank) for rank in range(job.layout.pp)]
+        alone = [predict_rank_memory(job, [together], rank) for rank in unlike_ranks(job)]
         held, kept = max((held, kept), _and_kept(job, alone, in_flight=False), key=lambda one: _held(one[0]) + one[1])
     parts = static.parts | {name: held[name] for name in _HELD if name in held}
     longest, short = (predict_memory(job, [tokens]) for tokens in (job.longest_micro_batch, job.in_flight_length))

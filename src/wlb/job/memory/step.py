@@ -55,11 +55,25 @@ def predict_memory(job: Job, tokens: Sequence[int], limit: float = math.inf) -> 
     """
     rows = [largest_share(job, count) for count in tokens]
     estimates = []
-    for rank in range(job.layout.pp):
+    for rank in unlike_ranks(job):
         estimates.append(predict_rank_memory(job, rows, rank))
         if estimates[-1].total > limit:
             return estimates[-1]
     return max(estimates, key=lambda estimate: estimate.total)
+
+
+def unlike_ranks(job: Job) -> list[int]:
+    """The pipeline ranks among which is the one that holds most.
+
+    Of ranks with the same blocks in every stage the first has the most micro-batches in flight, so the others are left
+    out. The ranks with the embedding and the output head are unlike all others.
+    """
+    layout, blocks = job.layout, split_layers(job.shape, job.layout)
+    first: dict[tuple[Any, ...], int] = {}
+    for rank, stages in enumerate(layout.rank_stages):
+        kinds = [tuple(map(job.shape.block_kind, blocks[stage])) for stage in stages]
+        first.setdefault((rank == 0, rank == layout.pp - 1, *kinds), rank)
+    return list(first.values())
 
 
 def predict_rank_memory(
