@@ -74,7 +74,7 @@ def _cases() -> list[Case]:
         "cp 2": ParallelConfig(cp=2),
         "tp 2": ParallelConfig(tp=2),
     }
-    strategies: tuple[Checkpointing, ...] = ("none", "selective", "full")
+    strategies: tuple[Checkpointing, ...] = ("none", "keep_attention", "full")
     cases = [Case(f"{name}, {s}", layout, s) for name, layout in layouts.items() for s in strategies]
     more = [
         Case("tp 2 pp 2, none", ParallelConfig(tp=2, pp=2)),

@@ -1,7 +1,7 @@
 """Steps of pipelines in slices and planned lists, in the paper's eight jobs (simulated), beside its own systems.
 
     .venv/bin/python -m studies.benchmarks.pipelines [--windows 8] [--draws 2] [--steps 12] [--jobs NAMES]
-        [--checkpointing none|selective|full] [--out FILE]
+        [--checkpointing none|keep_attention|full] [--out FILE]
 
 Every job runs in its own layout with two stages on each pipeline rank and, with "stages free", with one, two or four,
 whichever is fastest; preset ``balanced`` also without a pipeline. The larger jobs do not fit an H100 without activation

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the high-water mark in /proc")
 
 BENCHMARK = ("-m", "benchmarks.memory")
-CASES = ("pp 2, selective",)  # the whole table is one command; a case takes ten seconds
+CASES = ("pp 2, keep_attention",)  # the whole table is one command; a case takes ten seconds
 
 
 # tests/job/memory holds blocks to the byte, and tests/training/order whole ranks.

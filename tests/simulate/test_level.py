@@ -67,7 +67,7 @@ def test_causes_sum_to_steps_that_are_together_what_they_are_alone(job, plans):
     np.testing.assert_allclose(together.gpu_seconds, np.concatenate([steps.gpu_seconds for steps in alone]))
 
 
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", ["none", "keep_attention", "full"])
 def test_prices_are_what_micro_batches_take(kind):
     job = level_job(activation_checkpointing=kind)
     plan = next(StepPlanner(job, documents()).plans())

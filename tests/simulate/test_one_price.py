@@ -48,7 +48,7 @@ layouts = st.fixed_dictionaries(
         "pp": st.sampled_from([1, 2, 4]),
         "tp": st.sampled_from([1, 2, 8]),
         "micro_batches": st.sampled_from([4, 8]),
-        "activation_checkpointing": st.sampled_from(["none", "selective", "full"]),
+        "activation_checkpointing": st.sampled_from(["none", "keep_attention", "full"]),
         "sharding": st.sampled_from([None, *STRATEGIES]),
     }
 )

@@ -255,7 +255,7 @@ ALL_LEVEL_JOBS = [
 ]
 SELECTED_LEVEL_JOBS = [
     *(LevelJob(Layout(cp=3), kind) for kind in get_args(Checkpointing)),
-    LevelJob(Layout(cp=2, tp=2), "selective"),
+    LevelJob(Layout(cp=2, tp=2), "keep_attention"),
     LevelJob(Layout(cp=8), "full"),
 ]
 

@@ -120,7 +120,7 @@ def test_a_group_that_shares_evenly_also_exchanges_all_keys_and_values(tp, cp):
 
 
 def test_terms_add_up_to_w_l():
-    kinds: tuple[tuple[Checkpointing, int], ...] = (("none", 1), ("selective", 2), ("full", 2))
+    kinds: tuple[tuple[Checkpointing, int], ...] = (("none", 1), ("keep_attention", 2), ("full", 2))
     for recomputed, forwards in kinds:
         costs = replace(make_workload("llama3-8b", tp=4), recomputed=recomputed)
         blocks = forwards * costs.blocks_seconds(5000, "forward") + costs.blocks_seconds(5000, "backward")

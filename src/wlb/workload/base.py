@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 Direction = Literal["forward", "backward"]
 Phase = Direction | Literal["both"]
 Seconds = NDArray[np.float64]
-Checkpointing = Literal["none", "selective", "full"]  # of activations, by rising cost
+Checkpointing = Literal["none", "keep_attention", "full"]  # of activations, by rising cost
 
 
 class DocumentPrices(Protocol):

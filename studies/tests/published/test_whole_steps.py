@@ -264,8 +264,8 @@ def test_weights_are_kept_in_a_pipeline_and_so_it_says():
 def test_recomputation_that_is_not_stated_is_the_cheapest_that_fits():
     row = {**ROW, "recompute": "in the recipe, not printed", "gpus": 8, "tp": 1, "global_batch": 16}
     step = published_step(row)
-    assert step.job.activation_checkpointing == "selective"
-    assert step.assumed[-1] == "recomputation: selective, the cheapest that is predicted to fit"
+    assert step.job.activation_checkpointing == "keep_attention"
+    assert step.assumed[-1] == "recomputation: keep_attention, the cheapest that is predicted to fit"
     assert step.kind == "dense, bf16, recomputation assumed"
     assert published_step({**row, "hardware": "B200"}).job.activation_checkpointing == "none"
 

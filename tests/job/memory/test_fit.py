@@ -53,7 +53,7 @@ def test_of_pools_it_leaves_room_for_an_even_share(share):
     assert factor is None or least <= factor <= options.largest_auto_factor(job.packing.micro_batches)
 
 
-@pytest.mark.parametrize("recomputing", ["none", "selective"])
+@pytest.mark.parametrize("recomputing", ["none", "keep_attention"])
 def test_planned_lists_hold_no_more_than_predicted_where_scores_are_most_of_it(recomputing):
     """The last pipeline rank holds scores of many micro-batches at once: of all slices of a document at least."""
     job = simulated_job("llama3-8b", 131_072, activation_checkpointing=recomputing, pp=4, tp=4, virtual_pp=2)

@@ -71,8 +71,8 @@ def measure_block(dtype: torch.dtype, strategy: Checkpointing) -> Measured:
 @in_turn(
     ("dtype", "strategy"),
     [
-        *product([torch.float32, torch.float64], ["none", "selective", "full"]),
-        *product([torch.bfloat16], ["selective", "full"]),
+        *product([torch.float32, torch.float64], ["none", "keep_attention", "full"]),
+        *product([torch.bfloat16], ["keep_attention", "full"]),
     ],
 )
 def test_a_block_holds_to_the_byte_what_is_predicted(dtype, strategy):

@@ -24,7 +24,7 @@ from wlb.workload.shapes import BlockKind, Experts, LatentAttention
 from wlb.workload.weights import parameters
 
 SHAPE = ModelShape(hidden=64, layers=8, heads=8, kv_heads=4, head_dim=8, ffn_hidden=176, vocab_size=512)
-STRATEGIES = ("none", "selective", "full")
+STRATEGIES = ("none", "keep_attention", "full")
 
 
 def job(
@@ -115,10 +115,12 @@ def test_more_tokens_never_need_less(job_, tokens):
 @settings(max_examples=examples(30), deadline=None)
 @given(jobs(), st.integers(1000, 20_000))
 def test_recomputing_more_never_needs_more(job_, tokens):
-    none, selective, full = (total(replace(job_, activation_checkpointing=strategy), tokens) for strategy in STRATEGIES)
-    assert full <= selective
+    none, keep_attention, full = (
+        total(replace(job_, activation_checkpointing=strategy), tokens) for strategy in STRATEGIES
+    )
+    assert full <= keep_attention
     # Recomputing holds a block twice for a moment, which a stage of one or two blocks does not win back.
-    assert selective <= none or max(stage_blocks(job_)) <= 2
+    assert keep_attention <= none or max(stage_blocks(job_)) <= 2
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -167,7 +169,7 @@ def test_uneven_shards_count_as_longer_micro_batches_but_keep_no_more_of_other_r
     assert total(job(sharding=uneven), 1000) == total(job(), 1000)
 
 
-@pytest.mark.parametrize(("strategy", "keeps"), [("none", True), ("selective", True), ("full", False)])
+@pytest.mark.parametrize(("strategy", "keeps"), [("none", True), ("keep_attention", True), ("full", False)])
 def test_a_block_keeps_an_even_share_of_received_keys_and_values(strategy, keeps):
     rows = 1000
     alone, group = (

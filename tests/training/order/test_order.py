@@ -59,10 +59,10 @@ LEVEL = ("balanced", "h100", "none", layout(dp=2, cp=2))
 @pytest.mark.parametrize(
     ("job", "purpose"),
     [
-        (("plain-4d", "h100", "selective", layout(pp=2)), STAGES),
-        (("plain-4d", "h100", "selective", layout(dp=2)), GRADIENTS),
-        (("plain-4d", "h100", "selective", layout(cp=2)), KEYS_AND_VALUES),
-        (("plain-4d", "h100", "selective", layout(tp=2)), TENSOR_PARALLEL),
+        (("plain-4d", "h100", "keep_attention", layout(pp=2)), STAGES),
+        (("plain-4d", "h100", "keep_attention", layout(dp=2)), GRADIENTS),
+        (("plain-4d", "h100", "keep_attention", layout(cp=2)), KEYS_AND_VALUES),
+        (("plain-4d", "h100", "keep_attention", layout(tp=2)), TENSOR_PARALLEL),
         (LEVEL, GRADIENTS),
     ],
     ids=["pp", "dp", "cp", "tp", "balanced"],
@@ -107,7 +107,7 @@ def layouts(draw):
 @settings(max_examples=examples(5), deadline=None)
 @given(
     preset=st.sampled_from(list(PRESETS)),
-    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    checkpointing=st.sampled_from(["none", "keep_attention", "full"]),
     sizes=layouts(),
     seed=st.integers(0, 1000),
     tied=st.booleans(),

@@ -60,7 +60,9 @@ SHIPPED = [
     ("settings", "ranks"),
     [
         pytest.param(EXCHANGING, OF_EACH_STAGE, id="pipeline, none"),
-        pytest.param((*LARGE, "training.activation_checkpointing=selective"), (56,), id="last stage, selective"),
+        pytest.param(
+            (*LARGE, "training.activation_checkpointing=keep_attention"), (56,), id="last stage, keep_attention"
+        ),
         pytest.param((*LARGE, *ALONE, "training.activation_checkpointing=full"), (0,), id="no pipeline, full"),
         pytest.param((*LARGE, *INTERLEAVED), (0,), id="interleaved"),
         pytest.param(LEVEL, (0,), id="level steps on CPUs"),

@@ -44,7 +44,7 @@ CONFIG = TransformerConfig(
 SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=31)
 SEGMENTS = (5, 9, 1, 13)
 # Exchanges of keys and values, a layer; what is received is kept.
-EXCHANGES: dict[Checkpointing, int] = {"none": 1, "selective": 1, "full": 2}
+EXCHANGES: dict[Checkpointing, int] = {"none": 1, "keep_attention": 1, "full": 2}
 GRAPHS = 4  # attention's norm; projections and rotation; output projection; residual and feed-forward layer
 LENGTHS = (41, 7, 23, 64, 41, 10, 3, 2, 57, 35)
 LAYOUT = Layout(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
@@ -116,8 +116,10 @@ def test_only_full_attends_and_exchanges_twice() -> None:
 
 
 def test_parameters_keep_their_names() -> None:
-    none, selective, full = (list(recomputed(strategy).state_dict()) for strategy in ("none", "selective", "full"))
-    assert none == selective == full
+    none, keep_attention, full = (
+        list(recomputed(strategy).state_dict()) for strategy in ("none", "keep_attention", "full")
+    )
+    assert none == keep_attention == full
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def graphs() -> int:
 
 
 @pytest.mark.usefixtures("nothing_is_compiled")
-@pytest.mark.parametrize("strategy", ["none", "selective"])
+@pytest.mark.parametrize("strategy", ["none", "keep_attention"])
 def test_one_compilation_serves_every_length_and_every_block(strategy):
     plain, compiled = plain_model(), plain_model()
     compile_blocks(compiled, backend="aot_eager")  # traces forward and backward as inductor does, writes no code
@@ -217,7 +219,7 @@ def _recomputed(layouts: list[Layout]) -> list[float]:
     differences: list[float] = []
     for parallel in layouts:
         exact = _gradients(parallel)
-        strategies: tuple[Checkpointing, ...] = ("selective", "full")
+        strategies: tuple[Checkpointing, ...] = ("keep_attention", "full")
         differences += [_largest_difference(_gradients(parallel, strategy), exact) for strategy in strategies]
     return differences
 

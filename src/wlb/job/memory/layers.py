@@ -115,7 +115,7 @@ class LayerMemory:
             forward = max(everything + 3 * self.stream + self.partial_sums, attending)
             return Unit(weights, weights, everything, forward, backward, received=received)
         held, again = self.stream, everything + backward
-        if self.job.activation_checkpointing == "selective":
+        if self.job.activation_checkpointing == "keep_attention":
             held += kept_attention
         else:
             again, received = max(again, attending), 0

@@ -105,7 +105,7 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
     """Make every block of ``module`` keep less between forward and backward; call it before ``shard_weights``.
 
     Without it a block keeps everything its backward pass reads. Under ``full`` it keeps its input only and is computed
-    a second time right before its backward pass. Under ``selective`` it also keeps the output of attention and its
+    a second time right before its backward pass. Under ``keep_attention`` it also keeps the output of attention and its
     log-sum-exp, so attention and the exchange of keys and values are not repeated (Korthikanti et al., arXiv
     2205.05198, section 5, recompute attention instead, whose scores flash attention never stores). The attention
     function must take ``kept`` as ``context_parallel_attention`` does. ``docs/memory.md`` says what each kind keeps.
@@ -115,7 +115,7 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
     if kind == "none":
         return
     for block in _blocks(module):
-        block.forward = _recomputed(block.forward, keep_attention=kind == "selective")  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward, keep_attention=kind == "keep_attention")  # type: ignore[method-assign]
 
 
 def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForward:

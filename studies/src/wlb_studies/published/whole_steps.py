@@ -36,7 +36,7 @@ from wlb_studies.published.models import published_shape
 from wlb_studies.published.prediction import FUNCTIONAL, ODD, Prediction, source_of, why
 from wlb_studies.published.stacks import StackSoftware, attending_with
 
-Recomputation = Literal["none", "selective", "full"]
+Recomputation = Literal["none", "keep_attention", "full"]
 _KERNELS = {f"fa{version}": f"FlashAttention-{version}" for version in (2, 3, 4)}
 _KERNELS |= {"cudnn": "cuDNN", "triton": "Triton's kernel"}
 
@@ -332,7 +332,7 @@ def _stated_recomputation(row: Row) -> Recomputation | None:
     text = str(row.get("recompute")).lower()
     if text in ("none", "full"):
         return "none" if text == "none" else "full"
-    return "selective" if "selective" in text else None
+    return "keep_attention" if "selective" in text else None
 
 
 def _remarks(row: Row, shape: ModelShape, stack: Stack, software: StackSoftware) -> list[str]:
