@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -331,3 +332,15 @@ def test_resuming_takes_in_only_what_the_next_step_needs(method, monkeypatch):
     assert step.plan.step == 10_000_000
     order = Permutation(5000, 4, 10_000, 0).between(4000, 4064)
     assert {segment.document for segment in step.plan.segments} <= {10_000 * 5000 + i for i in order.tolist()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "kinds"),
+    [({}, "FIW"), ({"compiled": True}, "FB"), ({"activation_checkpointing": "full"}, "FB")],
+    ids=["eager", "compiled", "checkpointing"],
+)
+def test_backwards_have_two_parts_only_where_the_runtime_can_put_one_off(changed, kinds):
+    lengths = np.array([8, 5, 19] * 20)
+    job = replace(Divided(1, 1, 2, "slices").planner(lengths.tolist())._job, **changed)
+    lists = next(StepPlanner(job, lengths)).plan.operations
+    assert {operation.kind for pipeline in lists for rank in pipeline for operation in rank} == {*kinds}

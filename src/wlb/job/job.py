@@ -86,6 +86,7 @@ class Job:
     layout: Layout = field(default_factory=Layout)
     pool: int | Literal["auto"] = "auto"
     activation_checkpointing: Checkpointing = "none"
+    compiled: bool = False
     tied_embeddings: bool = False
     checkpoint_copy: bool = False
     limit: MemoryLimit | None = None
@@ -138,6 +139,7 @@ class Job:
             layout=config.parallel.layout,
             pool=config.parallel.pool,
             activation_checkpointing=config.training.activation_checkpointing,
+            compiled=config.training.compile,
             tied_embeddings=has_tied_embeddings(config.model),
             # Those of a GPU are copied to the host.
             checkpoint_copy=rates.device_type == "cpu" and config.checkpoint.dir is not None,
@@ -168,8 +170,12 @@ class Job:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether planned lists run a backward in two parts, which keeps what is computed again until the second."""
-        return self.activation_checkpointing == "none"
+        """Whether planned lists run a backward in two parts.
+
+        Not with activation checkpointing, whose second part would keep the recomputed activations, nor in compiled
+        blocks, which compute both parts at once.
+        """
+        return self.activation_checkpointing == "none" and not self.compiled
 
     @cached_property
     def stage_blocks(self) -> NDArray[np.int64]:
