@@ -14,7 +14,7 @@ from wlb.job.config import ShardingConfig
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import LayerMemory
-from wlb.job.memory.step import _Walk, predict_memory, predict_rank_memory
+from wlb.job.memory.step import _Walk, predict_memory, predict_rank_memory, unlike_ranks
 from wlb.job.prices import Software
 from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import FORWARD, rank_operations
@@ -148,6 +148,14 @@ def test_equal_micro_batches_are_walked_through_until_they_repeat(job_, tokens, 
 class _Forgetful(dict[Any, Any]):
     def get(self, key: Any, default: Any = None) -> None:
         return None
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(jobs(), st.sampled_from([64, 4096]))
+def test_no_rank_that_is_left_out_holds_most(job_, tokens):
+    rows = [tokens] * job_.micro_batches_per_rank
+    every_rank = [predict_rank_memory(job_, rows, rank).total for rank in range(job_.layout.pp)]
+    assert max(every_rank) == max(every_rank[rank] for rank in unlike_ranks(job_))
 
 
 @settings(max_examples=examples(20))
