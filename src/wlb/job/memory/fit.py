@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from wlb.job.job import Job
-from wlb.job.memory.layers import LayerMemory, kept_share, kept_tokens, window_tokens
+from wlb.job.memory.layers import held_of_token, kept_share, kept_tokens, window_tokens
 from wlb.job.memory.step import (
     BATCH_BYTES,
     MemoryEstimate,
@@ -77,7 +77,7 @@ def _planned_memory(job: Job) -> MemoryEstimate:
 def _and_kept(job: Job, ranks: list[MemoryEstimate], *, in_flight: bool) -> tuple[dict[str, int], int]:
     """The parts of the rank that holds most; and keys and values kept of a document, or of all that is in flight."""
     held = max(ranks, key=lambda rank: _held(rank.parts)).parts.copy()
-    token = LayerMemory(job, 1).block().held / job.layout.cp  # leaves so much in a block
+    token = held_of_token(job)
     held["activations"] = held.get("activations", 0) + in_flight * int(token * window_tokens(job))
     return held, int(kept_share(job) * token * kept_tokens(job, in_flight * _held(held) / token))
 

@@ -208,6 +208,11 @@ class LayerMemory:
         return angles + (self.stream if self.job.layout.pp > 1 else 0)
 
 
+def held_of_token(job: Job) -> float:
+    """Bytes that a block keeps of a token for its backward, on each rank of the group that shares the token's rows."""
+    return LayerMemory(job, _ROWS).block().held / (_ROWS * job.layout.cp)
+
+
 def kept_share(job: Job) -> float:
     """Keys and values that a rank keeps of a slice, over all else that a block keeps of it.
 
