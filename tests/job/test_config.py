@@ -127,7 +127,7 @@ def test_options_of_a_preset_go_with_its_method(config):
                 assert getattr(packing, option) == usual, (preset, method, option)
             assert (packing.assignment, packing.order) == (
                 own.get("assignment", "balanced"),
-                own.get("order", "makespan"),
+                own.get("order", "fastest"),
             )
     packing = load_config(config, ["preset=wlb-llm", "packing.early_release=true"]).packing
     assert (packing.early_release, packing.max_delay) == (True, NO_BOUND)

@@ -83,7 +83,7 @@ def test_packers_train_every_document_once_and_hold_what_fits(method: str):
         if method != "sequential":
             assert trained == [Segment(number, 0, length) for number, length in enumerate(lengths)]
             held = [phases.held_tokens(m.segments).sum() for plan in plans for m in plan.micro_batches]
-            assert max(held) <= packer.capacity
+            assert max(held) <= packer.max_tokens
         assert sum(segment.length for segment in trained) == sum(lengths)
         total = segment_seconds(PhasedPrices(PRICES, phases), trained).sum()
         assert sum(m.workload for plan in plans for m in plan.micro_batches) == pytest.approx(total)

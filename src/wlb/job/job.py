@@ -184,7 +184,7 @@ class Job:
     def transfer_seconds(self, tokens: ArrayLike) -> Seconds:
         """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""
         layout, hardware = self.layout, self.hardware
-        link = group_link(hardware, "point_to_point", layout.pp, layout.tp * layout.replicas)
+        link = group_link(hardware, "point_to_point", layout.pp, layout.tp * layout.dp_cp)
         return link.seconds(np.asarray(tokens) * (self.shape.hidden * hardware.bytes_per_value / layout.tp))
 
     @property
@@ -196,14 +196,14 @@ class Job:
         return self.packing.micro_batches // self.layout.dp
 
     @property
-    def longest_micro_batch(self) -> int:
+    def max_tokens(self) -> int:
         """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
-        return self.packing.most_tokens(self.context_window, self.packing.micro_batches)
+        return self.packing.max_tokens(self.context_window, self.packing.micro_batches)
 
     @property
     def in_flight_length(self) -> int:
         """Tokens of the micro-batches by which planned lists are bounded: a context window, or twice the mean one."""
-        return min(self.longest_micro_batch, max(self.context_window, self._most_of_mean))
+        return min(self.max_tokens, max(self.context_window, self._most_of_mean))
 
     @property
     def sliced_length(self) -> int:
@@ -278,8 +278,8 @@ class Job:
         if prices is None and self.levels_steps:
             # All ranks of a node, or as many as divide both them and the stage: 4, where a node has 8 and the stage 12.
             on_a_node = layout.cp if layout.cp <= self.ranks_per_node else gcd(layout.cp, self.ranks_per_node)
-            capacity = -(-self.longest_micro_batch // layout.cp)
-            prices = LevelPrices(self.costs, layout.cp, on_a_node, capacity, self.speeds)
+            rank_tokens = -(-self.max_tokens // layout.cp)
+            prices = LevelPrices(self.costs, layout.cp, on_a_node, rank_tokens, self.speeds)
         elif prices is None and PACKERS[self.packing.method].prices_sharding:
             prices = sharded_prices(self.costs, layout.cp, self.sharding.strategy, self.context_window)
         if self.slices_documents:
@@ -345,7 +345,7 @@ class Job:
         if pools.grouping == "level":
             return self._with_level_steps(pools)
         self.check_slices(pools)
-        ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
+        ranks, size, micro_batches = self.layout.dp_cp, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
         check_pool(ranks, size)
@@ -389,7 +389,7 @@ class Job:
             )
 
     def _with_level_steps(self, pools: Pools) -> Self:
-        ranks = self.layout.replicas
+        ranks = self.layout.dp_cp
         if pools.size not in ("auto", ranks):
             raise UserError(
                 f"pool = {pools.size} does not hold the dp x cp = {ranks} ranks over which grouping = 'level' evens "

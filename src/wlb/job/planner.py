@@ -105,7 +105,7 @@ class StepPlanner(Iterator[PlannedStep]):
             if whole is None:
                 raise UserError(
                     f"{len(list(plan.segments))} documents cannot be divided into micro-batches of up to "
-                    f"{self._job.longest_micro_batch} tokens, one for each of dp = {self._job.layout.dp}; give more"
+                    f"{self._job.max_tokens} tokens, one for each of dp = {self._job.layout.dp}; give more"
                 )
             plan = whole
         arranged = self._arranged(plan)
@@ -180,7 +180,7 @@ class StepPlanner(Iterator[PlannedStep]):
             held = prices.phases.held_tokens(segments).tolist()
         for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
             with suppress(UserError):  # which says that they do not fit
-                divided = balance(held, parts, self._job.longest_micro_batch, multiple_of=dp, costs=seconds)
+                divided = balance(held, parts, self._job.max_tokens, multiple_of=dp, costs=seconds)
                 mine = [(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided]
                 return replace(plan, ranks=(tuple(starmap(MicroBatch, mine)),))
         return None
@@ -234,7 +234,7 @@ class StepPlanner(Iterator[PlannedStep]):
         return self._held
 
     def _could_have_packed(self, plan: StepPlan) -> bool:
-        fits = all(part.tokens <= self._packer.capacity and not part.ranks for part in plan.micro_batches)
+        fits = all(part.tokens <= self._packer.max_tokens and not part.ranks for part in plan.micro_batches)
         sliced = self._job.slices_documents
         fits &= len(plan.ranks) == (self._job.layout.dp if sliced else 1)
         fits &= sliced or not any(part.is_slice for part in plan.micro_batches)

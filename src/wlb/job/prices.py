@@ -97,13 +97,13 @@ def sharded_prices(costs: Costs, cp: int, strategy: str, context_window: int) ->
 class LevelPrices:
     """The ``StagePrices`` of a pipeline stage of so many ``ranks``, of which groups of any size share a document.
 
-    A micro-batch of one rank holds ``capacity`` tokens. ``speeds`` are those of the ranks, by default equal.
+    A micro-batch of one rank holds ``max_tokens`` tokens. ``speeds`` are those of the ranks, by default equal.
     """
 
     costs: Costs
     ranks: int
     per_node: int
-    capacity: int
+    max_tokens: int
     speeds: tuple[float, ...] | None = None
 
     def alone(self, lengths: NDArray[np.int64]) -> Seconds:
@@ -122,7 +122,7 @@ class LevelPrices:
     @cached_property
     def _rest(self) -> tuple[float, float]:
         """What a micro-batch of one rank takes outside attention: in any case, and for each token."""
-        lengths = np.array([max(1, self.capacity // 2), max(2, self.capacity)])
+        lengths = np.array([max(1, self.max_tokens // 2), max(2, self.max_tokens)])
         rest = self.shared(lengths, 1) - self.costs.attention_seconds(lengths) - self._drain(lengths)
         token = float(rest[1] - rest[0]) / int(lengths[1] - lengths[0])
         return max(0.0, float(rest[1]) - token * int(lengths[1])), token

@@ -52,7 +52,7 @@ class Layout:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
-    def replicas(self) -> int:
+    def dp_cp(self) -> int:
         """dp x cp: the ranks that have the same weights to compute with."""
         return self.dp * self.cp
 

@@ -36,7 +36,7 @@ class JobCosts:
     @cached_property
     def block_copy(self) -> float:
         """Copying one block's weights out of what was gathered: reading and writing them."""
-        sharing, hardware = self.layout.replicas > 1, self.job.hardware
+        sharing, hardware = self.layout.dp_cp > 1, self.job.hardware
         return sharing * 2 * self._own_block_weights * hardware.bytes_per_value / hardware.memory_bandwidth
 
     @cached_property
@@ -63,7 +63,7 @@ class JobCosts:
         """Clipping and AdamW on each pipeline rank's shards; shape (pp,)."""
         hardware, gpus = self.job.hardware, self.layout.world_size
         block_weights = mean_block_weights(self.job.shape) / self.layout.tp  # all experts included
-        weights = self._by_rank(self.job.stage_blocks * block_weights + self._root_weights) / self.layout.replicas
+        weights = self._by_rank(self.job.stage_blocks * block_weights + self._root_weights) / self.layout.dp_cp
         norm = 0.0 if gpus == 1 else group_link(hardware, "point_to_point", gpus, 1).latency
         return weights * _OPTIMIZER_VALUES * MASTER_BYTES / hardware.memory_bandwidth + norm
 
@@ -80,8 +80,8 @@ class JobCosts:
 
     def _over_shards(self, whole_bytes: float) -> float:
         traffic: Traffic = "all_to_all" if self.job.software.fetches_shards else "all_gather"
-        link = group_link(self.job.hardware, traffic, self.layout.replicas, stride=self.layout.tp)
-        return float(link.seconds(shard_bytes(whole_bytes, self.layout.replicas)))
+        link = group_link(self.job.hardware, traffic, self.layout.dp_cp, stride=self.layout.tp)
+        return float(link.seconds(shard_bytes(whole_bytes, self.layout.dp_cp)))
 
     def _by_rank(self, of_stage: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.array([of_stage[mine].sum() for mine in self.layout.rank_stages])

@@ -110,7 +110,7 @@ def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, lock_step: bool, 
             raise UserError(
                 "grouping = 'level' has ranks run micro-batches of their own, which this loop cannot; leave it out"
             )
-        return replace(pools, size=job.layout.replicas)
+        return replace(pools, size=job.layout.dp_cp)
     job.check_slices(pools)
     if pools.size != "auto" and pools.micro_batches != "auto":
         return replace(pools, grouping=_usual_grouping(job, pools))
@@ -131,10 +131,10 @@ def _fastest_for_part(
     fastest = _PoolSearch(job, part, parts, lock_step, lengths).fastest(least_rate)
     if fastest is None:
         if pools.micro_batches != "auto":
-            size = job.layout.replicas if pools.size == "auto" else pools.size
+            size = job.layout.dp_cp if pools.size == "auto" else pools.size
             job.with_pools(replace(pools, size=size))  # says why, where it is refused for its size
         raise UserError(
-            f"no pool of dp x cp = {job.layout.replicas} ranks can run a global batch of {pools.global_batch} "
+            f"no pool of dp x cp = {job.layout.dp_cp} ranks can run a global batch of {pools.global_batch} "
             "context windows in this pipeline; give pool and pool_micro_batches to learn why"
         )
     micro_batches = pools.micro_batches
@@ -197,16 +197,16 @@ class _PoolSearch:
                     bounds[filled] = self._least_seconds(filled)
                 yield _PricedPools(large, False, bounds[filled], 0, size, job.micro_batches_per_rank, grouping, job)
         free = (wanted, self.pools.micro_batches) == ("auto", "auto") and not self.lock_step
-        if free and layout.pp == 1 and layout.replicas in sizes:
+        if free and layout.pp == 1 and layout.dp_cp in sizes:
             job = self.job.with_pools(replace(self.pools, grouping="level"))
-            yield _PricedPools(not _holds(job), False, 0.0, 0, layout.replicas, 0, "level", job)
+            yield _PricedPools(not _holds(job), False, 0.0, 0, layout.dp_cp, 0, "level", job)
 
     def _with_counts(self, size: int) -> list[tuple[bool, Job]]:
         """With pools of this size and numbers of micro-batches; more where the memory holds none of the usual ones."""
         if self.pools.micro_batches != "auto":
             return self._that_run(size, [self.pools.micro_batches])
-        pp, replicas = self.job.layout.pp, self.job.layout.replicas
-        most = int(min(self.pools.global_batch / _LEAST_WINDOWS, MOST_MICRO_BATCHES / self.parts) * size / replicas)
+        pp, dp_cp = self.job.layout.pp, self.job.layout.dp_cp
+        most = int(min(self.pools.global_batch / _LEAST_WINDOWS, MOST_MICRO_BATCHES / self.parts) * size / dp_cp)
         slices = _usual_grouping(self.job, self.pools) == "slices"
         counts = [round(filling * pp) for filling in (_SLICED_FILLINGS if slices else _FILLINGS)]
         counts = [count for count in counts if count <= most] or counts[:1]
@@ -250,7 +250,7 @@ class _PoolSearch:
         """For a second of work, if ranks share it evenly in so many ``micro_batches`` and exchange nothing."""
         layout, documents = self.job.layout, self._documents
         alone = price_shards([documents.tolist()], 1, self.job.sharding.strategy, self.job.costs)
-        shares = self._steps * layout.replicas * micro_batches
+        shares = self._steps * layout.dp_cp * micro_batches
         forward, backward = alone.attention_forward / shares, alone.attention_backward / shares
         share = alone._replace(tokens=alone.tokens // shares, attention_forward=forward, attention_backward=backward)
         everywhere = share.map(lambda column: np.repeat(column, micro_batches, axis=0))  # all ranks are alike

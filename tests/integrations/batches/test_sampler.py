@@ -53,7 +53,7 @@ def test_small_data_sets_lose_nothing(lengths: list[int], dp: int, micro_batches
     assert all(batches)
     assert len({*map(len, by_rank)}) == 1
     assert Counter(chain(*batches)) == dict.fromkeys(range(len(lengths)), epochs)
-    capacity = sampler(lengths, **settings).job.longest_micro_batch
+    capacity = sampler(lengths, **settings).job.max_tokens
     assert all(sum(lengths[i] for i in batch) <= capacity for batch in batches)
 
 

@@ -37,7 +37,7 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     """
     if job.plans_operations:
         return _planned_memory(job)
-    longest, rest = job.longest_micro_batch, job.most_step_tokens
+    longest, rest = job.max_tokens, job.most_step_tokens
     count = _EVEN_MICRO_BATCHES if job.levels_steps else job.micro_batches_per_rank
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
     if rest is None or job.levels_steps or rest // longest >= walked:  # as full as a step of the longest alone gets
@@ -68,7 +68,7 @@ def _planned_memory(job: Job) -> MemoryEstimate:
         alone = [predict_rank_memory(job, [together], rank) for rank in unlike_ranks(job)]
         held, kept = max((held, kept), _and_kept(job, alone, in_flight=False), key=lambda one: _held(one[0]) + one[1])
     parts = static.parts | {name: held[name] for name in _HELD if name in held}
-    longest, short = (predict_memory(job, [tokens]) for tokens in (job.longest_micro_batch, job.in_flight_length))
+    longest, short = (predict_memory(job, [tokens]) for tokens in (job.max_tokens, job.in_flight_length))
     for name, value in longest.parts.items():
         parts[name] = parts.get(name, 0) + max(0, value - short.parts.get(name, 0))
     return replace(static, parts=parts | {"kept keys and values": kept})
@@ -125,6 +125,6 @@ def too_large(job: Job, *, resumes: bool = False) -> str | None:
         shorter = "raise packing.pool_micro_batches, lower"
     remedies.append(f"{shorter} data.context_window{anew}, raise parallel.cp, tp, pp or dp")
     return (
-        f"with micro-batches of {job.longest_micro_batch} tokens a process needs up to {estimate}, over the "
+        f"with micro-batches of {job.max_tokens} tokens a process needs up to {estimate}, over the "
         f"{gib(limit.number_of_bytes)} GiB of {limit.origin}; {', or '.join(remedies)}"
     )

@@ -113,7 +113,7 @@ class _Walk:
         self.job, self.rank, self.batches = job, rank, batches
         self.blocks = split_layers(job.shape, job.layout)
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
-        self.shards = job.layout.replicas  # ranks over which FSDP divides weights
+        self.shards = job.layout.dp_cp  # ranks over which FSDP divides weights
         kept = job.levels_steps or job.software.weights == "kept"
         self.frees_weights = job.layout.pp == 1 and not kept  # which are gathered again in every micro-batch
         self.held: dict[str, int] = {}
