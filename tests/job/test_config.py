@@ -235,7 +235,7 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
         ),
         (
             ["packing.method=fixed_greedy", "packing.max_delay=0"],
-            "packing.max_delay = 0: must be at least 1 here; balanced takes 0",
+            "packing.max_delay = 0: must be at least 1; only method balanced takes 0",
         ),
         (
             ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=8"],

@@ -129,7 +129,7 @@ class PackingOptions(Section):
     )
     lookahead: Number = Field(
         default_factory=lambda given: _LOOKAHEAD if given.get("method") == "balanced" and given["max_delay"] else 0.0,
-        description="Part of the next global batch that a step may train early; default: half of it if documents may wait",
+        description="Part of the next global batch that a step may train early; default: half if documents may wait",
         json_schema_extra={"defaults": {"balanced": None}},
         ge=0,
         le=1,
