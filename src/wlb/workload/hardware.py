@@ -18,9 +18,9 @@ class AttentionKernel:
     """Rates of one generation of attention kernels on one device.
 
     Attention over a document of d tokens runs at ``*_flops * d / (d + half length)``, because short documents fill
-    tiles badly. While the last tiles of a forward finish, other processors are idle: for the time of ``drain_tiles`` tiles of
-    queries over all keys of the longest document, whatever the number of heads. A backward begins with the longest
-    tiles, so it has no such tail.
+    tiles badly. While the last tiles of a forward finish, other processors are idle: for the time of ``drain_tiles``
+    tiles of queries over all keys of the longest document, whatever the number of heads. A backward begins with the
+    longest tiles, so it has no such tail.
     """
 
     forward_flops: float  # FLOP/s at unbounded length
