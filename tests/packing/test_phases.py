@@ -147,8 +147,8 @@ def test_what_does_not_fit_is_refused():
     packer = make_packer("balanced", **settings)
     with pytest.raises(UserError, match="document 1 has 60 tokens and memory_tokens = 100, together over the 128"):
         packer.plan([60, 60])
-    with pytest.raises(UserError, match="phases are of 2 documents, and there are 3"):
+    with pytest.raises(UserError, match="phases cover 2 documents, but there are 3"):
         wlb.balance([1, 2, 3], 2, phases=phases)
     for grouping in ("level", "slices"):
-        with pytest.raises(UserError, match=f"grouping = '{grouping}' does not know phases"):
+        with pytest.raises(UserError, match=f"grouping = '{grouping}' does not support phases"):
             make_packer("balanced", **settings, grouping=grouping)

@@ -102,7 +102,7 @@ class Job:
             layout.operations(self.micro_batches_per_rank)
             if self.speeds is not None and self.levels_steps and len(self.speeds) != layout.cp:
                 raise UserError(
-                    f"speeds are of {len(self.speeds)} ranks, and {layout.cp} run level steps; give one each"
+                    f"there are {len(self.speeds)} speeds for {layout.cp} ranks in level steps; give one per rank"
                 )
         _ = self.costs  # checks the profile, and that tp divides heads
         check_divisible(self.shape, layout.tp)
@@ -391,8 +391,7 @@ class Job:
         ranks = self.layout.dp_cp
         if pools.size not in ("auto", ranks):
             raise UserError(
-                f"pool = {pools.size} does not hold the dp x cp = {ranks} ranks over which grouping = 'level' evens "
-                "out steps; leave it out"
+                f"grouping = 'level' pools all dp x cp = {ranks} ranks, not pool = {pools.size}; leave pool out"
             )
         if self.layout.pp > 1:
             raise UserError(

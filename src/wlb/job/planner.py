@@ -81,7 +81,9 @@ class StepPlanner(Iterator[PlannedStep]):
         self._stream.begin(first_epoch)
         if job.phases is not None:
             if not isinstance(documents, np.ndarray):
-                raise UserError("phases are of the documents of one data set; give no stream, mixture or store of them")
+                raise UserError(
+                    "phases belong to the documents of one data set; give lengths, not a stream, mixture or store"
+                )
             job.phases.check(len(documents))
         self._packer = job.packing.packer(job.context_window, job.packing_prices)
         self._job, self._is_whole = job, whole

@@ -148,7 +148,7 @@ def _groups_on_ranks(
         try:
             micro_batches = [own[part] for part in _solved(rank_task, number, multiple, None, sparse)[0]]
         except UserError as error:
-            raise UserError(f"rank {len(of_ranks)} of {ranks}, where parts are those of a rank: {error}") from None
+            raise UserError(f"rank {len(of_ranks)} of {ranks} (parts count per rank): {error}") from None
         of_ranks.append(sorted(micro_batches, key=lambda part: -float(task.prices[part].sum())))
     return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
 

@@ -55,8 +55,8 @@ class BalancedPacker(CarryingPacker):
         options = self.options
         if self.phased and options.grouping in _RANK_PRICES:
             raise UserError(
-                f"grouping = {options.grouping!r} does not know phases ({', '.join(self.phased.phases.seconds)}); use "
-                "'even'"
+                f"grouping = {options.grouping!r} does not support phases ({', '.join(self.phased.phases.seconds)}); "
+                "use 'even'"
             )
         if options.grouping in _RANK_PRICES and not isinstance(self.workload, _RANK_PRICES[options.grouping]):
             raise UserError(

@@ -57,7 +57,7 @@ def fewest(task: Task, multiple: int) -> tuple[int, list[Indices] | None]:
     """The smallest number of parts found, a multiple of ``multiple``, in which documents fit, and how."""
     documents, most = len(task.tokens), task.max_tokens
     if most is None:
-        raise UserError("parts = None is the fewest parts under max_tokens; give parts, max_tokens or ranks")
+        raise UserError("parts = None means the fewest parts under max_tokens; give parts, max_tokens or ranks")
     least = max(1, -(-int(task.tokens.sum()) // most), int((task.tokens > most // 2).sum()))
     numbers = [*range(-(-least // multiple) * multiple, documents, multiple)]
     if task.equal_size:
@@ -141,7 +141,7 @@ def check_possible(task: Task, parts: int, things: str = "documents", places: st
         )
     if task.equal_size and documents % parts:
         raise UserError(
-            f"{documents} {things} are no multiple of {parts} {places}; add some, or set equal_size = False"
+            f"{documents} {things} are not a multiple of {parts} {places}; add some, or set equal_size = False"
         )
     if most is not None and int(task.tokens.sum()) > parts * most:
         raise _too_many(task, parts)

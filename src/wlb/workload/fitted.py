@@ -105,7 +105,7 @@ def fit_prices(
     measured = np.asarray(seconds, np.float64)
     count = len(measured)
     if count < LEAST_SAMPLES:
-        raise UserError(f"prices are fitted to at least {LEAST_SAMPLES} micro-batches, and {count} were measured")
+        raise UserError(f"prices need at least {LEAST_SAMPLES} measured micro-batches; only {count} were measured")
     given = np.broadcast_arrays(*(np.asarray(a, np.float64) for a in (squares, tokens, micro_batches)))
     terms = np.stack([np.reshape(a, (count, -1)) for a in given], axis=-1)  # (micro-batches, ranks, terms)
     prices = _least_squares(terms.mean(axis=1), measured)

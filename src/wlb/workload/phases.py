@@ -51,7 +51,7 @@ class DocumentPhases:
             columns.append(_column("memory_tokens", self.memory_tokens))
         sizes = {len(column) for column in columns}
         if len(sizes) > 1:
-            raise UserError(f"phases are of {' and '.join(map(str, sorted(sizes)))} documents; give all of the same")
+            raise UserError(f"phases cover {' and '.join(map(str, sorted(sizes)))} documents; give all the same number")
         none = np.zeros(max(sizes, default=1))
         *seconds, memory = columns if self.memory_tokens is not None else [*columns, none]
         return sum(seconds, start=none), np.ceil(memory).astype(np.int64)
@@ -60,7 +60,7 @@ class DocumentPhases:
         """Raise ``UserError`` unless the phases are of ``documents`` documents."""
         known = len(self._columns[0])
         if (self.seconds or self.memory_tokens is not None) and known != documents:
-            raise UserError(f"phases are of {known} documents, and there are {documents}; give one cost for each")
+            raise UserError(f"phases cover {known} documents, but there are {documents}; give one cost for each")
 
     def of(self, table: Table) -> Seconds:
         """Seconds of each segment in all phases, shape (segments,). Document ids count over epochs."""

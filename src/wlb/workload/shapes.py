@@ -117,8 +117,8 @@ class ModelShape:
         for name in ("full_attention_layers", "full_attention_every"):
             if getattr(self, name) is not None and self.sliding_window is None:
                 raise UserError(
-                    f"model shape has {name} = {getattr(self, name)} and no blocks of another kind; give "
-                    "sliding_window too"
+                    f"model shape has {name} = {getattr(self, name)} but no sliding_window for the other blocks; "
+                    "give sliding_window too"
                 )
 
     def block_kind(self, layer: int) -> BlockKind:

@@ -246,5 +246,5 @@ def test_processes_and_states_with_other_phases_are_told_apart():
     other = sampler(lengths, **settings, phases=DocumentPhases({"encoder": 2 * np.ones(16)}))
     with pytest.raises(UserError, match="inside a step with phases = "):
         other.load_state_dict(batches.state_dict())
-    with pytest.raises(UserError, match="phases are of 3 documents, and there are 16"):
+    with pytest.raises(UserError, match="phases cover 3 documents, but there are 16"):
         list(sampler(lengths, **settings, phases=DocumentPhases({"encoder": [1, 2, 3]})))
