@@ -199,7 +199,7 @@ def _in_lock_step(task: Task, parts: int, ranks: int, start: list[Indices] | Non
     fair = float(task.prices.sum()) / ranks
     slots = _filled_slots(task, parts, ranks)
     if slots is None or _loads(slots, task, ranks).max(axis=1).sum() > (1 + _TRY_AGAIN) * fair:
-        plain = _dearest_first(divided(task, parts, start), task)
+        plain = _costliest_first(divided(task, parts, start), task)
         slots = min(slots or plain, plain, key=lambda found: float(_loads(found, task, ranks).max(axis=1).sum()))
     loads = _loads(slots, task, ranks)
     if loads.max(axis=1).sum() > (1 + task.even) * fair:
@@ -208,7 +208,7 @@ def _in_lock_step(task: Task, parts: int, ranks: int, start: list[Indices] | Non
             own = slice(slot * ranks, (slot + 1) * ranks)
             slots[own] = evened(slots[own], task, goal=mean, most_tries=tries)  # only the largest counts
     # Each slot was evened by itself, so micro-batches of other slots may now be closer in price.
-    slots = _dearest_first(slots, task)
+    slots = _costliest_first(slots, task)
     totals = np.zeros(ranks)
     of_ranks: list[list[Indices]] = [[] for _ in range(ranks)]
     for first, of_slot in zip(range(0, parts, ranks), _loads(slots, task, ranks), strict=True):
@@ -218,7 +218,7 @@ def _in_lock_step(task: Task, parts: int, ranks: int, start: list[Indices] | Non
     return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
 
 
-def _dearest_first(parts: list[Indices], task: Task) -> list[Indices]:
+def _costliest_first(parts: list[Indices], task: Task) -> list[Indices]:
     """Micro-batches by falling price: slots of neighbours in price take the least time."""
     return [parts[place] for place in np.argsort(-sums_of(parts, task.prices), kind="stable")]
 
@@ -235,8 +235,10 @@ def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
         seen += len(left)
         some = left[: len(left) - parts]  # every later micro-batch needs a document
         rooms = [task.max_tokens or int(task.tokens.sum())] * ranks
-        dearest = float(task.prices[left[0]])
-        found, _ = into_lightest(task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, dearest)
+        costliest = float(task.prices[left[0]])
+        found, _ = into_lightest(
+            task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, costliest
+        )
         owners = np.array(found)
         slots += members_of(some, owners, ranks)
         left = np.concatenate([some[owners < 0], left[len(some) :]])
@@ -249,7 +251,7 @@ def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
         members = [left[part] for part in divided(rest, parts)]
     except UserError:  # what is left does not fit
         return None
-    return slots + _dearest_first(members, task)
+    return slots + _costliest_first(members, task)
 
 
 def _loads(slots: list[Indices], task: Task, ranks: int) -> Prices:

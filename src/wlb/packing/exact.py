@@ -138,8 +138,8 @@ def _branch_and_bound(
     most = np.concatenate([np.ones(documents), np.full(micro_batches, max_tokens), np.zeros(micro_batches)])
     # Micro-batches are interchangeable: the k-th most expensive document may use only the first k of them.
     allowed = np.ones((documents, micro_batches))
-    dearest = np.argsort(-price, kind="stable")[: micro_batches - 1]
-    allowed[dearest] = np.tri(len(dearest), micro_batches)
+    costliest = np.argsort(-price, kind="stable")[: micro_batches - 1]
+    allowed[costliest] = np.tri(len(costliest), micro_batches)
     upper = np.append(allowed, known.largest_seconds * scale)
     is_load = np.arange(upper.size) == upper.size - 1
     with _silent_stdout():

@@ -81,8 +81,8 @@ def _hybrid_plans(
     total = int(lengths.sum())
     token_seconds = float(workload.linear_seconds(total)) / total
     seconds = workload.attention_seconds(lengths) + token_seconds * lengths
-    dearest_first = np.argsort(-seconds, kind="stable")
-    sizes, prices = lengths[dearest_first].tolist(), seconds[dearest_first].tolist()
+    costliest_first = np.argsort(-seconds, kind="stable")
+    sizes, prices = lengths[costliest_first].tolist(), seconds[costliest_first].tolist()
     even = float(seconds.sum()) / cp_size
     most_tokens = max(int(memory_factor * total / cp_size), -(-total // cp_size))
     aims = [(int(EVEN_TOKENS * total / cp_size), LEVELS[:1]), (most_tokens, LEVELS)]
@@ -94,7 +94,7 @@ def _hybrid_plans(
             loads, space = [0.0] * cp_size, [most_aimed_at] * cp_size
             found, makes_a_difference = into_lightest(sizes, prices, loads, space, level * even)
             owners = np.array(found)
-            cut, whole = dearest_first[owners < 0], dearest_first[owners >= 0]
+            cut, whole = costliest_first[owners < 0], costliest_first[owners >= 0]
             ranks, rows = owners[owners >= 0], np.stack([whole, np.zeros_like(whole), lengths[whole]], axis=1)
             if len(cut):
                 filled = _fill_ranks(cut.tolist(), lengths, np.array(loads), np.array(space), token_seconds, workload)
