@@ -233,9 +233,7 @@ class Job:
         A document without room, because others do not fill their micro-batches, is trained in the next step. That never
         happens if L_max is a window more than an even share.
         """
-        held_by = (
-            self.layout.cp / MOST_RANKS if self.levels_steps else 1.0
-        )  # ranks that share a document in level steps
+        held_by = self.layout.cp / MOST_RANKS if self.levels_steps else 1.0  # MOST_RANKS may share a document
         return max(1.0, held_by, self.global_batch / self.packing.micro_batches)
 
     @property

@@ -78,9 +78,7 @@ class _Ranks:
         self._limits = [max(limit, *needed) for limit, needed in zip(limits, self._needed, strict=True)]
         self._held = [[0] * len(documents) for _ in range(pp)]
         self._begun: list[list[int]] = [[] for _ in range(pp)]  # documents that the rank holds something of, ascending
-        self._late: list[deque[tuple[int, int]]] = [
-            deque() for _ in range(pp)
-        ]  # backwards without gradients of weights so far
+        self._late: list[deque[tuple[int, int]]] = [deque() for _ in range(pp)]  # backwards with a weight part to run
         self._free = [0] * pp
         # When the inputs of the next forwards of each stage arrive, in order, and those of its next backwards.
         self._forwards_at = [[0] * len(self._back) if stage == 0 else [] for stage in range(self._stages)]

@@ -99,9 +99,7 @@ class Shards(NamedTuple):
 
         forward, tokens, cp = attention("forward"), self.tokens + held, shape[1]
         total, before = sizes[:, None], earlier[:, None]
-        own = np.clip(
-            (before + held / 2) / (before + total / 2), 0, 1
-        )  # share of the attended keys that the rank holds
+        own = np.clip((before + held / 2) / (before + total / 2), 0, 1)  # held share of the attended keys
         both = self.attention_forward + forward
         share = np.divide(
             self.own_share * self.attention_forward + own * forward, both, out=np.ones(shape), where=both > 0

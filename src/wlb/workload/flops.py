@@ -62,9 +62,7 @@ def linear_flops(shape: ModelShape, tokens: ArrayLike, phase: Phase = "both") ->
 
 def gemm_flops_per_token(shape: ModelShape) -> float:
     """Forward operations for one token: projections, feed-forward or chosen experts, and output head."""
-    return 2.0 * parameters(
-        shape, active=True, tied_embeddings=True
-    )  # the embedding is a lookup and not counted; the head is
+    return 2.0 * parameters(shape, active=True, tied_embeddings=True)  # the embedding is a lookup; the head counts
 
 
 def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:

@@ -77,9 +77,7 @@ def shape_of_config(config: Any) -> ModelShape:
     renamed = {usual: getattr(config, usual, None) for usual in getattr(config, "attribute_map", ())}
     document = dict(language_model(config.to_dict() | renamed))
     if document.get("intermediate_size") is None and document.get("hidden_size"):
-        document["intermediate_size"] = (
-            4 * document["hidden_size"]
-        )  # as in GPT-2, Bloom and Falcon, which do not give it
+        document["intermediate_size"] = 4 * document["hidden_size"]  # as in GPT-2, Bloom and Falcon
     return shape_of(document)
 
 

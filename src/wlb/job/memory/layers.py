@@ -69,9 +69,7 @@ class LayerMemory:
         self.log_sum_exp = rows * shape.heads // tp * self.master
         self.stream = -(-rows // tp) * shape.hidden * self.compute
         self.gathered = rows * shape.hidden * self.compute
-        self.norm = self._norm(-(-rows // tp)) + (
-            self.stream if tp > 1 else 0
-        )  # and its output, beside the gathered one
+        self.norm = self._norm(-(-rows // tp)) + (self.stream if tp > 1 else 0)  # with its output before the gather
         self.partial_sums = self.gathered if tp > 1 else 0  # of the whole width, before reduce-scatter
 
     def _norm(self, rows: int) -> int:
