@@ -124,7 +124,7 @@ def _row(job: Job, lengths: Lengths, steps: int, base: Job) -> Row:
         "rate": found.work_rate,
         "stages": job.layout.virtual_pp,
         "micro_batches": job.packing.micro_batches // job.layout.dp,
-        "of_ideal": work / found.seconds / job.layout.replicas / job.layout.pp,
+        "of_ideal": work / found.seconds / job.layout.dp_cp / job.layout.pp,
         "delay": found.token_delay,
         "in_flight": max(_in_flight(job, plan) for plan in planned),
         "over_bound": mean(_over_bound(job, plan) for plan in planned),

@@ -166,13 +166,13 @@ class Decided(NamedTuple):
 
     layout: tuple[object, ...]  # tp, cp, pp, dp, virtual_pp, schedule; cp is the size of pools and dp their number
     packing: dict[str, Any]  # micro-batches, L_max, grouping, global batch and every other option
-    longest_micro_batch: int
+    max_tokens: int
     memory_bytes: int
 
 
 def decided(job: Job) -> Decided:
     layout = (job.layout.tp, job.layout.cp, job.layout.pp, job.layout.dp, job.layout.virtual_pp, job.layout.schedule)
-    return Decided(layout, job.packing.in_use(), job.longest_micro_batch, predicted_memory(job).total)
+    return Decided(layout, job.packing.in_use(), job.max_tokens, predicted_memory(job).total)
 
 
 def stored(case: Case, folder: Path) -> Case:

@@ -127,7 +127,7 @@ def test_options_of_a_preset_go_with_its_method(config):
                 assert getattr(packing, option) == usual, (preset, method, option)
             assert (packing.assignment, packing.order) == (
                 own.get("assignment", "balanced"),
-                own.get("order", "makespan"),
+                own.get("order", "fastest"),
             )
     packing = load_config(config, ["preset=wlb-llm", "packing.early_release=true"]).packing
     assert (packing.early_release, packing.max_delay) == (True, NO_BOUND)
@@ -235,7 +235,7 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
         ),
         (
             ["packing.method=fixed_greedy", "packing.max_delay=0"],
-            "packing.max_delay = 0: must be at least 1 here; balanced takes 0",
+            "packing.max_delay = 0: must be at least 1; only method balanced takes 0",
         ),
         (
             ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=8"],

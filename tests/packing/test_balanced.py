@@ -57,7 +57,7 @@ class Run:
 
     @property
     def has_room(self):
-        return self.packer.capacity >= self.options["context_window"] + self.longest
+        return self.packer.max_tokens >= self.options["context_window"] + self.longest
 
 
 @SETTINGS
@@ -94,7 +94,7 @@ def test_an_overdue_document_is_passed_over_only_for_older_ones(stream):
             if plan.step - due >= run.options["max_delay"] and trained[document] > plan.step:
                 for micro_batch in plan.micro_batches:
                     older = [s.length for s in micro_batch.segments if run.dues[s.document] <= due]
-                    assert sum(older) + length > run.packer.capacity
+                    assert sum(older) + length > run.packer.max_tokens
 
 
 @SETTINGS

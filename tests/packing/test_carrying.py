@@ -89,7 +89,7 @@ def test_a_variable_length_step_is_within_the_bound_of_longest_first(lengths, mi
     )
     (plan,) = packer.plan(lengths) + packer.drain()
     seconds = [item.seconds for item in pending(lengths)]
-    best = solve(lengths, seconds, micro_batches, packer.capacity, start=[0] * len(lengths), relative_gap=1e-9)
+    best = solve(lengths, seconds, micro_batches, packer.max_tokens, start=[0] * len(lengths), relative_gap=1e-9)
     largest = max(micro_batch.workload for micro_batch in plan.micro_batches)
     bound = 4 / 3 - 1 / (3 * micro_batches)
     assert best.largest_seconds <= largest * (1 + 1e-6)

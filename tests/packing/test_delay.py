@@ -70,7 +70,7 @@ def test_an_overdue_document_goes_before_every_younger_one(stream):
             if overdue and trained[document] >= first + window:
                 for micro_batch in micro_batches:
                     older = [s.length for s in micro_batch.segments if arrived[s.document] <= arrived[document]]
-                    assert sum(older) + length > packer.capacity
+                    assert sum(older) + length > packer.max_tokens
 
 
 @SETTINGS
@@ -83,8 +83,8 @@ def test_delay_and_backlog_are_bounded(stream):
     queues = getattr(packer, "outlier_thresholds", ())
     backlog = window * micro_batches * options["context_window"] + longest
     backlog += max(2, len(queues)) * (micro_batches - 1) * longest if "outlier_thresholds" in options else 0
-    passed_over = backlog // (window * micro_batches * (packer.capacity - longest + 1))
-    if window == 1 and packer.capacity >= options["context_window"] + longest:
+    passed_over = backlog // (window * micro_batches * (packer.max_tokens - longest + 1))
+    if window == 1 and packer.max_tokens >= options["context_window"] + longest:
         passed_over = 0
     planned = []
     for length in lengths:

@@ -180,7 +180,7 @@ def test_sequential_packing_cuts_documents_of_any_length():
         ("variable_length", {"max_length_factor": float("nan")}, "^max_length_factor = nan: .* finite"),
         ("variable_length", {"outlier_thresholds": (9, 3)}, r"^outlier_thresholds = \(9, 3\): .*thresholds must rise"),
         ("variable_length", {"outlier_thresholds": (0,)}, r"^outlier_thresholds = 0: .*greater than or equal to 1"),
-        ("variable_length", {"max_length_factor": "auto"}, "^max_length_factor = 'auto' is decided by"),
+        ("variable_length", {"max_length_factor": "auto"}, "^max_length_factor = 'auto' needs the memory"),
         ("balanced", {"lookahead": 2}, "^lookahead = 2: .*less than or equal to 1"),
         ("balanced", {"micro_batches": 2.5}, "^micro_batches = 2.5 is not a whole number"),
         ("variable_length", {"micro_batches": 0}, "^micro_batches = 0 is not"),

@@ -124,7 +124,7 @@ def test_no_document_lies_on_more_ranks_than_a_group_may_have():
 
 def test_a_packer_alone_does_not_know_the_ranks():
     for grouping in ("level", "slices"):
-        with pytest.raises(UserError, match="for jobs that are trained or simulated"):
+        with pytest.raises(UserError, match="in jobs that are trained or simulated"):
             make_packer(
                 "balanced", micro_batches=4, context_window=64, workload=make_workload("tiny"), grouping=grouping
             )

@@ -58,4 +58,4 @@ def test_configurations_and_compare_know_it(shown_packer):
     assert isinstance(packer, shown_packer)
     assert packer.options.max_delay == 3
     compared = packer_for("shortest_first", simulated_job("7b", 64), max_delay=5, max_length_factor=2.0)
-    assert (compared.options.max_delay, compared.capacity) == (5, 64)
+    assert (compared.options.max_delay, compared.max_tokens) == (5, 64)

@@ -83,7 +83,7 @@ def test_packers_train_every_document_once_and_hold_what_fits(method: str):
         if method != "sequential":
             assert trained == [Segment(number, 0, length) for number, length in enumerate(lengths)]
             held = [phases.held_tokens(m.segments).sum() for plan in plans for m in plan.micro_batches]
-            assert max(held) <= packer.capacity
+            assert max(held) <= packer.max_tokens
         assert sum(segment.length for segment in trained) == sum(lengths)
         total = segment_seconds(PhasedPrices(PRICES, phases), trained).sum()
         assert sum(m.workload for plan in plans for m in plan.micro_batches) == pytest.approx(total)
@@ -147,8 +147,8 @@ def test_what_does_not_fit_is_refused():
     packer = make_packer("balanced", **settings)
     with pytest.raises(UserError, match="document 1 has 60 tokens and memory_tokens = 100, together over the 128"):
         packer.plan([60, 60])
-    with pytest.raises(UserError, match="phases are of 2 documents, and there are 3"):
+    with pytest.raises(UserError, match="phases cover 2 documents, but there are 3"):
         wlb.balance([1, 2, 3], 2, phases=phases)
     for grouping in ("level", "slices"):
-        with pytest.raises(UserError, match=f"grouping = '{grouping}' does not know phases"):
+        with pytest.raises(UserError, match=f"grouping = '{grouping}' does not support phases"):
             make_packer("balanced", **settings, grouping=grouping)

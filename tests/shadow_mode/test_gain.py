@@ -82,7 +82,7 @@ def test_a_gain_that_prices_do_not_explain_is_not_believed():
 
 
 def test_too_few_micro_batches_are_refused():
-    with pytest.raises(UserError, match="at least 8 micro-batches"):
+    with pytest.raises(UserError, match="at least 8 measured micro-batches"):
         gain_of(steps_of(1), waits_inside=False)
     with pytest.raises(UserError, match="no optimizer step was measured on all processes"):
         gain_of([], waits_inside=False)

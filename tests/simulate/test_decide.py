@@ -123,8 +123,8 @@ def all_choices(job: Job, lengths: np.ndarray) -> list[Job]:
     pools = job.pools
     assert pools is not None
     found = []
-    for size in (size for size in range(1, job.layout.replicas + 1) if job.layout.replicas % size == 0):
-        for count in range(1, 2 * pools.global_batch * size // job.layout.replicas + 1):
+    for size in (size for size in range(1, job.layout.dp_cp + 1) if job.layout.dp_cp % size == 0):
+        for count in range(1, 2 * pools.global_batch * size // job.layout.dp_cp + 1):
             for grouping in ("even", "slices"):
                 with suppress(UserError):
                     chosen = replace(pools, size=size, micro_batches=count, grouping=grouping)

@@ -40,7 +40,7 @@ def test_causes_sum_to_the_step(layout, preset):
 
 def test_phases_are_not_simulated():
     priced = replace(job(), phases=DocumentPhases({"encoder": np.ones(len(documents()))}))
-    with pytest.raises(UserError, match="leave phases out"):
+    with pytest.raises(UserError, match="not simulated; leave them out"):
         simulate(priced, documents(), 1)
 
 

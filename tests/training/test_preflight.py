@@ -178,7 +178,7 @@ def test_auto_fills_the_memory_there_is(tmp_path):
     between = (needed_gib(config, 2 * WINDOW) + needed_gib(config, 3 * WINDOW)) / 2
     decided = decide(auto_job(tmp_path, between))
     assert 2 <= float(decided.packing.max_length_factor) < 3
-    assert needed_gib(config, decided.longest_micro_batch) <= between
+    assert needed_gib(config, decided.max_tokens) <= between
     assert decide(config).packing.max_length_factor == LARGEST_AUTO_FACTOR  # where memory is no limit
 
 

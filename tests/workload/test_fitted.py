@@ -66,5 +66,5 @@ def test_a_profile_of_them_has_their_prices():
 
 
 def test_too_few_micro_batches_are_refused():
-    with pytest.raises(UserError, match="at least 8 micro-batches, and 3 were measured"):
+    with pytest.raises(UserError, match="at least 8 measured micro-batches; only 3 were measured"):
         fit_prices([1, 2, 3], [1, 2, 3], [1, 2, 3])

@@ -160,7 +160,7 @@ def test_kinds_of_blocks_lie_where_published_models_have_them():
     ("change", "message"),
     [
         ({"sliding_window": 0}, "sliding_window = 0; it must be at least 1"),
-        ({"full_attention_every": 2}, "full_attention_every = 2 and no blocks of another kind"),
+        ({"full_attention_every": 2}, "full_attention_every = 2 but no sliding_window"),
         ({"kv_heads": 2, "latent": LatentAttention(0, 8, 4, 16)}, "kv_heads = 2 for heads = 4"),
     ],
 )

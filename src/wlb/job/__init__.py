@@ -1,1 +1,1 @@
-"""What the trainer and the simulator both need to know of a job (``job.Job``) before it runs, without torch."""
+"""The description of a job (``job.Job``) that trainer and simulator share, without torch."""

@@ -163,7 +163,7 @@ class PackingConfig(PackingOptions):
         "balanced", description="Micro-batches are dealt to data-parallel ranks in turn, or heaviest first"
     )
     order: Order = Field(
-        "makespan",
+        "fastest",
         description="Order inside a rank: as packed, heavy in the middle, or what parallel.schedule runs fastest",
     )
 

@@ -1,8 +1,8 @@
 """One description of a job before it runs, shared by trainer, simulator and report: model, devices, layout, packing.
 
-From a ``Job`` and the lengths of documents follow the steps (``wlb.job.planner``), what they cost and what
-they hold (``wlb.job.memory.fit``). The trainer makes one from its configuration and the device it finds, the simulator
-from a configuration, a name or keywords (``wlb.simulate.job``).
+A ``Job`` and the lengths of documents determine the steps (``wlb.job.planner``), their cost and their memory
+(``wlb.job.memory.fit``). The trainer makes a job from its configuration and the device it finds, the simulator from a
+configuration, a name or keywords (``wlb.simulate.job``).
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from wlb.workload.links import group_link
 from wlb.workload.phases import DocumentPhases, PhasedPrices
 from wlb.workload.profile import WorkloadProfile, read_profile
 
-_MOST_OF_A_WINDOW = 64  # micro-batches of pools that a context window may make, on average: of some tokens each
-_MOST_OF_MEAN = 2  # tokens of a micro-batch, as those of short documents have more than the mean
+_MOST_OF_A_WINDOW = 64  # most micro-batches per context window, on average, so that each has some tokens
+_MOST_OF_MEAN = 2  # tokens of a micro-batch over the mean: micro-batches of short documents have more
 _FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
-# Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
+# Of a device or machine; the rest is for the driver, libraries, fragmentation and other processes.
 USABLE_SHARE = 0.9
-# Of a GPU, outside PyTorch's allocator: 4.3 GB on each of 8 H100s after an all-to-all (NVIDIA/nccl#1685).
+# Of a GPU, outside the allocator of PyTorch: 4.3 GB on each of 8 H100s after an all-to-all (NVIDIA/nccl#1685).
 NCCL_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Bytes that a process may hold, and where that comes from."""
+    """Bytes that a process may hold, and the origin of that limit."""
 
     number_of_bytes: float
     origin: str
 
 
 def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
-    """What a process may hold that has a GPU of ``memory_bytes`` to itself."""
+    """The limit of a process with a GPU of ``memory_bytes`` to itself."""
     usable = max(0.0, USABLE_SHARE * memory_bytes - NCCL_BYTES)
     return MemoryLimit(usable, f"{USABLE_SHARE:.0%} of a GPU less {NCCL_BYTES >> 30} GiB for NCCL")
 
@@ -62,18 +62,16 @@ def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
 class Job:
     """A job on the GPUs of ``layout``, or processes on CPUs.
 
-    ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
-    happens to overlong ones; its store is not opened.
-    Where ``packing`` is balanced, ``pool`` of the dp x cp ranks make a pool; ``with_pools`` gives the job whose
-    context-parallel groups are these pools. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while
-    a checkpoint is written) decide what the job holds in memory and nothing else. ``limit`` is what a process may hold,
-    by default 90% of ``hardware``'s memory, less NCCL's. ``phases`` are what its documents cost before the language
-    model.
+    ``packing.micro_batches`` counts over all data-parallel ranks. ``data`` has the order of documents and the policy
+    for overlong ones; its store is not opened. With balanced ``packing``, ``pool`` of the dp x cp ranks form a pool;
+    ``with_pools`` returns the job whose context-parallel groups are these pools. ``tied_embeddings`` and
+    ``checkpoint_copy`` (of weights and moments, while a checkpoint is written) only affect memory. ``limit`` is the
+    memory limit of a process, by default 90% of that of ``hardware``, less NCCL. ``phases`` are costs of documents
+    before the language model.
 
-    ``hardware`` has the rates of the type that the job computes in. A measured ``profile`` replaces what it measured;
-    links stay the hardware's. ``packed_by`` are a caller's own prices of documents, by which they are packed.
-    ``speeds`` are those of the ranks of level steps, 1 for one that takes as long as the prices say; nothing else reads
-    them.
+    ``hardware`` has the rates of the type that the job computes in. A measured ``profile`` replaces the terms that it
+    measured, but not links. ``packed_by`` are prices of documents given by a caller, used for packing. ``speeds`` are
+    those of the ranks in level steps, 1 for a rank that runs as priced; nothing else reads them.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -100,12 +98,12 @@ class Job:
         layout, micro_batches = self.layout, self.packing.micro_batches
         check_group_size(min(layout.cp, MOST_RANKS) if self.levels_steps else layout.cp)
         split_layers(self.shape, layout)
-        if self.pools_decided:  # before, it is not known how many there are
+        if self.pools_decided:  # before that, the number of micro-batches is unknown
             check_dealt(micro_batches, layout.dp)
             layout.operations(self.micro_batches_per_rank)
             if self.speeds is not None and self.levels_steps and len(self.speeds) != layout.cp:
                 raise UserError(
-                    f"speeds are of {len(self.speeds)} ranks, and {layout.cp} run level steps; give one each"
+                    f"there are {len(self.speeds)} speeds for {layout.cp} ranks in level steps; give one per rank"
                 )
         _ = self.costs  # checks the profile, and that tp divides heads
         check_divisible(self.shape, layout.tp)
@@ -121,9 +119,8 @@ class Job:
     ) -> Self:
         """The job that ``config`` describes, on ``hardware``.
 
-        ``vocab_size`` is that of the token store, where it is known. ``training.memory_gib`` is the limit where it is
-        set, or else ``limit``. Raises ``UserError`` for a ``training.profile`` that cannot be read, or is of another
-        model.
+        ``vocab_size`` is that of the token store, if known. ``training.memory_gib`` is the memory limit if set, else
+        ``limit``. Raises ``UserError`` for a ``training.profile`` that cannot be read or is of another model.
         """
         if config.training.memory_gib is not None:
             limit = MemoryLimit(config.training.memory_gib * 2**30, "training.memory_gib")
@@ -141,19 +138,19 @@ class Job:
             activation_checkpointing=config.training.activation_checkpointing,
             compiled=config.training.compile,
             tied_embeddings=has_tied_embeddings(config.model),
-            # Those of a GPU are copied to the host.
+            # On a GPU the copy is on the host.
             checkpoint_copy=rates.device_type == "cpu" and config.checkpoint.dir is not None,
             limit=limit,
         )
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of groups, and micro-batches of a data-parallel rank; cp is the size of pools and dp their number."""
+        """Sizes of groups, and micro-batches per data-parallel rank; cp is the size of pools and dp their number."""
         return self.layout.sizes | {"micro_batches": self.micro_batches_per_rank}
 
     @property
     def memory_limit(self) -> MemoryLimit:
-        """What one process of the job may hold."""
+        """The memory limit of one process of the job."""
         memory = self.hardware.memory_bytes
         own = (
             limit_of_gpu(memory) if self.hardware.device_type == "cuda" else MemoryLimit(USABLE_SHARE * memory, "a CPU")
@@ -162,7 +159,7 @@ class Job:
 
     @property
     def plans_operations(self) -> bool:
-        """Whether a step's plan has the list of operations of every pipeline rank."""
+        """Whether the plan of a step has an operation list for every pipeline rank."""
         schedule = self.layout.schedule
         return self.layout.pp > 1 and (
             schedule == "planned" or (schedule == "auto" and PACKERS[self.packing.method].plans_operations)
@@ -179,18 +176,18 @@ class Job:
 
     @cached_property
     def stage_blocks(self) -> NDArray[np.int64]:
-        """The blocks that each stage holds; shape (stages,)."""
+        """The number of blocks of each stage; shape (stages,)."""
         return np.array([len(layers) for layers in split_layers(self.shape, self.layout)])
 
     @property
     def stage_shares(self) -> NDArray[np.float64]:
-        """The part of all blocks that each stage holds; shape (stages,)."""
+        """The share of all blocks on each stage; shape (stages,)."""
         return self.stage_blocks / self.shape.layers
 
     def transfer_seconds(self, tokens: ArrayLike) -> Seconds:
-        """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""
+        """Seconds to send the residual stream of ``tokens`` tokens to a neighbouring pipeline rank, in one message."""
         layout, hardware = self.layout, self.hardware
-        link = group_link(hardware, "point_to_point", layout.pp, layout.tp * layout.replicas)
+        link = group_link(hardware, "point_to_point", layout.pp, layout.tp * layout.dp_cp)
         return link.seconds(np.asarray(tokens) * (self.shape.hidden * hardware.bytes_per_value / layout.tp))
 
     @property
@@ -202,18 +199,18 @@ class Job:
         return self.packing.micro_batches // self.layout.dp
 
     @property
-    def longest_micro_batch(self) -> int:
-        """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
-        return self.packing.most_tokens(self.context_window, self.packing.micro_batches)
+    def max_tokens(self) -> int:
+        """L_max, the most tokens of a micro-batch, once it is decided; the context window for fixed-length packing."""
+        return self.packing.max_tokens(self.context_window, self.packing.micro_batches)
 
     @property
     def in_flight_length(self) -> int:
-        """Tokens of the micro-batches by which planned lists are bounded: a context window, or twice the mean one."""
-        return min(self.longest_micro_batch, max(self.context_window, self._most_of_mean))
+        """Tokens of the micro-batches that bound planned lists: a context window, or twice the mean micro-batch."""
+        return min(self.max_tokens, max(self.context_window, self._most_of_mean))
 
     @property
     def sliced_length(self) -> int:
-        """Tokens of all micro-batches with slices of one document: its own, and up to a micro-batch's share beside."""
+        """Most tokens of all micro-batches with slices of one document: the document, and other documents beside it."""
         return self.context_window + self._most_of_mean
 
     @property
@@ -222,7 +219,7 @@ class Job:
 
     @property
     def levels_steps(self) -> bool:
-        """Whether ranks of a pool run micro-batches of their own, which take equally long over a step."""
+        """Whether steps are level: every rank of a pool runs its own number of micro-batches."""
         return self.pools is not None and self.pools.grouping == "level"
 
     @property
@@ -232,28 +229,28 @@ class Job:
 
     @property
     def global_batch(self) -> int:
-        """Context windows that a step trains."""
+        """Number of context windows that a step trains."""
         return self.pools.global_batch if self.pools else self.packing.micro_batches
 
     @property
     def least_length_factor(self) -> float:
         """The least L_max, in context windows, that holds a document and an even share of a global batch.
 
-        A document that finds no room, because others do not fill theirs, is trained in the next step. With a window
-        more than an even share that never happens.
+        A document without room, because others do not fill their micro-batches, is trained in the next step. That never
+        happens if L_max is a window more than an even share.
         """
-        held_by = self.layout.cp / MOST_RANKS if self.levels_steps else 1.0  # of level steps a document is on so many
+        held_by = self.layout.cp / MOST_RANKS if self.levels_steps else 1.0  # MOST_RANKS may share a document
         return max(1.0, held_by, self.global_batch / self.packing.micro_batches)
 
     @property
     def most_step_tokens(self) -> int | None:
-        """Most tokens that a step trains; None where that is not bounded."""
+        """Most tokens that a step trains; None if unbounded."""
         pools = self.pools
         return None if pools is None or pools.delays else (pools.global_batch + 1) * self.context_window
 
     @cached_property
     def costs(self) -> Costs:
-        """The prices of one of its GPUs: for sharding, planning and simulation alike."""
+        """The prices of one GPU, for sharding, planning and simulation."""
         recomputed = self.activation_checkpointing
         return self.software.costs(
             self.shape, self.hardware, self.layout.tp, recomputed=recomputed, profile=self.profile
@@ -261,31 +258,31 @@ class Job:
 
     @property
     def workload(self) -> Costs:
-        """The prices of a group that shares everything evenly: W_a and W_l."""
+        """The prices of a context-parallel group that shares everything evenly: W_a and W_l."""
         return replace(self.costs, cp=self.layout.cp)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of a pipeline stage that a node holds."""
+        """Number of ranks of a pipeline stage on a node."""
         return max(1, self.hardware.node_size // self.layout.tp)
 
     @property
     def work_prices(self) -> DocumentPrices:
-        """What the work of training a document is worth, whatever the system and layout: W_a + W_l of a single GPU.
+        """The work of training a document, independent of system and layout: W_a + W_l of a single GPU.
 
-        Measured where possible.
+        From the profile if there is one.
         """
         return self._phased(make_workload(self.shape, self.hardware, profile=self.profile))
 
     @property
     def packing_prices(self) -> DocumentPrices:
-        """The prices by which it packs: with what sharding really costs, where the packer asks for it, or W_a + W_l."""
+        """The prices for packing: W_a + W_l or, if the packer asks for it, with the real cost of sharding."""
         layout, prices = self.layout, self.packed_by
         if prices is None and self.levels_steps:
-            # All ranks of a node, or as many as divide both them and the stage: 4, where a node has 8 and the stage 12.
+            # All ranks of a node, or a divisor of node and stage: 4 if a node has 8 ranks and the stage 12.
             on_a_node = layout.cp if layout.cp <= self.ranks_per_node else gcd(layout.cp, self.ranks_per_node)
-            capacity = -(-self.longest_micro_batch // layout.cp)
-            prices = LevelPrices(self.costs, layout.cp, on_a_node, capacity, self.speeds)
+            rank_tokens = -(-self.max_tokens // layout.cp)
+            prices = LevelPrices(self.costs, layout.cp, on_a_node, rank_tokens, self.speeds)
         elif prices is None and PACKERS[self.packing.method].prices_sharding:
             prices = sharded_prices(self.costs, layout.cp, self.sharding.strategy, self.context_window)
         if self.slices_documents:
@@ -296,9 +293,9 @@ class Job:
         return prices if self.phases is None else PhasedPrices(prices, self.phases)
 
     def priced_as_run(self, plan: StepPlan) -> StepPlan:
-        """``plan`` with the seconds that its micro-batches take, by which they are dealt to ranks and ordered.
+        """``plan`` with the seconds of its micro-batches, by which they are dealt to ranks and ordered.
 
-        Whole nanoseconds, so that machines agree. A caller's own prices stay.
+        Whole nanoseconds, so that machines agree. With ``packed_by`` the prices do not change.
         """
         if self.packed_by is not None:
             return plan
@@ -321,18 +318,18 @@ class Job:
 
     @property
     def largest_shard(self) -> float:
-        """The most tokens of a micro-batch that a context-parallel rank holds, over their mean."""
+        """The most tokens of a micro-batch on a context-parallel rank, over the mean rank."""
         uneven = self.sharding.strategy == "hybrid" and self.layout.cp > 1 and not self.levels_steps
         return MEMORY_FACTOR if uneven else 1.0
 
     @property
     def pools(self) -> Pools | None:
-        """How its dp x cp ranks are grouped; None where they are its data- and context-parallel ranks as given."""
+        """How the dp x cp ranks are grouped; None if the groups are dp and cp as given."""
         return self.packing.pools(self.pool)
 
     @property
     def pools_decided(self) -> bool:
-        """Whether context-parallel groups are the job's pools, with a number of micro-batches for each."""
+        """Whether the context-parallel groups are the pools, with a number of micro-batches for each."""
         pools = self.pools
         if pools is None:
             return True
@@ -343,15 +340,15 @@ class Job:
         )
 
     def with_pools(self, pools: Pools) -> Self:
-        """The same job with ``pools``, of which size and micro-batches are given, for context-parallel groups.
+        """The same job with ``pools`` as context-parallel groups; their size and micro-batches must be given.
 
-        Raises ``UserError`` for pools that do not divide dp x cp, for a pipeline that cannot run so many micro-batches,
-        and for one whose steps are to be level.
+        Raises ``UserError`` for pools that do not divide dp x cp, a pipeline that cannot run so many micro-batches, and
+        level steps in a pipeline.
         """
         if pools.grouping == "level":
             return self._with_level_steps(pools)
         self.check_slices(pools)
-        ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
+        ranks, size, micro_batches = self.layout.dp_cp, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
         check_pool(ranks, size)
@@ -386,25 +383,24 @@ class Job:
         return job
 
     def check_slices(self, pools: Pools) -> None:
-        """Raise ``UserError`` where ``pools`` are to slice documents and no pipeline runs planned lists."""
+        """Raise ``UserError`` if ``pools`` slice documents but no pipeline runs planned lists."""
         if pools.grouping == "slices" and (self.layout.pp == 1 or self.layout.schedule not in ("auto", "planned")):
             raise UserError(
-                "grouping = 'slices' has documents go through a pipeline in slices, in planned lists of operations; it "
+                "grouping = 'slices' sends documents through a pipeline in slices, in planned operation lists; it "
                 f"needs pp of at least 2 and schedule = 'planned', not pp = {self.layout.pp} and "
                 f"{self.layout.schedule!r}"
             )
 
     def _with_level_steps(self, pools: Pools) -> Self:
-        ranks = self.layout.replicas
+        ranks = self.layout.dp_cp
         if pools.size not in ("auto", ranks):
             raise UserError(
-                f"pool = {pools.size} does not hold the dp x cp = {ranks} ranks over which grouping = 'level' evens "
-                "out steps; leave it out"
+                f"grouping = 'level' pools all dp x cp = {ranks} ranks, not pool = {pools.size}; leave pool out"
             )
         if self.layout.pp > 1:
             raise UserError(
-                f"grouping = 'level' has ranks run different numbers of micro-batches, which the pp = {self.layout.pp} "
-                'stages of a pipeline cannot; give "slices" or "even"'
+                f"grouping = 'level' gives ranks different numbers of micro-batches, which the pp = {self.layout.pp} "
+                'stages of a pipeline cannot run; give "slices" or "even"'
             )
         packing = self.packing.changed(
             micro_batches=pools.global_batch, global_batch=pools.global_batch, grouping="level"
@@ -412,10 +408,10 @@ class Job:
         return replace(self, layout=replace(self.layout, dp=1, cp=ranks), pool=ranks, packing=packing)
 
     def measured(self, prices: tuple[float, float, float] | None, speeds: tuple[float, ...] | None) -> Self:
-        """The same job, planned by what ``wlb.runtime.calibration`` found; without prices it keeps its own.
+        """The same job with the results of ``wlb.runtime.calibration``; without prices it keeps its own.
 
-        ``prices`` are ``square``, ``token`` and ``fixed`` of ``FittedPrices``. A measured backward contains what
-        activation checkpointing computes again, which ``Costs`` adds.
+        ``prices`` are ``square``, ``token`` and ``fixed`` of ``FittedPrices``. A measured backward includes the
+        recomputation of activation checkpointing, which ``Costs`` would add again, so it is taken out here.
         """
         if prices is None:
             return replace(self, speeds=speeds)
@@ -427,12 +423,12 @@ class Job:
         return replace(self, profile=profile, speeds=speeds)
 
     def with_length_factor(self, factor: float | Literal["auto"]) -> Self:
-        """The same with another L_max, in context windows, where the packer has one."""
+        """The same job with another L_max, in context windows, if the packer has one."""
         if not self.packing.reads("max_length_factor"):
             return self
         return replace(self, packing=self.packing.changed(max_length_factor=factor))
 
 
 def compute_type(training: TrainingConfig, device_type: str) -> str:
-    """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
+    """The type of forward and backward passes: ``training.dtype``, or the fast type of the device for "auto"."""
     return _FAST_TYPE[device_type] if training.dtype == "auto" else training.dtype

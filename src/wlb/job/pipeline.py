@@ -1,7 +1,7 @@
-"""The lists of operations of a step's pipelines, from the price of every micro-batch on every stage.
+"""The operation lists of the pipelines of a step, from the price of every micro-batch on every stage.
 
-Prices are those of ``wlb.sharding.latency``, divided over stages by the blocks that each holds; the last one also has
-the head. They are rounded to whole nanoseconds before anything is chosen by them, so that all machines choose alike.
+Prices are those of ``wlb.sharding.latency``, divided over stages by their number of blocks; the last stage also has the
+head. They are rounded to whole nanoseconds before any choice, so that all machines choose the same.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from wlb.schedules.operations import FORWARD
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases, group_phases, slowest_rank
 
-_TICKS = 1e9  # a second
+_TICKS = 1e9  # per second
 _THOUSANDTHS = 1000
 
 
 def with_operations(job: Job, plan: StepPlan) -> StepPlan:
-    """``plan`` priced as it runs, dealt to data-parallel ranks, with the list of every pipeline rank.
+    """``plan`` priced as it runs, dealt to data-parallel ranks, with the operation list of every pipeline rank.
 
-    A plan with slices is dealt already.
+    A plan with slices is already dealt.
     """
     loads = PipelineLoads(job, plan.micro_batches)
     priced = iter(loads.priced)
@@ -51,11 +51,11 @@ def with_operations(job: Job, plan: StepPlan) -> StepPlan:
 
 
 def most_in_flight(job: Job) -> int:
-    """What each pipeline rank may hold at once, in thousandths of what a token leaves in a block.
+    """Memory that each pipeline rank may hold at once, in thousandths of the activations of a token in a block.
 
-    As much as the rank that holds most in the named schedule, if all micro-batches have ``job.in_flight_length``
-    tokens. Beside them a document of a context window, as all slices of one are held at once, and lists without slices
-    need as much room to be no slower than the named schedule; and the keys and values that are kept of slices.
+    The limit is the memory of the fullest rank in the named schedule, with micro-batches of ``job.in_flight_length``
+    tokens; plus a document of a context window, because all its slices are held at once, and lists without slices need
+    that room to be no slower than the named schedule; plus the keys and values kept of slices.
     """
     leaves, most = _leaves(job), 0
     for of_rank in job.layout.operations(job.micro_batches_per_rank):
@@ -66,18 +66,18 @@ def most_in_flight(job: Job) -> int:
 
 
 def _leaves(job: Job) -> list[int]:
-    """What a token leaves in each stage, in thousandths of a block; the last one also has the head's."""
+    """Activations of a token in each stage, in thousandths of those of a block; the last stage includes the head."""
     *others, last = (_THOUSANDTHS * job.stage_blocks).tolist()
     return [*others, last + round(_THOUSANDTHS * head_share(job))]
 
 
 def _kept(job: Job) -> int:
-    """Keys and values that are kept of a token in a slice, in thousandths of all else that it leaves in a block."""
+    """Keys and values kept of a token in a slice, in thousandths of its other activations in a block."""
     return round(_THOUSANDTHS * kept_share(job))
 
 
 class PipelineLoads:
-    """What each of some micro-batches takes on every stage."""
+    """The operation seconds of micro-batches on every stage."""
 
     def __init__(self, job: Job, micro_batches: Sequence[MicroBatch]) -> None:
         costs = job.costs
@@ -109,7 +109,7 @@ class PipelineLoads:
         self._held = np.outer(_leaves(job), tokens) + np.outer(job.stage_blocks, _kept(job) * sliced)
 
     def of(self, places: Sequence[int]) -> PipelineLoad:
-        """Those of the micro-batches at ``places``, in this order."""
+        """The load of the micro-batches at ``places``, in this order."""
         forward, backward, held = (table[:, places] for table in (self._forward, self._backward, self._held))
         weight = None if self._weight is None else self._weight[:, places]
         return PipelineLoad(forward, backward, weight, self._transfer[places], held)
@@ -123,7 +123,7 @@ def _over_stages(job: Job, blocks: NDArray[np.float64], head: NDArray[np.float64
 
 
 def _slices(micro_batches: Sequence[MicroBatch]) -> list[int]:
-    """How many micro-batches hold each document that is cut, 1 for one of whole documents."""
+    """The number of micro-batches of each sliced document, and 1 for a micro-batch of whole documents."""
     counts: list[int] = []
     for micro_batch in micro_batches:
         if micro_batch.earlier:

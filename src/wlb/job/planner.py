@@ -1,10 +1,10 @@
-"""From the order of documents to the plan of each step, with a state to continue from after any of them.
+"""From the order of documents to the plan of each step, with a state to continue from after any step.
 
-``StepPlanner`` takes a job's documents in their order, feeds them to its packer until steps come out, and deals each
-step to the data-parallel ranks. It needs document lengths only, so every rank runs its own and all get the
-same plans; a simulation runs one too. Each plan comes with the state right after it, where that is asked for; the state
-holds what waits in the packer and the steps the packer emitted along with this one, so going back to it takes time
-proportional to what is pending.
+``StepPlanner`` takes the documents of a job in their order, feeds them to a packer until it returns steps, and deals
+each step to the data-parallel ranks. It needs only document lengths, so every rank runs its own planner and all get the
+same plans; a simulation runs one too. A plan comes with the state after it, which holds the documents that wait in the
+packer and the steps that the packer returned together with this one. Restoring a state takes time proportional to what
+is pending.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from wlb.packing.packer import held_segments
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload.phases import PhasedPrices, segment_seconds
 
-_MOST_DOCUMENTS = 2**20  # that are packed together: twice those of 65,536 windows of 4,096 tokens, at 500 tokens each
+_MOST_DOCUMENTS = 2**20  # packed together: twice the 500-token documents in 65,536 windows of 4,096 tokens
 _DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step dealt to data-parallel ranks, the seconds spent on it and the planner's state after it.
+    """A step dealt to data-parallel ranks, the seconds that planning took, and the state of the planner after it.
 
-    ``documents`` are the ids of those that the step finishes, ascending: no part of them waits any more. Over an epoch
-    each document is finished once, however it was split. ``pending_documents`` counts the documents taken in of which
-    a part is yet to be planned or handed out.
+    ``documents`` are the ascending ids of the documents that the step finishes: no part of them still waits. In an
+    epoch each document is finished once, however it was split. ``pending_documents`` counts documents that were taken
+    in and have a part that is not planned or not handed out yet.
     """
 
     plan: StepPlan
@@ -54,12 +54,12 @@ class PlannedStep:
 class StepPlanner(Iterator[PlannedStep]):
     """Plans the steps of ``job`` on ``documents``: lengths in a store, or in each store of a mixture.
 
-    Ends after ``epochs`` epochs, the last one drained, and never for None: documents of the next epoch follow those of
-    this one into the same steps. An epoch of a mixture is over when every store has finished one. The order of
-    documents begins with that of ``first_epoch``. With ``whole`` steps, for loops that can neither run an empty
-    micro-batch nor cut a document, a step with too few documents for all of its micro-batches has fewer, and one with
-    too few even for that is trained with the step before. Raises ``UserError`` where documents leave nothing to train
-    on, and where too many of them make a step.
+    Ends after ``epochs`` epochs and drains the last one; with None it never ends. Documents of the next epoch follow
+    those of this one into the same steps. An epoch of a mixture is over when every store has finished one. The order of
+    documents begins with that of ``first_epoch``. ``whole`` is for loops that can neither run an empty micro-batch nor
+    cut a document: a step with too few documents for its micro-batches then has fewer micro-batches, and a step with
+    too few even for that is joined to the step before. Raises ``UserError`` if documents leave nothing to train on, or
+    if a step has too many of them.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class StepPlanner(Iterator[PlannedStep]):
         self._stream.begin(first_epoch)
         if job.phases is not None:
             if not isinstance(documents, np.ndarray):
-                raise UserError("phases are of the documents of one data set; give no stream, mixture or store of them")
+                raise UserError(
+                    "phases belong to the documents of one data set; give lengths, not a stream, mixture or store"
+                )
             job.phases.check(len(documents))
         self._packer = job.packing.packer(job.context_window, job.packing_prices)
         self._job, self._is_whole = job, whole
@@ -98,33 +100,33 @@ class StepPlanner(Iterator[PlannedStep]):
         waiting, state = self._waiting_documents(), self.state_dict()
         if self._is_whole:
             whole = self._divided(plan)
-            # A step that cannot stand alone is part of the one before; its state is the one to go on from.
+            # A step that cannot stand alone joins the step before, and its state replaces that of the step before.
             while self._packs_more() and (whole is None or self._divided(self._emitted[0]) is None):
                 plan = replace(plan, ranks=plan.ranks + self._emitted.popleft().ranks)
                 whole, waiting, state = self._divided(plan), self._waiting_documents(), self.state_dict()
             if whole is None:
                 raise UserError(
                     f"{len(list(plan.segments))} documents cannot be divided into micro-batches of up to "
-                    f"{self._job.longest_micro_batch} tokens, one for each of dp = {self._job.layout.dp}; give more"
+                    f"{self._job.max_tokens} tokens, one for each of dp = {self._job.layout.dp}; give more"
                 )
             plan = whole
         arranged = self._arranged(plan)
-        # All pieces of a document are taken in together, so what does not wait has been trained.
+        # All pieces of a document are taken in together, so a document that does not wait is finished.
         finished = {segment.document for segment in plan.segments} - waiting
         return PlannedStep(arranged, time.perf_counter() - started, state, tuple(sorted(finished)), len(waiting))
 
     def plans(self, first: int = 0) -> Iterator[StepPlan]:
-        """The plans alone, from the next but ``first`` on: a simulation has no use for the states that go with them."""
+        """Only the plans, without states, after skipping the next ``first``; for simulations."""
         return map(self._arranged, islice(iter(self._next_plan, None), first, None))
 
     @property
     def pending_documents(self) -> int:
-        """Documents taken in of which a part waits in the packer or in steps not returned yet."""
+        """Number of documents with a part that waits in the packer or in steps not returned yet."""
         return len(self._waiting_documents())
 
     @property
     def overlong(self) -> OverlongReport:
-        """What became of documents over the context window, of all that were taken in."""
+        """What became of documents over the context window, among all documents taken in."""
         return OverlongReport(**self._stream.state_dict()["overlong"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,9 +141,9 @@ class StepPlanner(Iterator[PlannedStep]):
     def load_state_dict(self, state: dict[str, Any], *, packed_otherwise: bool = False) -> None:
         """Continue from ``state``, which was saved on the same documents; dp and micro-batches may differ.
 
-        Steps that are packed but were not handed out stay as they are where this packer could have made them, or
-        else are packed again before all that came later. With ``packed_otherwise`` (another method, or other settings)
-        everything that waits is packed anew, split where it is longer than the context window now.
+        Steps that were packed but not handed out stay as they are if this packer could have made them; otherwise they
+        are packed again, before all later documents. With ``packed_otherwise`` (another method, or other settings)
+        everything that waits is packed again, and split if it is now longer than the context window.
         """
         emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
         self._stream.load_state_dict(state["stream"])
@@ -163,7 +165,7 @@ class StepPlanner(Iterator[PlannedStep]):
         return self._emitted.popleft() if self._packs_more() else None
 
     def _packs_more(self) -> bool:
-        """Pack until there is another step; returns whether there is."""
+        """Pack until there is another step; returns False if there is none."""
         while not self._emitted:
             if self._drained and not self._packer.pending and self._is_last_epoch:
                 return False
@@ -171,7 +173,7 @@ class StepPlanner(Iterator[PlannedStep]):
         return True
 
     def _divided(self, plan: StepPlan) -> StepPlan | None:
-        """``plan`` without empty micro-batches; None where its documents do not suffice for every rank."""
+        """``plan`` without empty micro-batches; None if it has too few documents for every rank."""
         if len(plan.ranks) == 1 and all(micro_batch.segments for micro_batch in plan.micro_batches):
             return plan
         dp, prices, segments = self._job.layout.dp, self._job.packing_prices, list(plan.segments)
@@ -179,8 +181,8 @@ class StepPlanner(Iterator[PlannedStep]):
         if isinstance(prices, PhasedPrices):
             held = prices.phases.held_tokens(segments).tolist()
         for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
-            with suppress(UserError):  # which says that they do not fit
-                divided = balance(held, parts, self._job.longest_micro_batch, multiple_of=dp, costs=seconds)
+            with suppress(UserError):  # raised if they do not fit
+                divided = balance(held, parts, self._job.max_tokens, multiple_of=dp, costs=seconds)
                 mine = [(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided]
                 return replace(plan, ranks=(tuple(starmap(MicroBatch, mine)),))
         return None
@@ -191,7 +193,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def _feed(self) -> None:
         self._held = None
-        # One round at a time: a job that continues from a state packs what comes after it by its own sizes.
+        # One round at a time: a job that continues from a state packs everything after it by its own sizes.
         if self._drained and self._packer.pending:
             self._emitted += self._packer.last_steps()
         elif steps := self._packer.next_steps():
@@ -205,7 +207,7 @@ class StepPlanner(Iterator[PlannedStep]):
             self._drained = False
 
     def _take_in(self, tokens: int) -> None:
-        """At least so many tokens, or all that are left of the epoch."""
+        """Take in at least ``tokens`` tokens, or all that are left of the epoch."""
         while tokens > 0 and not self._stream.epoch_is_over:
             segments = self._stream.take(_DOCUMENTS_AT_ONCE)
             self._packer.take_in(segments)
@@ -228,13 +230,13 @@ class StepPlanner(Iterator[PlannedStep]):
         return documents.union(segment.document for plan in self._emitted for segment in plan.segments)
 
     def _held_by_packer(self) -> tuple[dict[str, Any], set[int]]:
-        """The packer's state and the documents that wait in it, made once for all steps that it emits together."""
+        """The state of the packer and the documents waiting in it; the same for all steps that it emits together."""
         if self._held is None:
             self._held = self._packer.state_dict(), {segment.document for segment in self._packer.pending}
         return self._held
 
     def _could_have_packed(self, plan: StepPlan) -> bool:
-        fits = all(part.tokens <= self._packer.capacity and not part.ranks for part in plan.micro_batches)
+        fits = all(part.tokens <= self._packer.max_tokens and not part.ranks for part in plan.micro_batches)
         sliced = self._job.slices_documents
         fits &= len(plan.ranks) == (self._job.layout.dp if sliced else 1)
         fits &= sliced or not any(part.is_slice for part in plan.micro_batches)
@@ -242,7 +244,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
 
 def documents_together(job: Job, lengths: DocumentLengths) -> int:
-    """Documents of ``lengths`` that are packed together, on average: those of a step, or of more with ``window``."""
+    """Average number of documents that are packed together: those of a step, or of ``window`` steps."""
     windows = job.packing.window * job.global_batch
     stores = lengths if isinstance(lengths, Sequence) else [lengths]
     tokens = sum(int(store.sum()) if isinstance(store, np.ndarray) else store.tokens for store in stores)
@@ -250,7 +252,7 @@ def documents_together(job: Job, lengths: DocumentLengths) -> int:
 
 
 def waiting_in(state: dict[str, Any]) -> list[Segment]:
-    """The segments in a planner's ``state`` that are not trained, those of steps not handed out first."""
+    """The untrained segments in the ``state`` of a planner; first those of steps that were not handed out."""
     emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
     return [*(segment for plan in emitted for segment in plan.segments), *held_segments(state["packer"])]
 

@@ -1,14 +1,14 @@
-"""Prices of documents and micro-batches of a job, all of them from the one price of ``wlb.sharding.latency``.
+"""Prices of the documents and micro-batches of a job, all from the one price in ``wlb.sharding.latency``.
 
-A packer needs prices that add up over documents, and what a document adds to a micro-batch depends on how the
-context-parallel group shards it: under hybrid sharding a short document stays whole on one rank and exchanges nothing,
-while a long one is cut, and where ranks are far apart its keys and values take longer than the attention that hides
-them. So documents are probed: micro-batches with one document each, among short ones, are sharded and priced, and what
-the document adds, over W_a + W_l, is the correction for its length. Between probes it is interpolated.
+A packer needs prices that add up over documents, but the cost of a document depends on how the context-parallel group
+shards it. Under hybrid sharding a short document stays whole on one rank and exchanges nothing, while a long one is
+cut; between distant ranks, its keys and values may take longer than the attention that hides them. So documents are
+probed: micro-batches with one document each, among short ones, are sharded and priced. What the document adds, over
+W_a + W_l, is the correction for its length. Corrections are interpolated between probes.
 
-Micro-batches that are even by these prices are not quite even in large groups: what is added depends on what is there,
-as one exchange hides behind the attention of several documents. So once they are packed, they are priced as what they
-are (``micro_batch_phases``), and arranged by that.
+In large groups, micro-batches that are even by these prices are not quite even, because one exchange hides behind the
+attention of several documents. So packed micro-batches are priced again as a whole (``micro_batch_phases``), and
+arranged by that price.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from wlb.sharding.latency import Phases, group_seconds
 from wlb.workload import Costs, Hardware, ModelShape
 from wlb.workload.base import DocumentPrices, Seconds
 
-_PROBES = np.arange(2, 17) / 16  # lengths of documents, in context windows
+_PROBES = np.arange(2, 17) / 16  # lengths of probed documents, in context windows
 _SHORT = 64  # short documents fill a window
-_AMONG = (0.5, 0.75, 1.0, 1.25)  # windows of short documents beside the probed one; their mean evens out roundings
-_ALONE = 0.5  # windows of short documents alone, and three times as many
-_DECIMALS = 4  # of corrections, so that rounding on different CPUs does not make plans differ
-# Corrections. Short documents that stay whole in a group of 64 ranks cost 0.07 of W_a + W_l, which has them exchanged;
-# outside these bounds, the window is too short to be probed.
+_AMONG = (0.5, 0.75, 1.0, 1.25)  # windows of short documents beside the probed one; the mean evens out rounding
+_ALONE = 0.5  # windows of only short documents, and three times as many
+_DECIMALS = 4  # of corrections, so that rounding on different CPUs does not change plans
+# Bounds of corrections. Short documents that stay whole in a group of 64 ranks cost 0.07 of W_a + W_l, which includes
+# an exchange. Outside these bounds, the window is too short to be probed.
 _LEAST, _MOST = 0.05, 4.0
 
 
 @dataclass(frozen=True)
 class Software:
-    """What a training stack does with weights, and its prices; by default ours.
+    """How a training stack handles weights, and its prices; the defaults are ours.
 
-    ``weights`` of a pipeline rank are gathered once a step and "kept", or "gathered" for every pass of a micro-batch;
-    None is as our trainer has it: kept in a pipeline, else gathered for every backward and kept for the next forward.
-    With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the last micro-batch, or with each
-    (``reduces_always``). With ``fetches_shards`` ranks fetch weights from each other's shards, and send gradients
-    there, point to point (ODC, arXiv 2601.19362), in place of a ring over all adapters of a node.
+    ``weights`` of a pipeline rank are gathered once a step and "kept", or "gathered" for every pass of a micro-batch.
+    None is what our trainer does: kept in a pipeline, else gathered for every backward and kept for the next forward.
+    With ``prefetch`` they are gathered one block ahead. Gradients are reduced with the last micro-batch, or with each
+    one (``reduces_always``). With ``fetches_shards`` ranks fetch shards of weights from each other and send gradients
+    back point to point (ODC, arXiv 2601.19362), instead of using a ring over all adapters of a node.
     """
 
     weights: Literal["gathered", "kept"] | None = None
@@ -54,13 +54,13 @@ class Software:
     fetches_shards: bool = False
 
     def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> Costs:
-        """``Costs`` with these arguments, as this software has them."""
+        """The ``Costs`` of this software for these arguments."""
         return Costs(shape, hardware, tp, **settings)
 
 
 @dataclass(frozen=True)
 class ShardedPrices:
-    """Documents priced with a correction that depends on their length; ``lengths`` in tokens, ascending."""
+    """Prices of documents with a ``corrections`` factor by length; ``lengths`` are ascending tokens."""
 
     evenly: Costs
     lengths: NDArray[np.float64]
@@ -74,7 +74,7 @@ class ShardedPrices:
 
 @lru_cache(maxsize=64)
 def sharded_prices(costs: Costs, cp: int, strategy: str, context_window: int) -> DocumentPrices:
-    """Prices of documents of up to ``context_window`` tokens on groups of ``cp`` ranks that shard by ``strategy``."""
+    """Prices of documents of up to ``context_window`` tokens in groups of ``cp`` ranks that shard by ``strategy``."""
     evenly = replace(costs, cp=cp)
     if cp == 1:
         return evenly
@@ -95,15 +95,15 @@ def sharded_prices(costs: Costs, cp: int, strategy: str, context_window: int) ->
 
 @dataclass(frozen=True)
 class LevelPrices:
-    """The ``StagePrices`` of a pipeline stage of so many ``ranks``, of which groups of any size share a document.
+    """The ``StagePrices`` of a pipeline stage of ``ranks`` ranks, where groups of any size share a document.
 
-    A micro-batch of one rank holds ``capacity`` tokens. ``speeds`` are those of the ranks, by default equal.
+    A micro-batch of one rank holds up to ``max_tokens`` tokens. ``speeds`` are those of the ranks, by default equal.
     """
 
     costs: Costs
     ranks: int
     per_node: int
-    capacity: int
+    max_tokens: int
     speeds: tuple[float, ...] | None = None
 
     def alone(self, lengths: NDArray[np.int64]) -> Seconds:
@@ -121,8 +121,8 @@ class LevelPrices:
 
     @cached_property
     def _rest(self) -> tuple[float, float]:
-        """What a micro-batch of one rank takes outside attention: in any case, and for each token."""
-        lengths = np.array([max(1, self.capacity // 2), max(2, self.capacity)])
+        """Seconds of a one-rank micro-batch outside attention: a fixed part, and a part per token."""
+        lengths = np.array([max(1, self.max_tokens // 2), max(2, self.max_tokens)])
         rest = self.shared(lengths, 1) - self.costs.attention_seconds(lengths) - self._drain(lengths)
         token = float(rest[1] - rest[0]) / int(lengths[1] - lengths[0])
         return max(0.0, float(rest[1]) - token * int(lengths[1])), token
@@ -134,7 +134,7 @@ class LevelPrices:
 
 @dataclass(frozen=True)
 class PipelinePrices:
-    """The ``ColumnPrices`` of so many ``columns``: documents ``priced`` as in one of them."""
+    """The ``ColumnPrices`` of ``columns`` pipelines: documents are ``priced`` as in a single one."""
 
     priced: DocumentPrices
     columns: int
@@ -146,10 +146,10 @@ class PipelinePrices:
 def micro_batch_phases(
     micro_batches: Sequence[MicroBatch], cp: int, strategy: str, costs: Costs, ranks_per_node: int
 ) -> Phases:
-    """What the context-parallel groups of ``micro_batches`` take; shape (micro-batches,).
+    """Seconds of the context-parallel groups of ``micro_batches``; shape (micro-batches,).
 
-    Groups of ``cp`` ranks that shard by ``strategy``, or the ranks that a micro-batch names, of which a node has
-    ``ranks_per_node``.
+    A group is ``cp`` ranks that shard by ``strategy``, or the ranks that a micro-batch names; a node has
+    ``ranks_per_node`` ranks.
     """
     kinds = np.array(
         [(len(one.ranks), nodes_of(one.ranks, ranks_per_node)) if one.ranks else (cp, 0) for one in micro_batches]
@@ -164,5 +164,5 @@ def micro_batch_phases(
 
 
 def nodes_of(ranks: Iterable[int], ranks_per_node: int) -> int:
-    """How many nodes these ranks of a pipeline stage lie on."""
+    """The number of nodes of these ranks of a pipeline stage."""
     return len({rank // ranks_per_node for rank in ranks})

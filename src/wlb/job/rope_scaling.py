@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 
 from wlb.settings import Number, Section, Tokens
 
-# The settings that each rope_type reads. The first of them have no default in Hugging Face's config.json:
-# llama3: frequencies that turn less than low_freq_factor times over the original context are divided by factor, those
-# that turn more than high_freq_factor times are kept, and those between are interpolated by how often they turn.
-# linear: all are divided (arXiv 2306.15595). yarn: those that turn at least beta_fast times are kept, those that turn
-# at most beta_slow times are divided, and over the pairs of dimensions between it ramps (arXiv 2309.00071, section 3).
+# The settings that each rope_type requires; they have no default in config.json of Hugging Face:
+# llama3: frequencies with under low_freq_factor turns over the original context are divided by factor, frequencies with
+# over high_freq_factor turns are kept, and the others are interpolated by their turns.
+# linear: all frequencies are divided (arXiv 2306.15595). yarn: frequencies with at least beta_fast turns are kept,
+# frequencies with at most beta_slow turns are divided, with a ramp between them (arXiv 2309.00071, section 3).
 ROPE_REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "linear": ("factor",),
@@ -22,7 +22,7 @@ _OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
 
 
 class RopeScalingConfig(Section):
-    """Rotary positions stretched to a longer context, with the names and meanings of Hugging Face's config.json."""
+    """Rotary positions stretched to a longer context; names and meanings as in config.json of Hugging Face."""
 
     rope_type: Literal["llama3", "linear", "yarn"] = Field(
         "llama3", description="Llama 3.1's, position interpolation, or YaRN"
@@ -51,6 +51,6 @@ class RopeScalingConfig(Section):
 
     @property
     def in_effect(self) -> dict[str, Any]:
-        """The settings that ``rope_type`` reads, as ``config.json`` has them."""
+        """The settings that ``rope_type`` reads, as in ``config.json``."""
         names = ("rope_type", *ROPE_REQUIRED[self.rope_type], *_OPTIONAL.get(self.rope_type, ()))
         return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -1,4 +1,4 @@
 """Packers turn a stream of documents into ``StepPlan``s; ``balance`` divides a given set of documents.
 
-Nothing is imported here, so that ``wlb.packing.balance`` needs NumPy alone: it is for trainers that have little else.
+Importing this package imports nothing, so ``wlb.packing.balance`` needs only NumPy and runs in any trainer.
 """

@@ -1,11 +1,11 @@
 """Divides a given set of documents into parts of equal work, for trainers that choose the documents themselves.
 
-Packers decide which step trains a document. Where that is decided already, as for the rollouts of a reinforcement
-learning step, only the division is left (``wlb.packing.division``).
+Packers decide which step trains a document. If that is already decided, as for the rollouts of a reinforcement learning
+step, only the division is left (``wlb.packing.division``).
 
-For ``ranks`` that wait for one another after every micro-batch, those of like price run at the same time, in a *slot*.
-A document dearer than a mean micro-batch makes its slot as long as itself, so the other ranks of the slot are filled up
-to it, and the later slots are the shorter for it.
+If ``ranks`` wait for each other after every micro-batch, micro-batches of similar price run at the same time, in a
+*slot*. A document that costs more than a mean micro-batch makes its slot as long as itself. The other ranks of that
+slot are filled up to it, which shortens the later slots.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.lightest import into_lightest
-from wlb.packing.division import FREE, check_possible, divided, fewest, levelled, members_of
-from wlb.packing.levelling import Indices, Prices, Task, sums_of
+from wlb.packing.division import FREE, check_possible, divided, evened, fewest, members_of
+from wlb.packing.exchanges import Indices, Prices, Task, sums_of
 from wlb.token_count import positive_integer, whole_number
 
 if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
     from wlb.workload.phases import DocumentPhases
 
-_LEVEL_STEP = 1e-3  # of a mean micro-batch: what ranks that wait for one another may differ by
-_TRY_AGAIN = 0.05  # of a step: what ranks wait before its micro-batches are also divided without filled slots
-_SLOT_EXCHANGES = 64  # in all slots together, of which the first gain most
-_MOST_SEEN = 1_000_000  # documents, in all filled slots together: each looks at all that are left
+_LEVEL_STEP = 1e-3  # of a mean micro-batch: ranks of a slot may differ by this
+_TRY_AGAIN = 0.05  # of a step: if ranks wait longer, division without filled slots is tried too
+_SLOT_EXCHANGES = 64  # over all slots; the first ones gain most
+_MOST_SEEN = 1_000_000  # documents looked at over all filled slots; each looks at all that are left
 
 
 def balance(
@@ -50,35 +50,35 @@ def balance(
 ) -> list[list[Any]]:
     """Divide documents of ``lengths`` tokens into micro-batches of equal work, for all data-parallel ranks of a step.
 
-    Stateless, and the same for the same arguments. Without ``ranks`` the dearest of ``parts`` micro-batches becomes as
-    cheap as can be found. With ``ranks`` all ranks run equally many, the m-th of each at the same time (a slot), and
-    the sum over slots of the dearest micro-batch is made small: what a step takes where ranks wait for one another at
-    every micro-batch, as under FSDP. Among micro-batches of a slot the ranks are chosen so that their totals agree,
-    which is what counts under DDP. The cheapest slots are at both ends, where a pipeline fills and drains.
+    Stateless and deterministic. Without ``ranks`` it makes the most expensive of ``parts`` micro-batches as cheap as it
+    can. With ``ranks`` every rank runs the same number of micro-batches, the m-th of all ranks at the same time (a
+    slot), and it minimises the sum over slots of the most expensive micro-batch: the time of a step in which ranks
+    synchronise at every micro-batch, as under FSDP. Inside a slot, micro-batches go to ranks so that the totals of the
+    ranks agree, which matters under DDP. Light slots go first and last, to shorten pipeline bubbles.
 
     Args:
-        lengths: Tokens of each document; 0 is an empty response, which still belongs to a micro-batch.
-        parts: Number of micro-batches, over all ranks; None is the fewest found under ``max_tokens``, or one a rank.
-        max_tokens: The most tokens of a micro-batch; None is any number.
+        lengths: Tokens of each document; a document of 0 tokens (an empty response) still belongs to a micro-batch.
+        parts: Number of micro-batches over all ranks; None means the fewest under ``max_tokens``, or one per rank.
+        max_tokens: The most tokens of a micro-batch; None means no limit.
         ranks: Number of data-parallel ranks.
-        costs: The price of each document, in any unit, in place of ``workload``; may be 0.
-        workload: Prices of documents, by default those of ``make_workload("7b", "h100")``: predicted seconds, forward
-            and backward with attention. Give ``make_workload`` of your model, or ``"tokens"``: the price is the length.
-        phases: What documents cost before the language model, added to their prices; ``memory_tokens`` are tokens.
-        groups: An id for each document, such as its prompt: documents of a group go to one rank. Needs ``ranks``.
+        costs: The price of each document in any unit, instead of ``workload``; may be 0.
+        workload: Prices of documents, by default ``make_workload("7b", "h100")``: predicted seconds, forward and
+            backward with attention. Give ``make_workload`` of your model, or ``"tokens"`` to price by length.
+        phases: What documents cost before the language model, added to prices; ``memory_tokens`` count as tokens.
+        groups: An id for each document, such as its prompt; documents of a group go to the same rank. Needs ``ranks``.
         equal_size: All micro-batches hold the same number of documents.
-        multiple_of: ``parts`` is raised to a multiple of this, with ``ranks`` the micro-batches of each rank.
-        oversize: With ``"alone"`` a document over ``max_tokens`` has a micro-batch that only empty responses share.
-        empty: With ``"allowed"`` micro-batches are left empty where there are fewer documents than micro-batches.
+        multiple_of: Raises ``parts`` to a multiple of this; with ``ranks``, the micro-batches of each rank.
+        oversize: With ``"alone"``, a document over ``max_tokens`` shares its micro-batch only with empty responses.
+        empty: With ``"allowed"``, micro-batches stay empty if there are fewer documents than micro-batches.
 
     Returns:
-        Without ``ranks`` a list of micro-batches, with ``ranks`` a list for every rank of its micro-batches, always. A
-        micro-batch is the list of its documents' indices, ascending.
+        Without ``ranks`` a list of micro-batches; with ``ranks`` a list of micro-batches for every rank. A micro-batch
+        is the ascending list of the indices of its documents.
 
     Raises:
-        UserError: An argument that is none of these; 2**63 tokens or more together; ``costs`` beside ``workload``;
-            ``parts``, ``max_tokens`` and ``ranks`` all None; fewer documents than micro-batches, or with ``equal_size``
-            no multiple of them; a document over ``max_tokens``, or documents for which no micro-batches are found.
+        UserError: For an invalid argument; 2**63 tokens or more in total; both ``costs`` and ``workload``; ``parts``,
+            ``max_tokens`` and ``ranks`` all None; fewer documents than micro-batches, or with ``equal_size`` no
+            multiple of them; a document over ``max_tokens``, or documents that do not fit.
     """
     for name, value, other in (("oversize", oversize, "alone"), ("empty", empty, "allowed")):
         if value not in ("error", other):
@@ -106,13 +106,13 @@ def balance(
 
 
 def _solved(task: Task, parts: int | None, multiple: int, ranks: int | None, sparse: bool) -> list[list[Indices]]:
-    """The micro-batches of every rank, of one that runs all without ``ranks``."""
+    """The micro-batches of every rank; without ``ranks``, of a single one."""
     start, documents, multiple = None, len(task.tokens), multiple * (ranks or 1)
-    if parts is None and (task.most_tokens is not None or ranks is None):
+    if parts is None and (task.max_tokens is not None or ranks is None):
         parts, start = fewest(task, multiple)
     parts = -(-(parts or 1) // multiple) * multiple
     if sparse and documents < parts and not (task.equal_size and documents):
-        more = (0, parts - documents)  # documents that are left out at the end
+        more = (0, parts - documents)  # padding documents, removed at the end
         task = task._replace(tokens=np.pad(task.tokens, more), prices=np.pad(task.prices, more, constant_values=FREE))
     found = [divided(task, parts, start)] if ranks is None else _in_lock_step(task, parts, ranks, start)
     return [[part[part < documents] for part in own] for own in found]
@@ -121,7 +121,7 @@ def _solved(task: Task, parts: int | None, multiple: int, ranks: int | None, spa
 def _groups_on_ranks(
     task: Task, groups: Any, parts: int | None, multiple: int, ranks: int | None, sparse: bool
 ) -> list[list[Indices]]:
-    """The micro-batches of every rank: groups are divided among ranks, then each rank's documents by themselves."""
+    """The micro-batches of every rank: divide groups among ranks, then the documents of each rank by themselves."""
     try:
         ids = np.asarray(groups)
     except ValueError:  # ragged
@@ -141,20 +141,20 @@ def _groups_on_ranks(
     documents = [np.flatnonzero(rank_of[group_of] == rank) for rank in range(ranks)]
     tasks = [task._replace(tokens=task.tokens[own], prices=task.prices[own], even=0.0) for own in documents]
     number = -(-(parts or 1) // ranks)
-    if parts is None and task.most_tokens is not None:
+    if parts is None and task.max_tokens is not None:
         number = max(fewest(own, multiple)[0] for own in tasks)
     of_ranks: list[list[Indices]] = []
     for own, rank_task in zip(documents, tasks, strict=True):
         try:
             micro_batches = [own[part] for part in _solved(rank_task, number, multiple, None, sparse)[0]]
         except UserError as error:
-            raise UserError(f"rank {len(of_ranks)} of {ranks}, where parts are those of a rank: {error}") from None
+            raise UserError(f"rank {len(of_ranks)} of {ranks} (parts count per rank): {error}") from None
         of_ranks.append(sorted(micro_batches, key=lambda part: -float(task.prices[part].sum())))
     return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
 
 
 def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
-    # NumPy makes integers of booleans among integers, and floats or objects of integers over 64 bits.
+    # NumPy turns booleans among integers into integers, and integers over 64 bits into floats or objects.
     given = [*lengths] if isinstance(lengths, list | tuple) else np.atleast_1d(np.asarray(lengths)).tolist()
     tokens = given if {*map(type, given)} <= {int} else [*map(whole_number, given)]
     if tokens is not given and None in tokens:
@@ -195,20 +195,20 @@ def _prices(tokens: Indices, workload: Any, costs: Sequence[float] | NDArray[Any
 
 
 def _in_lock_step(task: Task, parts: int, ranks: int, start: list[Indices] | None) -> list[list[Indices]]:
-    """The micro-batches of every rank. Until the end they are in one list, of which ``ranks`` in a row make a slot."""
+    """The micro-batches of every rank, kept in one list until the end: each run of ``ranks`` is a slot."""
     fair = float(task.prices.sum()) / ranks
     slots = _filled_slots(task, parts, ranks)
     if slots is None or _loads(slots, task, ranks).max(axis=1).sum() > (1 + _TRY_AGAIN) * fair:
-        plain = _dearest_first(divided(task, parts, start), task)
+        plain = _costliest_first(divided(task, parts, start), task)
         slots = min(slots or plain, plain, key=lambda found: float(_loads(found, task, ranks).max(axis=1).sum()))
     loads = _loads(slots, task, ranks)
     if loads.max(axis=1).sum() > (1 + task.even) * fair:
         tries = max(2, _SLOT_EXCHANGES // len(loads))
         for slot, mean in enumerate(loads.mean(axis=1)):
             own = slice(slot * ranks, (slot + 1) * ranks)
-            slots[own] = levelled(slots[own], task, goal=mean, most_tries=tries)  # of a slot the dearest counts
-    # Each was levelled by itself, so micro-batches of another may be nearer in price now.
-    slots = _dearest_first(slots, task)
+            slots[own] = evened(slots[own], task, goal=mean, most_tries=tries)  # only the largest counts
+    # Each slot was evened by itself, so micro-batches of other slots may now be closer in price.
+    slots = _costliest_first(slots, task)
     totals = np.zeros(ranks)
     of_ranks: list[list[Indices]] = [[] for _ in range(ranks)]
     for first, of_slot in zip(range(0, parts, ranks), _loads(slots, task, ranks), strict=True):
@@ -218,13 +218,13 @@ def _in_lock_step(task: Task, parts: int, ranks: int, start: list[Indices] | Non
     return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
 
 
-def _dearest_first(parts: list[Indices], task: Task) -> list[Indices]:
-    """Neighbours in price run at the same time: of given micro-batches no other slots take less time."""
+def _costliest_first(parts: list[Indices], task: Task) -> list[Indices]:
+    """Micro-batches by falling price: slots of neighbours in price take the least time."""
     return [parts[place] for place in np.argsort(-sums_of(parts, task.prices), kind="stable")]
 
 
 def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
-    """Slots as long as the dearest document of those left, while it is dearer than a mean micro-batch of the rest."""
+    """Slots as long as the most expensive remaining document, while that costs more than a mean micro-batch."""
     left = np.argsort(-task.prices, kind="stable")
     if task.equal_size or len(left) < parts or ranks == 1:
         return None
@@ -234,9 +234,11 @@ def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
         parts -= ranks
         seen += len(left)
         some = left[: len(left) - parts]  # every later micro-batch needs a document
-        rooms = [task.most_tokens or int(task.tokens.sum())] * ranks
-        dearest = float(task.prices[left[0]])
-        found, _ = into_lightest(task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, dearest)
+        rooms = [task.max_tokens or int(task.tokens.sum())] * ranks
+        costliest = float(task.prices[left[0]])
+        found, _ = into_lightest(
+            task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, costliest
+        )
         owners = np.array(found)
         slots += members_of(some, owners, ranks)
         left = np.concatenate([some[owners < 0], left[len(some) :]])
@@ -249,7 +251,7 @@ def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
         members = [left[part] for part in divided(rest, parts)]
     except UserError:  # what is left does not fit
         return None
-    return slots + _dearest_first(members, task)
+    return slots + _costliest_first(members, task)
 
 
 def _loads(slots: list[Indices], task: Task, ranks: int) -> Prices:

@@ -1,20 +1,20 @@
 """Our packer: every step trains exactly its global batch, unless documents are allowed to wait.
 
-The documents that begin in a global batch of the stream are trained whole in its step, so steps differ in tokens by
-less than a document. They are grouped in one of three ways, which ``wlb.simulate.decide`` chooses from:
+A step trains the documents that begin in its global batch of the stream, whole, so steps differ in tokens by less than
+a document. They are grouped in one of three ways, chosen by ``wlb.simulate.decide``:
 
-* ``level``, without a pipeline: a document goes to as few ranks as hold it, and every rank runs a list of micro-batches
-  of its own. The step is even, not each micro-batch (``wlb.packing.level``).
+* ``level``, without a pipeline: a document goes to as few ranks as can hold it, and every rank runs its own number of
+  micro-batches. The step is balanced, not each micro-batch (``wlb.packing.level``).
 * ``slices``, in a pipeline: micro-batches of equal work, and slices of long documents (``wlb.packing.slices``).
-* ``even``, where ranks run as many micro-batches each, of whole documents, longest first into the lightest. One that
-  holds a document dearer than the mean micro-batch is dearer than the others.
+* ``even``: all ranks run the same number of micro-batches of whole documents, longest first into the lightest. A
+  document that costs more than the mean micro-batch makes its micro-batch heavier than the others.
 
-With ``max_delay`` a document may wait so many steps, and ``even`` weighs in each step which of the long documents at
-hand it trains (``wlb.packing.release``): the heaviest micro-batch over their mean against what waiting costs. It then
-looks ahead a part of the next global batch, whose documents may fill up a step that a long document made heavy; that is
-no delay, and the next step is the smaller for it. What is released is placed longest first, short documents only up to
-the heaviest micro-batch, so the rest of what is due waits when L_max leaves no room for it without making the step
-longer. A document that has waited ``max_delay`` steps is trained whatever it costs, before all others.
+With ``max_delay`` a document may wait up to that many steps. In each step ``even`` chooses which of the waiting long
+documents to train, and weighs the imbalance against the price of waiting (``wlb.packing.release``). It also looks ahead
+into the next global batch: early documents may fill up a step that a long document made heavy. Training a document
+early is no delay, and the next step is smaller. Released documents are placed longest first, short ones only up to the
+heaviest micro-batch; due documents that would make the step longer wait. A document that has waited ``max_delay`` steps
+is trained before all others, whatever it costs.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.packing.release import Fluid, Offer, Outlier, StepRules, choose
 from wlb.packing.slices import ColumnPrices, sliced_columns
 
-_OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
-_RANKS: dict[str, type] = {"level": StagePrices, "slices": ColumnPrices}  # prices that know the ranks of a job
+_OUTLIER_SHARE = 8  # documents of at least 1/8 context window are considered one by one
+_RANK_PRICES: dict[str, type] = {"level": StagePrices, "slices": ColumnPrices}  # prices that know the ranks
 
 
 class BalancedPacker(CarryingPacker):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
-    A global batch is ``global_batch`` context windows, whatever the number of micro-batches. Where documents may wait,
-    a step trains between 1 - ``token_spread`` and 1 + ``token_spread`` of it, except where documents that may wait no
-    longer make more; the mean is one.
+    A global batch is ``global_batch`` context windows, whatever the number of micro-batches. If documents may wait, a
+    step trains between 1 - ``token_spread`` and 1 + ``token_spread`` global batches, or more if overdue documents
+    require it; the mean is one.
     """
 
     name = "balanced"
@@ -53,21 +53,21 @@ class BalancedPacker(CarryingPacker):
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         options = self.options
-        if self.phased and options.grouping in _RANKS:
+        if self.phased and options.grouping in _RANK_PRICES:
             raise UserError(
-                f"grouping = {options.grouping!r} does not know phases ({', '.join(self.phased.phases.seconds)}); use "
-                "'even'"
+                f"grouping = {options.grouping!r} does not support phases ({', '.join(self.phased.phases.seconds)}); "
+                "use 'even'"
             )
-        if options.grouping in _RANKS and not isinstance(self.workload, _RANKS[options.grouping]):
+        if options.grouping in _RANK_PRICES and not isinstance(self.workload, _RANK_PRICES[options.grouping]):
             raise UserError(
-                f"grouping = {options.grouping!r} plans for the ranks of a job, which a packer alone does not have; it "
-                "is for jobs that are trained or simulated"
+                f"grouping = {options.grouping!r} plans for the ranks of a job, which a packer alone does not know; "
+                "use it in jobs that are trained or simulated"
             )
         self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
         spread = int(options.token_spread * self.global_batch_tokens)
         self._rules = StepRules(
             self.micro_batches,
-            self.capacity,
+            self.max_tokens,
             least=self.global_batch_tokens - spread,
             most=self.global_batch_tokens + spread,
             batch=self.global_batch_tokens,
@@ -75,8 +75,8 @@ class BalancedPacker(CarryingPacker):
             fluid_may_wait=self.max_delay > 0,
         )
         self._outlier_tokens = max(1, self.context_window // _OUTLIER_SHARE)
-        self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
-        self._ahead_tokens = 0  # taken in that were not due by the last step
+        self._held: list[Pending] = []  # outliers that the last step held back
+        self._ahead_tokens = 0  # tokens taken in before they were due
 
     @property
     def global_batch_tokens(self) -> int:
@@ -104,7 +104,7 @@ class BalancedPacker(CarryingPacker):
         return max(self._tokens_due() + self._lookahead_tokens, whole_step)
 
     def _tokens_due(self) -> int:
-        """Tokens to take in that are due by this step; negative where more than that was taken in before."""
+        """Tokens to take in that are due by this step; negative if more than that was already taken in."""
         unfit = _tokens(item for item in self._carried if item.arrived < self._step)
         return max(0, self.global_batch_tokens - unfit) - self._ahead_tokens
 
@@ -123,9 +123,9 @@ class BalancedPacker(CarryingPacker):
         return self._plan_step(due, later, last=left == 1)
 
     def _take_fresh(self) -> list[Pending]:
-        """Documents due by this step, those to look ahead at, and more where micro-batches would be left idle.
+        """Documents due by this step, those to look ahead at, and more if micro-batches would stay empty.
 
-        A document is due in the step whose global batch, of the stream cut into such, it begins in.
+        A document is due in the step in whose global batch of the stream it begins.
         """
         due = self._tokens_due()
         fresh = self._price(self._take(due), self._step)
@@ -140,11 +140,11 @@ class BalancedPacker(CarryingPacker):
         return fresh
 
     def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
-        """A step of what is ``due``, but for what the search holds back, and of what helps of ``early``."""
-        if self.options.grouping in _RANKS:
+        """A step of the ``due`` documents, except those held back, and of ``early`` documents that help."""
+        if self.options.grouping in _RANK_PRICES:
             now, later = (due, early) if due else (early[:1], early[1:])
             self._held = []
-            plan, unfit = self._levelled(now) if self.options.grouping == "level" else self._sliced(now)
+            plan, unfit = self._level_step(now) if self.options.grouping == "level" else self._sliced_step(now)
             self._carry(unfit + later)
             return [plan]
         outliers = self._outliers(due, early, last=last)
@@ -167,22 +167,24 @@ class BalancedPacker(CarryingPacker):
         self._carry(unfit + put_off + later)
         return self._emit_filled(filled)
 
-    def _levelled(self, items: list[Pending]) -> tuple[StepPlan, list[Pending]]:
-        """The step of ``items`` on the ranks of the stage; all find room."""
+    def _level_step(self, items: list[Pending]) -> tuple[StepPlan, list[Pending]]:
+        """A level step of ``items`` on the ranks of the stage; no document is left over."""
         assert isinstance(self.workload, StagePrices)
-        groups = level_groups([item.length for item in items], -(-self.capacity // self.workload.ranks), self.workload)
+        groups = level_groups(
+            [item.length for item in items], -(-self.max_tokens // self.workload.ranks), self.workload
+        )
         micro_batches = [
             MicroBatch(tuple(items[index].segment for index in group.documents), group.seconds, group.ranks)
             for group in groups
         ]
         return self._emit(micro_batches, items), []
 
-    def _sliced(self, items: list[Pending]) -> tuple[StepPlan, list[Pending]]:
-        """The step of ``items`` in every pipeline, and what found no room."""
+    def _sliced_step(self, items: list[Pending]) -> tuple[StepPlan, list[Pending]]:
+        """A step of ``items`` in every pipeline, and the documents without room."""
         assert isinstance(self.workload, ColumnPrices)
         columns = self.workload.columns
         lengths = [item.length for item in items]
-        planned, left = sliced_columns(lengths, self.micro_batches // columns, self.capacity, self.workload)
+        planned, left = sliced_columns(lengths, self.micro_batches // columns, self.max_tokens, self.workload)
         micro_batches = []
         for column in planned:
             for held, sliced, start, stop in column:
@@ -196,7 +198,7 @@ class BalancedPacker(CarryingPacker):
         return self._emit(micro_batches, trained, columns), [items[index] for index in sorted(left)]
 
     def _outliers(self, due: list[Pending], early: list[Pending], *, last: bool) -> list[Outlier]:
-        """The long documents, most expensive first; of equals those not due, which are the first to be held."""
+        """The long documents, most expensive first; among equals, those that are not due and may be held first."""
         outliers = [
             Outlier(item, is_due, is_due and (last or self._overdue(item)))
             for items, is_due in ((due, True), (early, False))
@@ -206,12 +208,12 @@ class BalancedPacker(CarryingPacker):
         return sorted(outliers, key=lambda outlier: (-outlier.item.seconds, outlier.due))
 
     def _place_within(self, limit: float, items: list[Pending]) -> Placed:
-        """Micro-batches; what has no room in them, and short documents that would take them over ``limit`` seconds."""
+        """Micro-batches, documents without room, and short documents that would exceed ``limit`` seconds."""
 
         def may_wait(item: Pending) -> bool:
             return limit < math.inf and item.length < self._outlier_tokens and not self._overdue(item)
 
-        filled = OpenMicroBatches(self.micro_batches, self.capacity)
+        filled = OpenMicroBatches(self.micro_batches, self.max_tokens)
         unfit = filled.place_within([item for item in items if not may_wait(item)], math.inf)
         return filled, unfit, filled.place_within([item for item in items if may_wait(item)], limit)
 

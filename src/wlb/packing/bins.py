@@ -1,7 +1,7 @@
 """Fits documents into bins: by best fit, by largest differencing, and by a search.
 
-Bin packing is NP-hard, so the search gives up after a number of placements; that many do not depend on the machine, so
-all machines find the same.
+Bin packing is NP-hard, so the search gives up after a fixed number of placements, not after a time: every machine finds
+the same bins.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.packing.levelling import Indices
+from wlb.packing.exchanges import Indices
 
-_MOST_PLACEMENTS = 50_000  # of a document, about a tenth of a second
-_MOST_BINS_SEEN = 4_000_000  # in all placements together: as each of them looks at every bin
+_MOST_PLACEMENTS = 50_000  # about a tenth of a second
+_MOST_BINS_SEEN = 4_000_000  # over all placements, each of which looks at every bin
 
-_Parts = list[tuple[float, list[int]]]  # price and documents, by falling price; parts without documents are left out
+_Parts = list[tuple[float, list[int]]]  # (price, documents) by falling price, without empty parts
 _price = itemgetter(0)
 
 
-def best_fit(tokens: Sequence[int], capacity: int) -> list[list[int]]:
-    """Each document, in the order given, into the fullest bin with room for its ``tokens``, or into another bin.
+def best_fit(tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Put each document, in the order given, into the fullest bin with room for its ``tokens``, or into a new bin.
 
-    Returns the documents of every bin. A document must not be over ``capacity``.
+    Returns the documents of every bin. No document may be over ``max_tokens``.
     """
     bins: list[list[int]] = []
-    rooms: list[int] = []  # of every bin, ascending: times as many as documents, and its number
+    rooms: list[int] = []  # of every bin, ascending, as room * documents + bin number
     for document, length in enumerate(tokens):
         place = bisect_left(rooms, length * len(tokens))
         if place == len(rooms):
-            room, index = capacity, len(bins)
+            room, index = max_tokens, len(bins)
             bins.append([])
         else:
             room, index = divmod(rooms.pop(place), len(tokens))
@@ -43,37 +43,37 @@ def best_fit(tokens: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def longest_first_bins(tokens: Indices, bins: int, capacity: int) -> list[Indices] | None:
-    """``bins`` bins by best fit, longest first, none empty; returns their documents, or None where they are too few."""
+def longest_first_bins(tokens: Indices, bins: int, max_tokens: int) -> list[Indices] | None:
+    """Best fit, longest first, into exactly ``bins`` non-empty bins; returns their documents, or None if too few."""
     order = np.argsort(-tokens, kind="stable")
-    found = best_fit(tokens[order].tolist(), capacity)
-    for documents in [*found]:  # where there are bins left, the shortest documents have one each
+    found = best_fit(tokens[order].tolist(), max_tokens)
+    for documents in [*found]:  # the shortest documents get the remaining bins
         spared = max(0, min(len(documents) - 1, bins - len(found)))
         found += [[documents.pop()] for _ in range(spared)]
     return [order[documents] for documents in found] if len(found) == bins else None
 
 
 def fitting_bins(
-    tokens: Sequence[int], bins: int, capacity: int, size: int | None, placements: int = _MOST_PLACEMENTS
+    tokens: Sequence[int], bins: int, max_tokens: int, size: int | None, placements: int = _MOST_PLACEMENTS
 ) -> list[Indices] | None:
-    """``bins`` bins of at most ``capacity`` tokens, none empty, and ``size`` documents each unless None.
+    """Search for ``bins`` non-empty bins of at most ``max_tokens`` tokens, and of ``size`` documents each unless None.
 
-    Longest first, each into the fullest bin that it fits, and elsewhere where that leads nowhere: depth first.
+    Depth first: the longest document goes into the fullest bin with room, and into another if that leads nowhere.
 
-    Returns the documents of every bin, or None where the search found no way or gave up.
+    Returns the documents of every bin, or None if the search found no way or gave up.
     """
     placements = min(placements, _MOST_BINS_SEEN // bins)
     if placements < len(tokens):
         return None
     order = sorted(range(len(tokens)), key=lambda document: -tokens[document])
     held: list[list[int]] = [[] for _ in range(bins)]
-    rooms = [capacity] * bins
+    rooms = [max_tokens] * bins
 
     def candidates(depth: int) -> list[int]:
-        """Bins for the next document, the fullest last; of bins that are alike only one."""
+        """Bins for the next document, the fullest last; one of each kind of equal bins."""
         length = tokens[order[depth]]
         empty = [index for index, documents in enumerate(held) if not documents]
-        if len(empty) >= len(order) - depth:  # every document left has to open a bin
+        if len(empty) >= len(order) - depth:  # every remaining document must open a bin
             return empty[:1] if rooms[empty[0]] >= length else []
         alike = {
             (room, len(documents)): index
@@ -105,15 +105,15 @@ def fitting_bins(
 def differenced(
     prices: Sequence[float] | NDArray[np.float64], parts: int, *, equal_size: bool = False, joined_last: bool = False
 ) -> list[list[int]]:
-    """Divide documents of ``prices``, over 0, into ``parts`` parts; returns the documents of each, none where empty.
+    """Divide documents of ``prices`` over 0 into ``parts`` parts; returns the documents of each, [] for an empty part.
 
-    Largest differencing (Karmarkar and Karp, 1982, for several parts): every document is a division of its own, with
-    the document in one part and the others empty. The two divisions whose parts differ most are joined, the dearest
-    part of one with the cheapest of the other, until one division is left. It costs up to documents times parts.
+    Largest differencing (Karmarkar and Karp, 1982, for several parts): every document starts as a division of its own,
+    with the document in one part and all others empty. The two divisions whose parts differ most are joined, the most
+    expensive part of one with the cheapest of the other, until one division is left. Time: documents times parts.
 
-    With ``equal_size`` parts hold equally many, but for one where ``parts`` does not divide the documents: neighbours
-    in rising price start in parts of their own (as in verl, ``utils/seqlen_balancing.py``). Of divisions that differ
-    equally the first documents come first, or with ``joined_last`` those that were joined last come last.
+    With ``equal_size`` all parts hold the same number of documents, except one if ``parts`` does not divide them:
+    documents of neighbouring prices start in different parts (as in verl, ``utils/seqlen_balancing.py``). Ties are
+    broken by the first document, or with ``joined_last`` so that the latest joined division comes last.
     """
     price = np.asarray(prices, np.float64).tolist()
     divisions = [[(value, [index])] for index, value in enumerate(price)]
@@ -134,7 +134,7 @@ def differenced(
 
 
 def _joined(first: _Parts, second: _Parts, parts: int) -> _Parts:
-    """Parts by falling price: the cheapest of both meet where not all have room alone."""
+    """Parts by falling price; the cheapest parts of both are merged where there are too many."""
     alone, others = parts - len(second), parts - len(first)
     meeting = zip(first[alone:], reversed(second[others:]), strict=True)
     joined = first[:alone] + [(a + b, held + added) for (a, held), (b, added) in meeting] + second[:others][::-1]

@@ -1,15 +1,15 @@
-"""Base of packers of whole documents, where what does not fit into a step is carried over; and ``fixed_greedy``.
+"""Base of packers of whole documents that carry over documents without room; and ``fixed_greedy``.
 
-Each planning round takes fresh documents in until they and the carry-over make as many global batches as it plans
-together, places them into N micro-batches for each of them and carries the rest. Where that would leave over a document
-that has waited ``max_delay`` rounds, the round is placed again with such documents first, oldest first, so none is
-starved.
+Each round takes in fresh documents until they and the carried ones fill the global batches that it plans together,
+places them into N micro-batches for each global batch, and carries the rest over. If that would leave out a document
+that has waited ``max_delay`` rounds, the round is placed again with overdue documents first, oldest first, so no
+document starves.
 
-Packing ``window`` global batches together balances better, at the price of changing which step trains which document
-(WLB-LLM, sections 2.3 and 7.2).
+Packing ``window`` global batches together balances better, but changes which step trains which document (WLB-LLM,
+sections 2.3 and 7.2).
 
-Algorithm 1 of WLB-LLM (section 4.2) tries the micro-batch of least workload, then the one of fewest tokens; a document
-that fits neither fits nowhere. Two heaps answer both questions in O(log N), so placing n documents costs O(n log n).
+Algorithm 1 of WLB-LLM (section 4.2) tries the micro-batch with the least work, then the one with the fewest tokens; a
+document without room there has room nowhere. Two heaps find both in O(log N), so placing n documents takes O(n log N).
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from wlb.packing.plan import MicroBatch, StepPlan
 
 
 class OpenMicroBatches:
-    """N micro-batches being filled, none beyond ``capacity`` tokens, of which ``tokens`` are held."""
+    """N micro-batches being filled up to ``max_tokens`` tokens; ``tokens`` and ``seconds`` are what each holds."""
 
-    def __init__(self, micro_batches: int, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, micro_batches: int, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self.members: list[list[Pending]] = [[] for _ in range(micro_batches)]
         self.seconds = [0.0] * micro_batches
         self.tokens = [0] * micro_batches
 
     def place(self, items: Iterable[Pending]) -> list[Pending]:
-        """Place ``items`` in the order given; returns those that fit no micro-batch."""
+        """Place ``items`` in the order given; returns those without room."""
         left_over: list[Pending] = []
-        members, seconds, tokens, capacity = self.members, self.seconds, self.tokens, self.capacity
+        members, seconds, tokens, max_tokens = self.members, self.seconds, self.tokens, self.max_tokens
         lightest, shortest = ([(held, index) for index, held in enumerate(values)] for values in (seconds, tokens))
         heapify(lightest)
         heapify(shortest)
         for item in items:
-            while lightest[0][0] != seconds[lightest[0][1]]:  # outdated: that micro-batch has grown since
+            while lightest[0][0] != seconds[lightest[0][1]]:  # outdated entry: that micro-batch has grown since
                 heappop(lightest)
             index = lightest[0][1]
-            if tokens[index] + item[4] > capacity:
+            if tokens[index] + item[4] > max_tokens:
                 while shortest[0][0] != tokens[shortest[0][1]]:
                     heappop(shortest)
                 index = shortest[0][1]
-                if tokens[index] + item[4] > capacity:
+                if tokens[index] + item[4] > max_tokens:
                     left_over.append(item)
                     continue
             members[index].append(item)
@@ -64,11 +64,11 @@ class OpenMicroBatches:
     def place_within(self, items: Sequence[Pending], limit: float) -> list[Pending]:
         """Place each of ``items`` into the lightest micro-batch with room for it, if it stays within ``limit`` seconds.
 
-        Unlike ``place`` this looks past the lightest one where that is full. Returns those that were not placed.
+        Unlike ``place``, this looks past the lightest one if that is full. Returns the items that were not placed.
         """
-        rooms = [self.capacity - held for held in self.tokens]
+        rooms = [self.max_tokens - held for held in self.tokens]
         owners, _ = into_lightest([item[4] for item in items], [item[1] for item in items], self.seconds, rooms, limit)
-        self.tokens = [self.capacity - room for room in rooms]
+        self.tokens = [self.max_tokens - room for room in rooms]
         for item, owner in zip(items, owners, strict=True):
             if owner >= 0:
                 self.members[owner].append(item)
@@ -81,7 +81,7 @@ class OpenMicroBatches:
         self.tokens[index] += item.held
 
     def fill_empty(self) -> None:
-        """Move single documents from the heaviest micro-batches that hold several into those that hold none."""
+        """Fill empty micro-batches with single documents of the heaviest micro-batches that hold several."""
         for index in [index for index, members in enumerate(self.members) if not members]:
             several = (other for other, held in enumerate(self.members) if len(held) > 1)
             if (heaviest := max(several, key=self.seconds.__getitem__, default=None)) is None:
@@ -92,7 +92,7 @@ class OpenMicroBatches:
             self.put(item, index)
 
 
-Placed = tuple[OpenMicroBatches, list[Pending], list[Pending]]  # what had no room, and what is to wait
+Placed = tuple[OpenMicroBatches, list[Pending], list[Pending]]  # micro-batches, items without room, items that wait
 
 
 def longest_first(items: Iterable[Pending]) -> list[Pending]:
@@ -105,7 +105,7 @@ class CarryingPacker(Packer):
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
-        self.global_batches = self.options.window  # of a round
+        self.global_batches = self.options.window  # planned in one round
         self.max_delay = self.options.max_delay
         self._carried: list[Pending] = []
         self._carried_tokens = 0
@@ -126,22 +126,22 @@ class CarryingPacker(Packer):
             hold([item._replace(arrived=row[3]) for item, row in zip(priced, state[name], strict=True)])
 
     def _waiting(self) -> list[Pending]:
-        """Documents that a subclass holds back, and does not carry over."""
+        """Documents that a subclass holds back beside the carried ones."""
         return []
 
     def _wait(self, items: list[Pending]) -> None:
-        """Hold back ``items`` alone, which ``_waiting`` gave."""
+        """Hold back exactly ``items``, as ``_waiting`` returned them."""
 
     def _precedence(self, items: list[Pending]) -> list[Pending]:
         """``items`` in the order in which they are placed."""
         return longest_first(items)
 
     def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
-        """The same documents over the same micro-batches, where a subclass knows a better placement."""
+        """A better placement of the same documents, if a subclass has one."""
         return filled
 
     def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
-        """Documents to place now, fresh ones and older ones; a subclass may hold some back or release some."""
+        """Fresh and older documents to place now; a subclass may hold some back or release some."""
         return fresh, self._carried
 
     def _tokens_wanted(self) -> int:
@@ -165,7 +165,7 @@ class CarryingPacker(Packer):
         return steps
 
     def _take_fresh(self) -> list[Pending]:
-        """The documents this round takes in, each with the step it would have been trained in by arrival."""
+        """The documents that this round takes in, each with the step that would train it in order of arrival."""
         fresh: list[Pending] = []
         left = self._tokens_wanted()
         for batch in range(self.global_batches):
@@ -176,7 +176,7 @@ class CarryingPacker(Packer):
 
     def _plan_round(self, items: list[Pending], steps: int) -> list[StepPlan]:
         def place(ordered: list[Pending]) -> Placed:
-            filled = OpenMicroBatches(steps * self.micro_batches, self.capacity)
+            filled = OpenMicroBatches(steps * self.micro_batches, self.max_tokens)
             return filled, filled.place(ordered), []
 
         filled, left_over, _ = self._placed(items, place)
@@ -184,7 +184,7 @@ class CarryingPacker(Packer):
         return self._emit_filled(self._improved(filled))
 
     def _placed(self, items: list[Pending], place: Callable[[list[Pending]], Placed]) -> Placed:
-        """``items`` in their precedence or, where one that is overdue would have no room, with such ones first."""
+        """Place ``items`` by precedence or, if an overdue one would have no room, overdue ones first."""
         placed = place(self._precedence(items))
         if any(map(self._overdue, placed[1])):
             return place(self._overdue_first(self._precedence(items)))

@@ -1,8 +1,8 @@
 """The integer programs of WLB-LLM, solved exactly, and ``fixed_solver``, the paper's costly upper baseline.
 
 Minimise the largest micro-batch workload, where document i costs ``seconds[i]`` and every micro-batch holds at most
-``capacity`` tokens. With ``capacity`` the context window this is Equation 1 (section 2.3, fixed-length packing); with
-L_max and prices W_a + W_l it is Equation 2 (section 4.1, variable-length packing). Solved by HiGHS through SciPy.
+``max_tokens`` tokens. With the context window as ``max_tokens`` this is Equation 1 (section 2.3, fixed-length packing);
+with L_max and prices W_a + W_l it is Equation 2 (section 4.1, variable-length packing). Solved by HiGHS through SciPy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _MOST_VARIABLES = 2**20  # documents x micro-batches: a GiB, and minutes before 
 
 
 class FixedSolverPacker(CarryingPacker):
-    """Places the documents that greedy packing fits into a round of global batches as well as can be.
+    """Optimal placement of the documents that greedy packing fits into a round of global batches.
 
-    Which documents fit is decided greedily; where each of them goes is decided by ``solve``.
-    ``optimality_gaps`` collects, per solve, how far the result may be from the optimum, as a fraction. A study may set
-    ``time_limit``, seconds of a solve, in place of ``solver_nodes``; machines of another speed then plan differently.
+    Greedy packing decides which documents fit; ``solve`` decides where each of them goes. ``optimality_gaps`` collects
+    how far each result may be from the optimum, as a fraction. A study may set ``time_limit``, seconds per solve,
+    instead of ``solver_nodes``; plans then depend on the speed of the machine.
     """
 
     name = "fixed_solver"
@@ -46,13 +46,13 @@ class FixedSolverPacker(CarryingPacker):
             [item.held for item, _ in placed],
             [item.seconds for item, _ in placed],
             len(filled.members),
-            self.capacity,
+            self.max_tokens,
             start=[index for _, index in placed],
             time_limit=self.time_limit,
             node_limit=self.options.solver_nodes if self.time_limit is None else None,
         )
         self.optimality_gaps.append(solution.optimality_gap)
-        solved = OpenMicroBatches(len(filled.members), self.capacity)
+        solved = OpenMicroBatches(len(filled.members), self.max_tokens)
         for (item, _), index in zip(placed, solution.assignment.tolist(), strict=True):
             solved.put(item, index)
         solved.fill_empty()
@@ -63,7 +63,7 @@ class FixedSolverPacker(CarryingPacker):
 class ExactPacking:
     """``assignment[i]`` is the micro-batch of document i.
 
-    ``largest_seconds`` is what the assignment reaches and ``bound_seconds`` what no assignment can undercut.
+    ``largest_seconds`` is the largest workload of the assignment, ``bound_seconds`` a lower bound for any assignment.
     """
 
     assignment: NDArray[np.int64]
@@ -80,38 +80,38 @@ def solve(
     lengths: Sequence[int],
     seconds: Sequence[float],
     micro_batches: int,
-    capacity: int,
+    max_tokens: int,
     *,
     start: Sequence[int],
     time_limit: float | None = None,
     node_limit: int | None = None,
     relative_gap: float = 1e-4,
 ) -> ExactPacking:
-    """Assign every document to one of ``micro_batches`` micro-batches, at the least largest workload.
+    """Assign every document to one of ``micro_batches`` micro-batches so that the largest workload is smallest.
 
-    ``start`` is a feasible assignment; it is returned where the solver finds none better within ``time_limit``
-    seconds and ``node_limit`` branch-and-bound nodes, and where there are over 2^20 pairs of a document and a
-    micro-batch. A time limit makes the result depend on the machine's speed, the other bounds do not.
+    ``start`` is a feasible assignment. It is returned if the solver finds none better within ``time_limit`` seconds and
+    ``node_limit`` branch-and-bound nodes, or if there are over 2^20 pairs of a document and a micro-batch. With a time
+    limit the result depends on the speed of the machine; with the other limits it does not.
     """
-    require("scipy.optimize", "solver")  # even where the start turns out to be good enough
+    require("scipy.optimize", "solver")  # even if the start turns out to be good enough
     price, first = np.asarray(seconds, np.float64), np.asarray(start, np.int64)
     bound = max(price.sum() / micro_batches, price.max(initial=0.0))
     best = ExactPacking(first, _largest(first, price, micro_batches), float(bound))
     if best.optimality_gap <= relative_gap or len(lengths) * micro_batches > _MOST_VARIABLES:
         return best
     options = {"mip_rel_gap": relative_gap, "time_limit": time_limit, "node_limit": node_limit}
-    assignment, bound = _branch_and_bound(lengths, price, micro_batches, capacity, best, options)
+    assignment, bound = _branch_and_bound(lengths, price, micro_batches, max_tokens, best, options)
     best = replace(best, bound_seconds=max(best.bound_seconds, min(bound, best.largest_seconds)))
     if assignment is not None:
         largest = _largest(assignment, price, micro_batches)
-        fullest = _largest(assignment, lengths, micro_batches)  # the solver keeps to capacity within a tolerance
-        if largest < best.largest_seconds and fullest <= capacity:
+        fullest = _largest(assignment, lengths, micro_batches)  # the solver has a tolerance
+        if largest < best.largest_seconds and fullest <= max_tokens:
             return replace(best, assignment=assignment.astype(np.int64), largest_seconds=largest)
     return best
 
 
 def _largest(assignment: NDArray[np.integer], values: ArrayLike, micro_batches: int) -> float:
-    """The most that a micro-batch holds of ``values``, one for each document."""
+    """The largest sum of ``values``, one for each document, in a micro-batch."""
     return float(np.bincount(assignment, values, micro_batches).max())
 
 
@@ -119,14 +119,14 @@ def _branch_and_bound(
     lengths: Sequence[int],
     price: NDArray[np.float64],
     micro_batches: int,
-    capacity: int,
+    max_tokens: int,
     known: ExactPacking,
     options: dict[str, float | None],
 ) -> tuple[NDArray[np.intp] | None, float]:
-    """The assignment that HiGHS finds, if any, and its lower bound in seconds; ``known`` is where it starts from.
+    """The assignment that HiGHS finds, if any, and its lower bound in seconds, starting from ``known``.
 
     Columns: x[i, j] = document i is in micro-batch j, document-major, then the largest load. Prices are scaled to a
-    mean load of 1, so that the solver's absolute tolerances mean the same for every model.
+    mean load of 1, so that the absolute tolerances of the solver mean the same for every model.
     """
     optimize, sparse = require("scipy.optimize", "solver"), require("scipy.sparse", "solver")
     documents, scale = len(lengths), micro_batches / price.sum()
@@ -135,11 +135,11 @@ def _branch_and_bound(
     load_of = sparse.kron(price[None] * scale, sparse.eye(micro_batches))
     rows = sparse.bmat([[of_document, None], [tokens_of, None], [load_of, -np.ones((micro_batches, 1))]])
     least = np.concatenate([np.ones(documents), np.full(2 * micro_batches, -np.inf)])
-    most = np.concatenate([np.ones(documents), np.full(micro_batches, capacity), np.zeros(micro_batches)])
+    most = np.concatenate([np.ones(documents), np.full(micro_batches, max_tokens), np.zeros(micro_batches)])
     # Micro-batches are interchangeable: the k-th most expensive document may use only the first k of them.
     allowed = np.ones((documents, micro_batches))
-    dearest = np.argsort(-price, kind="stable")[: micro_batches - 1]
-    allowed[dearest] = np.tri(len(dearest), micro_batches)
+    costliest = np.argsort(-price, kind="stable")[: micro_batches - 1]
+    allowed[costliest] = np.tri(len(costliest), micro_batches)
     upper = np.append(allowed, known.largest_seconds * scale)
     is_load = np.arange(upper.size) == upper.size - 1
     with _silent_stdout():
@@ -160,9 +160,9 @@ _stdout_in_use = Lock()
 
 @contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """Discard what C code writes to file descriptor 1: HiGHS prints there unasked, into the caller's JSON.
+    """Discard what C code writes to file descriptor 1, where HiGHS would print into the JSON of the caller.
 
-    One solve at a time, or the second would keep the first one's redirection as the original.
+    Only one solve at a time: a second one would take the redirection for the original.
     """
     with _stdout_in_use:
         sys.stdout.flush()
@@ -172,6 +172,6 @@ def _silent_stdout() -> Iterator[None]:
                 os.dup2(nowhere.fileno(), 1)
             yield
         finally:
-            ctypes.CDLL(None).fflush(None)  # what C still buffers must not come out after the restoration
+            ctypes.CDLL(None).fflush(None)  # or C would print its buffer after the restoration
             os.dup2(original, 1)
             os.close(original)

@@ -1,25 +1,25 @@
-"""A step planned as a whole: every rank runs its own list of micro-batches, and all lists take equally long.
+"""Level steps: every rank runs its own list of micro-batches, and all ranks finish together.
 
-Ranks of a pipeline stage that keep their weights through a step meet only where they share a document, and at the end.
-So not every micro-batch has to be level, but the step. A document lies on as few ranks as hold it, or on as many as it
-needs to be done when the others are. What is shared comes first, and short documents make the ranks even:
+Ranks of a pipeline stage keep their weights through the step, so they meet only where they share a document, and at the
+end. The step has to be balanced, not each micro-batch. A document runs on as few ranks as can hold it, or on more if it
+would otherwise finish last. Shared documents are placed first, and short ones even out the ranks:
 
-1. The largest groups are placed first, each on ranks of as few nodes as hold it: where its members would lose least to
-   each other, of all places where it ends in time.
-2. Where a member is free before the others it runs short documents until then.
-3. The other short documents go, longest first, each to the rank that is free soonest, into one of its micro-batches.
+1. Place the largest groups first, each on as few nodes as possible. Of all places where a group finishes in time, take
+   the one where its ranks wait least for each other.
+2. A rank that is free before the rest of its group runs short documents meanwhile.
+3. Give each remaining document, longest first, to the rank that is free soonest, in one of its micro-batches.
 
-Groups as large as documents need may leave ranks over that nothing else fills, such as 6 of 32 beside 26. So the step
-is planned a second time, with groups that fill nodes or divide one, and the plan that is done sooner is taken. Where
-ranks still end unevenly, as with few documents, larger groups are tried: such that one, two, three ... of a kind take
-as long as the mean rank, or that divide all ranks; and the longest documents of one rank are shared by two.
+Groups of exactly the size that documents need may leave ranks that nothing fills, such as 6 of 32 beside a group of 26.
+So the step is planned again with groups that fill nodes or divide one, and the faster plan is kept. If ranks still
+finish unevenly, as with few documents, larger groups are tried: sizes at which one, two, three ... such groups in turn
+take as long as the mean rank, sizes that divide all ranks, and two ranks for the longest documents of a single rank.
 
-Every rank runs its micro-batches in the order in which the plan lists them. So of all that are not done, the first can
-always run, and no ranks wait for each other in a circle.
+Every rank runs its micro-batches in the order of the plan. The first unfinished micro-batch can therefore always run,
+and ranks cannot deadlock.
 
-Ranks may differ in speed. A slow rank takes longer for its own micro-batches, and a shared one takes as long as its
-slowest member. So groups are of ranks alike in speed where there are enough on as few nodes, and slow ranks run more of
-the short documents. Speeds are whole per cent and times whole ticks, so that all machines plan alike.
+Ranks may differ in speed, and a shared micro-batch takes as long as its slowest rank. So a group gets ranks of similar
+speed if as few nodes have enough of them, and slow ranks run fewer short documents. Speeds are whole per cent and times
+whole ticks, so that all machines make the same plan.
 """
 
 from __future__ import annotations
@@ -38,46 +38,46 @@ from wlb.workload.base import DocumentPrices
 
 Integers = NDArray[np.int64]
 
-_TICKS = 1e9  # a second: whole numbers add up to the same on every machine
-_SHARED_TOO = 4  # documents that one rank could hold
-_EVENLY = 1.01
-_PACE = 3  # a wait for a slower rank costs so many waits to begin, in which short documents can run
-_ROUNDS = 4  # of giving more ranks to documents that would be done too late
+_TICKS = 1e9  # per second: sums of whole numbers are the same on every machine
+_SHARED_TOO = 4  # longest documents of single ranks that are tried on two ranks
+_EVENLY = 1.01  # a step that ends within this factor of perfect balance is good enough
+_PACE = 3  # weight of waiting for a slower rank; while ranks wait to begin, they can run short documents
+_ROUNDS = 4  # of giving more ranks to documents that would finish too late
 
 
 @runtime_checkable
 class StagePrices(DocumentPrices, Protocol):
-    """The ranks of a pipeline stage, and seconds that documents take on them, forward and backward.
+    """The ranks of a pipeline stage, and the seconds of documents on them, forward and backward.
 
     Arrays in, arrays of the same shape out.
     """
 
     @property
     def ranks(self) -> int:
-        """How many share the weights of the stage."""
+        """Number of ranks that share the weights of the stage."""
 
     @property
     def per_node(self) -> int:
-        """How many of them a node has; a divisor of ``ranks``."""
+        """Number of these ranks on a node; a divisor of ``ranks``."""
 
     @property
     def speeds(self) -> tuple[float, ...] | None:
-        """Of each rank, 1 for one that takes as long as these prices say, 0.9 for one that is 10% slow; None: all 1."""
+        """Speed of each rank: 1 if it runs as priced, 0.9 if it is 10% slow. None means that all are 1."""
 
     def alone(self, lengths: Integers) -> NDArray[np.float64]:
-        """What each document adds to a micro-batch of one rank that holds it whole."""
+        """Seconds that each document adds to a micro-batch of one rank."""
 
     def beginning(self, lengths: Integers) -> NDArray[np.float64]:
-        """What micro-batches of one rank take beside that, each with a longest document of ``lengths``."""
+        """Further seconds of one-rank micro-batches, whose longest documents have ``lengths`` tokens."""
 
     def shared(self, lengths: Integers, ranks: int) -> NDArray[np.float64]:
-        """What micro-batches of one document each take that is shared by so many ranks of as few nodes as hold them."""
+        """Seconds of micro-batches of one document each, shared by ``ranks`` ranks on as few nodes as possible."""
 
 
 class RankGroup(NamedTuple):
-    """A micro-batch: ``documents`` of a step, by number, and the ``ranks`` that run it, several where one is shared.
+    """A micro-batch: the numbers of its ``documents`` in the step, and the ``ranks`` that run it together.
 
-    A rank of speed 1 is predicted to take ``seconds``.
+    ``seconds`` are predicted for ranks of speed 1.
     """
 
     ranks: tuple[int, ...]
@@ -85,21 +85,21 @@ class RankGroup(NamedTuple):
     seconds: float
 
 
-def level_groups(lengths: Sequence[int], capacity: int, prices: StagePrices) -> list[RankGroup]:
+def level_groups(lengths: Sequence[int], max_tokens: int, prices: StagePrices) -> list[RankGroup]:
     """The micro-batches of a step that trains documents of ``lengths`` tokens, in an order that every rank keeps to.
 
-    Every document is in one of them, and no rank holds more than ``capacity`` tokens of any, if a document is shared
-    evenly. A document must not be over the capacity of all ranks together, nor of ``MOST_RANKS``.
+    Every document is in exactly one. No rank holds more than ``max_tokens`` tokens of a micro-batch if ranks share a
+    document evenly. A document may have at most ``max_tokens`` for each rank, and for each of ``MOST_RANKS`` ranks.
     """
     tokens = np.asarray(lengths, np.int64)
-    needed, ticks = _sized(tokens, capacity, prices)
-    best = _Step(tokens, needed, ticks, capacity, prices)
+    needed, ticks = _sized(tokens, max_tokens, prices)
+    best = _Step(tokens, needed, ticks, max_tokens, prices)
 
     def attempt(sizes: Integers) -> _Step:
         if (sizes == needed).all():
             return best
         changed = _group_ticks(tokens, sizes, ticks, sizes != needed, prices)
-        return min(best, _Step(tokens, sizes, changed, capacity, prices), key=lambda plan: plan.end)
+        return min(best, _Step(tokens, sizes, changed, max_tokens, prices), key=lambda plan: plan.end)
 
     best = attempt(_dividing(needed, prices.per_node, prices))
     if not best.is_even:
@@ -116,23 +116,25 @@ def level_groups(lengths: Sequence[int], capacity: int, prices: StagePrices) -> 
 
 
 class _Step:
-    """``groups`` so far, and when each rank is free after its part of them, in ticks."""
+    """The ``groups`` placed so far, and when each rank is free after them, in ticks."""
 
-    def __init__(self, lengths: Integers, sizes: Integers, ticks: Integers, capacity: int, prices: StagePrices) -> None:
+    def __init__(
+        self, lengths: Integers, sizes: Integers, ticks: Integers, max_tokens: int, prices: StagePrices
+    ) -> None:
         self.groups: list[RankGroup] = []
         self.sizes = sizes
-        self._per_node, self._capacity, self._lengths = prices.per_node, capacity, lengths.tolist()
+        self._per_node, self._max_tokens, self._lengths = prices.per_node, max_tokens, lengths.tolist()
         self._free = np.zeros(prices.ranks, np.int64)
         self._speeds = _percent(prices)
         self._differ = bool((self._speeds != self._speeds[0]).any())
-        self._nodes = np.arange(0, prices.ranks, prices.per_node)[:, None]  # the first rank of each
+        self._nodes = np.arange(0, prices.ranks, prices.per_node)[:, None]  # the first rank of each node
         self._even = 100 * int((sizes * ticks).sum()) // int(self._speeds.sum())
-        full = np.array([capacity])
+        full = np.array([max_tokens])
         self._full = int(_ticks(prices.alone(full) + prices.beginning(full))[0])
         shared, alone = np.flatnonzero(sizes > 1), np.flatnonzero(sizes == 1)
         alone = alone[np.lexsort((alone, lengths[alone]))]
         adds = _ticks(prices.alone(lengths[alone]))
-        # Documents that are still to go to one rank, shortest first, and what each adds, and adds with a micro-batch.
+        # Unplaced documents for single ranks, shortest first; ticks that each adds to a micro-batch, or with a new one.
         self._short: list[int] = alone.tolist()
         self._adds: list[int] = adds.tolist()
         self._begins: list[int] = (adds + _ticks(prices.beginning(lengths[alone]))).tolist()
@@ -142,12 +144,12 @@ class _Step:
 
     @property
     def end(self) -> int:
-        """When the last rank is done."""
+        """When the last rank finishes, in ticks."""
         return int(self._free.max())
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks are done at nearly the same time."""
+        """Whether all ranks finish at nearly the same time."""
         return self.end <= _EVENLY * self._even
 
     def _share(self, document: int, size: int, ticks: int) -> None:
@@ -159,9 +161,10 @@ class _Step:
         self.groups.append(RankGroup(tuple(ranks.tolist()), (document,), ticks / _TICKS))
 
     def _place(self, size: int, ticks: int) -> Integers:
-        """The ranks that lose least to each other, where they are done in time; else those that are done first.
+        """The ranks that wait least for each other and finish in time; if none does, the ranks that finish first.
 
-        In time, if possible, for a micro-batch of each rank's own, beside whose backward gradients are reduced.
+        Finishing in time leaves, if possible, time for a micro-batch on each rank, whose backward hides the gradient
+        reduction.
         """
         takes = _taken(ticks, self._speeds)
         sets = self._sets(size, self._free + takes)
@@ -174,15 +177,15 @@ class _Step:
         return np.sort(sets[:, best])
 
     def _sets(self, size: int, busy: Integers) -> Integers:
-        """Sets of ranks that may share a document, on as few nodes as hold them; shape (``size``, sets).
+        """Sets of ranks that may share a document, on as few nodes as possible; shape (``size``, sets).
 
-        Neighbours by when they are free and, where speeds differ, the fastest and the slowest of nodes.
+        Ranks that become free one after another and, if speeds differ, the fastest and the slowest ranks of nodes.
         """
         busy, nodes = busy.reshape(-1, self._per_node), -(-size // self._per_node)
         of_each = -(-size // nodes)
         order = np.argsort(busy, axis=1, kind="stable") + self._nodes
         if nodes > 1:
-            order = order[np.argsort(busy.max(axis=1), kind="stable")]  # by when the whole of each is free
+            order = order[np.argsort(busy.max(axis=1), kind="stable")]  # by when all ranks of a node are free
         tables = [order]
         if self._differ and of_each < self._per_node:
             by_speed = np.take_along_axis(order, np.argsort(-self._speeds[order], axis=1, kind="stable"), axis=1)
@@ -192,8 +195,8 @@ class _Step:
         return ranks.take(places)
 
     def _fill(self, rank: int, gap: int) -> None:
-        """Give ``rank`` documents that take no longer than ``gap``, dearest first."""
-        own = _OwnMicroBatches(self._capacity)
+        """Give ``rank`` documents that fit into ``gap`` ticks, most expensive first."""
+        own = _OwnMicroBatches(self._max_tokens)
         while self._short:
             place = bisect_right(self._adds, gap) - 1
             if place < 0:
@@ -206,11 +209,11 @@ class _Step:
         self._run_alone(rank, own)
 
     def _deal_out(self) -> None:
-        """The documents that are left, longest first, each to the rank that is free first."""
+        """Give each remaining document, longest first, to the rank that is free first."""
         speeds = self._speeds.tolist()
         heap = [(free, rank) for rank, free in enumerate(self._free.tolist())]
         heapify(heap)
-        own = [_OwnMicroBatches(self._capacity) for _ in heap]
+        own = [_OwnMicroBatches(self._max_tokens) for _ in heap]
         while self._short:
             free, rank = heap[0]
             heapreplace(heap, (free + _taken(self._give(-1, own[rank]), speeds[rank]), rank))
@@ -218,34 +221,34 @@ class _Step:
             self._run_alone(rank, micro_batches)
 
     def _give(self, place: int, own: _OwnMicroBatches) -> int:
-        """Put the document at ``place`` into ``own``; the ticks that it adds there."""
+        """Move the document at ``place`` into ``own``; returns the ticks that it adds there."""
         document, adds, begins = self._short.pop(place), self._adds.pop(place), self._begins.pop(place)
         return own.put(document, self._lengths[document], adds, begins)
 
     def _run_alone(self, rank: int, own: _OwnMicroBatches) -> None:
-        """Those of ``own``, the longest last: while it goes backward, gradients are reduced."""
+        """Let ``rank`` run the micro-batches of ``own``, the longest last, as its backward hides the reduction."""
         for documents, ticks in sorted(own.filled, key=lambda micro_batch: micro_batch[1]):
             self.groups.append(RankGroup((rank,), tuple(documents), ticks / _TICKS))
             self._free[rank] += _taken(ticks, self._speeds[rank])
 
 
 class _OwnMicroBatches:
-    """Micro-batches of one rank, by best fit; ``filled`` are the documents of each, longest first, and its ticks."""
+    """Micro-batches of one rank, filled by best fit; ``filled`` has the documents and the ticks of each."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.filled: list[tuple[list[int], int]] = []
-        self._capacity = capacity
-        self._rooms: list[tuple[int, int]] = []  # of micro-batches, ascending, and which they are of
+        self._max_tokens = max_tokens
+        self._rooms: list[tuple[int, int]] = []  # free tokens, ascending, and the micro-batch
 
     def has_room(self, length: int) -> bool:
         return bool(self._rooms) and self._rooms[-1][0] >= length
 
     def put(self, document: int, length: int, adds: int, begins: int) -> int:
-        """Put ``document`` where it fills best; the ticks that this takes: ``adds``, or with a new one ``begins``."""
+        """Put ``document`` where it fits best; returns its ticks: ``adds``, or ``begins`` in a new micro-batch."""
         if self.has_room(length):
             room, index = self._rooms.pop(bisect_left(self._rooms, (length, 0)))
         else:
-            room, index, adds = self._capacity, len(self.filled), begins
+            room, index, adds = self._max_tokens, len(self.filled), begins
             self.filled.append(([], 0))
         documents, ticks = self.filled[index]
         documents.append(document)
@@ -256,7 +259,7 @@ class _OwnMicroBatches:
 
 @lru_cache
 def _starts(size: int, *shapes: tuple[int, int]) -> Integers:
-    """Where ``size`` in a row begin in tables of ``shapes``: in one line, or where that is too short, with a line."""
+    """Where runs of ``size`` entries begin in tables of ``shapes``: inside a row or, if longer, at its start."""
     starts, before = [], 0
     for lines, width in shapes:
         places = np.arange(lines * width - size + 1)
@@ -265,14 +268,14 @@ def _starts(size: int, *shapes: tuple[int, int]) -> Integers:
     return np.concatenate(starts)
 
 
-def _sized(lengths: Integers, capacity: int, prices: StagePrices) -> tuple[Integers, Integers]:
-    """The ranks of every document, and the ticks that each of them needs for it.
+def _sized(lengths: Integers, max_tokens: int, prices: StagePrices) -> tuple[Integers, Integers]:
+    """The number of ranks of every document, and the ticks that it takes on them.
 
-    As few as hold it, but more where a document would need longer than the mean rank has work.
+    As few ranks as can hold it, and more if it would take longer than the work of the mean rank.
     """
     most = min(prices.ranks, MOST_RANKS)
-    sizes = np.maximum(1, -(-lengths // capacity))
-    fixed = float(prices.beginning(np.array([capacity]))[0]) / capacity  # a token's part of what micro-batches cost
+    sizes = np.maximum(1, -(-lengths // max_tokens))
+    fixed = float(prices.beginning(np.array([max_tokens]))[0]) / max_tokens  # a token's share of the fixed cost
     ticks = _group_ticks(lengths, sizes, _ticks(prices.alone(lengths) + fixed * lengths), sizes > 1, prices)
     for _ in range(_ROUNDS):
         even = _even(sizes, ticks, prices)
@@ -285,14 +288,14 @@ def _sized(lengths: Integers, capacity: int, prices: StagePrices) -> tuple[Integ
 
 
 def _dividing(sizes: Integers, unit: int, prices: StagePrices) -> Integers:
-    """``sizes`` of groups, raised to whole units of so many ranks or, inside a unit, to an even part of it."""
+    """``sizes`` of groups, raised to whole multiples of ``unit`` ranks or, below that, to a divisor of ``unit``."""
     whole = np.minimum(prices.ranks, -(-sizes // unit) * unit)
     raised = np.where(sizes > unit, whole, unit // np.maximum(1, unit // sizes))
     return np.minimum(raised, np.maximum(sizes, MOST_RANKS))
 
 
 def _in_turn(sizes: Integers, ticks: Integers, prices: StagePrices) -> Integers:
-    """``sizes`` of groups, raised so that one, two, three ... of a kind take as long as the mean rank."""
+    """``sizes`` of groups, raised so that a whole number of them in turn take as long as the mean rank."""
     even = _even(sizes, ticks, prices)
     turns = np.ceil(even / np.maximum(1, ticks))
     larger = np.ceil(sizes * ticks * turns / even).astype(np.int64)
@@ -302,7 +305,7 @@ def _in_turn(sizes: Integers, ticks: Integers, prices: StagePrices) -> Integers:
 def _group_ticks(
     lengths: Integers, sizes: Integers, ticks: Integers, changed: NDArray[np.bool_], prices: StagePrices
 ) -> Integers:
-    """``ticks``, in which those of documents ``changed`` are of groups of ``sizes`` ranks."""
+    """``ticks`` with new values for the ``changed`` documents, which run on groups of ``sizes`` ranks."""
     ticks = ticks.copy()
     for size in np.unique(sizes[changed]).tolist():
         of_size = changed & (sizes == size)
@@ -315,7 +318,7 @@ def _ticks(seconds: float | NDArray[np.float64]) -> Integers:
 
 
 def _even(sizes: Integers, ticks: Integers, prices: StagePrices) -> float:
-    """When all ranks would be done, were they done together."""
+    """When all ranks would finish if the work were shared perfectly, in ticks."""
     return 100 * int((sizes * ticks).sum()) / int(_percent(prices).sum())
 
 
@@ -326,5 +329,5 @@ def _percent(prices: StagePrices) -> Integers:
 
 
 def _taken(ticks: Any, percent: Any) -> Any:
-    """What ranks of these speeds take for what others do in ``ticks``."""
+    """The ticks that ranks of speed ``percent`` need for work of ``ticks`` at full speed."""
     return ticks * 100 // percent

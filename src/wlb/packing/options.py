@@ -1,6 +1,6 @@
-"""Options of packers, each once, and for every method those that it reads, with their defaults.
+"""All options of packers, and the options that each method reads, with their defaults.
 
-They are keyword arguments of ``make_packer`` and keys of the section [packing], and mean the same in all methods.
+They are keyword arguments of ``make_packer`` and keys of [packing], and mean the same in all methods.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from wlb.errors import UserError, choose_from
 from wlb.settings import MOST_MICRO_BATCHES, MicroBatchCount, NonNegativeInt, Number, PositiveInt, Section, Tokens
 
-LARGEST_AUTO_FACTOR = 4.0  # of L_max: a bound where memory sets none, as for a small model on a large device
-_POOL_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds
+LARGEST_AUTO_FACTOR = 4.0  # bound of L_max if memory sets none, as for a small model on a large device
+_POOL_FACTOR = 2.0  # L_max over the mean micro-batch: short documents have more tokens for the same seconds
 
-# L_max in context windows: at most twice the largest global batch, which one micro-batch of pools may hold.
+# L_max in context windows: at most twice the largest global batch, which a single micro-batch may hold.
 LengthFactor = Annotated[Number, Field(ge=1, le=2 * MOST_MICRO_BATCHES)]
 
 Grouping = Literal["even", "level", "slices"]
@@ -41,18 +41,17 @@ METHODS: dict[str, dict[str, Any]] = {
         "grouping": "auto",
     },
 }
-_LOOKAHEAD = 0.5  # where documents may wait
+_LOOKAHEAD = 0.5  # if documents may wait
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Pools of ``size`` of a pipeline stage's dp x cp ranks, each of which runs ``micro_batches`` a step.
+    """Pools of ``size`` of the dp x cp ranks of a pipeline stage, each of which runs ``micro_batches`` a step.
 
-    With grouping "level" every rank of a pool runs micro-batches of its own, whose number differs from step to step:
-    ``micro_batches`` is "auto" there, and one pool holds all ranks of a stage.
-    ``global_batch`` counts the context windows that a step trains, whatever the pools; documents of a micro-batch are
-    chosen by ``grouping`` (``wlb.packing.balanced``), and with ``delays`` they may wait for another step. What is
-    "auto" is yet to be decided (``wlb.simulate.decide``).
+    With grouping "level" every rank runs its own number of micro-batches, which differs from step to step: one pool
+    holds all ranks of a stage, and ``micro_batches`` is "auto". A step trains ``global_batch`` context windows,
+    whatever the pools. ``grouping`` says how documents become micro-batches (``wlb.packing.balanced``); with
+    ``delays`` they may wait for another step. ``wlb.simulate.decide`` decides what is "auto".
     """
 
     size: int | Literal["auto"]
@@ -63,14 +62,14 @@ class Pools:
 
 
 def checked_method(name: str) -> str:
-    """``name``, if it is a method. Raises ``UserError`` otherwise."""
+    """Return ``name`` if it is a method. Raises ``UserError`` otherwise."""
     if name not in METHODS:
         raise UserError(f"packing method {name!r} is unknown; {choose_from(name, METHODS)}")
     return name
 
 
 def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
-    """Outlier thresholds in tokens: 9/16 of the window for one queue, 3/16 and 9/16 for two."""
+    """Outlier thresholds in tokens: 9/16 of the window for one queue; 3/16 and 9/16 for two."""
     sixteenths = {0: (), 1: (9,), 2: (3, 9), 3: (3, 6, 9)}
     if queues not in sixteenths:
         raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give outlier_thresholds")
@@ -84,7 +83,7 @@ def _check_rising(thresholds: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _option(name: str, unread: Any, description: str, **bounds: Any) -> Any:
-    """The field of an option: by default its method's default, or ``unread`` where the method does not read it."""
+    """The field of an option; its default is that of the method, or ``unread`` if the method does not read it."""
     return Field(
         default_factory=lambda given: METHODS.get(given.get("method", ""), {}).get(name, unread),
         description=description,
@@ -94,10 +93,10 @@ def _option(name: str, unread: Any, description: str, **bounds: Any) -> Any:
 
 
 class PackingOptions(Section):
-    """A packing method and its options; one that the method does not read is refused.
+    """A packing method and its options; options that the method does not read are refused.
 
-    With a ``delay_price`` of 0.05, a document of a fifth of the global batch waits a step to save 1% of the heaviest
-    micro-batch.
+    With a ``delay_price`` of 0.05, a document of a fifth of the global batch waits a step if that makes the heaviest
+    micro-batch 1% lighter.
     """
 
     method: Annotated[str, AfterValidator(checked_method)] = Field(
@@ -106,58 +105,57 @@ class PackingOptions(Section):
     max_delay: NonNegativeInt = _option(
         "max_delay",
         0,
-        "Steps (or packing.window of them) after which a waiting document goes first; 0 lets none wait (balanced only)",
+        "Steps (times packing.window) after which a waiting document is packed first; 0: no delay (balanced only)",
     )
     window: MicroBatchCount = _option("window", 1, "Global batches packed together")
     solver_nodes: PositiveInt = _option("solver_nodes", 1, "Branch-and-bound nodes of one solve", le=100_000)
     max_length_factor: LengthFactor | Literal["auto"] = _option(
         "max_length_factor",
         1.0,
-        "L_max, the most tokens of a micro-batch, in context windows; auto is what memory allows, up to 4 (with "
-        "balanced, twice the mean micro-batch)",
+        "L_max, the most tokens of a micro-batch, in context windows; auto: what memory allows, up to 4 (balanced: "
+        "twice the mean micro-batch)",
     )
     outlier_thresholds: Literal["auto"] | Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)] | None = _option(
         "outlier_thresholds",
         None,
-        "Lengths from which documents wait in an outlier queue; auto finds them from the documents seen; default: 3/16 "
-        "and 9/16 of the context window",
+        "Lengths from which documents wait in an outlier queue; auto: found from the documents seen; default: 3/16 and "
+        "9/16 of the context window",
     )
     early_release: bool = _option(
-        "early_release", False, "Release a waiting outlier that the step can balance; false is the paper's algorithm"
+        "early_release", False, "Release a waiting outlier if the step can balance it; false: as in the paper"
     )
     delay_price: Number = _option(
-        "delay_price", 0.0, "Imbalance that a step of waiting is worth, for a global batch of tokens", ge=0, le=100
+        "delay_price", 0.0, "Imbalance that outweighs delaying a global batch of tokens by one step", ge=0, le=100
     )
     lookahead: Number = Field(
         default_factory=lambda given: _LOOKAHEAD if given.get("method") == "balanced" and given["max_delay"] else 0.0,
-        description="Part of the next global batch that a step may train early; by default half of it where documents "
-        "may wait",
+        description="Part of the next global batch that a step may train early; default: half if documents may wait",
         json_schema_extra={"defaults": {"balanced": None}},
         ge=0,
         le=1,
     )
     token_spread: Number = _option(
-        "token_spread", 0.0, "Global batches by which a step may be longer or shorter than one", ge=0, le=1
+        "token_spread", 0.0, "Global batches by which a step may be larger or smaller than one", ge=0, le=1
     )
     global_batch: MicroBatchCount | None = _option(
-        "global_batch", None, "Context windows that a step trains; default: as many as micro_batches"
+        "global_batch", None, "Context windows that a step trains; default: micro_batches"
     )
     pool_micro_batches: MicroBatchCount | Literal["auto"] = _option(
         "pool_micro_batches",
         "auto",
-        "Micro-batches that each pool runs in a step; auto simulates which is fastest",
+        "Micro-batches that each pool runs in a step; auto: the fastest by simulation",
     )
     grouping: Grouping | Literal["auto"] = _option(
         "grouping",
         "auto",
-        "even: as many micro-batches on every rank; level: lists of micro-batches for each rank; slices: long "
-        "documents go through a pipeline in slices; auto is decided with pool_micro_batches",
+        "even: the same number of micro-batches on every rank; level: each rank runs its own number; slices: long "
+        "documents go through a pipeline in slices; auto: the fastest by simulation",
     )
 
     @field_validator(*dict.fromkeys(option for read in METHODS.values() for option in read), mode="before")
     @classmethod
     def _check_read(cls, value: object, info: ValidationInfo) -> object:
-        method = info.data.get("method")  # none where it is unknown
+        method = info.data.get("method")  # None if unknown
         if method is not None and info.field_name not in METHODS[method]:
             others = ", ".join(other for other, read in METHODS.items() if info.field_name in read)
             raise ValueError(f"has no effect with method {method!r}, only with {others}; leave it out")
@@ -167,7 +165,7 @@ class PackingOptions(Section):
     @classmethod
     def _check_delay(cls, max_delay: int, info: ValidationInfo) -> int:
         if max_delay < 1 and info.data.get("method") != "balanced":
-            raise ValueError("must be at least 1 here; balanced takes 0 and lets no document wait")
+            raise ValueError("must be at least 1; only method balanced takes 0, for no delay")
         return max_delay
 
     @model_validator(mode="after")
@@ -178,7 +176,7 @@ class PackingOptions(Section):
             )
         if self.grouping == "level" and self.pool_micro_batches != "auto":
             raise ValueError(
-                f"pool_micro_batches = {self.pool_micro_batches} has no meaning with grouping = 'level', with which "
+                f"pool_micro_batches = {self.pool_micro_batches} has no meaning with grouping = 'level', where "
                 "ranks run different numbers of micro-batches; leave it out"
             )
         return self
@@ -188,22 +186,22 @@ class PackingOptions(Section):
         return option in METHODS[self.method]
 
     def thresholds(self, context_window: int) -> tuple[int, ...]:
-        """The outlier thresholds given, or else the usual ones, which "auto" starts from."""
+        """The given outlier thresholds, or the defaults, from which "auto" starts."""
         given = self.outlier_thresholds
         return given if isinstance(given, tuple) else default_thresholds(context_window)
 
-    def most_tokens(self, context_window: int, micro_batches: int) -> int:
-        """L_max: the most tokens of a micro-batch, where a step has so many."""
+    def max_tokens(self, context_window: int, micro_batches: int) -> int:
+        """L_max: the most tokens of a micro-batch, in steps of ``micro_batches``."""
         if self.max_length_factor != "auto":
             return int(self.max_length_factor * context_window)
         if self.method != "balanced":
-            raise UserError("max_length_factor = 'auto' is decided by a job's memory; give a number of context windows")
+            raise UserError("max_length_factor = 'auto' needs the memory of a job; give a number of context windows")
         return math.ceil(self.largest_auto_factor(micro_batches) * context_window)
 
     def largest_auto_factor(self, micro_batches: int) -> float:
-        """The most that "auto" is decided to be, where memory allows it and a step has so many micro-batches.
+        """The largest value that "auto" may become in steps of ``micro_batches``, if memory allows it.
 
-        In pools twice the mean micro-batch, and room beside that for one document; of level steps twice the whole step.
+        In pools twice the mean micro-batch, or the mean and room for one document; in level steps twice the whole step.
         """
         if self.method != "balanced":
             return LARGEST_AUTO_FACTOR
@@ -213,9 +211,9 @@ class PackingOptions(Section):
         return max(_POOL_FACTOR * mean, mean + 1)
 
     def identity(self, context_window: int) -> dict[str, Any]:
-        """What decides which document is trained in which step, as JSON; a job keeps to it when it continues."""
-        free = {"solver_nodes"}  # they place documents within their step
-        if self.method == "balanced":  # in which no document waits that was measured by sizes
+        """The settings that decide which step trains which document, as JSON; a resumed job must keep them."""
+        free = {"solver_nodes"}  # only places documents inside their step
+        if self.method == "balanced":  # these do not move documents between steps
             free |= {"pool_micro_batches", "global_batch", "max_length_factor", "grouping"}
         own = self.model_dump(mode="json", include=METHODS[self.method].keys() - free)
         if "outlier_thresholds" in own and self.outlier_thresholds != "auto":

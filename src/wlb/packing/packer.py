@@ -1,9 +1,9 @@
 """What all packers share: taking in arrivals and emitting whole steps without losing a document.
 
-Documents arrive in any chunking. The packer buffers them, and whenever the buffer holds what its next step needs
-it plans that step, so identical documents give identical plans however they were fed. ``drain`` plans
-what is left at the end of an epoch. Everything still waiting is explicit state that survives a round trip
-through JSON, and a packer restored from it continues exactly as the original would have.
+Documents arrive in any chunking. The packer buffers them and plans a step whenever the buffer holds enough for it, so
+the same documents give the same plans however they arrive. ``drain`` plans what is left at the end of an epoch.
+Everything still waiting is explicit state that survives a round trip through JSON; a packer restored from it continues
+exactly as the original would have.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Arrival = int | tuple[int, int] | Segment
 
 _STATE_FORMAT = 1
 
-# Fills a NamedTuple from a row without the keyword handling of its constructor: twice as fast, and packers do it for
-# every document within a budget of a microsecond each.
+# Fills a NamedTuple from a row without the keyword handling of its constructor, twice as fast: packers have about a
+# microsecond for each document.
 _new_tuple = tuple.__new__
 
 
 class Pending(NamedTuple):
-    """A segment that waits to be trained: its tokens, its predicted seconds and the step it arrived in.
+    """A segment that waits to be trained: its tokens, its predicted seconds and the step in which it arrived.
 
-    ``held`` is what it counts against L_max: its tokens, and what its further phases hold in memory.
+    ``held`` counts against L_max: its tokens, plus the memory of its further phases in tokens.
     """
 
     length: int
@@ -51,14 +51,14 @@ class Packer(ABC):
     """Turns a stream of documents into ``StepPlan``s of ``micro_batches`` micro-batches each.
 
     A global batch is ``micro_batches`` context windows of ``context_window`` tokens, the mean size of a step;
-    ``workload`` prices documents, with ``PhasedPrices`` in several phases. A packer has a name, and says how many
-    tokens it waits for and what it makes of them.
+    ``workload`` prices documents, with ``PhasedPrices`` in several phases. A subclass says how many tokens it waits for
+    and which steps it makes of them.
     """
 
     name: ClassVar[str]
-    prices_sharding: ClassVar[bool] = False  # whether prices are to know what sharding a document costs
-    _cuts_documents: ClassVar[bool] = False  # so that they may be of any length
-    plans_operations: ClassVar[bool] = False  # whether a pipeline runs its steps in lists made for them
+    prices_sharding: ClassVar[bool] = False  # whether prices include the cost of sharding a document
+    _cuts_documents: ClassVar[bool] = False  # then documents may have any length
+    plans_operations: ClassVar[bool] = False  # whether a pipeline runs operation lists planned for each step
 
     def __init__(
         self, micro_batches: int, context_window: int, workload: DocumentPrices, options: PackingOptions
@@ -68,7 +68,7 @@ class Packer(ABC):
         self.workload = workload
         self.phased = workload if isinstance(workload, PhasedPrices) else None
         self.options = options
-        self.capacity = options.most_tokens(self.context_window, self.micro_batches)  # the most tokens of a micro-batch
+        self.max_tokens = options.max_tokens(self.context_window, self.micro_batches)  # L_max
         self._step = 0
         self._documents_seen = 0
         self._arrived: deque[Segment] = deque()
@@ -82,11 +82,11 @@ class Packer(ABC):
         """Take documents in and return every step that is now complete, in order.
 
         An arrival is a ``Segment``, a ``(document id, length)`` pair, or a bare length, whose id is then the number
-        of arrivals before it. Ids only name documents in the plans: what arrives twice under one id is planned twice.
+        of arrivals before it. Ids only name documents in the plans: a document that arrives twice is planned twice.
 
-        Raises ``UserError`` for a length that is no whole number or under 1, a negative id or start, and, but for
-        ``sequential``, which cuts documents, a length over the context window (``wlb.documents.segments`` has policies
-        for those). Nothing is taken in then.
+        Raises ``UserError``, and takes nothing in, for a length that is no whole number or under 1, a negative id or
+        start, and a length over the context window (``wlb.documents.segments`` has policies for those; ``sequential``
+        cuts such documents).
         """
         self.take_in(arrivals)
         steps: list[StepPlan] = []
@@ -95,7 +95,7 @@ class Packer(ABC):
         return steps
 
     def take_in(self, arrivals: Iterable[Arrival]) -> None:
-        """``plan`` without planning: the documents wait until ``next_steps`` is called."""
+        """Take documents in, as ``plan`` does, but plan nothing until ``next_steps`` is called."""
         plain = arrivals.tolist() if isinstance(arrivals, np.ndarray) else list(arrivals)
         segments = _as_segments(plain, self._documents_seen)
         self._check(segments)
@@ -104,24 +104,24 @@ class Packer(ABC):
         self._documents_seen += len(segments)
 
     def next_steps(self) -> list[StepPlan]:
-        """The next step, or the steps that are planned together with it; none where too few documents have arrived."""
+        """The next step and the steps planned together with it; empty if too few documents have arrived."""
         return [] if self.tokens_missing else self._next_steps()
 
     @property
     def tokens_missing(self) -> int:
-        """Tokens that have yet to arrive before ``next_steps`` returns any."""
+        """Tokens that must still arrive before ``next_steps`` returns a step."""
         return max(0, self._tokens_wanted() - self._arrived_tokens)
 
     def drain(self) -> list[StepPlan]:
-        """Plan everything still held, in as many steps as it needs; the packer is empty afterwards."""
-        steps = self.plan(())  # whole steps are left where sizes changed in load_state_dict
+        """Plan everything still held, in as many steps as needed; the packer is empty afterwards."""
+        steps = self.plan(())  # whole steps are left if sizes changed in load_state_dict
         while self.pending:
             steps += self.last_steps()
         return steps
 
     @property
     def pending(self) -> list[Segment]:
-        """Every segment taken in and not yet planned."""
+        """Every segment that was taken in and is not yet planned."""
         return list(self._arrived)
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,9 +135,9 @@ class Packer(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, which may come from a packer with other sizes but not of another method.
+        """Continue from ``state``, which may come from a packer of other sizes but not of another method.
 
-        Raises ``UserError`` where the state is of another method or format, or holds a document that is too long now.
+        Raises ``UserError`` for a state of another method or format, or with a document that is now too long.
         """
         if state.get("format") != _STATE_FORMAT:
             raise UserError(f"packer state has format {state.get('format')!r}; this version reads {_STATE_FORMAT}")
@@ -150,15 +150,15 @@ class Packer(ABC):
         self._check(self.pending)
 
     def take_back(self, plans: Sequence[StepPlan]) -> None:
-        """Undo ``plans``, the last ones in the order they came: their segments arrive again, ahead of all others."""
+        """Undo the latest ``plans``, in their order: their segments arrive again, ahead of all others."""
         if plans:
             self.begin_with([segment for plan in plans for segment in plan.segments], step=plans[0].step)
 
     def begin_with(self, segments: Sequence[Segment], *, step: int) -> None:
-        """Let ``segments`` arrive ahead of all others, and the next step be number ``step``.
+        """Let ``segments`` arrive ahead of all others, and number the next step ``step``.
 
-        With ``held_segments`` this continues another method's work, in a packer that has planned nothing. Raises
-        ``UserError`` for one that is too long.
+        A packer that has planned nothing can continue the work of another method this way (``held_segments``). Raises
+        ``UserError`` for a segment that is too long.
         """
         self._check(segments)
         self._step = step
@@ -181,7 +181,7 @@ class Packer(ABC):
 
     @abstractmethod
     def last_steps(self) -> list[StepPlan]:
-        """Plan some or all of what is held, where something is and nothing more arrives: at least one step."""
+        """Plan at least one step of what is held, which is not empty, when nothing more arrives."""
 
     def _check(self, segments: Sequence[Segment]) -> None:
         longest = math.inf if self._cuts_documents else self.context_window
@@ -203,11 +203,11 @@ class Packer(ABC):
             return
         held = self.phased.phases.held_tokens(segments)
         largest = int(held.argmax())
-        if held[largest] > self.capacity:
+        if held[largest] > self.max_tokens:
             document, _, length = segments[largest]
             raise UserError(
                 f"document {document} has {length} tokens and memory_tokens = {held[largest] - length}, together over "
-                f"the {self.capacity} of a micro-batch; raise max_length_factor or the context window"
+                f"the {self.max_tokens} of a micro-batch; raise max_length_factor or the context window"
             )
 
     def _take(self, tokens: int) -> list[Segment]:
@@ -235,9 +235,9 @@ class Packer(ABC):
         return [_new_tuple(Pending, row) for row in rows]
 
     def _emit(self, micro_batches: Iterable[MicroBatch], items: Iterable[Pending] = (), columns: int = 1) -> StepPlan:
-        """The plan of the step that trains ``micro_batches``, of which ``items`` may have waited.
+        """The plan of the step that trains ``micro_batches``; ``items`` are their documents, which may have waited.
 
-        They are dealt to so many ``columns`` already, as many to each.
+        Micro-batches are already dealt to ``columns`` pipelines, the same number to each.
         """
         step = self._step
         waits = [(step - item[2], item[0]) for item in items if item[2] < step]
@@ -251,13 +251,13 @@ class Packer(ABC):
 
 
 def held_segments(state: dict[str, Any]) -> list[Segment]:
-    """What a packer of any method held when it gave ``state``: what was held back, oldest first, then what arrived."""
+    """What a packer of any method held in ``state``: documents held back, oldest first, then arrivals."""
     held_back = sorted([*state.get("carried", ()), *state.get("waiting", ())], key=lambda row: row[3])
     return [Segment(*row[:3]) for row in (*held_back, *state["arrived"])]
 
 
 def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
-    """Arrivals as segments of plain integers; lengths alone and segments alone are converted in one go."""
+    """Arrivals as segments of plain integers; lists of only lengths or only segments are converted in one go."""
     forms = set(map(type, arrivals))
     if forms == {int}:
         return [_new_tuple(Segment, row) for row in zip(count(number), repeat(0), arrivals)]
@@ -267,7 +267,7 @@ def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
 
 
 def _as_segment(arrival: Any, index: int) -> Segment:
-    """Of plain ``int``, so that plans and states stay JSON; NumPy's integers are taken."""
+    """A segment of plain ``int``, so that plans and states stay JSON; takes NumPy integers too."""
     if not isinstance(arrival, Segment):
         arrival = arrival if isinstance(arrival, tuple) else (index, arrival)
         if len(arrival) != 2:

@@ -23,13 +23,13 @@ from wlb.schedules.operations import Operation, RankOperations
 class MicroBatch:
     """Segments that go through the model together; attention never crosses from one to another.
 
-    ``workload`` is what its context-parallel group is predicted to take, in seconds, forward and backward, all layers;
-    ``forward`` is the forward's part, where it is known. ``ranks`` are those of the group that run it, ascending; none
-    are named where all do.
+    ``workload`` is the predicted time of its context-parallel group in seconds, forward and backward, over all layers;
+    ``forward`` is the part of the forward, if known. ``ranks`` are the ranks of the group that run it, ascending; empty
+    if all do.
 
-    The first segment may be a slice of a longer one, the other slices of which are micro-batches beside this one in the
-    same pipeline: it also attends the ``earlier`` tokens of the slices before it, and with ``continued`` there is a
-    slice after it. Slices go forward in order and backward in reverse.
+    The first segment may be a slice of a longer one, whose other slices are in neighbouring micro-batches of the same
+    pipeline. It then also attends the ``earlier`` tokens of the slices before it, and ``continued`` says that another
+    slice follows. Slices go forward in order and backward in reverse.
     """
 
     segments: tuple[Segment, ...]
@@ -46,7 +46,7 @@ class MicroBatch:
 
     @property
     def whole_segments(self) -> tuple[Segment, ...]:
-        """The segments that end here, a sliced one from its beginning on."""
+        """The segments that end in this micro-batch; a sliced one counts from its first token."""
         if not self.is_slice:
             return self.segments
         (document, start, length), *others = self.segments
@@ -80,13 +80,13 @@ class MicroBatch:
 class StepPlan:
     """One optimizer step: ``ranks[d][i]`` is the i-th micro-batch of data-parallel rank d.
 
-    Where micro-batches name the context-parallel ranks that run them, each of these goes through its own in this order.
-    A packer emits all micro-batches on one rank; ``wlb.packing.arrange`` deals them to several.
-    ``delay_token_steps`` sums over the step's tokens the steps each waited since its document arrived, and
-    ``longest_delay`` is the most that any waited; training a document early is no delay.
+    If micro-batches name the context-parallel ranks that run them, each rank runs its own in this order. A packer emits
+    all micro-batches on one rank; ``wlb.packing.arrange`` deals them to several.
+    ``delay_token_steps`` is the sum over tokens of the steps that each waited since its document arrived;
+    ``longest_delay`` is the longest wait. Training a document early is no delay.
 
-    ``operations[d][p]`` is what pipeline rank p of data-parallel rank d runs, in order; none where the pipeline runs
-    its named schedule.
+    ``operations[d][p]`` is the list of operations of pipeline rank p of data-parallel rank d; empty if the pipeline
+    runs a named schedule.
     """
 
     step: int
@@ -102,7 +102,7 @@ class StepPlan:
 
     @property
     def segments(self) -> Iterator[Segment]:
-        """All segments of the step, rank after rank; slices of a segment are one, in the place of the last of them."""
+        """All segments of the step, rank after rank; the slices of a segment count once, where the last one is."""
         return (segment for micro_batch in self.micro_batches for segment in micro_batch.whole_segments)
 
     @property
@@ -118,7 +118,7 @@ class StepPlan:
     def imbalance(self) -> float:
         """Largest over mean workload; 1.0 is perfect balance (an empty step counts as 1.0).
 
-        Of micro-batches; or, where these name their ranks, of what each rank has in the whole step.
+        Of micro-batches; or, if these name their ranks, of the work of each rank in the whole step.
         """
         if any(micro_batch.ranks for micro_batch in self.micro_batches):
             return self.slowest_rank
@@ -126,7 +126,7 @@ class StepPlan:
 
     @property
     def slowest_rank(self) -> float:
-        """Largest over mean workload of the ranks in the whole step: data-parallel ones, or those that are named."""
+        """Largest over mean workload of ranks in the whole step: data-parallel ranks, or the ranks that are named."""
         of_ranks: Counter[int] = Counter(dict.fromkeys(range(len(self.ranks)), 0))
         for index, rank in enumerate(self.ranks):
             for micro_batch in rank:

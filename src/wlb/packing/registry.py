@@ -29,7 +29,7 @@ def make_packer(
 ) -> Packer:
     """The packer called ``name``, for N = ``micro_batches`` over all data-parallel ranks.
 
-    ``options`` are those of [packing] that it reads, with their defaults and bounds (docs/configuration.md); None is
+    ``options`` are the [packing] options that it reads, with their defaults and bounds (docs/configuration.md); None is
     the default. Raises ``UserError`` for an unknown name or option, and for a value out of bounds.
     """
     checked_method(name)

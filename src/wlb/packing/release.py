@@ -1,16 +1,16 @@
-"""Searches which outliers a step trains, treating all shorter documents as divisible.
+"""Searches for the outliers that a step trains, treating all shorter documents as divisible.
 
-What unbalances a step are its few long documents; the many short ones fill whatever the long ones leave, almost like a
-liquid. So a set of outliers is tried by placing them alone, longest first, and pouring the rest over them: that says
-within a fraction of a percent how even the step would be, how many tokens it would train, and what would have to wait,
-in a few microseconds instead of a whole packing. The price of a set is
+The few long documents unbalance a step; the many short ones fill the gaps, almost like a fluid. So the search tries a
+set of outliers by placing only them, longest first, and pouring the short documents over them. In a few microseconds,
+instead of a whole packing, that predicts within a fraction of a percent how even the step would be, how many tokens it
+would train, and what would have to wait. The price of a set is
 
     heaviest over mean micro-batch
     + ``delay_price`` x tokens that wait another step, in global batches
-    + a tenth       x how uneven the next step would be if it had to train all outliers left, and short ones
+    + 0.1           x imbalance of the next step if it trained all remaining outliers, with short documents
 
-The search starts from the sets that hold the most expensive outliers back, all but one, all but two, ..., and then
-swaps single outliers while the cost falls. It ends at once where training all that is due is even already.
+The search starts with sets without the k most expensive outliers, and then adds or removes single outliers while the
+price falls. It ends at once if training everything that is due is already even.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import NamedTuple
 from wlb.lightest import into_lightest
 from wlb.packing.packer import Pending
 
-_EVEN = 1.0005  # price from which nothing is searched
-_THRESHOLDS = 16  # sets that hold the most expensive outliers back
-_OUTLOOK = 0.1  # price of a heaviest micro-batch twice the mean, in the next step
-_OUT_OF_BOUNDS = 100.0  # price of a global batch of tokens over the most, or under the least, of a step
-_MOVED = 24  # outliers, the most expensive, that are swapped one by one
+_EVEN = 1.0005  # price of a set that is good enough without a search
+_THRESHOLDS = 16  # sets without the most expensive outliers
+_OUTLOOK = 0.1  # price if the heaviest micro-batch of the next step is twice the mean
+_OUT_OF_BOUNDS = 100.0  # price of a global batch of tokens over or under the bounds of a step
+_MOVED = 24  # most expensive outliers that are added or removed one by one
 
-_price = itemgetter(0)  # of a release
-Released = tuple[bool, ...]  # of every outlier
+_price = itemgetter(0)  # of a Release
+Released = tuple[bool, ...]  # whether each outlier is trained
 
 
 class Outlier(NamedTuple):
-    """A document that is weighed alone, and whether it is due by this step, or even must be in it."""
+    """A document that is considered by itself; ``due`` by this step, or ``overdue``, so it must be in it."""
 
     item: Pending
     due: bool
@@ -43,7 +43,7 @@ class Outlier(NamedTuple):
 
 
 class Fluid(NamedTuple):
-    """Documents that are short enough to be poured: their tokens and seconds in all, and how many they are."""
+    """Documents short enough to be poured: their total tokens and seconds, and their number."""
 
     tokens: int
     seconds: float
@@ -51,7 +51,7 @@ class Fluid(NamedTuple):
 
 
 class Release(NamedTuple):
-    """The outliers to release. Short documents that are due wait where they would make more than ``limit`` seconds."""
+    """The outliers to release. Due short documents wait if they would take a micro-batch over ``limit`` seconds."""
 
     price: float
     released: Released
@@ -60,14 +60,14 @@ class Release(NamedTuple):
 
 
 class StepRules(NamedTuple):
-    """Every step trains ``least`` to ``most`` tokens in ``micro_batches`` of at most ``capacity``.
+    """Every step trains ``least`` to ``most`` tokens in ``micro_batches`` of at most ``max_tokens``.
 
-    ``batch`` is a global batch in tokens; for one of them to wait a step costs ``delay_price``. Where
-    ``fluid_may_wait``, short documents that are due may be left for the next step.
+    ``batch`` is a global batch in tokens; ``delay_price`` is the price of delaying one by a step. With
+    ``fluid_may_wait``, due short documents may wait for the next step.
     """
 
     micro_batches: int
-    capacity: int
+    max_tokens: int
     least: int
     most: int
     batch: int
@@ -78,7 +78,7 @@ class StepRules(NamedTuple):
 class Offer(NamedTuple):
     """What a step may train: ``outliers``, most expensive first, short documents that are ``due``, and ``early`` ones.
 
-    It trains at least ``aim`` tokens if ``early`` suffices.
+    The step trains at least ``aim`` tokens if ``early`` has enough.
     """
 
     outliers: Sequence[Outlier]
@@ -89,7 +89,7 @@ class Offer(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Seconds of a token of the fluid; in its absence, of the shortest outlier's."""
+        """Seconds per token of the fluid or, without any, of the shortest outlier."""
         tokens = self.due.tokens + self.early.tokens
         if tokens:
             return (self.due.seconds + self.early.seconds) / tokens
@@ -113,7 +113,7 @@ def choose(offer: Offer) -> Release:
 
 
 def _without_the_most_expensive(offer: Offer) -> Iterator[Released]:
-    """Sets without the k most expensive outliers; of the others those that are due, or all."""
+    """Sets without the k most expensive outliers: the due ones of the others, or all others."""
     count = len(offer.outliers)
     steps = min(count, _THRESHOLDS)
     for held in sorted({round(count * (step / steps) ** 2) if steps < count else step for step in range(steps + 1)}):
@@ -122,7 +122,7 @@ def _without_the_most_expensive(offer: Offer) -> Iterator[Released]:
 
 
 def _improved(best: Release, attempt: Callable[[Released], Release], offer: Offer) -> Release:
-    """The best that is reached from ``best`` by releasing or holding single outliers."""
+    """The best set reached from ``best`` by releasing or holding back single outliers."""
     movable = [index for index, outlier in enumerate(offer.outliers[:_MOVED]) if not outlier.overdue]
     while True:
         before = best
@@ -157,9 +157,9 @@ def _appraise(released: Released, offer: Offer) -> Release:
 
 
 def _pourings(loads: list[float], rooms: list[int], tokens: int, offer: Offer) -> Iterator[tuple[float, float, float]]:
-    """Pour the fluid over outliers of ``tokens`` tokens: all that is due, or only what the heaviest outlier hides.
+    """Pour the fluid over outliers of ``tokens`` tokens: all that is due, or only up to the heaviest micro-batch.
 
-    Yields the seconds of fluid, those of the heaviest micro-batch then, and those up to which it was poured.
+    Yields the seconds of fluid poured, of the heaviest micro-batch afterwards, and the limit of pouring.
     """
     density, heaviest, rules = offer.density, max(loads), offer.rules
     early = max(0, min(offer.early.tokens, offer.aim - tokens - offer.due.tokens))
@@ -174,18 +174,18 @@ def _pourings(loads: list[float], rooms: list[int], tokens: int, offer: Offer) -
 
 
 def _imbalance(loads: list[float], fluid: float, peak: float) -> float:
-    """Heaviest micro-batch, of ``peak`` seconds, over the mean of ``loads`` and ``fluid`` seconds more in all."""
+    """Heaviest over mean micro-batch: ``peak`` seconds over the mean of ``loads`` plus ``fluid`` seconds in total."""
     total = math.fsum(loads) + fluid
     return max(1.0, peak * len(loads) / total) if total else 1.0
 
 
 def _space(loads: list[float], rooms: list[int], density: float, peak: float) -> float:
-    """Seconds of fluid for which there is room below ``peak``."""
+    """Seconds of fluid that fit below ``peak``."""
     return math.fsum([min(peak - load, room * density) for load, room in zip(loads, rooms, strict=True) if load < peak])
 
 
 def _outlook(outliers: Sequence[Outlier], offer: Offer) -> float:
-    """Imbalance of ``outliers`` alone, evened out with a global batch of fluid."""
+    """Imbalance of only ``outliers``, evened out by up to a global batch of fluid."""
     loads, rooms, _ = _placed(outliers, offer.rules)
     peak = max(loads)
     fluid = min(_space(loads, rooms, offer.density, peak), offer.rules.batch * offer.density)
@@ -193,15 +193,15 @@ def _outlook(outliers: Sequence[Outlier], offer: Offer) -> float:
 
 
 def _placed(outliers: Sequence[Outlier], rules: StepRules) -> tuple[list[float], list[int], int]:
-    """Outliers, longest first, into the lightest micro-batches with room: seconds, room left, and tokens unplaced."""
-    loads, rooms = [0.0] * rules.micro_batches, [rules.capacity] * rules.micro_batches
+    """Place outliers, longest first, into the lightest micro-batches with room: seconds, rooms, unplaced tokens."""
+    loads, rooms = [0.0] * rules.micro_batches, [rules.max_tokens] * rules.micro_batches
     lengths = [outlier.item.length for outlier in outliers]
     owners, _ = into_lightest(lengths, [outlier.item.seconds for outlier in outliers], loads, rooms)
     return loads, rooms, sum([length for length, owner in zip(lengths, owners, strict=True) if owner < 0])
 
 
 def _level(loads: list[float], rooms: list[int], seconds: float, density: float) -> tuple[float, float]:
-    """The level to which ``seconds`` of fluid lift the micro-batches, and the seconds for which there is no room."""
+    """The level to which ``seconds`` of fluid fill the micro-batches, and the seconds without room."""
     events = [(load, 1) for load in loads]
     events += [(load + room * density, -1) for load, room in zip(loads, rooms, strict=True)]
     events.sort()

@@ -1,8 +1,8 @@
-"""Original packing (plain-4D): concatenate documents in arrival order and cut at the context window.
+"""Original packing (plain-4D): concatenate documents in order of arrival and cut at the context window.
 
-This is what most training stacks do today and the baseline of WLB-LLM (section 2.1). Documents are split wherever
-the window ends; attention does not cross the cut. Pieces of an overlong document that meet again inside a micro-batch
-are one segment, so the cuts are those of the micro-batches alone.
+Most training stacks pack this way, and it is the baseline of WLB-LLM (section 2.1). A document is cut where the window
+ends; attention does not cross the cut. Pieces of an overlong document that meet inside a micro-batch become one segment
+again, so documents are cut only between micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wlb.workload.phases import segment_seconds
 
 
 class SequentialPacker(Packer):
-    """Micro-batches of exactly ``context_window`` tokens; the last step of an epoch is cut evenly instead."""
+    """Micro-batches of exactly ``context_window`` tokens; the last step of an epoch is divided evenly."""
 
     name = "sequential"
     _cuts_documents = True

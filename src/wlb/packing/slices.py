@@ -1,13 +1,14 @@
-"""A pipeline's step in which no micro-batch is much heavier than another, and no document waits for a later step.
+"""Slices: pipeline steps of micro-batches of equal work, in which no document waits for a later step.
 
-Documents are dealt to the pipelines (data-parallel ranks), the dearest first, each to the one with least work, and
-then within each pipeline to a given number of micro-batches. A document that is dearer than a micro-batch's share is
-cut along its sequence into slices of equal work, later ones shorter, as they attend more. Slices begin at multiples of
-a tile of queries. Then the other documents go, dearest first, each to the micro-batch that has least work.
+The packer deals documents to the pipelines (data-parallel ranks), the most expensive first, each to the pipeline with
+the least work, and then to a given number of micro-batches inside each pipeline. A document that costs more than the
+mean micro-batch is cut along its sequence into slices of equal work; later slices are shorter, because their tokens
+attend more. Slices begin at multiples of a tile of queries. The other documents then go, most expensive first, each to
+the lightest micro-batch.
 
-As every micro-batch has about as much work, the bubbles of the pipeline are as short as they can be, however long a
-document is; and as nothing waits, every step trains its own documents. The slices of a document follow each other.
-Seconds are whole ticks, so that all machines plan alike.
+As all micro-batches have about the same work, pipeline bubbles are short however long a document is, and every step
+trains its own documents. The slices of a document follow each other. Seconds are whole ticks, so that all machines make
+the same plan.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from wlb.workload.base import DocumentPrices
 
 Integers = NDArray[np.int64]
 
-TILE = 128  # tokens: queries in a tile of FlashAttention-2 and -3; a slice that ends inside one pays for all of it
-_TICKS = 1e9  # a second
-_SLACK = 0.05  # of a share: a document may be dearer by so much before it is cut once more
+TILE = 128  # queries in a tile of FlashAttention-2 and -3; a partial tile costs as much as a full one
+_TICKS = 1e9  # per second
+_SLACK = 0.05  # of the mean micro-batch: a slice may cost this much more before the document is cut once more
 
 
 @runtime_checkable
 class ColumnPrices(DocumentPrices, Protocol):
-    """Prices of documents on one of some equal pipelines."""
+    """Prices of documents on one of several equal pipelines."""
 
     @property
     def columns(self) -> int:
-        """How many pipelines train a step together: data-parallel ranks."""
+        """Number of pipelines that train a step together: data-parallel ranks."""
 
 
 class Sliced(NamedTuple):
-    """A micro-batch: whole ``documents`` of a step, by number, and the slice of a longer one, if any.
+    """A micro-batch: the numbers of whole ``documents`` of a step, and possibly a slice of a longer one.
 
-    A slice is the tokens from ``start`` to ``stop`` of document ``sliced``, of which others hold the rest; -1 is none.
+    The slice is tokens ``start`` to ``stop`` of document ``sliced``; other micro-batches hold the rest. -1 is no slice.
     """
 
     documents: tuple[int, ...]
@@ -52,22 +53,22 @@ class Sliced(NamedTuple):
 
 
 def sliced_columns(
-    lengths: Sequence[int], micro_batches: int, capacity: int, prices: ColumnPrices
+    lengths: Sequence[int], micro_batches: int, max_tokens: int, prices: ColumnPrices
 ) -> tuple[list[list[Sliced]], list[int]]:
-    """The ``micro_batches`` micro-batches of every pipeline in order, and the documents for which none had room.
+    """The ``micro_batches`` micro-batches of every pipeline in order, and the documents without room.
 
-    ``lengths`` are those of a step's documents in tokens; no micro-batch holds more than ``capacity`` tokens.
+    ``lengths`` are the tokens of the documents of a step; no micro-batch holds more than ``max_tokens`` tokens.
     """
     tokens = np.asarray(lengths, np.int64)
     ticks = _ticks(prices, tokens)
     falling = np.lexsort((np.arange(len(tokens)), -tokens)).tolist()
-    rooms = [micro_batches * capacity] * prices.columns
+    rooms = [micro_batches * max_tokens] * prices.columns
     owners, _ = into_lightest(tokens[falling].tolist(), ticks[falling].tolist(), [0.0] * prices.columns, rooms)
     columns: list[list[Sliced]] = []
     left = [document for document, owner in zip(falling, owners, strict=True) if owner < 0]
     for column in range(prices.columns):
         mine = [document for document, owner in zip(falling, owners, strict=True) if owner == column]
-        planned, without_room = _column(mine, tokens, ticks, micro_batches, capacity, prices)
+        planned, without_room = _column(mine, tokens, ticks, micro_batches, max_tokens, prices)
         columns.append(planned)
         left += without_room
     return columns, left
@@ -78,10 +79,10 @@ def _column(
     tokens: Integers,
     ticks: Integers,
     micro_batches: int,
-    capacity: int,
+    max_tokens: int,
     prices: ColumnPrices,
 ) -> tuple[list[Sliced], list[int]]:
-    """One pipeline's micro-batches: slices of long documents, dearest first, then those of whole documents only."""
+    """The micro-batches of one pipeline: slices of long documents, most expensive first, then whole documents."""
     parts = dict(zip(documents, _parts(ticks[list(documents)].tolist(), micro_batches), strict=True))
     whole = [document for document in documents if parts[document] == 1]
     filled = [
@@ -92,9 +93,9 @@ def _column(
     ]
     filled += [Sliced(())] * (micro_batches - len(filled))
     before, after = (_ticks(prices, np.array([getattr(one, end) for one in filled])) for end in ("start", "stop"))
-    loads, rooms = (after - before).astype(float).tolist(), [capacity - (one.stop - one.start) for one in filled]
+    loads, rooms = (after - before).astype(float).tolist(), [max_tokens - (one.stop - one.start) for one in filled]
     owners, _ = into_lightest(tokens[whole].tolist(), ticks[whole].tolist(), loads, rooms)
-    members: list[list[int]] = [[] for _ in range(micro_batches + 1)]  # the last of those without room
+    members: list[list[int]] = [[] for _ in range(micro_batches + 1)]  # the last list has the documents without room
     for document, owner in zip(whole, owners, strict=True):
         members[owner].append(document)
     left = members.pop()
@@ -102,9 +103,10 @@ def _column(
 
 
 def _parts(ticks: Sequence[int], micro_batches: int) -> list[int]:
-    """Into how many slices each document is cut, all of them together at most ``micro_batches``.
+    """Number of slices of each document; all sliced documents together make at most ``micro_batches``.
 
-    As few as are not over an even share; of too many, those go that leave the cheapest slices.
+    As few slices as keep each below the mean micro-batch. If these are too many, the document whose slices would stay
+    cheapest gets one less, and so on.
     """
     share = sum(ticks) / micro_batches
     parts = [max(1, math.ceil(each / max(share, 1) - _SLACK)) for each in ticks]
@@ -119,7 +121,7 @@ def _parts(ticks: Sequence[int], micro_batches: int) -> list[int]:
 
 
 def _cuts(length: int, parts: int, prices: ColumnPrices) -> list[int]:
-    """Where slices of a document of ``length`` tokens begin and end: 0, tiles up to which work is even, ``length``."""
+    """Where slices of a document of ``length`` tokens begin and end: 0, tiles that divide its work, ``length``."""
     tiles = np.arange(TILE, length, TILE)
     work = _ticks(prices, np.append(tiles, length))
     places = np.searchsorted(work, work[-1] * np.arange(1, parts) // parts)

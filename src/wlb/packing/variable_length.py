@@ -1,18 +1,19 @@
 """Variable-length packing with outlier delay: Algorithm 1 of WLB-LLM (section 4.2).
 
-A global batch comes in. Documents at least as long as an outlier threshold go into the queue of the highest threshold
-they reach; a queue that holds N documents releases N, and N more while it can, so that every micro-batch of the step
-gets as many of about equal length. The rest is placed longest first into the lightest micro-batch, which may grow to
-L_max tokens: short documents fill up what outliers leave free. What fits nowhere is carried over to the next step.
+The packer takes in a global batch. A document at least as long as an outlier threshold goes into the queue of the
+highest threshold that it reaches. A queue releases documents in sets of N, one for every micro-batch, so all
+micro-batches get outliers of about the same length. Each remaining document goes, longest first, into the lightest
+micro-batch, which may grow to L_max tokens: short documents fill up what outliers leave free. A document without room
+is carried over to the next step.
 
-Three things go past the paper. A waiting outlier that this step can balance anyway is released early, where it fits
-beside the step's other outliers without becoming the heaviest micro-batch (``early_release = False`` is the paper's
-algorithm). A document that has waited ``max_delay`` steps is released alone. And a step takes in fewer fresh documents
-when many are carried over, so the carry-over cannot grow without bound.
+Three things go beyond the paper. A waiting outlier is released early if it fits beside the other outliers of the step
+without making the heaviest micro-batch (``early_release = False`` is the paper's algorithm). A document that has waited
+``max_delay`` steps is released alone. And a step takes in fewer fresh documents when many are carried over, so the
+carry-over cannot grow without bound.
 
-``outlier_thresholds = "auto"`` follows the documents. Every candidate packs the same sample of lengths; the best has
-the smallest imbalance degree of those that keep a bound on the mean token delay. They are tried once enough documents
-have been seen, and again whenever the distribution of lengths has moved.
+``outlier_thresholds = "auto"`` follows the documents. All candidate thresholds pack the same sample of lengths; the
+best one has the smallest imbalance degree of those that keep the mean token delay below a bound. The packer tries them
+once it has seen enough documents, and again whenever the distribution of lengths has moved.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from wlb.packing.packer import Pending
 from wlb.packing.plan import StepPlan
 
 DEFAULT_MAX_TOKEN_DELAY = 0.35
-SCREENING_STEPS = 96  # every candidate packs so many
+SCREENING_STEPS = 96  # packed with every candidate
 
 # Thresholds tried, in context windows: about four to the octave where outliers are, coarser below.
 _THRESHOLD_FRACTIONS = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 7 / 16, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
-_MICRO_BATCHES = 4  # at most, of a trial: a balance that holds for few micro-batches holds for many
-_DRIFT = 0.1  # of the share of tokens in each octave of length (total variation), from which thresholds are tried again
+_MICRO_BATCHES = 4  # most in a trial: thresholds that balance few micro-batches balance many
+_DRIFT = 0.1  # total variation of token shares per octave of length from which thresholds are tried again
 
 _arrived = attrgetter("arrived")
 
@@ -69,7 +70,7 @@ class VariableLengthPacker(CarryingPacker):
         older = self._carried + self._released()
         if self.options.early_release:
             older += self._released_early(now + older)
-        idle = self.micro_batches - len(now) - len(older)  # micro-batches, where all that came waits in queues
+        idle = self.micro_batches - len(now) - len(older)  # empty micro-batches, if all documents wait in queues
         return now, older + self._dequeued(self._oldest_first()[: max(0, idle)])
 
     def _enqueued(self, items: Iterable[Pending]) -> list[Pending]:
@@ -81,7 +82,7 @@ class VariableLengthPacker(CarryingPacker):
         return below
 
     def _released(self) -> list[Pending]:
-        """Outliers that fill whole sets of N, one to a micro-batch, or that have waited long enough."""
+        """Outliers in whole sets of N, one for every micro-batch, and those that have waited long enough."""
         released: list[Pending] = []
         for queue in self._queues:
             while len(queue) >= self.micro_batches:
@@ -91,22 +92,22 @@ class VariableLengthPacker(CarryingPacker):
         return released
 
     def _released_early(self, items: list[Pending]) -> list[Pending]:
-        """Outliers that may join ``items`` without making a micro-batch heavier than it or the mean would be anyway."""
+        """Outliers that may join ``items`` without exceeding the heaviest micro-batch or the mean."""
         waiting = self._oldest_first()
         if not waiting:
             return []
-        outliers = OpenMicroBatches(self.micro_batches, self.capacity)
+        outliers = OpenMicroBatches(self.micro_batches, self.max_tokens)
         outliers.place(longest_first(item for item in items if item[0] >= self.outlier_thresholds[0]))
         lightest = [(seconds, index) for index, seconds in enumerate(outliers.seconds)]
         heapify(lightest)
         heaviest = max(outliers.seconds)
-        # Exact, as the built-in sum rounds differently from Python 3.12 on, and machines must plan alike.
+        # Exact: the built-in sum rounds differently from Python 3.12 on, and all machines must make the same plan.
         total = math.fsum([item[1] for item in items])
         released: list[Pending] = []
         for item in waiting:
             load, index = lightest[0]
             seconds, tokens = load + item.seconds, outliers.tokens[index] + item.held
-            if seconds <= max(heaviest, (total + item.seconds) / self.micro_batches) and tokens <= self.capacity:
+            if seconds <= max(heaviest, (total + item.seconds) / self.micro_batches) and tokens <= self.max_tokens:
                 heapreplace(lightest, (seconds, index))
                 outliers.tokens[index] = tokens
                 heaviest = max(heaviest, seconds)
@@ -118,7 +119,7 @@ class VariableLengthPacker(CarryingPacker):
         return [item for queue in self._queues for item in queue]
 
     def _wait(self, items: list[Pending]) -> None:
-        """Queue ``items`` by the present thresholds, oldest first; items below all of them are carried over."""
+        """Queue ``items`` by the present thresholds, oldest first; items below all thresholds are carried over."""
         self._queues = [deque() for _ in self.outlier_thresholds]
         if below := self._enqueued(sorted(items, key=_arrived)):
             self._carry(self._carried + below)
@@ -127,9 +128,9 @@ class VariableLengthPacker(CarryingPacker):
         return sorted(self._waiting(), key=_arrived)
 
     def _dequeued(self, items: list[Pending]) -> list[Pending]:
-        """``items``, after taking them out of their queues."""
+        """Take ``items`` out of their queues, and return them."""
         if items:
-            gone = set(map(id, items))  # not by value: the same segment may have been given twice
+            gone = set(map(id, items))  # not by value: a segment may have been given twice
             self._queues = [deque(item for item in queue if id(item) not in gone) for queue in self._queues]
         return items
 
@@ -144,7 +145,7 @@ class VariableLengthPacker(CarryingPacker):
         super()._restore(state)
 
     def _observe(self, lengths: Sequence[int]) -> tuple[int, ...] | None:
-        """Take in the lengths of fresh documents; returns new thresholds when it is time to change them."""
+        """Take in the lengths of fresh documents; returns thresholds when it is time to change them."""
         self._sample += lengths
         micro_batches = min(self.micro_batches, _MICRO_BATCHES)
         step_tokens = micro_batches * self.context_window
@@ -169,18 +170,18 @@ class VariableLengthPacker(CarryingPacker):
 
 
 def threshold_sets(context_window: int, queues: int = 2) -> Iterator[tuple[int, ...]]:
-    """All sets of at most ``queues`` thresholds that are tried."""
+    """All sets of at most ``queues`` thresholds to try."""
     thresholds = sorted({max(1, int(fraction * context_window)) for fraction in _THRESHOLD_FRACTIONS})
     for count in range(queues + 1):
         yield from combinations(thresholds, count)
 
 
 def imbalance_and_delay(plans: Sequence[StepPlan]) -> tuple[float, float]:
-    """The imbalance degree of at least one step, and the mean steps that a token has waited."""
+    """The imbalance degree of one or more steps, and the mean number of steps that a token waited."""
     delay = sum(plan.delay_token_steps for plan in plans) / sum(plan.tokens for plan in plans)
     return float(np.mean([plan.imbalance for plan in plans])), delay
 
 
 def preference(imbalance: float, delay: float, max_token_delay: float) -> tuple[bool, float, float]:
-    """Sorts trials: those within the bound on delay by imbalance, then the others by delay."""
+    """Sort key of trials: first those within ``max_token_delay``, by imbalance, then the others, by delay."""
     return (False, imbalance, delay) if delay <= max_token_delay else (True, delay, imbalance)

@@ -68,7 +68,7 @@ def _chosen(
 ) -> tuple[Sequence[int], Sequence[int]]:
     """The data- and the context-parallel ranks that are drawn."""
     if dp_ranks is None:
-        dp_ranks = range(layout.dp) if layout.pp * layout.replicas <= MOST_TRACKS else [slowest]
+        dp_ranks = range(layout.dp) if layout.pp * layout.dp_cp <= MOST_TRACKS else [slowest]
     if cp_ranks is None:
         cp_ranks = range(min(layout.cp, max(1, MOST_TRACKS // (layout.pp * len(dp_ranks)))))
     for name, ranks, size in (("dp", dp_ranks, layout.dp), ("cp", cp_ranks, layout.cp)):

@@ -1,12 +1,12 @@
-"""Operation lists by the longest remaining path: the order of a pipeline, made for a step's own micro-batches.
+"""Operation lists by the longest remaining path: a pipeline order planned for the micro-batches of one step.
 
-A free rank runs, of the operations whose input is there, the one with the longest path to the end of the step: through
-the other stages, and through the micro-batches after it on the same stage. What a backward computes for the weights
-fills the time in which nothing else can run. 1F1B, interleaved and zero-bubble schedules are special cases.
+A free rank runs the ready operation with the longest path to the end of the step: through the other stages, and through
+the later micro-batches on the same stage. Gradients of weights fill the time in which nothing else is ready. 1F1B,
+interleaved and zero-bubble schedules are special cases.
 
-A forward may run only where the rank can hold what it leaves, and only if every document that has begun can then finish
-its forwards as soon as those before it are through (the banker's rule). So no rank ever waits for room in a circle. All
-seconds are whole ticks, so that every machine makes the same lists.
+A forward may run only if the rank can hold its activations, and only if every document that has begun can still finish
+its forwards once the documents before it have gone backward (the banker's rule). So ranks cannot deadlock waiting for
+memory. All seconds are whole ticks, so that every machine makes the same lists.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Ticks = NDArray[np.int64]
 
 
 class PipelineLoad(NamedTuple):
-    """What a pipeline of some stages runs in a step, in whole ticks; arrays of shape (stages, micro_batches).
+    """The work of a pipeline in a step, in whole ticks; arrays of shape (stages, micro_batches).
 
-    ``weight`` is the part of ``backward`` that computes weights' gradients, or None where a backward is one operation.
-    ``transfer`` is what a micro-batch takes from one rank to another, shape (micro_batches,). ``held`` is what a
-    forward leaves on its rank until the backward is over, in any unit.
+    ``weight`` is the part of ``backward`` that computes gradients of weights, or None if a backward is one operation.
+    ``transfer`` is the time of a micro-batch from one rank to another, shape (micro_batches,). ``held`` is the memory
+    that a forward holds on its rank until the end of the backward, in any unit.
     """
 
     forward: Ticks
@@ -40,11 +40,11 @@ class PipelineLoad(NamedTuple):
 
 
 def critical_path_lists(load: PipelineLoad, documents: Sequence[int], pp: int, limits: Sequence[int]) -> RankOperations:
-    """What each of ``pp`` ranks runs, in order; rank r holds every pp-th stage from stage r on.
+    """The operations of each of ``pp`` ranks, in order; rank r holds every pp-th stage from stage r on.
 
-    ``documents`` counts the micro-batches of each document that is cut into slices, 1 for a micro-batch of whole
-    documents; they follow each other. Slices go forward in order and backward in reverse. No rank holds more than its
-    share of ``limits`` at once, unless a single document needs it.
+    ``documents`` has, in order, the number of micro-batches of each sliced document, and 1 for a micro-batch of whole
+    documents. Slices go forward in order and backward in reverse. Rank r holds at most ``limits[r]`` at once, unless a
+    single document needs more.
     """
     ranks = _Ranks(load, documents, pp, limits)
     while (rank := ranks.next_rank()) is not None:
@@ -57,7 +57,7 @@ _NEVER = 2**63
 
 
 class _Ranks:
-    """What all ranks have run so far, and when each can run the next operation."""
+    """The operations that all ranks have run so far, and when each rank can run the next one."""
 
     def __init__(self, load: PipelineLoad, documents: Sequence[int], pp: int, limits: Sequence[int]) -> None:
         self._stages, self._pp = len(load.forward), pp
@@ -77,10 +77,10 @@ class _Ranks:
         self._needed = [self._by_document(stages, len(documents)) for stages in self._own]
         self._limits = [max(limit, *needed) for limit, needed in zip(limits, self._needed, strict=True)]
         self._held = [[0] * len(documents) for _ in range(pp)]
-        self._begun: list[list[int]] = [[] for _ in range(pp)]  # documents of which the rank holds something, ascending
-        self._late: list[deque[tuple[int, int]]] = [deque() for _ in range(pp)]  # whose weights are still to be done
+        self._begun: list[list[int]] = [[] for _ in range(pp)]  # documents that the rank holds something of, ascending
+        self._late: list[deque[tuple[int, int]]] = [deque() for _ in range(pp)]  # backwards with a weight part to run
         self._free = [0] * pp
-        # When the input of the next forwards of each stage is there, in order, and of which backwards it is.
+        # When the inputs of the next forwards of each stage arrive, in order, and those of its next backwards.
         self._forwards_at = [[0] * len(self._back) if stage == 0 else [] for stage in range(self._stages)]
         self._backwards_at: list[dict[int, int]] = [{} for _ in range(self._stages)]
         self._done = {FORWARD: [0] * self._stages, first_part: [0] * self._stages, WEIGHT: [0] * self._stages}
@@ -91,12 +91,12 @@ class _Ranks:
             self._look(rank)
 
     def next_rank(self) -> int | None:
-        """The rank that can begin an operation first; None when all is done."""
+        """The rank that can begin an operation first; None when everything has run."""
         first = min(self._begins)
         return None if first == _NEVER else self._begins.index(first)
 
     def run_one(self, rank: int) -> None:
-        """Let ``rank`` run, of what can begin when it does, the operation with the longest path after it."""
+        """Let ``rank`` run, of the operations that are ready, the one with the longest remaining path."""
         now = self._begins[rank]
         _, stage, kind, micro_batch = min([choice[1:] for choice in self._choices[rank] if choice[0] <= now])
         self._free[rank] = end = now + self._seconds[kind][stage][micro_batch]
@@ -112,7 +112,7 @@ class _Ranks:
         self._look(rank)
 
     def _by_document(self, stages: range, documents: int) -> list[int]:
-        """What the forwards of every document leave on the rank of ``stages``."""
+        """The memory that the forwards of every document take on the rank of ``stages``."""
         total = [0] * documents
         for stage in stages:
             for document, leaves in zip(self._document, self._leaves[stage], strict=True):
@@ -120,7 +120,7 @@ class _Ranks:
         return total
 
     def _hold(self, rank: int, stage: int, micro_batch: int, sign: int) -> None:
-        """Hold what a forward left, or no longer."""
+        """Count (``sign`` 1) or release (-1) the memory of a forward."""
         document, leaves = self._document[micro_batch], self._leaves[stage][micro_batch]
         held = self._held[rank]
         if sign > 0:
@@ -132,7 +132,7 @@ class _Ranks:
             self._begun[rank].remove(document)
 
     def _hand_on(self, rank: int, stage: int, kind: str, micro_batch: int, end: int) -> None:
-        """Tell whoever waits for the result when it is there."""
+        """Note when the result arrives at the operation that waits for it."""
         if kind == FORWARD and stage + 1 == self._stages:
             self._backwards_at[stage][micro_batch] = end
             return
@@ -148,7 +148,7 @@ class _Ranks:
             self._look(receiver % self._pp)
 
     def _look(self, rank: int) -> None:
-        """What ``rank`` can run next: when its input is there, how soon it should run, and what it is."""
+        """Find what ``rank`` can run next: when the input arrives, its priority, and the operation."""
         choices: list[tuple[int, int, int, str, int]] = []
         forwards, backwards = self._tails
         for stage in self._own[rank]:
@@ -166,7 +166,7 @@ class _Ranks:
         self._begins[rank] = max(self._free[rank], min(choices)[0]) if choices else _NEVER
 
     def _has_room(self, rank: int, stage: int, micro_batch: int) -> bool:
-        """Whether the documents that have begun can each still finish, once those before it have gone backward."""
+        """Whether every document that has begun can still finish once those before it have gone backward."""
         held, needed, limit = self._held[rank], self._needed[rank], self._limits[rank]
         document, leaves, total = self._document[micro_batch], self._leaves[stage][micro_batch], 0
         for other in reversed(self._begun[rank] if held[document] else [*self._begun[rank], document]):
@@ -180,7 +180,7 @@ class _Ranks:
 
 
 def _tails(load: PipelineLoad, back: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """The longest path from the beginning of each forward and backward to the end of the step, were all ranks free."""
+    """The longest path from the start of each forward and backward to the end of the step, if all ranks were free."""
     stages, micro_batches = load.forward.shape
     backwards, forwards = np.zeros_like(load.backward), np.zeros_like(load.forward)
     for stage in range(stages):

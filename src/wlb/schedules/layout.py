@@ -1,4 +1,4 @@
-"""How many processes a job has along each dimension, how its pipeline runs, and which blocks a stage holds."""
+"""The number of processes along each dimension, how the pipeline runs, and which blocks a stage holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIMENSIONS = ("tp", "cp", "pp", "dp", "virtual_pp")
 class Layout:
     """tp x cp x pp x dp processes, with ``virtual_pp`` model chunks on each pipeline rank.
 
-    ``stage_blocks`` counts the blocks of each stage; None deals them by weight (``split_layers``).
+    ``stage_blocks`` is the number of blocks of each stage; None deals them by weight (``split_layers``).
     Raises ``UserError`` for a size below 1.
     """
 
@@ -40,11 +40,11 @@ class Layout:
 
     @property
     def rank_stages(self) -> list[list[int]]:
-        """The stages of every pipeline rank: every pp-th."""
+        """The stages of every pipeline rank: every pp-th stage."""
         return [[*range(rank, self.stages, self.pp)] for rank in range(self.pp)]
 
     def operations(self, micro_batches: int) -> RankOperations:
-        """What every pipeline rank runs in a step of so many micro-batches."""
+        """The operations of every pipeline rank in a step of ``micro_batches``."""
         return rank_operations(self.schedule, self.pp, micro_batches, self.virtual_pp)
 
     @property
@@ -52,8 +52,8 @@ class Layout:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
-    def replicas(self) -> int:
-        """dp x cp: the ranks that have the same weights to compute with."""
+    def dp_cp(self) -> int:
+        """dp x cp: the number of ranks that compute with the same weights."""
         return self.dp * self.cp
 
     @property
@@ -62,11 +62,11 @@ class Layout:
 
 
 def split_layers(shape: ModelShape, layout: Layout) -> list[range]:
-    """The blocks of each stage of ``layout``: ``layout.stage_blocks`` or, where these are not given, as they weigh.
+    """The blocks of each stage of ``layout``: as ``layout.stage_blocks`` says or, if None, dealt by weight.
 
-    By weight a stage counts its blocks, of whatever kind, and the last one also the output head, as the share of a
-    block that its weights are. Of experts, those count that a token meets. Attention is left out, which makes the head
-    look as heavy as it can be; the embedding is a lookup and counts nothing.
+    By weight every block counts 1, and the output head of the last stage counts the number of its weights over those of
+    a mean block, with only the experts that a token meets. Attention is left out, so the head looks as heavy as it can
+    be; the embedding is a lookup and counts 0.
 
     Raises ``UserError`` if there are fewer blocks than stages.
     """
@@ -80,10 +80,10 @@ def split_layers(shape: ModelShape, layout: Layout) -> list[range]:
 
 
 def dealt_blocks(layers: int, layout: Layout, head: float) -> tuple[int, ...]:
-    """How many of ``layers`` blocks each stage gets, so that the busiest pipeline rank has as little as possible.
+    """The number of ``layers`` blocks on each stage, so that the busiest pipeline rank has the least work.
 
-    The last stage also has the output head, which takes as long as ``head`` blocks. The others have alike many; blocks
-    that are left over go to later stages, whose micro-batches in flight, and with them activations, are fewer.
+    The last stage also has the output head, which takes as long as ``head`` blocks. Others have equal numbers; the
+    remaining blocks go to later stages, which have fewer micro-batches in flight and hold fewer activations.
     """
     others = layout.stages - 1
     if not others:

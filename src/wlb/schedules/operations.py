@@ -1,9 +1,9 @@
 """The order in which each pipeline rank runs its forwards and backwards.
 
-A schedule is nothing but one list of operations for each rank; who waits for whom follows from the lists
+A schedule is one list of operations for each rank; which operation waits for which follows from the lists
 (``wlb.schedules.timing``). The orders are those of ``torch.distributed.pipelining`` 2.13 (``Schedule1F1B``,
 ``ScheduleInterleaved1F1B``), derived here without torch; the tests compare them. Interleaved 1F1B needs several stages
-on a rank; of one it is 1F1B.
+on a rank; with one stage it is 1F1B.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from wlb.errors import UserError, choose_from
 
 # Kinds of operations, as ``torch.distributed.pipelining`` names them: a forward, a whole backward, and the two parts of
-# a backward, for the input of the stage and for its weights, of which the second may be run later.
+# a backward: the gradient of the input of the stage, and the gradients of its weights, which may be computed later.
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 
 
@@ -28,20 +28,20 @@ class Operation(NamedTuple):
 
 RankOperations = tuple[tuple[Operation, ...], ...]
 
-# "planned": each step brings its own lists. The schedule itself is then the one by which memory is bounded: 1F1B, or
-# interleaved 1F1B. "auto": planned where the packer plans them.
+# "planned": each step brings its own lists; 1F1B, or interleaved 1F1B, then only bounds memory. "auto": planned if the
+# packer plans lists.
 SCHEDULES = ("auto", "1f1b", "interleaved_1f1b", "planned")
 
 
 @lru_cache(maxsize=256)
 def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: int = 1) -> RankOperations:
-    """Return, for each of ``pp`` ranks, its operations in the order in which the rank runs them.
+    """Return the operations of each of ``pp`` ranks, in the order in which the rank runs them.
 
-    Rank r holds every pp-th stage from stage r on. ``interleaved_1f1b`` with one stage on each rank is ``1f1b``, as the
-    trainer runs it. ``1f1b`` also takes fewer micro-batches than ranks, as Megatron-Core's does and torch's does not.
+    Rank r holds every pp-th stage from stage r on. ``interleaved_1f1b`` with one stage per rank is ``1f1b``, as the
+    trainer runs it. ``1f1b`` also takes fewer micro-batches than ranks, as in Megatron-Core but not in torch.
 
-    Raises ``UserError`` for an unknown schedule, a size below 1, more than one stage for each rank where the schedule
-    runs one, and micro-batches that do not fill whole rounds.
+    Raises ``UserError`` for an unknown schedule, a size below 1, several stages per rank in a schedule for one, and
+    micro-batches that do not fill whole rounds.
     """
     check_operations(schedule, pp, micro_batches, virtual_stages)
     if virtual_stages == 1:
@@ -70,9 +70,9 @@ def check_operations(schedule: str, pp: int, micro_batches: int, virtual_stages:
 
 
 def round_size(pp: int, micro_batches: int) -> int:
-    """Micro-batches that interleaved schedules take through a stage before the rank's next stage has its turn.
+    """Micro-batches that interleaved schedules run through a stage before the next stage of the rank.
 
-    There are ``micro_batches // pp`` rounds of this size, or a single smaller one; what is left over cannot be run.
+    There are ``micro_batches // pp`` rounds of this size, or a single smaller one; a remainder cannot be run.
     """
     return micro_batches // max(1, micro_batches // pp)
 
@@ -84,20 +84,20 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> tuple[O
 
 
 def _interleaved(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> tuple[Operation, ...]:
-    """Round after round of micro-batches, each through all stages of the rank."""
+    """Rounds of micro-batches, each through all stages of the rank."""
     local_stages = range(rank, pp * virtual_stages, pp)
     size = round_size(pp, micro_batches)
     rounds = [range(start, start + size) for start in range(0, micro_batches, size)]
     forwards = [Operation(s, i, FORWARD) for round_ in rounds for s in local_stages for i in round_]
     backwards = [Operation(s, i, BACKWARD) for round_ in rounds for s in reversed(local_stages) for i in round_]
-    # One round through every stage of this rank but its last, and two operations for each rank after it.
+    # One round through every stage of this rank except the last, and two operations for each rank after it.
     return _warm_up_then_alternate(forwards, backwards, (virtual_stages - 1) * size + 2 * (pp - 1 - rank))
 
 
 def _warm_up_then_alternate(
     forwards: list[Operation], backwards: list[Operation], warm_up: int
 ) -> tuple[Operation, ...]:
-    """``warm_up`` forwards; then a forward and a backward in turn; then the backwards that are left."""
+    """``warm_up`` forwards; then a forward and a backward in turn; then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     alternating = [operation for pair in zip(forwards[warm_up:], backwards, strict=False) for operation in pair]
     cool_down = backwards[len(forwards) - warm_up :]

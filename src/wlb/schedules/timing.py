@@ -1,13 +1,13 @@
 """The duration of a pipeline-parallel step, from the seconds of every forward and backward.
 
-Each rank runs its list of operations in order (``rank_operations``); an operation starts as soon as its rank
-is free and its input is there: the forward of stage s waits for the forward of stage s - 1, a backward for
-that of stage s + 1, the last stage's backward for its own forward, and the weights' part of a backward for the other
-part. What comes from another rank takes ``transfer`` seconds on the way, during which both ranks may compute.
+Each rank runs its list of operations in order (``rank_operations``). An operation starts as soon as its rank is free
+and its input has arrived: the forward of stage s waits for the forward of stage s - 1, a backward for the backward of
+stage s + 1 (on the last stage for its own forward), and the weight part of a backward for its input part. A transfer
+from another rank takes ``transfer`` seconds, during which both ranks may compute.
 
-Which operation waits for which does not depend on the seconds, so the operations are sorted once into waves
-that depend only on earlier waves. A wave is then one NumPy operation over all its ranks and, where many steps
-or data-parallel ranks are priced together, over all of those.
+Which operation waits for which does not depend on seconds, so operations are sorted once into waves that depend only on
+earlier waves. A wave is then one NumPy operation over all its ranks, and over all steps and data-parallel ranks that
+are priced together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PipelineTimes(NamedTuple):
     """When every operation of many pipelines starts and ends, in seconds after the step's start.
 
     ``seconds`` and ``ends`` have shape (operations, ...), in the order of ``operations``; ``rank_ends`` is when each
-    rank has run all of its own, shape (pp, ...).
+    rank has finished, shape (pp, ...).
     """
 
     operations: tuple[Operation, ...]
@@ -49,10 +49,10 @@ def pipeline_makespan(
 
     ``forward`` and ``backward`` are seconds of shape (..., stages, micro_batches), stages in model order; rank r of
     pp = stages / ``virtual_stages`` runs every pp-th stage from stage r on. ``schedule`` is one of ``SCHEDULES``.
-    ``transfer`` is what a micro-batch takes from one rank to the next, forwards as well as backwards; it broadcasts to
-    (..., micro_batches). The result has shape (...), that of one pipeline is ().
+    ``transfer`` is the time of a micro-batch from one rank to the next, in both directions; it broadcasts to
+    (..., micro_batches). The result has shape (...); for a single pipeline ().
 
-    Raises ``UserError`` for times of any other shape or sign, and for what ``rank_operations`` refuses.
+    Raises ``UserError`` for times of any other shape or sign, and as ``rank_operations`` does.
     """
     stages, micro_batches = _shape(forward)
     if virtual_stages < 1 or stages % virtual_stages:
@@ -70,11 +70,11 @@ def pipeline_times(
     transfer: ArrayLike = 0.0,
     together: ArrayLike | None = None,
 ) -> PipelineTimes:
-    """When each operation of pipelines runs whose ranks have these ``operations``; seconds as ``pipeline_makespan``.
+    """When each operation runs in pipelines whose ranks have these ``operations``; seconds as ``pipeline_makespan``.
 
-    Of a ``backward`` in two parts, ``weight`` are the seconds of the weights' part; needed where there is one.
-    ``together``, shape (..., micro_batches), joins pipelines: those that have the same number in a micro-batch, from 0
-    to the number of pipelines, begin each of its operations when all of them can.
+    If a ``backward`` has two parts, ``weight`` is required: the seconds of the weight part. ``together``, shape (...,
+    micro_batches), joins pipelines: pipelines with the same number in a micro-batch, from 0 to the number of pipelines,
+    begin each of its operations when all of them can.
     """
     ahead, whole = _checked_times(forward, backward)
     *batch, stages, micro_batches = ahead.shape
@@ -110,10 +110,10 @@ def planned_times(
     weight: ArrayLike | None,
     transfer: ArrayLike,
 ) -> PipelineTimes:
-    """``pipeline_times`` of pipelines that have lists of their own, ``operations[step][dp]``.
+    """``pipeline_times`` of pipelines with different lists, ``operations[step][dp]``.
 
-    Seconds have shape (steps, dp, stages, micro_batches). All pipelines run the same operations, which are given in the
-    order of the first.
+    Seconds have shape (steps, dp, stages, micro_batches). All pipelines run the same operations, in different orders;
+    the result has them in the order of the first pipeline.
     """
     steps, dp, _, micro_batches = forward.shape
     delays = np.broadcast_to(transfer, (steps, dp, micro_batches))
@@ -139,7 +139,7 @@ def planned_times(
 
 
 def in_dependency_order(operations: RankOperations) -> tuple[Operation, ...]:
-    """All ranks' operations in one order in which each comes after those it waits for; ranks advance side by side."""
+    """The operations of all ranks in one order, each after those it waits for; ranks advance side by side."""
     return _waves(operations).in_order
 
 
@@ -175,7 +175,7 @@ def _checked_times(forward: ArrayLike, backward: ArrayLike) -> tuple[Array, Arra
 
 
 def _delays(transfer: ArrayLike, batch: list[int], micro_batches: int) -> Array | None:
-    """Seconds under way of nothing, then of every micro-batch; (1 + micro_batches, pipelines), None if all are 0."""
+    """Transfer seconds: 0, then of every micro-batch; shape (1 + micro_batches, pipelines). None if all are 0."""
     seconds = np.asarray(transfer, dtype=np.float64)
     if not np.all(seconds >= 0):
         raise UserError("transfer seconds contain a negative value or NaN; every time must be 0 or more")
@@ -189,13 +189,13 @@ _KINDS = FORWARD, BACKWARD, INPUT, WEIGHT
 
 
 class _Waves(NamedTuple):
-    """Operations in wave order, and for each the row of ``ends`` of the two operations it waits for."""
+    """Operations in wave order, and for each the rows of ``ends`` of the two operations that it waits for."""
 
     in_order: tuple[Operation, ...]
     table: NDArray[np.intp]  # the same: stage, micro-batch, and place of the kind in ``_KINDS``; (3, operations)
     shape: tuple[int, int]  # stages, micro-batches
-    # (3, operations): the previous one on the rank and the input, 0 where there is none; and what travels, which is
-    # 1 + the micro-batch where the input comes from another rank, or 0
+    # (3, operations): the previous operation on the rank and the input, 0 for none; then the transfer, which is
+    # 1 + the micro-batch if the input comes from another rank, else 0
     waits_for: NDArray[np.intp]
     bounds: tuple[tuple[int, int], ...]  # first and past-the-last operation of every wave
     last_of_rank: NDArray[np.intp]  # (pp,)
@@ -236,7 +236,7 @@ def _waves(operations: RankOperations) -> _Waves:
 
 
 def _input_of(operation: Operation, stages: int, in_two: Container[tuple[int, int]]) -> Operation | None:
-    """What ``operation`` waits for; ``in_two`` are the stages and micro-batches whose backward has two parts."""
+    """The operation whose result ``operation`` needs; ``in_two`` are (stage, micro-batch) of two-part backwards."""
     stage, micro_batch, kind = operation
     if kind == FORWARD:
         return Operation(stage - 1, micro_batch, FORWARD) if stage else None

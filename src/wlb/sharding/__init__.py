@@ -1,7 +1,7 @@
 """Sharding strategies: which context-parallel rank holds which tokens of a micro-batch, as a ``ShardPlan``.
 
-A strategy shards many micro-batches at once, so that those who simulate thousands of steps pay for a few NumPy
-operations; ``make_shard_plan`` is a batch of one. A new strategy is one new file and one line in ``STRATEGIES``.
+A strategy shards many micro-batches at once, so a simulation of thousands of steps needs only a few NumPy operations;
+``make_shard_plan`` shards a single one. A new strategy is one new file and one line in ``STRATEGIES``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "shard_many",
 ]
 
-# Of documents that several ranks of a level step share, and of slices: by length alone, so alike on every machine.
+# For slices and documents shared in level steps: depends on lengths alone, so it is the same on every machine.
 LEVEL_SHARDING = "per_document"
 
 STRATEGIES: dict[str, Callable[[MicroBatches, int, Costs], Pieces]] = {
@@ -48,7 +48,7 @@ STRATEGIES: dict[str, Callable[[MicroBatches, int, Costs], Pieces]] = {
     "balanced": balanced,
 }
 _STATIC = {"per_sequence", "per_document"}
-_KEPT = 1024  # micro-batches that are not sharded again
+_KEPT = 1024  # micro-batches whose pieces are cached
 
 
 def make_shard_plan(
@@ -61,11 +61,13 @@ def make_shard_plan(
 ) -> ShardPlan:
     """Share a micro-batch of segments of ``document_lengths`` tokens, in packed order, among ``cp_size`` ranks.
 
-    ``workload`` prices the shards for all but the static strategies: that of one GPU without context parallelism
-    (``cp`` = 1, any ``tp``); default ``make_workload("7b", "h100")``. With ``earlier`` the first segment is a slice
-    with so many tokens before it: all ranks get an even part of it, and the others are shared as if it were not there.
-    The same arguments give the same plan. Raises ``UserError`` for an unknown strategy, a ``cp_size`` below 1, no
-    documents, lengths that are not whole numbers of at least 1, and ``earlier`` below 0.
+    ``workload`` prices the shards for all but the static strategies; it is the workload of one GPU without context
+    parallelism (``cp`` = 1, any ``tp``), by default ``make_workload("7b", "h100")``. If ``earlier`` is given, the first
+    segment is a slice with that many tokens before it: all ranks get an even part of it, and the other segments are
+    shared as if it were not there. The same arguments give the same plan.
+
+    Raises ``UserError`` for an unknown strategy, a ``cp_size`` below 1, no documents, lengths that are not whole
+    numbers of at least 1, and ``earlier`` below 0.
     """
     lengths, first = _checked(document_lengths), int(earlier is not None)
     if earlier is not None and earlier < 0:
@@ -76,7 +78,7 @@ def make_shard_plan(
         if len(part)
     ]
     together = Pieces(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
-    together.segment[len(pieces[0].lane) :] += 1  # those after a slice
+    together.segment[len(pieces[0].lane) :] += 1  # segments after the slice
     return ShardPlan(strategy, tuple(lengths.tolist()), rank_tables(together, cp_size), earlier)
 
 
@@ -109,12 +111,12 @@ def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workloa
 
 @lru_cache(maxsize=4)
 def _known(strategy: str, cp_size: int, costs: Costs) -> dict[bytes, Pieces]:
-    """Micro-batches that were sharded last: each is when it is planned, and again when it is simulated or run."""
+    """The latest sharded micro-batches: each is sharded when planned, and again when simulated or run."""
     return {}
 
 
 def _apart(pieces: Pieces, micro_batches: MicroBatches, cp_size: int) -> Iterator[Pieces]:
-    """The pieces of each micro-batch, as if there were no other."""
+    """The pieces of each micro-batch, numbered as if there were no other."""
     lane, segment, start, stop = pieces
     bounds = np.searchsorted(segment, micro_batches.first).tolist()
     for index, (first, last) in enumerate(pairwise([*bounds, len(segment)])):
@@ -132,8 +134,8 @@ def price_shards(
 ) -> Shards:
     """What ranks compute and exchange in micro-batches with segments of ``lengths`` tokens; shape (micro_batches, cp).
 
-    They are sharded as ``make_shard_plan`` does. A micro-batch may be without segments; its ranks have nothing. Where
-    ``earlier`` has a number for it, its first segment is a slice with so many tokens before it.
+    Micro-batches are sharded as by ``make_shard_plan``; one without segments costs nothing. If ``earlier`` has a number
+    for a micro-batch, its first segment is a slice with that many tokens before it.
     """
     if any(before is not None for before in earlier):
         return _price_slices(lengths, cp_size, strategy, costs, earlier)
@@ -170,14 +172,14 @@ def _price_slices(
 
 
 def checked_strategy(name: str) -> str:
-    """``name``, if a sharding strategy has it. Raises ``UserError`` otherwise."""
+    """Return ``name`` if it is a sharding strategy. Raises ``UserError`` otherwise."""
     if name not in STRATEGIES:
         raise UserError(f"sharding strategy {name!r} is unknown; {choose_from(name, STRATEGIES)}")
     return name
 
 
 def check_group_size(cp: int) -> None:
-    """Raise ``UserError`` for a context-parallel group that is not simulated."""
+    """Raise ``UserError`` for a size of context-parallel groups that is not supported."""
     if not 1 <= cp <= MOST_RANKS:
         raise UserError(f"cp = {cp} is not a group size; it must be from 1 to {MOST_RANKS}")
 

@@ -1,8 +1,9 @@
-"""Adaptive sharding: whichever of per-sequence and per-document is predicted to be faster (WLB-LLM, section 5.3).
+"""Adaptive sharding: per-sequence or per-document, whichever is predicted to be faster (WLB-LLM, section 5.3).
 
-Per-document sharding balances the ranks, but cuts short documents into chunks that waste the attention kernel's tiles;
-per-sequence sharding does the opposite. Which one wins is decided for every micro-batch: all plans are priced together
-as ``Candidates``, and the chosen ones' pieces are picked out. ``hybrid`` and ``balanced`` have candidates of their own.
+Per-document sharding balances the ranks, but cuts short documents into chunks that waste tiles of the attention kernel;
+per-sequence (head-tail) sharding does the opposite. The faster one is chosen for every micro-batch: all plans are
+priced together as ``Candidates``, and the pieces of the best ones are picked. ``hybrid`` and ``balanced`` have
+candidates of their own.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from wlb.workload.base import Seconds
 
 
 class Candidates(NamedTuple):
-    """Plans of ``micro_batches``, any number of each; lanes and segments of ``pieces`` count over all plans."""
+    """Plans of ``micro_batches``, any number for each; lanes and segments of ``pieces`` count over all plans."""
 
     micro_batches: MicroBatches
     cp_size: int
-    micro_batch: Integers  # of every plan
+    micro_batch: Integers  # the micro-batch of every plan
     pieces: Pieces
 
     @property
     def segments(self) -> Integers:
-        """How many every plan has."""
+        """Number of segments of every plan."""
         return self.micro_batches.counts[self.micro_batch]
 
 
 def adaptive(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
-    """Per-document sharding, unless per-sequence sharding makes the group faster."""
+    """Per-document sharding, unless per-sequence (head-tail) sharding makes the group faster."""
     candidates = static_candidates(micro_batches, cp_size)
     seconds, _ = price(candidates, workload)
     return best_pieces(candidates, seconds)
 
 
 def static_candidates(micro_batches: MicroBatches, cp_size: int) -> Candidates:
-    """The plans that ``adaptive`` chooses from: per-document ones, then per-sequence ones."""
+    """The plans that ``adaptive`` chooses from: first per-document, then per-sequence plans."""
     one_each = np.arange(len(micro_batches.counts))
     plans = (make(micro_batches, cp_size) for make in (per_document, per_sequence))
     return joined([Candidates(micro_batches, cp_size, one_each, pieces) for pieces in plans])
@@ -52,7 +53,7 @@ def static_candidates(micro_batches: MicroBatches, cp_size: int) -> Candidates:
 def candidates_of(
     plans: Iterable[tuple[int, Integers, Table]], micro_batches: MicroBatches, cp_size: int
 ) -> Candidates:
-    """From the micro-batch of every plan, and the ranks and rows (segment, start, stop) of its pieces in any order."""
+    """Candidates from plans: a micro-batch, and the ranks and rows (segment, start, stop) of pieces in any order."""
     chosen, ranks, tables = [*zip(*plans, strict=True)] or ((), (), ())
     candidates = Candidates(micro_batches, cp_size, np.array(chosen, np.int64), Pieces(*np.empty((4, 0), np.int64)))
     if not chosen:
@@ -65,7 +66,7 @@ def candidates_of(
 
 
 def joined(candidates: Sequence[Candidates]) -> Candidates:
-    """All ``candidates``, of the same micro-batches, as one, in order."""
+    """Concatenate ``candidates`` of the same micro-batches, in order."""
     columns, plans, segments = [], 0, 0
     for each in candidates:
         lane, segment, start, stop = each.pieces
@@ -78,7 +79,7 @@ def joined(candidates: Sequence[Candidates]) -> Candidates:
 
 
 def price(candidates: Candidates, workload: Costs) -> tuple[Seconds, Integers]:
-    """Seconds of every plan's group by the ``workload`` of one GPU without context parallelism; tokens that travel."""
+    """Group seconds of every plan, by the ``workload`` of one GPU with cp = 1, and the tokens that are gathered."""
     segments, plans = int(candidates.segments.sum()), len(candidates.micro_batch)
     where = locality(candidates.pieces, segments, plans, candidates.cp_size)
     shards = Shards.of_pieces(candidates.pieces, where, workload)
@@ -86,7 +87,7 @@ def price(candidates: Candidates, workload: Costs) -> tuple[Seconds, Integers]:
 
 
 def best_pieces(candidates: Candidates, *keys: NDArray[Any]) -> Pieces:
-    """The pieces of one plan for each micro-batch: of the smallest by ``keys``, the last of which counts most."""
+    """The pieces of the plan with the smallest ``keys`` for each micro-batch; the last key counts most."""
     best_first = np.lexsort((*keys, candidates.micro_batch))
     _, first = np.unique(candidates.micro_batch[best_first], return_index=True)
     chosen, segments = best_first[first], candidates.segments
@@ -98,5 +99,5 @@ def best_pieces(candidates: Candidates, *keys: NDArray[Any]) -> Pieces:
     keep = np.flatnonzero(to_micro_batch[plan] >= 0)
     plan = plan[keep]
     lane, segment = to_micro_batch[plan] * candidates.cp_size + rank[keep], segment[keep] + to_segment[plan]
-    order = np.argsort(segment, kind="stable")  # those of one segment are in order already
+    order = np.argsort(segment, kind="stable")  # pieces of a segment are already in order
     return Pieces(lane[order], segment[order], start[keep][order], stop[keep][order])

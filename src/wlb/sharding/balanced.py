@@ -1,23 +1,23 @@
 """Balanced sharding: every rank gets equal tokens and equal attention, and only keys and values are sent.
 
-A slice of a long document has two degrees of freedom: how long it is, and how deep in the document it lies, because
-attention per token grows with depth. So ranks can be level in tokens and in attention at once, and then they are level
-in the forward, in the backward and in memory. A micro-batch is shared out in three steps:
+A piece of a long document can vary in length and in depth, and attention per token grows with depth. So ranks can be
+equal in tokens and in attention at once, and then also in forward, backward and memory. A micro-batch is divided in
+three steps:
 
-1. Documents that no rank could hold whole within its even share are to be cut. As if everything else were a fluid of
-   one price per token, their parts dearer than the mean token are poured over the ranks in contiguous slices of equal
-   excess; that says how much of them each rank will hold.
-2. Documents that fit are assigned whole, largest first, each to the rank that it leaves least full in tokens and in
-   attention. The shortest are kept for the end; what fits nowhere is cut too.
-3. What is to be cut is laid out in one row: cheap tokens first (heads of cut documents, short documents), then the
-   dear parts, the deepest last. Each rank in turn takes from both ends of the row: as many tokens as it lacks, divided
-   between the two ends so that it also gets the attention that it lacks.
+1. Documents too large for the even share of a rank will be cut. Treat everything else as a fluid of one price per
+   token, and divide those parts that cost more than the mean token among the ranks, in contiguous pieces of equal
+   excess. That tells how much of these parts each rank will hold.
+2. Assign documents that fit whole, largest first, each to the rank that stays least full in tokens and in attention.
+   The shortest documents are kept for the end; a document without room is cut too.
+3. Lay out everything to be cut in one row: cheap tokens first (heads of cut documents, short documents), then the
+   expensive parts, the deepest last. Each rank in turn takes the tokens that it lacks from both ends of the row,
+   divided between the ends so that it also gets the attention that it lacks.
 
-A document of a micro-batch of its own is thus cut into pairs of a head and a tail slice. Among short documents, which
-are the cheap tokens, it is cut into contiguous slices, shorter the deeper they lie.
+A document alone in its micro-batch is thus cut into pairs of a head and a tail piece. Among short documents, which
+supply the cheap tokens, a long one is cut into contiguous pieces that get shorter with depth.
 
-``hybrid`` has a plan of even tokens, too, which levels attention less and may move fewer keys and values. A micro-batch
-gets that plan where it is predicted to be over one per cent faster.
+``hybrid`` also has a plan of even tokens, which balances attention less but may send fewer keys and values. A
+micro-batch gets that plan if it is predicted to be over 1% faster.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.sharding.adaptive import Candidates, best_pieces, candidates_of, joined, price
-from wlb.sharding.hybrid import EVEN_TOKENS, TOLERANCE, levelled_candidates
+from wlb.sharding.hybrid import EVEN_TOKENS, TOLERANCE, hybrid_candidates
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces
 from wlb.workload import Costs
 from wlb.workload.base import Seconds
 
-# Cuts lie at multiples of the kernel's tile of queries, where that leaves enough places to cut in an even share.
+# Cuts lie at multiples of a tile of queries, if an even share then has enough places to cut.
 _TILE = 128
-_LEAST_CELLS = 128  # of an even share
-_MOST_CELLS = 2**18  # of a micro-batch: longer ones, of over 32M tokens, are cut at multiples of several tiles
-_SHORT = 1 / 24  # of an even share: a document up to this is kept for the end
-_SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
+_LEAST_CELLS = 128  # in an even share
+_MOST_CELLS = 2**18  # in a micro-batch; over 32M tokens are cut at multiples of several tiles
+_SHORT = 1 / 24  # of an even share: documents up to this are kept for the end
+_SHORT_TOKENS = 0.1  # of the micro-batch: the most that is kept for the end
 
 
 def balanced(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
-    """Level tokens and attention of all ranks, moving keys and values only as far as that makes the group faster."""
+    """Balance tokens and attention, with a ``hybrid`` plan instead if that makes the group faster."""
     slices = uneven_slices(micro_batches, cp_size, workload)
-    candidates = joined([slices, levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)])
+    candidates = joined([slices, hybrid_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)])
     seconds, _ = price(candidates, workload)
-    seconds[: len(micro_batches.counts)] *= 1 - TOLERANCE  # of the slices, which come first
+    seconds[: len(micro_batches.counts)] *= 1 - TOLERANCE  # favours the uneven pieces, which come first
     return best_pieces(candidates, seconds)
 
 
 def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Candidates:
-    """Level tokens and attention of all ranks, within a cell of about a hundredth of a rank's share."""
+    """Balance tokens and attention of all ranks, within a cell of about 1% of the share of a rank."""
     plans = ((i, *_Slicing(lengths, cp_size, workload).rows()) for i, lengths in enumerate(micro_batches.each))
     return candidates_of(plans, micro_batches, cp_size)
 
 
 class _DocumentRow(NamedTuple):
-    """Cells of documents in a row, with the tokens and the seconds of attention before each and, last, of all."""
+    """Cells of documents in a row, with the tokens and the seconds of attention before each, and at the end of all."""
 
     cells: Integers  # (cells, 3): document, start, stop
     tokens: Seconds  # (cells + 1,), whole numbers
@@ -77,13 +77,13 @@ class _Slicing:
             self._cell *= 2
         while self._cell * _MOST_CELLS < self._even_tokens * ranks:
             self._cell *= 2
-        # How deep in a document a token costs what the mean token does; a multiple of the cell.
+        # Depth in a document at which a token costs as much as the mean token; a multiple of the cell.
         places = np.arange(0, int(lengths.max()) + 2 * self._cell, self._cell)
         price = np.diff(workload.attention_seconds(places)) / self._cell
         self._depth = int(places[np.searchsorted(price, self._even_attention / self._even_tokens)])
 
     def rows(self) -> tuple[Integers, Integers]:
-        """The rank of every piece, shape (pieces,), and the pieces (document, start, stop); some continue others."""
+        """The rank of every piece, shape (pieces,), and the pieces (document, start, stop), not yet merged."""
         order = np.argsort(-self._lengths, kind="stable")
         fits = (self._lengths <= self._even_tokens) & (self._attention <= self._even_attention)
         long, whole = order[~fits[order]], order[fits[order]]
@@ -98,12 +98,12 @@ class _Slicing:
         return np.concatenate([owners[owners >= 0], ranks]), np.concatenate([uncut, cells])
 
     def _room(self, long: Integers) -> tuple[Seconds, Seconds]:
-        """Tokens and attention that each rank has room for, once the dear parts of ``long`` documents are shared."""
+        """Tokens and attention that each rank has room for beside its share of the expensive parts of ``long``."""
         dear = self._row((long[::-1], self._depth, None))
         cheap_tokens = self._even_tokens * self._ranks - dear.tokens[-1]
         price = max(0.0, self._even_attention * self._ranks - dear.attention[-1]) / max(cheap_tokens, 1.0)
         excess = dear.attention - price * dear.tokens
-        # The deepest part, which is the last of the row, goes to the first rank.
+        # The deepest part, at the end of the row, goes to the first rank.
         bounds = np.searchsorted(excess, excess[-1] * np.arange(self._ranks, -1, -1) / self._ranks)
         bounds[0], bounds[-1] = len(dear.cells), 0
         return (
@@ -114,7 +114,7 @@ class _Slicing:
     def _assign(
         self, descending: Integers, room_tokens: Seconds, room_attention: Seconds
     ) -> tuple[Integers, Seconds, Seconds]:
-        """The rank of every whole document, -1 for one that fits nowhere; what each rank then holds."""
+        """The rank of every whole document (-1 without room), and the tokens and attention of each rank then."""
         owners = np.full(len(descending), -1)
         sizes = np.array([self._lengths[descending], self._attention[descending]])
         rooms = np.array([np.maximum(room_tokens, 1e-3), np.maximum(room_attention, 1e-3 * self._even_attention)])
@@ -136,7 +136,7 @@ class _Slicing:
     def _share_out(
         self, cut: Integers, short: Integers, tokens: Seconds, attention: Seconds, *, in_order: bool
     ) -> tuple[Integers, Integers]:
-        """Ranks and cells of what is to be cut, for ranks that hold so many tokens and seconds already."""
+        """Ranks and cells of everything to be cut, for ranks that already hold ``tokens`` and ``attention``."""
         row = self._row((cut, 0, self._depth), (short, 0, None), (cut[::-1], self._depth, None))
         lacks_tokens, lacks_attention = self._even_tokens - tokens, self._even_attention - attention
         ranks = np.arange(self._ranks)
@@ -147,7 +147,7 @@ class _Slicing:
         owner = np.empty(len(row.cells), np.int64)
         first, last = 0, len(row.cells)
         for place, rank in enumerate(ranks[:-1].tolist()):
-            # What rounding has left over so far is shared by all that follow.
+            # Rounding errors so far are shared by all following ranks.
             following = self._ranks - place
             over_tokens = (row.tokens[last] - row.tokens[first] - lacked_tokens[place]) / following
             over_attention = row.attention[last] - row.attention[first] - lacked_attention[place]
@@ -160,9 +160,9 @@ class _Slicing:
         return owner, row.cells
 
     def _take(self, row: _DocumentRow, first: int, last: int, tokens: float, attention: float) -> tuple[int, int]:
-        """Where a rank stops that takes cells from ``first`` on and cells before ``last``, to get closest to both."""
+        """Where a rank stops that takes cells from ``first`` on and before ``last``, to get closest to both amounts."""
         earliest = int(row.tokens.searchsorted(row.tokens[last] - tokens))
-        back = max(first, min(earliest, last))  # and all later ones; a rank may hold more than its share already
+        back = max(first, min(earliest, last))  # or later; a rank may already hold more than its share
         wanted = row.tokens[first] + tokens - (row.tokens[last] - row.tokens[back : last + 1])  # before the front's end
         front = np.minimum(first + row.middles[first:].searchsorted(wanted), np.arange(back, last + 1))
         taken = row.attention[front] - row.attention[first] + row.attention[last] - row.attention[back : last + 1]
@@ -171,7 +171,7 @@ class _Slicing:
         return int(front[best]), back + best
 
     def _row(self, *parts: tuple[Integers, int, int | None]) -> _DocumentRow:
-        """Cells of parts (documents, start, stop), in order; to the documents' ends where stop is None."""
+        """Cells of parts (documents, start, stop), in order; stop None means the end of each document."""
         documents = np.concatenate([of_part for of_part, _, _ in parts])
         start = np.repeat([start for _, start, _ in parts], [len(of_part) for of_part, _, _ in parts])
         most = np.iinfo(np.int64).max

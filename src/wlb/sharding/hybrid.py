@@ -1,18 +1,19 @@
-"""Hybrid sharding: documents stay whole on one rank where they fit, and only the others are cut.
+"""Hybrid sharding: documents that fit stay whole on one rank, and only the others are cut.
 
-Cutting a document balances the ranks but moves its keys and values between them; a whole document moves nothing.
-For a permitted level of seconds per rank, documents are assigned whole, most expensive first, to the rank with the
-least work. One that would lift its rank above the level is cut: the longest because they are more than a rank's share,
-and towards the end a few short ones that no longer fit. A higher level cuts less and balances less; several are tried.
+Cutting a document balances the ranks but sends its keys and values between them; a whole document sends nothing. For a
+given limit of seconds per rank, documents are assigned whole, most expensive first, to the rank with the least work. A
+document that would take its rank over the limit is cut: the longest ones, which exceed the share of a rank, and towards
+the end a few short ones that no longer fit. A higher limit cuts less and balances less; several limits are tried.
 
-Cut documents flow into what the whole ones left of the ranks, one document after another, until all ranks stand at one
-level. Of the ranks that share a document
+Cut documents fill the gaps of the ranks, one document after another, until all ranks have equal work. Of the ranks that
+share a document,
 
-- one takes its tail, whose keys and values no other rank needs, and of its head only what the others have no space for;
-- the others share what lies between, each a head chunk and the tail chunk that mirrors it, taken from outside in. The
-  pair's mean query sees the same keys whatever the pair's size, so any share costs in proportion to its tokens.
+- one takes the tail, whose keys and values no other rank needs, and as much of the head as the others have no room for;
+- the others share the middle, from outside in: each takes a head chunk and the tail chunk that mirrors it. The mean
+  query of such a pair attends the same number of keys whatever the size of the pair, so its cost is proportional to its
+  tokens.
 
-Equal shares of one document would be per-document sharding; unequal ones fill uneven gaps with few cuts.
+Equal shares of one document would be per-document sharding; unequal shares fill uneven gaps with few cuts.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ from wlb.sharding.plan import Table
 from wlb.workload import Costs
 from wlb.workload.base import Seconds
 
-MEMORY_FACTOR = 1.25  # tokens a rank may hold, over its even share
-TOLERANCE = 0.01  # of the fastest group's seconds, given up for gathering less
+MEMORY_FACTOR = 1.25  # tokens that a rank may hold, over its even share
+TOLERANCE = 0.01  # a plan may be this much slower than the fastest if it gathers less
 LEVELS = (1.0, 1.02, 1.04, 1.08)  # of seconds, over perfectly even ranks
-# Tokens, over an even share. Ranks of uneven tokens are even in forward and backward together, but not in each of them;
-# ranks of even tokens are, and cut more for it.
+# Tokens over an even share. Ranks with uneven tokens are balanced in forward plus backward, but not in each of them;
+# ranks with even tokens are balanced in each, but cut more documents.
 EVEN_TOKENS = 1.01
 
-_CUTS = 128  # places between which the cut of a document is interpolated
+_CUTS = 128  # places at which attention is priced to interpolate a cut
 _PLACES = np.arange(_CUTS + 1)
 
 Share = tuple[int, float]  # rank and seconds
 
 
 def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
-    """Cut as few documents as make the group fastest.
+    """Cut only as many documents as make the group fastest.
 
     Of the plans within ``TOLERANCE`` of the fastest it takes the one that gathers the fewest tokens, because gathered
-    keys and values also cost memory, and bandwidth that others would use; never one slower than adaptive sharding. No
-    rank holds more than ``MEMORY_FACTOR`` times its even share of the tokens, rounded up.
+    keys and values also cost memory and bandwidth. It never takes a plan slower than adaptive sharding. No rank holds
+    more than ``MEMORY_FACTOR`` times its even share of tokens, rounded up.
     """
-    static, levelled = static_candidates(micro_batches, cp_size), levelled_candidates(micro_batches, cp_size, workload)
-    candidates = joined([static, levelled])
+    static, uneven = static_candidates(micro_batches, cp_size), hybrid_candidates(micro_batches, cp_size, workload)
+    candidates = joined([static, uneven])
     seconds, gathered = price(candidates, workload)
     adaptive = seconds[: len(static.micro_batch)].reshape(2, -1).min(axis=0)
     fastest = adaptive.copy()
@@ -58,30 +59,30 @@ def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces
     return best_pieces(candidates, seconds, gathered, too_slow)
 
 
-def levelled_candidates(
+def hybrid_candidates(
     micro_batches: MicroBatches, cp_size: int, workload: Costs, memory_factor: float = MEMORY_FACTOR
 ) -> Candidates:
-    """The levelled plans of every micro-batch, with up to ``memory_factor`` even shares of the tokens on a rank."""
+    """The hybrid plans of every micro-batch, with up to ``memory_factor`` even shares of tokens on a rank."""
     plans = (
         (index, *plan)
         for index, lengths in enumerate(micro_batches.each)
-        for plan in _levelled(lengths, cp_size, workload, memory_factor)
+        for plan in _hybrid_plans(lengths, cp_size, workload, memory_factor)
     )
     return candidates_of(plans, micro_batches, cp_size)
 
 
-def _levelled(
+def _hybrid_plans(
     lengths: Integers, cp_size: int, workload: Costs, memory_factor: float
 ) -> Iterator[tuple[Integers, Table]]:
-    """Ranks and pieces (segment, start, stop), empty ones among them, for every level that makes another plan.
+    """Ranks and pieces (segment, start, stop), some empty, for every limit of seconds that gives a different plan.
 
-    With uneven tokens, where these are allowed; and for the lowest level with even ones.
+    The lowest limit with even tokens, and all limits with uneven tokens if these are allowed.
     """
     total = int(lengths.sum())
     token_seconds = float(workload.linear_seconds(total)) / total
     seconds = workload.attention_seconds(lengths) + token_seconds * lengths
-    dearest_first = np.argsort(-seconds, kind="stable")
-    sizes, prices = lengths[dearest_first].tolist(), seconds[dearest_first].tolist()
+    costliest_first = np.argsort(-seconds, kind="stable")
+    sizes, prices = lengths[costliest_first].tolist(), seconds[costliest_first].tolist()
     even = float(seconds.sum()) / cp_size
     most_tokens = max(int(memory_factor * total / cp_size), -(-total // cp_size))
     aims = [(int(EVEN_TOKENS * total / cp_size), LEVELS[:1]), (most_tokens, LEVELS)]
@@ -93,7 +94,7 @@ def _levelled(
             loads, space = [0.0] * cp_size, [most_aimed_at] * cp_size
             found, makes_a_difference = into_lightest(sizes, prices, loads, space, level * even)
             owners = np.array(found)
-            cut, whole = dearest_first[owners < 0], dearest_first[owners >= 0]
+            cut, whole = costliest_first[owners < 0], costliest_first[owners >= 0]
             ranks, rows = owners[owners >= 0], np.stack([whole, np.zeros_like(whole), lengths[whole]], axis=1)
             if len(cut):
                 filled = _fill_ranks(cut.tolist(), lengths, np.array(loads), np.array(space), token_seconds, workload)
@@ -101,16 +102,16 @@ def _levelled(
             if np.bincount(ranks, rows[:, 2] - rows[:, 1]).max() <= most_tokens:
                 yield ranks, rows
             if len(cut) == 0:
-                break  # a higher level is only less even
+                break  # a higher limit is only less even
 
 
 def _fill_ranks(
     cut: list[int], lengths: Integers, load_seconds: Seconds, space: Integers, token_seconds: float, workload: Costs
 ) -> tuple[list[int], Table]:
-    """Share the ``cut`` segments among ranks that hold ``load_seconds`` and have ``space`` tokens free.
+    """Share the ``cut`` segments among ranks that already hold ``load_seconds`` and have room for ``space`` tokens.
 
     ``lengths`` (tokens) are those of all segments; a token costs ``token_seconds`` beside its attention. Returns the
-    rank of every piece and the pieces (segment, start, stop), empty ones among them. Space is aimed at, not guaranteed.
+    rank of every piece and the pieces (segment, start, stop), some empty. ``space`` is a goal, not guaranteed.
     """
     segments = sorted(cut, key=lambda segment: (-int(lengths[segment]), segment))
     sizes = lengths[segments]
@@ -128,18 +129,18 @@ def _fill_ranks(
 
 def _pour(seconds: Seconds, sizes: Integers, load_seconds: Seconds, space: Integers) -> list[list[Share]]:
     """The shares of every document, longest first, each spanning as few ranks as it can."""
-    # Ranks take as much, at most their space, as lets all rise to the lowest common level.
+    # Fill all ranks to the lowest common level, each at most by its space.
     most = space * (seconds.sum() / sizes.sum())
     levels = np.sort(np.concatenate([load_seconds, load_seconds + most]))
     volumes = np.clip(levels[:, None] - load_seconds, 0.0, most).sum(axis=1)
     gaps = np.clip(np.interp(seconds.sum(), volumes, levels) - load_seconds, 0.0, most)
-    # The longest documents have the most expensive tokens: they go to ranks that have more seconds left than space.
+    # The longest documents have the most expensive tokens: they go to ranks short of space rather than of seconds.
     tightness = gaps / np.maximum(space, 1)
     filled = np.flatnonzero((gaps > 0) | (gaps == gaps.max()))
     ranks = filled[np.argsort(-tightness[filled], kind="stable")].tolist()
     rank_ends = np.cumsum(gaps[ranks]).tolist()
     document_ends = np.cumsum(seconds).tolist()
-    rank_ends[-1] = document_ends[-1]  # whatever rounding made of it
+    rank_ends[-1] = document_ends[-1]  # despite rounding
     shares: list[list[Share]] = []
     current, poured = 0, 0.0
     for end in document_ends:

@@ -1,17 +1,17 @@
-"""The price of a micro-batch: what a context-parallel group takes, forward and backward.
+"""The price of a micro-batch: the seconds of a context-parallel group, forward and backward.
 
-``Shards`` has what every rank computes and exchanges, ``group_seconds`` what that takes. It is the one price of a
-micro-batch: sharding chooses by it, packing is fitted to it (``wlb.job.prices``), plans are arranged by it, and the
-simulator and the report add it up.
+``Shards`` has what every rank computes and exchanges; ``group_seconds`` turns that into seconds. It is the only price
+of a micro-batch: sharding chooses by it, packing uses a fit to it (``wlb.job.prices``), plans are arranged by it, and
+the simulator and the report add it up.
 
-A rank pays attention over its pieces, W_l for the tokens that it holds, and copies in its own memory for what it
-exchanges. Where ranks wait follows from how ``wlb.attention.packed_attention`` runs a layer. Forward, keys and values
-arrive in parts while the rank attends its own tokens, and then each part while the next is on its way. Backward, the
-received parts come first, and returning the gradients of each overlaps with what follows. A rank waits for those that
-it shares segments with: a message is there when the busiest of them has moved all of its own. Ranks that did not keep
-what they received have it sent again, in parts, from when they compute what lies between the attention of two layers.
+A rank pays for attention over its pieces, W_l of its tokens, and copies in memory of what it exchanges. How
+``wlb.attention.packed_attention`` runs a layer decides where ranks wait. In the forward, keys and values arrive in
+parts: the rank attends its own tokens first, and then each part while the next is on its way. In the backward, the
+received parts come first, and returning the gradients of each part overlaps with the following work. A rank waits for
+the ranks that it shares segments with: a message has arrived when the busiest of them has moved all of its data. Ranks
+that did not keep what they received get it again, in parts, while they compute the work between two attention layers.
 
-Every layer takes its share of the seconds, so those of all layers wait as those of one do.
+Every layer takes an equal share of the seconds, so all layers together wait as a single one does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, exchange_parts, 
 from wlb.workload import Costs
 from wlb.workload.base import Phase
 
-# ``PART_CUTS`` by row, filled up with empty parts; a micro-batch without documents has none.
+# ``PART_CUTS`` by row, padded with empty parts; row 0 is for a micro-batch without documents.
 _CUTS = np.array([[*cuts, *[1.0] * (1 + MOST_PARTS - len(cuts))] for cuts in [PART_CUTS[1], *PART_CUTS.values()]])
 GROUP_CAUSES = frozenset({"recomputation", "tp collectives", "expert exchange", "cp exchange"})  # beside computing
 Seconds = NDArray[np.float64]
@@ -44,7 +44,7 @@ class Phases(NamedTuple):
 
     @classmethod
     def of(cls, price: Callable[[ArrayLike, Phase], Seconds], tokens: ArrayLike) -> Phases:
-        """What ``price`` says of so many ``tokens``."""
+        """``price`` of ``tokens`` in both directions."""
         return cls(price(tokens, "forward"), price(tokens, "backward"))
 
     @property
@@ -58,18 +58,18 @@ class Shards(NamedTuple):
     tokens: NDArray[np.int64]
     attention_forward: Seconds
     attention_backward: Seconds
-    own_share: NDArray[np.float64]  # of the rank's attention, which needs no keys of other ranks
+    own_share: NDArray[np.float64]  # share of the rank's attention that needs no keys of other ranks
     received: NDArray[np.int64]  # tokens whose keys the rank receives
-    sent: NDArray[np.int64]  # tokens whose keys it sends, counted once for each receiver
-    waits_for: NDArray[np.int64]  # the most tokens that it, or a rank that it shares a segment with, moves
-    merged_tokens: NDArray[np.int64]  # of the rank, that attend received keys
+    sent: NDArray[np.int64]  # tokens whose keys it sends, counted once per receiver
+    waits_for: NDArray[np.int64]  # most tokens moved by it, or by a rank that shares a segment with it
+    merged_tokens: NDArray[np.int64]  # tokens of the rank that attend received keys
     kept: NDArray[np.bool_]  # whether ranks keep what they receive until the backward, shape (..., micro_batches)
-    parts: NDArray[np.int64]  # in which keys and values arrive, shape (..., micro_batches)
-    alone: NDArray[np.bool_]  # whether it has one segment only, shape (..., micro_batches)
+    parts: NDArray[np.int64]  # number of parts in which keys and values arrive, shape (..., micro_batches)
+    alone: NDArray[np.bool_]  # whether it has only one segment, shape (..., micro_batches)
 
     @classmethod
     def of_pieces(cls, pieces: Pieces, where: Locality, costs: Costs) -> Shards:
-        """Those of plans whose ``pieces`` lie as ``where`` says; shape (plans, cp)."""
+        """The shards of plans with these ``pieces``, whose locality is ``where``; shape (plans, cp)."""
         longest = last_keys(pieces, where.tokens.size)
 
         def attention(phase: Phase) -> Seconds:
@@ -81,9 +81,9 @@ class Shards(NamedTuple):
         return cls(attention_forward=attention("forward"), attention_backward=attention("backward"), **columns)
 
     def with_slices(self, pieces: Pieces, sizes: NDArray[np.int64], earlier: NDArray[np.int64], costs: Costs) -> Shards:
-        """The same with a slice more in each micro-batch: ``pieces`` of ``sizes`` tokens, after ``earlier`` ones.
+        """The same with one more slice in each micro-batch: ``pieces`` of ``sizes`` tokens, after ``earlier`` tokens.
 
-        All ranks get the keys of a whole slice, and have those of earlier slices.
+        All ranks receive the keys of the whole slice; they already have the keys of earlier slices.
         """
         shape = self.tokens.shape
         of_lanes = pieces._replace(
@@ -99,7 +99,7 @@ class Shards(NamedTuple):
 
         forward, tokens, cp = attention("forward"), self.tokens + held, shape[1]
         total, before = sizes[:, None], earlier[:, None]
-        own = np.clip((before + held / 2) / (before + total / 2), 0, 1)  # of the keys that its queries attend
+        own = np.clip((before + held / 2) / (before + total / 2), 0, 1)  # held share of the attended keys
         both = self.attention_forward + forward
         share = np.divide(
             self.own_share * self.attention_forward + own * forward, both, out=np.ones(shape), where=both > 0
@@ -126,22 +126,22 @@ class Shards(NamedTuple):
         return Shards(*map(change, self))
 
     def reshaped(self, *shape: int) -> Shards:
-        """The same with micro-batches, the first axis, arranged in ``shape``."""
+        """The same with the first axis, micro-batches, reshaped to ``shape``."""
         return self.map(lambda column: column.reshape(*shape, *column.shape[1:]))
 
 
 def slowest_rank(seconds: Seconds) -> Seconds:
-    """The most over the last axis."""
+    """The maximum over the last axis."""
     most: Seconds = seconds.max(axis=-1)
     return most
 
 
 def attending_seconds(own: Seconds, received: Seconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
-    """Attention of ranks, first over their ``own`` keys, then over every part of those ``received`` when it is there.
+    """Attention of ranks, first over their ``own`` keys, then over each part of the ``received`` keys when it arrives.
 
-    Ranks are the last axis; ``exchange`` are the seconds in which each rank's keys arrive, in so many ``parts`` for
-    each group. A backward that kept what was received takes as long: it begins with that, and the gradients leave part
-    by part, which is the same in reverse, as ``PART_CUTS`` are.
+    Ranks are the last axis. The keys of each rank arrive within ``exchange`` seconds, in ``parts`` parts per group. A
+    backward that kept the received keys takes as long: it begins with them, and their gradients leave part by part,
+    which is the forward in reverse, as ``PART_CUTS`` are symmetric.
     """
     done = own
     for begin, end in _cuts(parts):
@@ -152,7 +152,7 @@ def attending_seconds(own: Seconds, received: Seconds, exchange: Seconds, parts:
 def attending_again(
     own: Seconds, received: Seconds, exchange: Seconds, parts: NDArray[np.int64], ahead: Seconds | float
 ) -> Seconds:
-    """Attention of a backward for which parts set out ``ahead`` once more; their gradients leave when all are sent."""
+    """Attention of a backward that gets parts again, sent ``ahead`` seconds early; gradients leave after them."""
     attended, home = np.zeros_like(exchange), np.maximum(0.0, exchange - ahead)
     for begin, end in _cuts(parts):
         attended = np.maximum(attended, exchange * end - ahead) + received * (end - begin)
@@ -161,7 +161,7 @@ def attending_again(
 
 
 def _cuts(parts: NDArray[np.int64]) -> Iterable[tuple[Seconds, Seconds]]:
-    """Where each part begins and ends, of many groups, with an axis for their ranks; the last ones may be empty."""
+    """Where each part of many groups begins and ends, with an axis for ranks; the last parts may be empty."""
     return pairwise(np.moveaxis(_CUTS[parts], -1, 0)[..., None])
 
 
@@ -172,9 +172,9 @@ def group_phases(
     modelled: Container[str] = GROUP_CAUSES,
     together: Callable[[Seconds], Seconds] = slowest_rank,
 ) -> Phases:
-    """What groups take in all ``blocks``, if only the ``modelled`` of ``GROUP_CAUSES`` take time beside computing.
+    """Seconds of groups in all ``blocks``, where only the ``modelled`` of ``GROUP_CAUSES`` take time beside computing.
 
-    Shape (..., micro_batches). ``together`` makes a group's seconds of those of its ranks.
+    Shape (..., micro_batches). ``together`` reduces the seconds of ranks to those of their group.
     """
     exchange, forward, backward = _beside_attention(shards, blocks, costs, modelled)
     own, parts, kept, ahead = shards.own_share * shards.attention_forward, shards.parts, shards.kept, 1.0
@@ -183,9 +183,9 @@ def group_phases(
         backward = backward + forward
         if costs.recomputed == "full":
             backward = backward + attending
-            kept = np.ones_like(kept)  # what attention receives the second time
+            kept = np.ones_like(kept)  # kept from the second forward
         else:
-            ahead = 0.0  # keys and values are there only when they are computed again
+            ahead = 0.0  # keys and values exist only after recomputation
     own = shards.own_share * shards.attention_backward
     received = shards.attention_backward - own
     again = attending_again(own, received, exchange, parts, backward * ahead)
@@ -196,7 +196,7 @@ def group_phases(
 def _beside_attention(
     shards: Shards, blocks: Phases, costs: Costs, modelled: Container[str]
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """The seconds in which each rank's keys arrive, and what it does beside attention, forward and backward."""
+    """Seconds of the exchange of each rank, and of its work beside attention, forward and backward."""
     rest = [*blocks]
     for cause, price in (("tp collectives", costs.tp_seconds), ("expert exchange", costs.expert_seconds)):
         if cause in modelled:
@@ -219,7 +219,7 @@ def _beside_attention(
 
 
 def group_seconds(shards: Shards, costs: Costs) -> Phases:
-    """What groups take for micro-batches, all layers, head and loss; shape (..., micro_batches)."""
+    """Seconds of groups for micro-batches: all layers, head and loss; shape (..., micro_batches)."""
     blocks, head = (Phases.of(price, shards.tokens) for price in (costs.blocks_seconds, costs.head_seconds))
     groups = group_phases(shards, blocks, costs)
     return Phases(groups.forward + slowest_rank(head.forward), groups.backward + slowest_rank(head.backward))
@@ -232,12 +232,12 @@ class ShardLatency:
     attention: NDArray[np.float64]
     linear: NDArray[np.float64]
     gather: float
-    gathered_tokens: int  # whose keys and values another rank attends
-    slowest: float  # of the group, whose ranks wait for each other in every layer
+    gathered_tokens: int  # tokens whose keys and values another rank attends
+    slowest: float  # of the group, whose ranks synchronise in every layer
 
     @property
     def imbalance(self) -> float:
-        """Slowest over mean rank, of all that ranks pay for, as if nothing hid the exchange."""
+        """Slowest over mean rank, as if nothing hid the exchange."""
         ranks = self.attention + self.linear + self.gather
         return float(ranks.max() / ranks.mean())
 

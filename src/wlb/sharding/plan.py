@@ -1,13 +1,12 @@
 """A shard plan: which rank holds which tokens of a micro-batch, as plain data.
 
-A micro-batch of T tokens is a run of segments. Context parallelism gives every rank some *pieces* of them: the
-queries ``start`` to ``stop`` of one segment, which attend the segment's keys 0 to ``stop``. A segment whose pieces all
-lie on one rank needs nothing from others; of any other segment, the keys and values that another rank attends are
-gathered. Together the pieces cover every token once, so a plan is a permutation of the micro-batch and attention over
-it is exact.
+A micro-batch is a sequence of segments. Context parallelism gives every rank some *pieces* of them: queries ``start``
+to ``stop`` of a segment, which attend its keys 0 to ``stop``. If all pieces of a segment lie on one rank, it needs no
+exchange; otherwise ranks receive the keys and values that they attend. The pieces cover every token exactly once, so a
+plan is a permutation of the micro-batch, and attention over it is exact.
 
-The first segment may be a slice of a longer one, whose other slices are in micro-batches of their own: its queries also
-attend the ``earlier`` tokens before it. Slices after it attend its keys on every rank, so these go to all of them.
+The first segment may be a slice of a longer one, whose other slices are in other micro-batches. Its queries then also
+attend the ``earlier`` tokens before it. Later slices attend its keys on every rank, so all ranks receive them.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from wlb.workload.flops import attended_pairs
 
 Table = NDArray[np.int64]
 
-# Where parts begin and end, by their number: keys and values arrive in so many, each attended while the next is on its
-# way. The first and the last are small where they can be: nothing hides the first, nor the last one's gradients. Even
-# from both ends, and halves, quarters and eighths, so that cuts are exact.
+# Where parts begin and end, by the number of parts. Keys and values arrive in parts; each is attended while the next is
+# on its way. The first and last are small, because nothing hides the first, nor the gradients of the last. The cuts are
+# symmetric, and binary fractions, so they are exact.
 PART_CUTS = {1: (0.0, 1.0), 2: (0.0, 0.5, 1.0), 3: (0.0, 0.25, 0.75, 1.0), 4: (0.0, 0.125, 0.5, 0.875, 1.0)}
 MOST_PARTS = max(PART_CUTS)
 
@@ -35,8 +34,8 @@ class ShardPlan:
     """The pieces of every context-parallel rank.
 
     ``pieces[r]`` has shape (pieces, 3): segment, start and stop, in the order in which rank r holds their tokens,
-    which is that of the micro-batch. ``segment_lengths`` (tokens) are in packed order. ``earlier`` counts the tokens of
-    the slices before the first segment; None where that is not a slice.
+    the order of the micro-batch. ``segment_lengths`` (tokens) are in packed order. ``earlier`` counts the tokens before
+    the first segment if that is a slice; else it is None.
     """
 
     strategy: str
@@ -55,7 +54,7 @@ class ShardPlan:
 
     @cached_property
     def segment_starts(self) -> NDArray[np.int64]:
-        """Position of each segment's first token in the micro-batch, and at the end the number of tokens."""
+        """Position of the first token of each segment in the micro-batch; the last entry is the number of tokens."""
         return np.concatenate([[0], np.cumsum(self.segment_lengths, dtype=np.int64)])
 
     @cached_property
@@ -72,9 +71,9 @@ class ShardPlan:
 
     @cached_property
     def receivers(self) -> NDArray[np.bool_]:
-        """Which ranks receive each piece's keys, shape (ranks, pieces), pieces rank after rank.
+        """Which ranks receive the keys of each piece, shape (ranks, pieces), pieces rank after rank.
 
-        They are the ranks that hold a later piece of the same segment, and of a slice all ranks.
+        These are the ranks that hold a later piece of the same segment; for a slice, all ranks.
         """
         segment, start, _ = np.concatenate(self.pieces).T
         owner = owners(self.pieces)
@@ -104,14 +103,14 @@ class ShardPlan:
 
     @property
     def keeps_received(self) -> bool:
-        """Whether ranks keep what they receive until the backward, as ``keeps_received`` decides; of slices they do."""
+        """Whether ranks keep received keys and values until the backward (``keeps_received``); always for slices."""
         return self.earlier is not None or bool(
             keeps_received(self.kv_traffic.sum(axis=0).max(), self.tokens, self.cp_size)
         )
 
     @property
     def exchange_parts(self) -> int:
-        """In how many parts keys and values arrive, as ``exchange_parts`` decides."""
+        """Number of parts in which keys and values arrive (``exchange_parts``)."""
         busiest = max(self.kv_traffic.sum(axis=0).max(), self.kv_traffic.sum(axis=1).max())
         return int(exchange_parts(busiest, self.tokens, self.cp_size))
 
@@ -146,20 +145,20 @@ class ShardPlan:
 
 
 def keeps_received(received: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDArray[np.bool_]:
-    """Whether the ranks of a group keep the keys and values they receive until the backward, or have them sent again.
+    """Whether the ranks of a group keep received keys and values until the backward, instead of receiving them again.
 
-    They keep them where the rank that receives most, ``received`` tokens, gets no more than an even share of the
-    micro-batch's ``tokens``: what a rank holds then does not grow with the group. Arrays of many micro-batches alike.
+    They keep them if no rank receives more than an even share of the ``tokens`` of the micro-batch (``received`` is the
+    most of any rank): then memory does not grow with the group. Also takes arrays of many micro-batches.
     """
     kept: NDArray[np.bool_] = np.asarray(received) <= -(-np.asarray(tokens) // cp_size)
     return kept
 
 
 def exchange_parts(exchanged: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDArray[np.int64]:
-    """In how many parts the keys and values of a micro-batch are sent (``PART_CUTS``).
+    """Number of parts in which the keys and values of a micro-batch are sent (``PART_CUTS``).
 
-    As many as even shares of the micro-batch's ``tokens`` are in what the busiest rank sends or receives, ``exchanged``
-    tokens, up to ``MOST_PARTS``: every part costs passes over the queries' results. Arrays of many micro-batches alike.
+    One part for every even share of ``tokens`` among the ``exchanged`` tokens of the busiest rank, up to
+    ``MOST_PARTS``: every part costs passes over the results of queries. Also takes arrays of many micro-batches.
     """
     even = -(-np.asarray(tokens) // cp_size)
     parts: NDArray[np.int64] = np.clip(-(-np.asarray(exchanged) // even), 1, MOST_PARTS)
@@ -172,7 +171,7 @@ def owners(pieces: tuple[Table, ...]) -> NDArray[np.int64]:
 
 
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``starts[i], starts[i] + 1, ...`` of ``lengths[i]`` numbers each, one after another."""
+    """Concatenate the ranges ``starts[i], starts[i] + 1, ...`` of ``lengths[i]`` numbers each."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(starts - ends + lengths, lengths)

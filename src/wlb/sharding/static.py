@@ -1,6 +1,6 @@
-"""The two strategies that look at lengths alone: every document in chunks, or the micro-batch as one run in chunks.
+"""Head-tail (zigzag) sharding, of every document (``per_document``) or of the whole micro-batch (``per_sequence``).
 
-Both cut into 2 x CP chunks and give rank r chunks r and 2 x CP - 1 - r, a cheap head with its expensive tail.
+Both cut into 2 x CP chunks and give rank r chunks r and 2 x CP - 1 - r: a cheap head with its expensive tail.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from wlb.workload import Costs
 
 
 def per_document(micro_batches: MicroBatches, cp_size: int, workload: Costs | None = None) -> Pieces:
-    """Cut every document: every rank attends about the same area of each (WLB-LLM, section 5.1).
+    """Cut every document, so that every rank attends about the same area of each (WLB-LLM, section 5.1).
 
-    The remainder of a length is dealt one token a chunk, rank after rank, going on with the micro-batch's next document
-    where the last one stopped: no padding, and ranks differ by at most one token in all.
+    Remainder tokens are dealt one per chunk, rank after rank, and the next document of the micro-batch continues where
+    the last one stopped. Nothing is padded, and ranks differ by at most one token in total.
     """
     sizes, counts = micro_batches
     remainders = sizes % (2 * cp_size)

@@ -1,4 +1,4 @@
-"""What a step costs on many GPUs, computed from plans and prices without running the model."""
+"""Simulates steps on many GPUs, from plans and prices, without running the model."""
 
 from wlb.schedules.timing import pipeline_makespan
 from wlb.simulate.job import simulated_job

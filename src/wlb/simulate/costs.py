@@ -1,6 +1,6 @@
-"""Costs of a job's steps beside those of a micro-batch: stage transfers, weights, gradients and the optimizer.
+"""Costs of a step beside its micro-batches: gathering weights, reducing gradients, and the optimizer.
 
-Micro-batches are priced by the job's ``Costs`` (``wlb.workload.costs``), here ``rank``. Seconds are of one GPU.
+The ``Costs`` of the job (``wlb.workload.costs``), here ``rank``, price micro-batches. Seconds are of one GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from wlb.workload.costs import MASTER_BYTES
 from wlb.workload.links import Traffic, group_link, shard_bytes
 from wlb.workload.weights import mean_block_weights
 
-# Float32 values touched for each weight: gradients for their norm, read and written by clipping, and AdamW's reads and
-# writes of weight, gradient and both moments. Derived by counting, each kernel fused.
+# Float32 values read or written for each weight: the gradient for its norm, twice for clipping, and weight, gradient
+# and both moments by AdamW. Derived by counting, with fused kernels.
 _OPTIMIZER_VALUES = 1 + 2 + 7
 
 
 class JobCosts:
-    """Prices of one job. A context-parallel group lies on ``nodes`` nodes, by default on as few as hold it."""
+    """Prices of one job. A context-parallel group lies on ``nodes`` nodes, by default on as few as possible."""
 
     def __init__(self, job: Job, nodes: int | None = None) -> None:
         self.job, self.layout = job, job.layout
@@ -30,23 +30,23 @@ class JobCosts:
 
     @cached_property
     def block_gather(self) -> float:
-        """Gathering one block's weights over the ranks that share them."""
+        """Seconds to gather the weights of one block over the ranks that share them."""
         return self._over_shards(self._own_block_weights * self.job.hardware.bytes_per_value)
 
     @cached_property
     def block_copy(self) -> float:
-        """Copying one block's weights out of what was gathered: reading and writing them."""
-        sharing, hardware = self.layout.replicas > 1, self.job.hardware
+        """Seconds to copy the gathered weights of one block: reading and writing them."""
+        sharing, hardware = self.layout.dp_cp > 1, self.job.hardware
         return sharing * 2 * self._own_block_weights * hardware.bytes_per_value / hardware.memory_bandwidth
 
     @cached_property
     def block_reduction(self) -> float:
-        """Reducing and scattering one block's gradients."""
+        """Seconds to reduce-scatter the gradients of one block."""
         return self._over_shards(self._own_block_weights * MASTER_BYTES)
 
     @cached_property
     def root_gather(self) -> NDArray[np.float64]:
-        """Gathering each stage's weights outside blocks; shape (stages,)."""
+        """Seconds to gather the weights of each stage outside blocks; shape (stages,)."""
         return np.array([self._over_shards(w * self.job.hardware.bytes_per_value) for w in self._root_weights])
 
     @cached_property
@@ -55,33 +55,33 @@ class JobCosts:
 
     @cached_property
     def rank_reduction(self) -> NDArray[np.float64]:
-        """Reducing all gradients of each pipeline rank; shape (pp,)."""
+        """Seconds to reduce all gradients of each pipeline rank; shape (pp,)."""
         return self._by_rank(self.job.stage_blocks * self.block_reduction + self.root_reduction)
 
     @cached_property
     def optimizer(self) -> NDArray[np.float64]:
-        """Clipping and AdamW on each pipeline rank's shards; shape (pp,)."""
+        """Seconds of clipping and AdamW on the shards of each pipeline rank; shape (pp,)."""
         hardware, gpus = self.job.hardware, self.layout.world_size
         block_weights = mean_block_weights(self.job.shape) / self.layout.tp  # all experts included
-        weights = self._by_rank(self.job.stage_blocks * block_weights + self._root_weights) / self.layout.replicas
+        weights = self._by_rank(self.job.stage_blocks * block_weights + self._root_weights) / self.layout.dp_cp
         norm = 0.0 if gpus == 1 else group_link(hardware, "point_to_point", gpus, 1).latency
         return weights * _OPTIMIZER_VALUES * MASTER_BYTES / hardware.memory_bandwidth + norm
 
     @property
     def _own_block_weights(self) -> float:
-        """Weights of a block on one tensor-parallel rank, of the experts only its own; the mean of blocks."""
+        """Mean weights of a block on one tensor-parallel rank, of the experts only its own."""
         return self.rank.own_weights / self.job.shape.layers / self.layout.tp
 
     @cached_property
     def _root_weights(self) -> NDArray[np.float64]:
-        """Embedding and output head, on one tensor-parallel rank of each stage; shape (stages,)."""
+        """Weights of embedding and output head on one tensor-parallel rank of each stage; shape (stages,)."""
         ends = np.eye(self.layout.stages)
         return np.asarray((ends[0] + ends[-1]) * (self.job.shape.vocab_size * self.job.shape.hidden / self.layout.tp))
 
     def _over_shards(self, whole_bytes: float) -> float:
         traffic: Traffic = "all_to_all" if self.job.software.fetches_shards else "all_gather"
-        link = group_link(self.job.hardware, traffic, self.layout.replicas, stride=self.layout.tp)
-        return float(link.seconds(shard_bytes(whole_bytes, self.layout.replicas)))
+        link = group_link(self.job.hardware, traffic, self.layout.dp_cp, stride=self.layout.tp)
+        return float(link.seconds(shard_bytes(whole_bytes, self.layout.dp_cp)))
 
     def _by_rank(self, of_stage: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.array([of_stage[mine].sum() for mine in self.layout.rank_stages])

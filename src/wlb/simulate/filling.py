@@ -1,4 +1,4 @@
-"""The documents of steps: those that begin in each, and whether they fill any."""
+"""The documents of each step, and whether the documents fill a step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 
 _AT_ONCE = 64  # documents taken together
-_MOST_STEPS_OF_ONE = 64  # that a document may fill where fewer are asked for
+_MOST_STEPS_OF_ONE = 64  # that a single document may fill if fewer steps are asked for
 
 
 def check_filling(
     lengths: NDArray[np.int64], step_tokens: int, context_window: int, *, overlong: str = "split", steps: int | None
 ) -> None:
-    """Raise ``UserError`` where documents that are repeated as needed cannot show what ``steps`` steps take.
+    """Raise ``UserError`` if documents, repeated as needed, do not represent ``steps`` steps.
 
-    Those that do not fill one step would be in it several times. One that holds most of the tokens, and fills far more
-    steps than are asked for, would be all that is shown; all steps that they fill are, where ``steps`` is None.
+    Documents that do not fill one step would be in it several times. A single document that holds most of the tokens,
+    and fills far more steps than are asked for, would hide all others; ``steps`` None means all steps that they fill.
     """
     trained = trained_lengths(lengths, context_window, overlong)
     if trained.sum() < step_tokens:
@@ -54,12 +54,12 @@ def global_batches(lengths: DocumentLengths, config: DataConfig, tokens: int) ->
 
 
 def joined_lengths(lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The lengths of all documents as they are counted, shape (documents,)."""
+    """The lengths of all documents in the order of their ids, shape (documents,)."""
     return np.concatenate(lengths) if isinstance(lengths, Sequence) else lengths
 
 
 def trained_lengths(lengths: NDArray[np.int64], limit: int, overlong: str) -> NDArray[np.int64]:
-    """Tokens of each document that are left after the policy for overlong ones."""
+    """Tokens of each document that remain after the policy for overlong documents."""
     if overlong == "truncate":
         return np.minimum(lengths, limit)
     return np.where(lengths > limit, 0, lengths) if overlong == "drop" else lengths

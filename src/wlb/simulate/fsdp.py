@@ -1,9 +1,9 @@
-"""What FSDP adds to a step: weights that are gathered before they are used, gradients that are reduced afterwards.
+"""What FSDP adds to a step: gathering weights before use, and reducing gradients afterwards.
 
-A pipeline rank gathers its weights once, from the start of the step on, and reduces all gradients after its last
-backward. Without a pipeline the first forward gathers them, every backward gathers what its forward freed, and the last
-one also reduces gradients. That goes on a block at a time beside computing, so a block's collective shows as far as it
-takes longer than computing a block does.
+A pipeline rank gathers its weights once, from the start of the step, and reduces all gradients after its last backward.
+Without a pipeline the first forward gathers weights, every backward gathers those that its forward freed, and the last
+backward also reduces gradients. Collectives run one block at a time beside computing, so the collective of a block
+costs time only as far as it takes longer than computing a block.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Array = NDArray[np.float64]
 def with_gathers(
     costs: JobCosts, forward: Array, backward: Array, *, kept: bool | None = None, moving: ArrayLike = 0.0
 ) -> tuple[Array, Array]:
-    """Seconds of stages in micro-batches, shape (..., stages, micro-batches), once weights have to be gathered.
+    """Seconds of stages in micro-batches, shape (..., stages, micro-batches), with the gathers of weights.
 
-    For ``moving`` seconds of each of them, forward as backward, the links carry keys and values: gathers run before and
-    after, as they share adapters. ``kept`` says whether weights stay until the step ends; by default the job's software
-    decides.
+    Keys and values use the links for ``moving`` seconds of each forward and backward; gathers run before and after,
+    because they share adapters. ``kept`` says whether weights stay until the step ends; by default the software of the
+    job decides.
     """
     if weights_kept(costs, kept):
         first = waiting_for_weights(costs, forward[..., 0])[..., None]
@@ -43,7 +43,7 @@ def with_gathers(
 
 
 def weights_kept(costs: JobCosts, kept: bool | None = None) -> bool:
-    """Whether a rank's weights stay gathered to the end of the step: ``kept``, or what the job's software does."""
+    """Whether weights stay gathered to the end of the step: ``kept`` or, if None, as in the software of the job."""
     if kept is not None:
         return kept
     weights = costs.job.software.weights
@@ -51,7 +51,7 @@ def weights_kept(costs: JobCosts, kept: bool | None = None) -> bool:
 
 
 def late_reduction(costs: JobCosts, backward: Array, *, kept: bool | None = None) -> Array:
-    """What reducing gradients adds after (or, without a pipeline, to) the last backward; (pp, steps).
+    """Seconds that reducing gradients adds after (or, without a pipeline, to) the last backward; shape (pp, steps).
 
     ``backward`` are the seconds of stages in micro-batches, shape (steps, dp, stages, micro-batches).
     """
@@ -62,9 +62,9 @@ def late_reduction(costs: JobCosts, backward: Array, *, kept: bool | None = None
 
 
 def reduced_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> Array:
-    """What reducing gradients adds to backwards of ``seconds``, a block at a time on what gathers leave of the network.
+    """Seconds that reducing gradients adds to backwards of ``seconds``, one block at a time between gathers.
 
-    Of models of one stage; same shape.
+    For models of one stage; same shape.
     """
     blocks = costs.job.stage_blocks[0]
     gather = 0.0 if kept else costs.block_gather
@@ -84,20 +84,20 @@ def _gathered_a_block_ahead(costs: JobCosts, seconds: Array) -> Array:
 
 
 def beside_computing(costs: JobCosts, collective: float, seconds: Array) -> Array:
-    """What shows of a collective beside ``seconds`` of computing: what outlasts it, and what slows it down."""
+    """Time that a collective adds to ``seconds`` of computing: the part that outlasts it, and the slowdown of it."""
     return np.maximum(0.0, collective - seconds) + costs.job.hardware.exposed * np.minimum(collective, seconds)
 
 
 def waiting_for_weights(costs: JobCosts, forward: Array) -> Array:
-    """What the first micro-batch, of ``forward`` seconds a stage (..., stages), waits on each; the same shape.
+    """Seconds that the first micro-batch waits for weights on each stage; shape of ``forward``, (..., stages).
 
-    A rank gathers its stages one after another, block by block; the micro-batch comes from stage to stage.
+    A rank gathers its stages one after another, block by block; the micro-batch moves from stage to stage.
     """
-    begins = np.zeros(costs.layout.stages)  # of a stage's gathers
+    begins = np.zeros(costs.layout.stages)  # when the gathers of a stage begin
     for mine in costs.layout.rank_stages:
         gathers = costs.root_gather[mine] + costs.job.stage_blocks[mine] * costs.block_gather
         begins[mine] = np.cumsum(gathers) - gathers
-    first_block = begins + costs.root_gather + costs.block_gather  # when a stage's first block is there, and its last
+    first_block = begins + costs.root_gather + costs.block_gather  # when the first block of a stage is gathered
     last_block = first_block + (costs.job.stage_blocks - 1) * costs.block_gather
     waiting = np.zeros(forward.shape)
     arrives = np.zeros(forward.shape[:-1])

@@ -1,11 +1,8 @@
-"""A job as the simulator sees it: the trainer's own description, with profile and price overrides.
+"""Jobs for the simulator: from keywords (``simulated_job``) or by name (``NAMED_JOBS``).
 
-It comes from a job's configuration (``Job.from_config``), from keywords (``simulated_job``), or by name
-(``NAMED_JOBS``).
-
-The named jobs are those of the paper's evaluation, and the one of its motivation. Quoted: WLB-LLM (arXiv 2503.17924),
-Table 1, model, context window and (tp, cp, pp, dp); and section 1 for the job on 8,192 GPUs, a model of 405B
-parameters. Assumed: its shape is that of Llama 3 405B, and a data-parallel rank runs as many micro-batches as there are
+The named jobs are those of the evaluation of the paper, and the one of its introduction. Quoted: WLB-LLM (arXiv
+2503.17924), Table 1, for model, context window and (tp, cp, pp, dp); section 1 for the job of 405B parameters on 8,192
+GPUs. Assumed: its shape is that of Llama 3 405B, and a data-parallel rank runs as many micro-batches as there are
 pipeline ranks.
 """
 
@@ -36,8 +33,8 @@ def simulated_job(
 ) -> Job:
     """A job of ``model`` under one of the systems in ``wlb.job.config.PRESETS``.
 
-    ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
-    replace settings of the preset; ``layout`` are further fields of its ``Layout`` and of itself.
+    ``micro_batches`` is for each data-parallel rank, by default the number of pipeline ranks. ``packing`` and
+    ``sharding`` replace settings of the preset. ``layout`` are further fields of ``Layout`` and of ``Job``.
 
     Raises ``UserError`` for settings that no job could have.
     """
@@ -49,7 +46,7 @@ def simulated_job(
     )
     tp = sizes.get("tp", 1)
     if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
-        shape = replace(shape, kv_heads=tp)  # each head stands on several ranks
+        shape = replace(shape, kv_heads=tp)  # each key/value head is on several ranks
     return Job(
         shape=shape,
         hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
@@ -64,7 +61,7 @@ def simulated_job(
 def preset_sections(
     preset: str, packing: dict[str, Any], sharding: dict[str, Any] | None = None
 ) -> tuple[PackingConfig, ShardingConfig]:
-    """[packing] and [sharding] of a preset, with what is given in place of its settings.
+    """[packing] and [sharding] of a preset, with the given settings in place of its own.
 
     Raises ``UserError`` for an unknown preset and for settings that no job could have.
     """
@@ -78,7 +75,7 @@ def preset_sections(
 
 
 class NamedJob(NamedTuple):
-    """A model, a context window in tokens, and a layout; ``micro_batches`` of a rank, by default as many as ``pp``."""
+    """A model, a context window in tokens, and a layout; ``micro_batches`` per rank, by default ``pp``."""
 
     model: str
     context_window: int

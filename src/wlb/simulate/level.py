@@ -1,9 +1,9 @@
-"""What level steps take.
+"""Simulates level steps.
 
-In a level step (``wlb.packing.level``) every rank runs micro-batches of its own, and waits only for those that it
-shares a document with, and at the end of the step for all. Micro-batches are priced as those of every other step are
-(``wlb.simulate.step``), each as a context-parallel group of its own size; they begin when all of their ranks are free.
-Weights stay gathered from the start of the step to its end.
+In a level step (``wlb.packing.level``) every rank runs its own number of micro-batches. It waits only for ranks that it
+shares a document with, and for all ranks at the end of the step. Micro-batches are priced as in every other step
+(``wlb.simulate.step``), each as a context-parallel group of its own size, and begin when all their ranks are free.
+Weights stay gathered throughout the step.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from wlb.simulate.step import CAUSES, Array, Steps, StepSeconds, slowest_over_me
 
 Integers = NDArray[np.int64]
 
-# Ranks are level in all that they do, not in what they compute.
+# Level steps balance the total time of ranks, not their computing, so these causes come last.
 _AFTER_RANKS = ("dp ranks", "gradient reduction", "optimizer")
 
 
 class _Kind(NamedTuple):
-    """The micro-batches of groups of one size, on as many nodes: where they run, and as those of one step."""
+    """All micro-batches of groups of one size on the same number of nodes: where they run, and their prices."""
 
     step: Integers
     place: Integers  # in the plan
@@ -44,13 +44,13 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class LevelSteps(StepSeconds):
-    """Some level steps when only the ``modelled`` of ``CAUSES`` are taken into account; as ``Steps``.
+    """Level steps when only the ``modelled`` of ``CAUSES`` are taken into account; compare ``Steps``.
 
-    Arrays are of those shapes, with one data-parallel rank and one stage, and 0 for ranks that do not run a micro-batch
-    and for the micro-batches by which a step has fewer.
+    Arrays have the same shapes, with one data-parallel rank and one stage. They are 0 for ranks that do not run a
+    micro-batch, and beyond the last micro-batch of a step.
     """
 
-    runs: tuple[tuple[int, int, Integers], ...]  # the step of every micro-batch, its place, and its ranks
+    runs: tuple[tuple[int, int, Integers], ...]  # (step, place, ranks) of every micro-batch
     kinds: tuple[_Kind, ...]
     in_turn: ClassVar = (*(cause for cause in CAUSES if cause not in _AFTER_RANKS), *_AFTER_RANKS)
 
@@ -79,13 +79,13 @@ class LevelSteps(StepSeconds):
 
     @property
     def computing(self) -> Phases:
-        """What each rank computes, without waiting; shape (steps, 1, 1, micro-batches, cp)."""
+        """Computing seconds of each rank, without waiting; shape (steps, 1, 1, micro-batches, cp)."""
         phases = zip(*(kind.priced.computing for kind in self.kinds), strict=True)
         return Phases(*(self._table([phase[:, :, 0] for phase in of_kinds])[:, :, None] for of_kinds in phases))
 
     @cached_property
     def stages(self) -> Phases:
-        """What micro-batches take, as long as their slowest rank; shape (steps, 1, 1, micro-batches)."""
+        """Seconds of micro-batches, those of their slowest rank; shape (steps, 1, 1, micro-batches)."""
         kinds = [(replace(kind.priced, modelled=self.modelled).stages, kind.ranks) for kind in self.kinds]
         phases = zip(
             *([phase[:, :, 0] / self._speeds[ranks].min(axis=1) for phase in p] for p, ranks in kinds), strict=True
@@ -94,7 +94,7 @@ class LevelSteps(StepSeconds):
 
     @cached_property
     def pipelines(self) -> PipelineTimes:
-        """Each forward of all, then each backward: every rank has its own among them."""
+        """All forwards, then all backwards; each rank runs some of them."""
         forward, backward = (phase[:, 0, 0] for phase in self.stages)
         waits = waiting_for_weights(self.costs, forward[..., None])[..., 0] * ("weight gathers" in self.modelled)
         starts, ends = np.zeros_like(forward), np.zeros_like(forward)
@@ -119,7 +119,7 @@ class LevelSteps(StepSeconds):
 
     @property
     def late_reduction(self) -> Array:
-        """It can begin while last micro-batches go backward, but not in one that is not the last of all its ranks."""
+        """It can overlap with the backward of a micro-batch that is the last one of all its ranks."""
         last = np.full((len(self.tokens), self.costs.layout.cp), -1)
         for step, place, ranks in self.runs:
             last[step, ranks] = place
@@ -131,7 +131,7 @@ class LevelSteps(StepSeconds):
 
     @property
     def imbalance(self) -> dict[str, Array]:
-        """As that of ``Steps``, of the ranks that run a micro-batch; ``dp`` is of all that ranks do but wait."""
+        """As in ``Steps``, over the ranks that run a micro-batch; ``dp`` compares the busy time of ranks."""
         computed = [kind.priced.micro_batch_seconds for kind in self.kinds]
         mean, slowest = (
             self._table([seconds(one, axis=-1) for one in computed])[:, 0] for seconds in (np.mean, np.max)
@@ -154,7 +154,7 @@ class LevelSteps(StepSeconds):
 
     @cached_property
     def gpu_seconds(self) -> Array:
-        """What each GPU computes in the steps; shape (steps, 1, 1, cp)."""
+        """Computing seconds of each GPU in the steps; shape (steps, 1, 1, cp)."""
         seconds = np.zeros((self.runs[-1][0] + 1, self.costs.layout.cp))
         for kind in self.kinds:
             np.add.at(seconds, (kind.step[:, None], kind.ranks), kind.priced.micro_batch_seconds[0, 0])
@@ -162,11 +162,11 @@ class LevelSteps(StepSeconds):
 
     @property
     def _speeds(self) -> Array:
-        """Of the ranks; all 1 where the job knows of none."""
+        """Speeds of the ranks; all 1 if the job does not know them."""
         return np.array(self.costs.job.speeds or [1.0] * self.costs.layout.cp)
 
     def _table(self, of_kinds: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Values of micro-batches, or of their ranks, in the shape (steps, 1, micro-batches) or with a last axis cp."""
+        """Values of micro-batches, shape (steps, 1, micro-batches), or of their ranks, with a last axis cp."""
         steps, most = self.runs[-1][0] + 1, max(place for _, place, _ in self.runs) + 1
         table = np.zeros((steps, 1, most, self.costs.layout.cp)[: of_kinds[0].ndim], of_kinds[0].dtype)
         for (step, place, ranks, _), values in zip(self.kinds, of_kinds, strict=True):

@@ -1,7 +1,7 @@
-"""How fast steps do their work: planned, priced a few at a time and summed, for every command that compares jobs.
+"""The rate at which steps do their work, for every command that compares jobs.
 
-``wlb check``, ``wlb simulate``, its search and the report divide the same predicted seconds of work by the same
-simulated seconds. So do the studies, whose policies without a ``StepPlan`` sum them themselves.
+``wlb check``, ``wlb simulate``, its search and the report all divide predicted seconds of work by simulated seconds. So
+do the studies, whose policies without a ``StepPlan`` sum them themselves.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MICRO_BATCHES_AT_ONCE = 512
 class Rate:
     """Work and time of the steps added so far; memory grows by three numbers a step.
 
-    ``work_seconds`` are the predicted W_a + W_l of all that was trained, by ``work_prices``: documents that are cut, or
-    still wait after the last step, count as far as they were computed.
+    ``work_seconds`` are the predicted W_a + W_l of everything trained, by ``work_prices``. A cut document counts only
+    for its computed attention, and a document that still waits after the last step does not count.
     """
 
     work_prices: DocumentPrices
@@ -40,7 +40,7 @@ class Rate:
     step_seconds: list[float] = field(default_factory=list)
 
     def add(self, plans: Sequence[StepPlan], steps: Steps | LevelSteps) -> None:
-        """Count ``plans``, which take what ``steps`` says."""
+        """Add ``plans``, which were simulated as ``steps``."""
         tables = [plan.table for plan in plans]
         owner = np.repeat(np.arange(len(plans)), [len(table) for table in tables])
         seconds = segment_seconds(self.work_prices, np.concatenate(tables))
@@ -55,12 +55,12 @@ class Rate:
 
     @property
     def work_rate(self) -> float:
-        """Seconds of work done in a second. Unlike tokens/s, it does not rise while long documents wait."""
+        """Seconds of work done per second. Unlike tokens/s, it does not rise while long documents wait."""
         return self.work_seconds / self.seconds
 
 
 def rate(job: Job, lengths: DocumentLengths, steps: int, work_prices: DocumentPrices, warm_up: int = 0) -> Rate:
-    """That of ``steps`` steps of ``job`` on documents of ``lengths`` tokens, after ``warm_up`` that do not count."""
+    """The rate of ``steps`` steps of ``job`` on documents of ``lengths`` tokens, after ``warm_up`` uncounted steps."""
     rated = Rate(work_prices)
     for plans, priced in first_steps(job, lengths, steps, warm_up):
         rated.add(plans, priced)
@@ -68,7 +68,7 @@ def rate(job: Job, lengths: DocumentLengths, steps: int, work_prices: DocumentPr
 
 
 def simulate_steps(plans: Sequence[StepPlan], job: Job | JobCosts) -> Steps | LevelSteps:
-    """What each of ``plans`` takes, dealt to the job's data-parallel ranks already."""
+    """Simulate ``plans``, which are already dealt to the data-parallel ranks of the job."""
     costs = job if isinstance(job, JobCosts) else JobCosts(job)
     return (LevelSteps if costs.job.levels_steps else Steps).of_plans(plans, costs)
 
@@ -81,9 +81,9 @@ def simulate_step(plan: StepPlan, job: Job | JobCosts) -> Steps | LevelSteps:
 def first_steps(
     job: Job, lengths: DocumentLengths, steps: int, warm_up: int = 0
 ) -> Iterator[tuple[list[StepPlan], Steps | LevelSteps]]:
-    """Plans of the trainer's own planner, and what they take; a few at a time, so memory does not grow with steps.
+    """Plans of the trainer's planner and their simulated steps; a few at a time, so memory does not grow with steps.
 
-    ``warm_up`` steps are planned before them, at once, and left out.
+    ``warm_up`` steps are planned before them and left out.
     """
     costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(warm_up), steps)
     while group := [*islice(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches))]:

@@ -1,6 +1,6 @@
-"""Simulating a job on documents: the plans that the trainer would run, step by step, and what they take.
+"""Simulates a job on documents: the plans that the trainer would run, step by step, and their seconds.
 
-They come from the trainer's own planner (``wlb.job.planner``), epoch after epoch.
+Plans come from the planner of the trainer (``wlb.job.planner``), epoch after epoch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from wlb.workload.flops import attended_pairs
 class SimulationResult(Rate):
     """Means over steps. Seconds are simulated, of a whole step; ``where`` divides them among ``wlb.simulate.CAUSES``.
 
-    ``gpu_seconds`` is what each GPU computes in a step, shape (pp, dp, cp); tensor-parallel ranks are alike.
-    ``imbalance`` is that of ``Steps``. ``token_delay`` is the mean over tokens of the steps that each waited,
-    ``tokens_cv`` the coefficient of variation of tokens a step. ``attention_kept`` is the share of the documents'
-    query-key pairs that is computed. ``epochs`` counts the passes over the documents that the steps began; from 2 on
-    documents are repeated.
+    ``gpu_seconds`` is the computing of each GPU in a step, shape (pp, dp, cp); tensor-parallel ranks are the same.
+    ``imbalance`` is as in ``Steps``. ``token_delay`` is the mean number of steps that a token waited, ``tokens_cv`` the
+    coefficient of variation of tokens per step. ``attention_kept`` is the computed share of the query-key pairs of
+    documents. ``epochs`` is the number of passes over the documents; from 2 on, documents were repeated.
     """
 
     job: Job
@@ -59,7 +58,7 @@ class SimulationResult(Rate):
         return self.tokens / self.seconds
 
     def speed_at_equal_work(self, base: SimulationResult) -> float:
-        """How many times faster than ``base`` the same work is done."""
+        """Speed of the same work, over that of ``base``."""
         return self.work_rate / base.work_rate
 
     def to_json(self) -> dict[str, Any]:
@@ -80,11 +79,11 @@ def simulate(
 ) -> SimulationResult:
     """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens; ``on_progress`` gets steps just done.
 
-    ``warm_up`` steps come before them and do not count: a job that delays documents begins with none that wait.
+    ``warm_up`` steps come before them and do not count, because a job that delays documents starts with none waiting.
 
-    Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``. What
-    is "auto" is decided first (``decide``); ``job`` of the result says how. Documents are repeated, epoch after epoch,
-    where the steps need more; raises ``UserError`` where they do not fill one step (``check_filling``).
+    Work is priced by ``job.work_prices``; to compare jobs of different layouts, give all of them the same
+    ``work_prices``. ``decide`` decides what is "auto"; ``job`` of the result has its decisions. Documents are repeated,
+    epoch after epoch, if the steps need more; raises ``UserError`` if they do not fill one step (``check_filling``).
     """
     check_documents(job, lengths, steps)
     of_documents = joined_lengths(lengths)
@@ -123,8 +122,8 @@ def simulate(
 
 
 def check_documents(job: Job, lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]], steps: int = 1) -> None:
-    """``check_filling`` for ``steps`` steps of ``job``: before anything is simulated, which may take long."""
+    """``check_filling`` for ``steps`` steps of ``job``, before a long simulation."""
     if job.phases is not None:
-        raise UserError("what documents cost before the language model is planned by, not simulated; leave phases out")
+        raise UserError("phases (costs before the language model) are used to plan, but not simulated; leave them out")
     step_tokens, overlong = job.global_batch * job.context_window, job.data.overlong
     check_filling(joined_lengths(lengths), step_tokens, job.context_window, overlong=overlong, steps=steps)

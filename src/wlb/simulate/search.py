@@ -207,7 +207,7 @@ def least_seconds(job: Job, segments: NDArray[np.int64]) -> float:
     share = [job.stage_shares[mine].sum() for mine in job.layout.rank_stages]
     last = [job.layout.stages - 1 in mine for mine in job.layout.rank_stages]
     busiest = max(part * blocks + has_head * head for part, has_head in zip(share, last, strict=True))
-    return float(busiest / job.layout.replicas)
+    return float(busiest / job.layout.dp_cp)
 
 
 def layout_of(job: Job) -> str:

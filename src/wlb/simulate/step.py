@@ -1,10 +1,10 @@
 """Steps of a simulated job, in seconds.
 
-The micro-batches of some plans are sharded and priced (``wlb.sharding``). From what each rank computes follows what its
-context-parallel group takes (``wlb.sharding.latency``), from groups what each stage takes in each micro-batch, from
-those the pipeline (``wlb.schedules.timing``), with FSDP's collectives (``fsdp``). A step ends when its slowest
-pipeline has reduced its gradients and updated its weights. Every cause of waiting can be left out, to find how much it
-adds (``StepSeconds.where``).
+The micro-batches of plans are sharded and priced (``wlb.sharding``): from the computing of each rank to the seconds of
+its context-parallel group (``wlb.sharding.latency``), to the seconds of each stage in each micro-batch, to the pipeline
+(``wlb.schedules.timing``), with the collectives of FSDP (``fsdp``). A step ends when its slowest pipeline has reduced
+its gradients and updated its weights. Every cause of waiting can be left out, to find how much it adds
+(``StepSeconds.where``).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ CAUSES = {
     "recomputation": "forward again, for activation checkpointing",
     "bubbles": "filling and draining a perfectly balanced pipeline",
     "stages": "stages that hold different amounts of the model",
-    "micro-batches": "micro-batches of one pipeline that differ",
+    "micro-batches": "uneven micro-batches of a pipeline",
     "dp ranks": "waiting for the slowest data-parallel rank",
     "cp ranks": "waiting for the slowest context-parallel rank, layer by layer",
     "tp collectives": "gathering and reducing activations over tensor-parallel ranks",
-    "expert exchange": "tokens under way to the ranks that have their experts, and back",
-    "cp exchange": "keys and values under way that no computing hides, and their copies",
-    "stage transfers": "activations under way between pipeline ranks",
-    "weight gathers": "FSDP's weights under way that no computing hides",
-    "gradient reduction": "FSDP's gradients under way that no computing hides",
+    "expert exchange": "sending tokens to the ranks of their experts, and back",
+    "cp exchange": "K/V traffic that computing does not hide, and copies",
+    "stage transfers": "sending activations between pipeline ranks",
+    "weight gathers": "FSDP gathers that computing does not hide",
+    "gradient reduction": "FSDP reductions that computing does not hide",
     "optimizer": "clipping and AdamW",
 }
 EVERYTHING = frozenset(CAUSES)
@@ -49,38 +49,38 @@ EVERYTHING = frozenset(CAUSES)
 IMBALANCES = {
     "gpus": "of all GPUs",
     "cp": "of the ranks of a context-parallel group in a micro-batch",
-    "micro_batches": "of what groups take for a step's micro-batches",
-    "dp": "of data-parallel ranks' sums over a step",
-    "pp": "of pipeline ranks' sums over a step",
+    "micro_batches": "of the micro-batches of a step",
+    "dp": "of data-parallel ranks, summed over a step",
+    "pp": "of pipeline ranks, summed over a step",
 }
 
 
 @dataclass(frozen=True)
 class StepSeconds(ABC):
-    """What steps take when only the ``modelled`` of ``CAUSES`` are taken into account."""
+    """Seconds of steps when only the ``modelled`` of ``CAUSES`` are taken into account."""
 
     costs: JobCosts
     modelled: frozenset[str] = field(default=EVERYTHING, kw_only=True)
-    in_turn: ClassVar[Sequence[str]] = tuple(CAUSES)  # how causes are added to each other in ``where``
+    in_turn: ClassVar[Sequence[str]] = tuple(CAUSES)  # the order in which ``where`` adds causes
 
     @property
     @abstractmethod
     def ends(self) -> Array:
-        """When ranks have run all of their micro-batches; shape (pp, steps, dp)."""
+        """When ranks have finished all their micro-batches; shape (pp, steps, dp)."""
 
     @property
     def weights(self) -> Array | None:
-        """The part of backwards that computes weights' gradients; None where a backward is one operation."""
+        """The part of backwards that computes gradients of weights; None if a backward is one operation."""
         return None
 
     @property
     @abstractmethod
     def late_reduction(self) -> Array:
-        """What reducing gradients adds after the last backward; (pp, steps)."""
+        """Seconds that reducing gradients adds after the last backward; shape (pp, steps)."""
 
     @cached_property
     def seconds(self) -> Array:
-        """What the steps take; shape (steps,)."""
+        """Seconds of the steps; shape (steps,)."""
         of_rank = self.ends.max(axis=2) if "dp ranks" in self.modelled else self.ends.mean(axis=2)
         if "gradient reduction" in self.modelled:
             of_rank = of_rank + self.late_reduction
@@ -99,11 +99,11 @@ class StepSeconds(ABC):
 
 @dataclass(frozen=True)
 class Steps(StepSeconds):
-    """Some steps when only the ``modelled`` of ``CAUSES`` are taken into account; everything else is ideal.
+    """Steps when only the ``modelled`` of ``CAUSES`` are taken into account; everything else is ideal.
 
-    Nothing is priced before it is asked for: ``seconds`` alone costs a fraction of ``where``. ``blocks`` and ``head``
-    are what each rank computes outside attention in each micro-batch, in all blocks and in the output head; shape
-    (steps, dp, micro-batches, cp). ``operations`` are the lists of each step's pipelines, where they are planned.
+    Values are computed on demand: ``seconds`` alone costs a fraction of ``where``. ``blocks`` and ``head`` are the
+    computing of each rank outside attention in each micro-batch, in all blocks and in the output head; shape (steps,
+    dp, micro-batches, cp). ``operations`` are the lists of the pipelines of each step, if they are planned.
     """
 
     shards: Shards
@@ -113,7 +113,7 @@ class Steps(StepSeconds):
 
     @classmethod
     def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
-        """Steps of ``plans``, dealt to the job's data-parallel ranks already, in which groups run in lock step."""
+        """Steps of ``plans`` that are already dealt to data-parallel ranks, in which groups run in lock step."""
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
         shape = len(plans), costs.layout.dp, costs.job.micro_batches_per_rank
         shards = price_shards(
@@ -128,25 +128,25 @@ class Steps(StepSeconds):
 
     @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
-        """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
+        """Steps of micro-batches that are already sharded, in the shape (steps, dp, micro-batches)."""
         blocks, head = (Phases.of(p, shards.tokens) for p in (costs.rank.blocks_seconds, costs.rank.head_seconds))
         return cls(costs, shards, blocks, head)
 
     @property
     def computing(self) -> Phases:
-        """What each rank computes, without waiting; shape (steps, dp, stages, micro-batches, cp)."""
+        """Computing seconds of each rank, without waiting; shape (steps, dp, stages, micro-batches, cp)."""
         shards, (forward, backward) = self.shards, self.blocks
         blocks = Phases(shards.attention_forward + forward, shards.attention_backward + backward)
         return self._over_stages(blocks, self.head)
 
     @property
     def groups(self) -> Phases:
-        """What context-parallel groups take for all blocks; shape (steps, dp, micro-batches)."""
+        """Seconds of context-parallel groups for all blocks; shape (steps, dp, micro-batches)."""
         return group_phases(self.shards, self.blocks, self.costs.rank, self.modelled, self._together)
 
     @cached_property
     def stages(self) -> Phases:
-        """What stages take in micro-batches; shape (steps, dp, stages, micro-batches)."""
+        """Seconds of stages in micro-batches; shape (steps, dp, stages, micro-batches)."""
         groups, head = self.groups, Phases(*map(self._together, self.head))
         if "micro-batches" not in self.modelled:
             groups, head = (Phases(*map(_mean_of_step, seconds)) for seconds in (groups, head))
@@ -154,7 +154,7 @@ class Steps(StepSeconds):
 
     @property
     def weights(self) -> Array | None:
-        """Of ``stages.backward``."""
+        """The weight part of ``stages.backward``; None if a backward is one operation."""
         if not self.operations or not self.costs.job.splits_backward:
             return None
         rank, tokens = self.costs.rank, self.shards.tokens
@@ -165,7 +165,7 @@ class Steps(StepSeconds):
 
     @property
     def moving(self) -> Array:
-        """For how long stages have keys and values under way, in a forward or backward; shaped as ``stages`` are."""
+        """Seconds of K/V traffic of stages in a forward or backward; the shape of ``stages``."""
         if "cp exchange" not in self.modelled:
             return np.zeros(1)
         exchange = self._together(self.costs.rank.exchange_seconds(self.shards.waits_for, self.shards.tokens.shape[-1]))
@@ -196,17 +196,17 @@ class Steps(StepSeconds):
     def ends(self) -> Array:
         if "bubbles" in self.modelled:
             return self.pipelines.rank_ends
-        busy = self.stages.both[:, 0]  # of one pipeline, as all are alike
+        busy = self.stages.both[:, 0]  # of one pipeline; all are the same
         return np.asarray(busy.sum(axis=(1, 2))[None, :, None] / self.costs.layout.pp)
 
     @property
     def balanced_seconds(self) -> Array:
-        """What the steps would take if all micro-batches of a step were alike; shape (steps,)."""
+        """Seconds of the steps if all micro-batches of a step were equal; shape (steps,)."""
         return replace(self, modelled=self.modelled - {"micro-batches"}).seconds
 
     @property
     def imbalance(self) -> dict[str, Array]:
-        """The slowest over the mean of what is computed, shape (steps,), for each of ``IMBALANCES``."""
+        """Largest over mean computing, shape (steps,), for each of ``IMBALANCES``."""
         groups, taken = self.micro_batch_seconds, self.stages.both.sum(axis=2)
         return {
             "gpus": slowest_over_mean(self.gpu_seconds, (1, 2, 3)),
@@ -223,16 +223,16 @@ class Steps(StepSeconds):
 
     @cached_property
     def gpu_seconds(self) -> Array:
-        """What each GPU computes in the steps, collectives and waiting left out; shape (steps, pp, dp, cp).
+        """Computing seconds of each GPU, without collectives and waiting; shape (steps, pp, dp, cp).
 
-        Tensor-parallel ranks are alike.
+        All tensor-parallel ranks are the same.
         """
         of_stage = self._computed.sum(axis=3)
         return np.stack([of_stage[:, :, mine].sum(axis=2) for mine in self.costs.layout.rank_stages], axis=1)
 
     @property
     def micro_batch_seconds(self) -> Array:
-        """The same for each context-parallel rank of each micro-batch; shape (steps, dp, micro-batches, cp)."""
+        """Computing seconds of each context-parallel rank in each micro-batch; shape (steps, dp, micro-batches, cp)."""
         return np.asarray(self._computed.sum(axis=2))
 
     @cached_property
@@ -241,11 +241,11 @@ class Steps(StepSeconds):
         return forward + backward
 
     def _together(self, ranks: Array) -> Array:
-        """Seconds of groups from those of their ranks, the last axis."""
+        """Seconds of groups from those of their ranks (the last axis)."""
         return np.asarray(ranks.max(axis=-1) if "cp ranks" in self.modelled else ranks.mean(axis=-1))
 
     def _over_stages(self, blocks: Phases, head: Phases) -> Phases:
-        """Seconds of stages from those of whole models; the axis of stages comes before that of micro-batches."""
+        """Seconds of stages from those of the whole model; the stage axis comes before that of micro-batches."""
         stages = self.costs.layout.stages
         share, head_share = self.costs.job.stage_shares, np.eye(stages)[-1]
         if "stages" not in self.modelled:
@@ -255,10 +255,10 @@ class Steps(StepSeconds):
 
 
 def slowest_over_mean(seconds: Array, axes: tuple[int, ...]) -> Array:
-    """The most over the mean along ``axes``."""
+    """Maximum over mean along ``axes``."""
     return np.asarray(seconds.max(axis=axes) / seconds.mean(axis=axes))
 
 
 def _mean_of_step(seconds: Array) -> Array:
-    """The mean micro-batch of each step in place of all; shape (steps, dp, micro-batches, ...)."""
+    """Replace all micro-batches of a step by their mean; shape (steps, dp, micro-batches, ...)."""
     return np.broadcast_to(seconds.mean(axis=(1, 2), keepdims=True), seconds.shape)

@@ -210,7 +210,7 @@ class Verdict:
     @property
     def _one_layout(self) -> bool:
         base, winner = (self.draws[0][name].job.layout for name in (self.base, self.winner))
-        return all(getattr(base, size) == getattr(winner, size) for size in ("tp", "pp", "virtual_pp", "replicas"))
+        return all(getattr(base, size) == getattr(winner, size) for size in ("tp", "pp", "virtual_pp", "dp_cp"))
 
     def _median_draw(self, system: str) -> int:
         speeds = self.speeds(self.fastest if system == self.base else system)

@@ -1,6 +1,6 @@
-"""What a document and a micro-batch cost, in predicted seconds.
+"""What documents and micro-batches cost, in predicted seconds.
 
-``make_workload`` prices a model on a GPU, by counting or with measurements (``wlb.workload.profile``).
+``make_workload`` prices a model on a GPU, by counting or from measurements (``wlb.workload.profile``).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def make_workload(
 ) -> Costs:
     """Price ``model`` (a preset or any shape) on ``hardware`` (a preset or any rates), on tp x cp GPUs.
 
-    A measured ``profile`` of the model replaces what it measured. Raises ``UserError`` for an unknown preset, a size
-    below 1, where ``tp`` does not divide the heads, and for a profile of another model.
+    A measured ``profile`` of the model replaces the terms that it measured. Raises ``UserError`` for an unknown preset,
+    a size below 1, a ``tp`` that does not divide the heads, and a profile of another model.
     """
     shape = model_shape(model) if isinstance(model, str) else model
     rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware

@@ -1,4 +1,4 @@
-"""Types of prices, and what packing asks of them."""
+"""Types of prices, and the prices that packing needs."""
 
 from __future__ import annotations
 

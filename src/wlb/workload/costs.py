@@ -1,18 +1,18 @@
-"""What one GPU spends on a micro-batch, term by term: the only prices that packing, sharding and simulation use.
+"""The seconds of one GPU for a micro-batch, term by term: the only prices of packing, sharding and simulation.
 
-Every term is a number of seconds over all layers, for the tokens that one context-parallel rank holds:
+Every term is a number of seconds over all layers, for the tokens of one context-parallel rank:
 
     attention          pair * (attended query-key pairs) + padding * tokens, for each piece of a document
-    drain              keys of the longest document of the launch: the last tiles of a forward leave most of a GPU idle
-    blocks, head       token * tokens, at least what reading the weights takes; in any case what experts and the host do
+    drain              keys of the longest document: the last tiles of a forward leave most of a GPU idle
+    blocks, head       token * tokens, at least the time of reading the weights; plus a fixed cost of experts
     tp collectives     gathering and reducing the residual stream over tensor-parallel ranks
-    expert exchange    sending tokens to the ranks that have their experts, and back
-    K/V exchange       keys and values of other context-parallel ranks, and their gradients; and copies in memory
+    expert exchange    sending tokens to the ranks of their experts, and back
+    K/V exchange       keys and values of other context-parallel ranks, their gradients, and copies in memory
 
-They come from a model's shape and a device's rates, by counting (docs/workload.md has the formulas). A measured
-profile replaces the terms that it measured: attention, and blocks and head together. ``wlb.sharding.latency`` adds
-the terms up to the seconds of a context-parallel group. ``attention_seconds`` (W_a), ``linear_seconds`` (W_l) and
-``document_seconds`` are those of a group of ``cp`` ranks that shares everything evenly (WLB-LLM, section 4.1).
+Terms are counted from the shape of the model and the rates of the device (docs/workload.md has the formulas). A
+measured profile replaces attention, and blocks and head together. ``wlb.sharding.latency`` sums the terms to seconds of
+a context-parallel group. ``attention_seconds`` (W_a), ``linear_seconds`` (W_l) and ``document_seconds`` are for a
+group of ``cp`` ranks that shares everything evenly (WLB-LLM, section 4.1).
 """
 
 from __future__ import annotations
@@ -44,50 +44,51 @@ from wlb.workload.weights import expert_weights, latent_expansion, mean_block_we
 if TYPE_CHECKING:  # planning without a profile needs NumPy alone
     from wlb.workload.profile import WorkloadProfile
 
-# Sizes in tokens that a profile has not seen, with their seconds over all layers. "documents" have lengths, "pieces of
-# documents" are queries from a start to a stop that attend the keys up to their own, "micro-batches" segment lengths.
+# Held-out sizes in tokens, with their seconds over all layers: "documents" by length, "pieces of documents" by start
+# and stop of their queries, "micro-batches" by segment lengths.
 HeldOut = dict[str, dict[Any, float]]
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
 MASTER_BYTES = 4  # weights, gradients and moments are float32
-_LARGE = 2**30  # tokens, of which each takes its part of what a micro-batch costs in any case
-# Values read and written in a rank's memory, by counting the operations of ``wlb.attention``, each a kernel of its own;
-# one in float32 counts twice. For each value of K and V that a rank sends: picking and stacking it, 4; its
-# gradient, when it returns, is added in float32, 13.
+_LARGE = 2**30  # tokens, enough to make the fixed cost of a micro-batch negligible
+# Values read and written in memory, counted over the operations of ``wlb.attention``, each its own kernel; a float32
+# value counts twice. For each value of K and V that a rank sends: picking and stacking it, 4; accumulating its returned
+# gradient in float32, 13.
 _SENT = {"forward": 4.0, "backward": 13.0}
-# For each that it receives: lining it up, 2; backward again, and clearing the gradients and putting them in place, 3.
+# For each that it receives: placing it, 2; in the backward again, and clearing and placing gradients, 3.
 _RECEIVED = {"forward": 2.0, "backward": 5.0}
-# For each value of a query that attends a part of what was received: picking it, 2, and merging two outputs in float32,
-# 15; backward, picking query, output and its gradient, 6, and adding the query's, 7.
+# For each value of a query that attends a received part: picking it, 2, and merging two outputs in float32, 15; in the
+# backward picking query, output and its gradient, 6, and accumulating the gradient of the query, 7.
 _MERGED = {"forward": 17.0, "backward": 13.0}
-# Less where a segment is alone: its rows follow each other, so queries need not be picked, and all is added in place.
+# Less if a segment is alone: its rows are contiguous, so queries are not picked, and everything is added in place.
 _SENT_ALONE = {"forward": 4.0, "backward": 5.0}
 _MERGED_ALONE = {"forward": 11.0, "backward": 3.0}
-_ENDS = 0.5  # embedding and output head together, in blocks' collectives
+_ENDS = 0.5  # collectives of embedding and output head together, in blocks
 # The next three are fitted by studies' fit_prices.py.
 # A grouped product also sorts, pads and casts the tokens of its experts, in bf16 whatever the type: it costs as much as
-# experts with so many more columns, so wide experts run at the rate of a dense layer and narrow ones do not.
+# this many more columns per expert, so wide experts run at the rate of a dense layer and narrow ones are slower.
 _EXPERT_COLUMNS = 550.0
-# Each expert of a rank costs in a micro-batch as if so many more tokens passed: its last tiles are not full, and its
+# Each expert of a rank costs as if this many more tokens passed per micro-batch: its last tiles are not full, and its
 # weights are read and cast.
 _EXPERT_TOKENS = 1500.0
-# Experts with biases (gpt-oss), which are added outside the grouped product: over the product itself.
+# Cost of adding biases outside the grouped product (gpt-oss), over that of the product.
 _EXPERT_BIASES = 1.65
-# Bytes read and written for each score by the loss in float32: log-softmax reads them twice, as a row of scores is too
-# long to be kept, and writes; the backward clears a gradient, reads it and the log-probabilities twice, and writes that
-# of the score. Scores of another type are widened before, and their gradients narrowed. Derived by counting.
+# Bytes read and written for each score by the loss in float32: log-softmax reads scores twice, as a row is too long to
+# keep, and writes once; the backward clears a gradient, reads it and the log-probabilities twice, and writes the
+# gradient of the score. Scores of another type are converted first, and their gradients converted back. Derived by
+# counting.
 _LOSS_BYTES_PER_SCORE = {"forward": 3 * 4, "backward": 4 + 2 * (4 + 4) + 4}
-# Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the gradient in
-# float32, to which it adds that of a micro-batch. Derived by counting.
+# Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the accumulated
+# float32 gradient. Derived by counting.
 _GRADIENT_PASSES = {"forward": 0, "backward": 2}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices of a model of ``shape`` on one GPU of a group of ``tp`` x ``cp``; arrays in, arrays of that shape out.
+    """Prices of a model of ``shape`` on one GPU of a ``tp`` x ``cp`` group; arrays in, arrays of the same shape out.
 
-    Keys and values travel between context-parallel ranks on ``nodes`` nodes, by default on as few as hold them. With
-    ``recomputed`` activations a backward contains what it computes again. A ``profile`` of one GPU, or of one of its
-    own tensor-parallel group, is divided by the tensor-parallel size.
+    Context-parallel ranks exchange keys and values on ``nodes`` nodes, by default as few as possible. With
+    ``recomputed`` activations a backward includes recomputation. A ``profile`` was measured on one GPU, or on one of a
+    tensor-parallel group of its own size; it is scaled to ``tp``.
 
     Raises ``UserError`` if ``tp`` or ``cp`` is below 1 or ``tp`` does not divide the heads, and for a profile of
     another model.
@@ -116,8 +117,8 @@ class Costs:
     def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """Attention of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens).
 
-        What the document costs up to ``stops`` less what it costs up to ``starts``; and a last tile of queries that is
-        not full costs as much as a full one. A document's first piece is priced as a document of its length.
+        The cost of the document up to ``stops`` minus its cost up to ``starts``; a partial last tile of queries costs
+        as much as a full one. The first piece of a document is priced like a document of its length.
         """
         start, stop = np.asarray(starts), np.asarray(stops)
         if self.profile is not None:
@@ -128,10 +129,10 @@ class Costs:
         return seconds
 
     def drain_seconds(self, stops: ArrayLike, phase: Phase = "both") -> Seconds:
-        """Attention of a micro-batch beside its pieces, of which the longest reaches to key ``stops`` (tokens).
+        """The kernel tail of a micro-batch whose longest piece attends keys up to ``stops`` (tokens).
 
-        While the last tiles of a forward finish, most of the GPU idles. It does not shrink with tp or cp. Measured
-        documents contain it.
+        While the last tiles of a forward finish, most of the GPU is idle. The tail does not shrink with tp or cp. It is
+        part of measured documents, so 0 with a profile.
         """
         keys, rates = np.asarray(stops, dtype=np.float64), self._rates[phase]
         if self.profile is not None:
@@ -142,7 +143,7 @@ class Costs:
         return seconds
 
     def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """Blocks without attention and collectives."""
+        """Seconds of blocks without attention and collectives."""
         if phase == "both":
             return self.blocks_seconds(tokens, "forward") + self.blocks_seconds(tokens, "backward")
         if self.profile is not None:
@@ -151,7 +152,7 @@ class Costs:
         return np.where(np.asarray(tokens) > 0, seconds + self._rates[phase].experts * self.experts_share, 0.0)
 
     def head_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """Output head and loss."""
+        """Seconds of output head and loss."""
         if phase == "both":
             return self.head_seconds(tokens, "forward") + self.head_seconds(tokens, "backward")
         if self.profile is not None:
@@ -160,9 +161,9 @@ class Costs:
         return self._at_least_moving(weights, tokens, self._rates[phase].head_token, phase)
 
     def weight_seconds(self, tokens: ArrayLike, part: Literal["blocks", "head"]) -> Seconds:
-        """Of a backward of blocks or head, what computes the gradients of weights, which nothing waits for.
+        """The part of a backward of blocks or head that computes gradients of weights, which no other stage needs.
 
-        Half of the backward's matrix products, and adding the gradients up.
+        Half of the matrix products of the backward, and accumulating the gradients.
         """
         backward = (
             self.blocks_seconds(tokens, "backward") if part == "blocks" else self.head_seconds(tokens, "backward")
@@ -177,8 +178,8 @@ class Costs:
     def tp_seconds(self, tokens: ArrayLike) -> Seconds:
         """Gathering and reducing the residual stream over the tensor-parallel group, in a forward or a backward.
 
-        Every block gathers and reduce-scatters it twice (sequence parallelism, arXiv 2205.05198), as embedding and
-        output head do once. A backward's collectives are the forward's, mirrored.
+        Every block gathers and reduce-scatters it twice (sequence parallelism, arXiv 2205.05198), embedding and output
+        head together once. The collectives of a backward mirror those of the forward.
         """
         count = np.asarray(tokens, dtype=np.float64)
         if self.tp == 1:
@@ -190,13 +191,13 @@ class Costs:
         return np.where(count > 0, layers * 4 * link.latency + token_seconds * count, 0.0)
 
     def expert_seconds(self, tokens: ArrayLike) -> Seconds:
-        """Sending tokens to the ranks that have their experts, and back: nothing, as our ranks have all experts."""
+        """Sending tokens to the ranks of their experts, and back: 0, as our ranks have all experts."""
         return np.zeros(np.shape(tokens))
 
     def exchange_seconds(self, tokens: ArrayLike, ranks: int) -> Seconds:
-        """Receiving K and V of ``tokens`` tokens from others of a context-parallel group of so many ``ranks``.
+        """Receiving K and V of ``tokens`` tokens from other ranks of a context-parallel group of ``ranks`` ranks.
 
-        In the forward; in the backward their gradients take the same way back.
+        In the forward; in the backward their gradients return in the same time.
         """
         link = group_link(self.hardware, "all_to_all", ranks, self.tp, self.nodes)
         seconds: Seconds = self.shape.layers * link.seconds(np.asarray(tokens) * self._kv_bytes)
@@ -205,10 +206,10 @@ class Costs:
     def copy_seconds(
         self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Direction, alone: ArrayLike = False
     ) -> Seconds:
-        """What a rank spends in memory on bringing together and taking apart what it exchanges.
+        """Memory copies of a rank around the exchange.
 
-        It sends and receives the keys of so many tokens, and ``merged`` queries attend what it receives, counted once
-        for every part in which that arrives. Of a segment that is ``alone`` in its micro-batch, less has to be copied.
+        It sends and receives the keys of ``sent`` and ``received`` tokens; ``merged`` queries attend received keys,
+        counted once per part in which these arrive. A segment that is ``alone`` in its micro-batch needs fewer copies.
         """
         hardware, layers = self.hardware, self.shape.layers
         query_bytes = self.shape.heads * self.shape.head_dim / self.tp * hardware.bytes_per_value
@@ -224,14 +225,14 @@ class Costs:
         return seconds
 
     def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
-        """W_a of each whole document alone, shared evenly by the ``cp`` ranks."""
+        """W_a of each whole document, shared evenly by the ``cp`` ranks."""
         seconds = self._whole(lengths, phase)
         if self.recomputed == "full" and phase != "forward":
             seconds = seconds + self._whole(lengths, "forward")
         return seconds / self.cp
 
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """W_l of micro-batches of ``tokens`` tokens, shared evenly by the ``cp`` ranks; an empty one costs nothing."""
+        """W_l of micro-batches of ``tokens`` tokens, shared evenly by the ``cp`` ranks; 0 for an empty one."""
         if phase == "both":
             return self.linear_seconds(tokens, "forward") + self.linear_seconds(tokens, "backward")
         count = np.asarray(tokens, dtype=np.float64)
@@ -242,28 +243,28 @@ class Costs:
         return seconds + self.exchange_seconds(others, self.cp)
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
-        """W_a plus the part of W_l that grows with tokens, forward and backward: the additive price of a document."""
+        """W_a plus the part of W_l that grows with tokens, forward and backward: prices that add up over documents."""
         d = np.asarray(lengths, dtype=np.float64)
         return self.attention_seconds(d) + self._token_seconds * d
 
     @property
     def experts_share(self) -> float:
-        """Of the experts, those that a tensor-parallel group has."""
+        """Share of the experts that a tensor-parallel group has."""
         return 1.0
 
     @property
     def element_passes(self) -> float:
-        """Values that element-wise kernels move, over those of kernels that each read inputs and write outputs once."""
+        """Values moved by element-wise kernels, over those of kernels that read inputs and write outputs once."""
         return 1.0
 
     @property
     def gathers_context(self) -> bool:
-        """Whether ranks gather all keys and values before attention, not in parts those that they attend, beside it."""
+        """Whether ranks gather all keys and values before attention, instead of needed ones in parts beside it."""
         return False
 
     @property
     def own_weights(self) -> float:
-        """Weights of all blocks that a tensor-parallel group has: its experts, and everything else."""
+        """Weights of all blocks on a tensor-parallel group, of the experts only its own."""
         experts = expert_weights(self.shape)
         return self.shape.layers * mean_block_weights(self.shape) - experts + experts * self.experts_share
 
@@ -288,7 +289,7 @@ class Costs:
 
     @property
     def _kv_bytes(self) -> float:
-        """What a tensor-parallel rank receives of a token of another context-parallel rank, in one layer."""
+        """Bytes that a tensor-parallel rank receives per token of another context-parallel rank, in one layer."""
         latent, shape = self.shape.latent, self.shape
         values = 2.0 * shape.kv_heads * shape.head_dim / self.tp if latent is None else latent.kv_rank + latent.rope_dim
         return values * self.hardware.bytes_per_value
@@ -304,9 +305,9 @@ class Costs:
         return seconds
 
     def _at_least_moving(self, weights: float, tokens: ArrayLike, token_seconds: float, phase: Direction) -> Seconds:
-        """So many seconds a token, or what reading the ``weights`` takes that few are multiplied by; 0 for none.
+        """``token_seconds`` per token, or the time of reading the ``weights`` if that is longer; 0 for no tokens.
 
-        A backward adds its gradient to that of earlier micro-batches, which reads and writes it in float32.
+        A backward also accumulates its gradient, which reads and writes it in float32.
         """
         count, second_bytes = np.asarray(tokens), self.hardware.memory_bandwidth * self.tp
         reading = weights * self.hardware.bytes_per_value / second_bytes
@@ -314,7 +315,7 @@ class Costs:
         return np.where(count > 0, np.maximum(token_seconds * count, reading) + adding, 0.0)
 
     def _head_share(self, phase: Phase) -> float:
-        """Output head and loss, of everything outside attention: a profile is divided in the hardware's proportion."""
+        """Share of output head and loss outside attention; a profile is divided in the proportion of the hardware."""
         rates = self._rates[phase]
         return rates.head_token / (rates.head_token + rates.block_token)
 
@@ -324,14 +325,14 @@ class _Rates(NamedTuple):
 
     pair: float  # for each attended query-key pair
     padding: float  # for each token of a document, in attention
-    window_pair: float  # for each query-key pair inside the window, of blocks that have one
-    drain: float  # for each key of a launch's longest document
-    window_drain: float  # for each of these inside the window, of blocks that have one
+    window_pair: float  # for each query-key pair inside the window, in blocks that have one
+    drain: float  # for each key of the longest document
+    window_drain: float  # for each of these keys inside the window, in blocks that have one
     block_token: float  # for each token in blocks, without attention
     head_token: float  # for each token in output head and loss
-    block_products: float  # of these, in matrix products
+    block_products: float  # the part of block_token in matrix products
     head_products: float
-    experts: float  # for all experts in a micro-batch, however many tokens it has
+    experts: float  # for all experts in a micro-batch, whatever its tokens
 
 
 def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, element_passes: float, phase: Direction) -> _Rates:
@@ -367,7 +368,7 @@ def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, element_passes:
 
 
 def _grouping_flops(shape: ModelShape) -> float:
-    """What grouping costs a token in a forward, all layers, as operations of bf16 matrix products."""
+    """Cost of grouping a token in a forward over all layers, in operations of bf16 matrix products."""
     experts = shape.experts
     if experts is None:
         return 0.0
@@ -376,7 +377,7 @@ def _grouping_flops(shape: ModelShape) -> float:
 
 
 def prediction_errors(workload: Costs, held_out: HeldOut) -> list[dict[str, Any]]:
-    """Median and worst error of ``workload`` on each kind of work, as shares of the measured seconds."""
+    """Median and worst relative error of ``workload`` on each kind of work."""
     rows = []
     for shapes, predicted in predictions(workload, held_out).items():
         errors = np.abs(np.asarray(predicted) / [*held_out[shapes].values()] - 1)
@@ -386,7 +387,7 @@ def prediction_errors(workload: Costs, held_out: HeldOut) -> list[dict[str, Any]
 
 
 def predictions(workload: Costs, held_out: HeldOut) -> dict[str, Any]:
-    """What ``workload`` says of each size of ``held_out``, in seconds."""
+    """Seconds that ``workload`` predicts for each size of ``held_out``."""
     documents, pieces, micro_batches = held_out.values()
     attention = workload.attention_seconds([*documents]), workload.piece_seconds(*np.array([*pieces]).T)
     return dict(zip(held_out, (*attention, [micro_batch_seconds(workload, n) for n in micro_batches]), strict=True))
@@ -398,7 +399,7 @@ def micro_batch_seconds(workload: Costs, segment_lengths: Sequence[int]) -> floa
 
 
 def crossover_tokens(workload: Costs) -> int | None:
-    """Length at which a document's attention costs as much as everything else; None if over ten million tokens."""
+    """Length at which attention of a document costs as much as everything else; None if over ten million tokens."""
     lengths = range(1, 10_000_001)
     shorter = bisect_left(lengths, 0.0, key=lambda n: float(workload.attention_seconds(n) - workload.linear_seconds(n)))
     return lengths[shorter] if shorter < len(lengths) else None

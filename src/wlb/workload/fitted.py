@@ -1,8 +1,8 @@
-"""Prices fitted to what a job measured: the seconds of micro-batches, explained by the documents in them.
+"""Prices fitted to measured seconds of micro-batches and the documents in them.
 
 A micro-batch of documents of d tokens takes ``square * sum(d^2) + token * sum(d) + fixed`` seconds, forward and
-backward (WLB-LLM, section 4.1, whose W_a and W_l are profiled). Where ranks wait for each other in every micro-batch,
-what can be measured is the slowest of them.
+backward (after WLB-LLM, section 4.1, which profiles W_a and W_l). If ranks wait for each other in every micro-batch, a
+job can measure only the slowest of them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from wlb.workload.shapes import ModelShape
 
 Array = NDArray[np.float64]
 
-LEAST_SAMPLES = 8  # micro-batches from which prices are fitted
-_ROUNDS = 8  # of finding the slowest rank, what lies far off, and what errors are relative to
-_FAR_OFF = 4.0  # standard deviations, estimated by the median, of a measurement that is left out
-_SHORT = 0.1  # of the mean micro-batch: the seconds of shorter ones are no more exact than of one that long
+LEAST_SAMPLES = 8  # fewest micro-batches to fit prices to
+_ROUNDS = 8  # of finding the slowest rank, the outliers and the scale of errors
+_FAR_OFF = 4.0  # standard deviations (estimated by the median) beyond which a measurement is left out
+_SHORT = 0.1  # of the mean micro-batch: measurements of shorter ones are no more exact than at this length
 _KNOTS = 2 ** np.arange(6, 21)  # tokens at which a profile holds the fitted curve
-_LEAST_SECONDS = 1e-12  # of a document, where its tokens explain nothing
-_BACKWARD = 2 / 3  # of forward and backward, where both were measured together
+_LEAST_SECONDS = 1e-12  # of a document, if its tokens explain nothing
+_BACKWARD = 2 / 3  # share of the backward if both directions were measured together
 
 
 @dataclass(frozen=True)
 class FittedPrices:
-    """Seconds, forward and backward, of a micro-batch on one rank; ``r_squared`` is the part of the variance explained.
+    """Seconds, forward and backward, of a micro-batch on one rank; ``r_squared`` is the explained part of the variance.
 
-    Negative where the prices explain less than the mean does.
+    ``r_squared`` is negative if the prices explain less than the mean does.
     """
 
-    square: float  # for each token of a document, times the document's tokens
+    square: float  # for each squared token of a document
     token: float
     fixed: float  # for each micro-batch
     r_squared: float
@@ -46,7 +46,7 @@ class FittedPrices:
         return f"{self.square:.3g} d^2 + {self.token:.3g} d + {self.fixed:.3g} s, R2 {self.r_squared:.3f}"
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
-        """Seconds that each document adds, forward and backward, over 0; shape of ``lengths`` (tokens)."""
+        """Seconds that each document adds, forward and backward, always positive; shape of ``lengths`` (tokens)."""
         d = np.asarray(lengths, np.float64)
         return np.asarray(self.square * d**2 + self.token * d + _LEAST_SECONDS)
 
@@ -57,9 +57,9 @@ class FittedPrices:
     def profile(
         self, model: ModelShape, *, machine: str, versions: dict[str, str], dtype: str, clock: str, threads: int = 1
     ) -> WorkloadProfile:
-        """These prices as a profile file, which ``wlb check``, ``wlb simulate`` and ``training.profile`` take.
+        """These prices as a profile, for ``wlb check``, ``wlb simulate`` and ``training.profile``.
 
-        Forward and backward were measured together; they are divided 1 : 2, as their operations are.
+        Forward and backward were measured together; they are divided 1 : 2, like their operations.
         """
         tokens = tuple(_KNOTS.tolist())
 
@@ -89,23 +89,23 @@ class FittedPrices:
 def fit_prices(
     squares: ArrayLike, tokens: ArrayLike, seconds: ArrayLike, *, micro_batches: ArrayLike = 1
 ) -> FittedPrices:
-    """The prices, none negative, that explain the ``seconds`` of micro-batches best: with the least relative errors.
+    """The non-negative prices that explain the ``seconds`` of micro-batches with the least relative errors.
 
     Args:
         squares: sum(d^2) over the documents of each micro-batch, of shape (micro-batches,); or (micro-batches, ranks)
-            where ranks run micro-batches at the same time and wait for the slowest.
+            if ranks run micro-batches at the same time and wait for the slowest.
         tokens: sum(d), of the same shape.
         seconds: Of each micro-batch, of shape (micro-batches,).
-        micro_batches: Of how many micro-batches each entry of ``squares`` is the sum, where it is of several, as where
-            ranks wait at the end of a step only; of the same shape.
+        micro_batches: Number of micro-batches that each entry of ``squares`` sums over, of the same shape; above 1 if
+            ranks wait only at the end of a step.
 
     Raises:
-        UserError: There are fewer than ``LEAST_SAMPLES`` micro-batches.
+        UserError: With fewer than ``LEAST_SAMPLES`` micro-batches.
     """
     measured = np.asarray(seconds, np.float64)
     count = len(measured)
     if count < LEAST_SAMPLES:
-        raise UserError(f"prices are fitted to at least {LEAST_SAMPLES} micro-batches, and {count} were measured")
+        raise UserError(f"prices need at least {LEAST_SAMPLES} measured micro-batches; only {count} were measured")
     given = np.broadcast_arrays(*(np.asarray(a, np.float64) for a in (squares, tokens, micro_batches)))
     terms = np.stack([np.reshape(a, (count, -1)) for a in given], axis=-1)  # (micro-batches, ranks, terms)
     prices = _least_squares(terms.mean(axis=1), measured)
@@ -127,7 +127,7 @@ def fit_prices(
 
 
 def _least_squares(terms: Array, seconds: Array) -> Array:
-    """Non-negative prices of the three terms, zero for those that do not explain enough (Schwarz's criterion)."""
+    """Non-negative prices of the three terms; 0 for terms that do not explain enough (Schwarz criterion)."""
     count, floor = len(seconds), 1e-12 * float((seconds**2).sum())
     best, least = np.zeros(3), np.inf
     for chosen in chain.from_iterable(combinations(range(3), size) for size in (1, 2, 3)):

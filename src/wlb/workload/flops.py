@@ -1,7 +1,7 @@
 """Floating-point operations and bytes of a model's blocks, per document and per token.
 
-Everything here is counting, for the whole model on one GPU; how fast a GPU gets through it is the business of
-``wlb.workload.costs``. One multiply-add is two operations.
+Everything here counts, for the whole model on one GPU; ``wlb.workload.costs`` has the speed of GPUs. One multiply-add
+is two operations.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from wlb.workload.weights import feed_forward_width, parameters
 
 # A backward multiplies once for the gradient of the input and once for that of the weight.
 LINEAR_BACKWARD_FACTOR = 2.0
-# Flash attention's backward has five matrix products (it recomputes the scores), the forward two.
+# The backward of flash attention has five matrix products (it recomputes the scores), the forward two.
 ATTENTION_BACKWARD_FACTOR = 2.5
 
 
 def model_flops(shape: ModelShape, lengths: ArrayLike) -> float:
     """Operations of training on documents of ``lengths``: the products of PaLM (arXiv 2204.02311, appendix B).
 
-    They count once forward and twice backward whatever is recomputed, causal attention by the pairs in documents.
+    A forward counts once and a backward twice, without recomputation; causal attention counts the pairs in documents.
     """
     attention = float(attention_flops(shape, lengths, "forward").sum())
     return 3.0 * (attention + float(linear_flops(shape, np.sum(lengths), "forward")))
@@ -31,7 +31,7 @@ def model_flops(shape: ModelShape, lengths: ArrayLike) -> float:
 def attended_pairs(lengths: ArrayLike, window: int | None = None) -> NDArray[np.float64]:
     """Query-key pairs under a causal mask, d (d + 1) / 2 for a document of d tokens; shape of ``lengths``.
 
-    With a ``window``, a token attends so many tokens at most, itself among them.
+    With a ``window``, a token attends at most that many tokens, including itself.
     """
     d = np.asarray(lengths, dtype=np.float64)
     seen = d if window is None else np.minimum(d, window)
@@ -55,33 +55,32 @@ def pair_flops(shape: ModelShape) -> float:
 
 
 def linear_flops(shape: ModelShape, tokens: ArrayLike, phase: Phase = "both") -> NDArray[np.float64]:
-    """Operations of all that grows with tokens, output head included; shape of ``tokens``."""
+    """Operations of everything that grows with tokens, including the output head; shape of ``tokens``."""
     forward = gemm_flops_per_token(shape) * np.asarray(tokens, dtype=np.float64)
     return _in_phase(forward, LINEAR_BACKWARD_FACTOR, phase)
 
 
 def gemm_flops_per_token(shape: ModelShape) -> float:
     """Forward operations for one token: projections, feed-forward or chosen experts, and output head."""
-    return 2.0 * parameters(shape, active=True, tied_embeddings=True)  # the embedding is a lookup; the head is none
+    return 2.0 * parameters(shape, active=True, tied_embeddings=True)  # the embedding is a lookup; the head counts
 
 
 def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
     """Values read and written for one token by element-wise kernels, all layers: (forward, backward).
 
-    Each block has two RMS norms, two residual additions, rotary embedding of q and k, and SwiGLU, every one a
-    kernel of its own that reads its inputs and writes its output once. Variants have others beside them, or in place
-    of rotary embedding.
+    Each block has two RMS norms, two residual additions, rotary embedding of q and k, and SwiGLU; each is one kernel
+    that reads its inputs and writes its output once. Variants of the model add kernels or change rotary embedding.
     """
     latent, experts = shape.latent, shape.experts
     if latent is None:
         rotary, norms = 2 * shape.head_dim * (shape.heads + shape.kv_heads), 0
-    else:  # keys are put together of both their parts, and both latents have norms
+    else:  # keys are concatenated from two parts, and both latents have norms
         rotary = 2 * latent.rope_dim * (shape.heads + 1) + 2 * shape.heads * shape.head_dim
         norms = latent.q_rank + latent.kv_rank
     forward = backward = 0
     for kind, count in shape.blocks.items():
         width = feed_forward_width(shape, kind)
-        # A token is copied for each of its experts, and what they return is added up; backward the same, mirrored.
+        # A token is copied for each of its experts, and their results are summed; the backward mirrors this.
         moved = (3 * experts.active + 1) * shape.hidden if experts is not None and kind.routed else 0
         forward += count * (2 * (2 + 3) * shape.hidden + rotary + 2 * norms + moved + 3 * width)
         backward += count * (2 * (3 + 3) * shape.hidden + rotary + 3 * norms + moved + 5 * width)

@@ -1,8 +1,8 @@
 """Hardware presets of the analytic workload model: rates and their sources.
 
-Every number carries a label. Quoted: from the vendor's data sheet or the publication named. Measured: from
-measurements described beside it. Derived: computed from those. Assumed: none of these; replace it by a measured
-profile (``wlb.workload.profile``) where it matters.
+Every number has a label. Quoted: from the data sheet or the publication named. Measured: by the measurements described
+beside it. Derived: computed from such numbers. Assumed: none of these; measure a profile (``wlb.workload.profile``) if
+it matters.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from wlb.errors import UserError, choose_from
 class AttentionKernel:
     """Rates of one generation of attention kernels on one device.
 
-    Attention over a document of d tokens runs at ``*_flops * d / (d + half length)``: short documents fill the kernel's
-    tiles badly. While the last tiles of a forward finish, other processors idle: as long as ``drain_tiles`` tiles of
-    queries over all keys of the longest document would take, however few heads there are. A backward begins with the
-    longest tiles.
+    Attention over a document of d tokens runs at ``*_flops * d / (d + half length)``, because short documents fill
+    tiles badly. While the last tiles of a forward finish, other processors are idle: for the time of ``drain_tiles``
+    tiles of queries over all keys of the longest document, whatever the number of heads. A backward begins with the
+    longest tiles, so it has no such tail.
     """
 
     forward_flops: float  # FLOP/s at unbounded length
     backward_flops: float
-    forward_half_length: float  # tokens at which half of that is reached
+    forward_half_length: float  # tokens at which half of that rate is reached
     backward_half_length: float
     drain_tiles: float = 0.0
 
     def times(self, speed: float) -> AttentionKernel:
-        """The same at another speed."""
+        """The same kernel at ``speed`` times its rates."""
         return replace(self, forward_flops=self.forward_flops * speed, backward_flops=self.backward_flops * speed)
 
 
@@ -38,7 +38,7 @@ class AttentionKernel:
 class Hardware:
     """Achieved rates of one GPU (or CPU core) and of the links around it.
 
-    ``wlb.workload.links`` says what a process group makes of the links' rates.
+    ``wlb.workload.links`` turns the rates of links into those of a process group.
     """
 
     peak_flops: float  # FLOP/s, dense, in the training type
@@ -50,23 +50,27 @@ class Hardware:
     node_latency: float  # seconds
     network_bandwidth: float  # bytes/s of each GPU's adapter between nodes
     network_latency: float  # seconds
-    step_latency: float  # seconds more for each rank that a ring passes, or peer of an all-to-all
+    step_latency: float  # seconds for each further rank of a ring, or peer of an all-to-all
     bytes_per_value: int  # of an activation
     memory_bytes: float  # of one GPU
     device_type: str = "cuda"  # as torch calls it
-    peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, where each two have a link of their own
-    wide_rates: tuple[tuple[str, float], ...] = ()  # of wider types, and their peak over this one's
-    narrow_rates: tuple[tuple[str, float], ...] = ()  # of narrower types, and matrix products' rate over this one's
-    block_rate: float = 1.0  # of matrix products in blocks, over those of the output head
-    exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
+    peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, if each pair has its own link
+    wide_rates: tuple[tuple[str, float], ...] = ()  # wider types, and their peak over the preset's
+    narrow_rates: tuple[
+        tuple[str, float], ...
+    ] = ()  # narrower types, and their rate of matrix products over the preset's
+    block_rate: float = 1.0  # rate of matrix products in blocks, over that of the output head
+    exposed: float = (
+        0.0  # share of an overlapped collective that is not hidden: both use the same processors and memory
+    )
     attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # by name, in the preset's type
 
     def computing_in(self, dtype: str) -> Hardware:
-        """The same device when it computes in ``dtype``: values take other bytes, and wider ones more time.
+        """The same device computing in ``dtype``: values have another size, and wider ones take more time.
 
-        In a narrower type (``narrow_rates``) only the matrix products of blocks are computed; attention, the output
-        head and what is kept stay as they are. Assumed: attention in a wider type slows down as matrix products do, and
-        a type without a rate is as fast as the preset's. Raises ``UserError`` for an unknown type.
+        A narrower type (``narrow_rates``) is used only for matrix products of blocks; attention, the output head and
+        activations stay as they are. Assumed: attention in a wider type slows down like matrix products, and a type
+        without a rate is as fast as the preset's. Raises ``UserError`` for an unknown type.
         """
         if dtype in dict(self.narrow_rates):
             return replace(self.computing_in("bfloat16"), block_rate=dict(self.narrow_rates)[dtype])
@@ -77,22 +81,22 @@ class Hardware:
         return replace(slower, bytes_per_value=_TYPE_BYTES[dtype], block_rate=1.0)
 
     def computing_at(self, speed: float) -> Hardware:
-        """The same device with arithmetic at a share of its speed; memory and links stay as fast."""
+        """The same device with ``speed`` times its arithmetic rates; memory and links do not change."""
         return replace(self, peak_flops=self.peak_flops * speed, attention=self.attention.times(speed))
 
 
 _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
-# Fitted by studies' fit_prices.py to whole steps: a block's matrix products, as a share of the peak. (Of the best
-# shape they are 79% on H100 and 93% on A100, by the table of maximum achievable matmul FLOPS in S. Bekman, "ML
-# Engineering", quoted: 794 and 268 TFLOP/s; 1,745 on B200 and 668 on MI300X.)
+# Fitted by studies' fit_prices.py to whole steps: the rate of matrix products of a block, as a share of the peak. (They
+# reach 79% of the best shape on H100 and 93% on A100. The rates of the best shape are quoted from the table of maximum
+# achievable matmul FLOPS in S. Bekman, "ML Engineering": 794 and 268 TFLOP/s; 1,745 on B200 and 668 on MI300X.)
 _A100_GEMM_EFFICIENCY = 0.8
 _HOPPER_GEMM_EFFICIENCY = 0.635
 _B200_GEMM_EFFICIENCY = 0.56
 _GB200_GEMM_EFFICIENCY = 0.61
 _GB300_GEMM_EFFICIENCY = 0.85
-_FP8_RATE = 1.76  # tensor cores compute twice as many; what is missing is scaling and casting
+_FP8_RATE = 1.76  # tensor cores are twice as fast; scaling and casting take the rest
 _FP8_ROWWISE_RATE = 0.85
 _BLACKWELL_FP8_RATE = 2.0
 _BLACKWELL_FP4_RATE = 3.2
@@ -138,7 +142,7 @@ _BLACKWELL_KERNELS = {
 # Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,
 # reduce-scatter and all-to-all in a node of 4 and 8, over 10 nodes with 1, 2, 4 and 8 GPUs of each, and between 2 nodes
 # (github.com/xxrjun/nccl-tests-cluster, example-cluster01; github.com/waynehacking8/nccl-collectives-bench;
-# github.com/NVIDIA/nccl issue 1357). Errors by size are in tests/workload/published_measurements.md: within 15% but for
+# github.com/NVIDIA/nccl issue 1357). Errors by size are in tests/workload/published_measurements.md: within 15% except
 # those that docs/presets.md names.
 # Quoted by NCCL's maintainers: 370 GB/s over NVLink 4 (nccl-tests issue 212), 48 to 49 over an adapter (issue 267).
 _HOPPER_NODE_BANDWIDTH = 345e9
@@ -252,7 +256,7 @@ HARDWARE |= {
         _B200, peak_flops=2500e12, gemm_efficiency=_GB300_GEMM_EFFICIENCY, memory_bytes=279e9, node_size=72
     ),
 }
-# Presets attend with FlashAttention-2, which torch runs unless told otherwise; those named after kernels with these.
+# Presets use FlashAttention-2, as torch does by default; those named after other kernels use these.
 HARDWARE |= {
     f"{name}-{kernels}": replace(HARDWARE[name], attention=kernel)
     for name in ("h100", "h200", "b200")

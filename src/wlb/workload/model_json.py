@@ -1,8 +1,8 @@
 """The shape that ``config.json`` of a Hugging Face directory describes.
 
-Families that are priced are ``FAMILIES``. Keys that are absent or null have the defaults of the model's class in
-``transformers``, where that class has one default for models of all sizes; what that class does not read means nothing
-here either, and where keys disagree, ``layer_types`` decides, as there. Types are strict, and what would make another
+``FAMILIES`` are the families that are priced. Absent or null keys have the default of the model class in
+``transformers``, if that default is the same for models of all sizes. Keys that the class does not read are ignored; if
+keys disagree, ``layer_types`` decides, as in ``transformers``. Types are strict, and a key that would give another
 shape is refused by name. ``wlb.models.huggingface.config_json`` reads what training needs beyond the shape.
 """
 
@@ -20,7 +20,7 @@ from wlb.workload.shapes import Experts, LatentAttention, ModelShape
 
 Keys = Mapping[str, Any]
 
-# What their classes in transformers take where config.json does not say.
+# Defaults of their classes in transformers.
 FAMILIES: dict[str, dict[str, int | None]] = {
     "llama": {},
     "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
@@ -39,20 +39,20 @@ FAMILIES: dict[str, dict[str, int | None]] = {
     },
     "gpt_oss": {"head_dim": 64, "sliding_window": 128},
 }
-# Keys of the number of experts and of their width.
+# Keys for the number of experts and for their width.
 _EXPERTS = {
     **dict.fromkeys(("mixtral", "gpt_oss"), ("num_local_experts", "intermediate_size")),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), ("n_routed_experts", "moe_intermediate_size")),
 }
-_NO_LAYER_TYPES = ("mixtral", "qwen3_moe")  # have windows, and read no layer_types
+_NO_LAYER_TYPES = ("mixtral", "qwen3_moe")  # have windows, but do not read layer_types
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """The contents of ``config.json``, in the directory ``path`` or at it.
+    """The contents of ``config.json``; ``path`` is the file or its directory.
 
-    Raises ``UserError`` if it is missing or no JSON object.
+    Raises ``UserError`` if it is missing or not a JSON object.
     """
     directory, path = path, path if path.is_file() else path / "config.json"
     try:
@@ -71,31 +71,31 @@ def read_config_json(path: Path) -> dict[str, Any]:
 def shape_of_config(config: Any) -> ModelShape:
     """The shape of a decoder from its configuration in ``transformers``, to price documents for it.
 
-    A model that is of no family here is priced as a dense decoder of its size. Raises ``UserError`` for a shape that
-    cannot be priced.
+    A model of another family is priced as a dense decoder of its size. Raises ``UserError`` for a shape that cannot be
+    priced.
     """
     renamed = {usual: getattr(config, usual, None) for usual in getattr(config, "attribute_map", ())}
     document = dict(language_model(config.to_dict() | renamed))
     if document.get("intermediate_size") is None and document.get("hidden_size"):
-        document["intermediate_size"] = 4 * document["hidden_size"]  # what GPT-2, Bloom and Falcon leave out
+        document["intermediate_size"] = 4 * document["hidden_size"]  # as in GPT-2, Bloom and Falcon
     return shape_of(document)
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape of the model in the directory ``path``, or of the ``config.json`` at it.
+    """The shape of the model at ``path``, a directory or its ``config.json``.
 
-    Raises ``UserError`` for a model that is not priced, and for one that is not described in full.
+    Raises ``UserError`` for a model that is not priced or not fully described.
     """
     document = language_model(read_config_json(path))
     with naming(path):
-        if (family := document.get("model_type")) not in list(FAMILIES):  # it may be anything
+        if (family := document.get("model_type")) not in list(FAMILIES):  # family may be of any type
             raise UserError(f"model_type {family!r} is not priced; choose a model of {', '.join(FAMILIES)}")
         return shape_of(document)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the name of the ``config.json`` before what is refused of its keys."""
+    """Put the name of the ``config.json`` in front of errors about its keys."""
     try:
         yield
     except UserError as error:
@@ -103,15 +103,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def language_model(document: Keys) -> Keys:
-    """``document``, or the part on text of that of a model that also sees."""
+    """``document``, or its text part for a multimodal model."""
     text = document.get("text_config")
     return text if isinstance(text, dict) else document
 
 
 def shape_of(document: Keys) -> ModelShape:
-    """The shape that the keys of ``config.json`` give; a family that is not priced is read as a dense decoder.
+    """The shape that the keys of ``config.json`` give; another family is read as a dense decoder.
 
-    Raises ``UserError`` for keys that are missing, that are not sizes, and that describe what is not priced.
+    Raises ``UserError`` for keys that are missing, are not sizes, or describe a model that is not priced.
     """
     family: str = document["model_type"]
     given = {name: value for name, value in document.items() if value is not None or name == "sliding_window"}
@@ -133,7 +133,7 @@ def shape_of(document: Keys) -> ModelShape:
         )
     else:
         head_dim = size(keys, "head_dim", hidden // heads)
-    # Classes other than Llama's have the default of one size of the family.
+    # Classes other than Llama have the default of one model size.
     kv_heads = size(keys, "num_key_value_heads", None if family in FAMILIES.keys() - {"llama"} else heads)
     shape = ModelShape(
         hidden=hidden,
@@ -170,7 +170,7 @@ def _experts(keys: Keys) -> Experts:
 
 
 def _with_windows(shape: ModelShape, keys: Keys) -> ModelShape:
-    """``shape`` with a window in the blocks of which ``layer_types`` says so, or else the keys of its family."""
+    """``shape`` with windows in blocks as ``layer_types`` says, or else as the keys of its family say."""
     family = keys["model_type"]
     unused = family.startswith("qwen") and not flag(keys, "use_sliding_window")
     window = None if unused or keys["sliding_window"] is None else size(keys, "sliding_window")
@@ -206,7 +206,7 @@ def _with_windows(shape: ModelShape, keys: Keys) -> ModelShape:
 
 
 def size(keys: Keys, name: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number; null is the default."""
+    """The whole number of a key, or ``default`` if the key is absent or null."""
     value = default if keys.get(name) is None else keys[name]
     if value is None:
         raise UserError(f"there is no {name}; complete it")

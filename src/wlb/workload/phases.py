@@ -1,10 +1,10 @@
-"""Several costs per document: what encoders of images or audio take before the language model does.
+"""Several costs per document: encoders of images or audio that run before the language model.
 
-A document's images and its text are two sizes that say little about each other. So a document may have, beside its
-tokens for the language model, seconds of further phases. Packers balance the sum over a document's phases.
+The images of a document say little about the length of its text. So a document may have seconds of further phases
+beside its tokens for the language model, and packers balance the sum.
 
-Nothing is moved between ranks: the encoder runs where the document's tokens are. OrchMLLM (arXiv 2503.23830) moves the
-inputs of encoders instead.
+Nothing moves between ranks: the encoder runs where the tokens of the document are. OrchMLLM (arXiv 2503.23830) moves
+the inputs of encoders instead.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Table = NDArray[np.int64] | Sequence[Sequence[int]]  # of segments: document, st
 
 @dataclass(frozen=True, eq=False)
 class DocumentPhases:
-    """What every document of a data set costs before the language model.
+    """The costs of every document of a data set before the language model.
 
     Args:
-        seconds: By the name of the phase, predicted seconds of each document, forward and backward, on one GPU; shape
+        seconds: For each phase by name, predicted seconds of each document, forward and backward, on one GPU; shape
             (documents,), in the order of the data set. A document without images costs 0.
-        memory_tokens: What a document holds in memory for these phases until its backward, in tokens of the language
-            model; shape (documents,). It counts against L_max as the document's tokens do. None is nothing.
+        memory_tokens: Memory that these phases hold for a document until its backward, in tokens of the language
+            model; shape (documents,). It counts against L_max like tokens. None means none.
 
-    A document that is cut has these phases where it begins. Raises ``UserError`` for arrays that differ in length, and
-    for what is negative or not finite.
+    If a document is cut, its first piece has these phases. Raises ``UserError`` for arrays of different lengths, and
+    for values that are negative or not finite.
     """
 
     seconds: Mapping[str, ArrayLike]
@@ -45,44 +45,44 @@ class DocumentPhases:
 
     @cached_property
     def _columns(self) -> tuple[Seconds, NDArray[np.int64]]:
-        """Seconds of each document in all phases, and tokens that it holds; shape (documents,) each."""
+        """Seconds of each document in all phases, and its memory in tokens; shape (documents,) each."""
         columns = [_column(f"seconds of {name!r}", values) for name, values in self.seconds.items()]
         if self.memory_tokens is not None:
             columns.append(_column("memory_tokens", self.memory_tokens))
         sizes = {len(column) for column in columns}
         if len(sizes) > 1:
-            raise UserError(f"phases are of {' and '.join(map(str, sorted(sizes)))} documents; give all of the same")
+            raise UserError(f"phases cover {' and '.join(map(str, sorted(sizes)))} documents; give all the same number")
         none = np.zeros(max(sizes, default=1))
         *seconds, memory = columns if self.memory_tokens is not None else [*columns, none]
         return sum(seconds, start=none), np.ceil(memory).astype(np.int64)
 
     def check(self, documents: int) -> None:
-        """Raise ``UserError`` unless the phases are those of so many documents."""
+        """Raise ``UserError`` unless the phases are of ``documents`` documents."""
         known = len(self._columns[0])
         if (self.seconds or self.memory_tokens is not None) and known != documents:
-            raise UserError(f"phases are of {known} documents, and there are {documents}; give one cost for each")
+            raise UserError(f"phases cover {known} documents, but there are {documents}; give one cost for each")
 
     def of(self, table: Table) -> Seconds:
-        """Seconds of each segment in all phases, shape (segments,). Ids count over epochs."""
+        """Seconds of each segment in all phases, shape (segments,). Document ids count over epochs."""
         document, start, _ = _rows(table).T
         seconds, _ = self._columns
         return np.where(start > 0, 0.0, seconds[document % len(seconds)])
 
     def held_tokens(self, table: Table) -> NDArray[np.int64]:
-        """Tokens that each segment counts against L_max, with those it holds for these phases; shape (segments,)."""
+        """Tokens that each segment counts against L_max, including memory of these phases; shape (segments,)."""
         document, start, length = _rows(table).T
         _, memory = self._columns
         held: NDArray[np.int64] = length + np.where(start > 0, 0, memory[document % len(memory)])
         return held
 
     def taken(self, table: Table) -> DocumentPhases:
-        """Those of segments, as if each were a document."""
+        """The phases of segments, as if each were a document."""
         memory = self.held_tokens(table) - _rows(table)[:, 2]
         return DocumentPhases({"all": self.of(table)}, memory)
 
     @property
     def digest(self) -> str:
-        """What processes compare, as they plan by these numbers."""
+        """A digest that processes compare, because their plans depend on these numbers."""
         seconds, memory = self._columns
         content = repr([*self.seconds]).encode() + seconds.astype("<f8").tobytes() + memory.astype("<i8").tobytes()
         return hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -90,13 +90,13 @@ class DocumentPhases:
 
 @dataclass(frozen=True)
 class PhasedPrices:
-    """Prices of documents that have ``phases`` beside what ``language_model`` says of their lengths."""
+    """Prices of documents with ``phases`` beside the ``language_model``."""
 
     language_model: DocumentPrices
     phases: DocumentPhases
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
-        """Those of the language model alone; shape of ``lengths`` (tokens)."""
+        """Seconds of the language model alone; shape of ``lengths`` (tokens)."""
         return self.language_model.document_seconds(lengths)
 
 

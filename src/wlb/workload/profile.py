@@ -1,10 +1,9 @@
-"""Measured seconds over lengths and token counts: a JSON file, and the prices that pass through its measurements.
+"""A measured workload profile: a JSON file, and prices interpolated between its measurements.
 
-Attention is interpolated as seconds per token, which is a straight line between two lengths if attention costs a d^2 +
-b d; the linear part is interpolated as it is. Beyond the longest measurement attention grows with the attended pairs
-and the linear part with the tokens; below the shortest both are proportional. Queries over the keys before them are
-priced bilinearly between measurements, which is exact for any a q k + b q + c k + d of q queries and k keys, and in
-proportion beyond them.
+Attention is interpolated in seconds per token, which is linear in the length if attention costs a d^2 + b d; the linear
+part is interpolated directly. Beyond the longest measurement attention grows with the attended pairs and the linear
+part with the tokens; below the shortest both are proportional to tokens. Queries over earlier keys are interpolated
+bilinearly, which is exact for a q k + b q + c k + d of q queries and k keys, and proportionally beyond measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from wlb.settings import PositiveInt, Section, main_problem
 from wlb.workload.base import Phase, Seconds
 from wlb.workload.shapes import ModelShape
 
-# Knot of the tables beyond every document: extrapolation becomes interpolation.
+# A knot beyond every document, so that extrapolation becomes interpolation.
 _FAR = 2.0**40
 
 
@@ -43,7 +42,7 @@ PositiveSeconds = Annotated[float, Field(gt=0)]
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)  # profiles are equal by what was measured
+@dataclass(frozen=True, eq=False)  # profiles compare by their measurements
 class _Interpolated:
     """Seconds of each phase at knots of one or two sizes (tokens)."""
 
@@ -51,7 +50,7 @@ class _Interpolated:
     seconds: dict[Phase, Array]
 
     def at(self, sizes: Array, phase: Phase) -> Seconds:
-        """Between the knots of the only size; shape of ``sizes``."""
+        """Interpolate between the knots of a single size; shape of ``sizes``."""
         return np.asarray(np.interp(sizes, self.knots[0], self.seconds[phase]))
 
 
@@ -72,7 +71,7 @@ class Measurements(Section):
 
 
 class PrefixMeasurements(Section):
-    """Seconds, over all layers on one GPU, of queries that attend keys which all come before them.
+    """Seconds, over all layers on one GPU, of queries that attend only earlier keys.
 
     Rows are numbers of queries, columns numbers of keys (tokens, both increasing).
     """
@@ -94,8 +93,8 @@ class PrefixMeasurements(Section):
     def price(self, queries: ArrayLike, keys: ArrayLike, phase: Phase) -> Seconds:
         """Seconds of ``queries`` tokens over ``keys`` tokens; the shape that both broadcast to.
 
-        Fewer queries than were measured cost as much as the fewest: kernels work on tiles, and a tile that is not full
-        takes as long as a full one.
+        Fewer queries than the fewest measured cost the same: kernels work on tiles, and a partial tile takes as long as
+        a full one.
         """
         query_knots, key_knots = self._table.knots
         q = np.asarray(queries, dtype=np.float64)
@@ -108,7 +107,7 @@ class PrefixMeasurements(Section):
 
     @cached_property
     def _table(self) -> _Interpolated:
-        """Seconds that never fall with more queries or keys, though noise may have said so."""
+        """Seconds that never fall with more queries or keys, despite noise."""
         queries, keys = (np.array(tokens, dtype=np.float64) for tokens in (self.queries, self.keys))
 
         def extended(seconds: Array) -> Array:
@@ -121,7 +120,7 @@ class PrefixMeasurements(Section):
 
 
 class WorkloadProfile(Section):
-    """A measured profile file, and the prices of one GPU by it; unknown fields are refused.
+    """A measured profile file, and its prices for one GPU; unknown fields are refused.
 
     ``attention`` has one document of each length, ``linear`` one micro-batch of each number of tokens.
     """
@@ -141,7 +140,7 @@ class WorkloadProfile(Section):
     prefix_attention: PrefixMeasurements
 
     def check(self, shape: ModelShape) -> None:
-        """Raise ``UserError`` unless a model of ``shape``, with any vocabulary, has these prices."""
+        """Raise ``UserError`` unless the measured model has ``shape``, except for the vocabulary."""
         measured, asked = ({**vars(one), "vocab_size": None} for one in (self.model, shape))
         differing = [f"{name} {measured[name]}, not {asked[name]}" for name in asked if measured[name] != asked[name]]
         if differing:
@@ -157,7 +156,7 @@ class WorkloadProfile(Section):
     def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """Attention of each piece of a document: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens).
 
-        As context-parallel ranks run it: W_a of the piece alone, and what its queries cost over the keys before it.
+        As context-parallel ranks run it: W_a of the piece alone, plus its queries over the earlier keys.
         """
         start, stop = np.asarray(starts), np.asarray(stops)
         alone = self.attention_seconds(stop - start, phase)
@@ -171,9 +170,9 @@ class WorkloadProfile(Section):
     def _attention_rates(self) -> _Interpolated:
         """Seconds per token, which never fall with the length of a document.
 
-        A short document that was measured to cost more per token than a longer one paid for a launch, which in a
-        packed micro-batch it shares; it is priced like the longer one. Prices then grow strictly with length, and
-        splitting a document never makes it dearer.
+        A short document may have cost more per token than a longer one because of a kernel launch, which documents of a
+        packed micro-batch share; it is priced like the longer one. Prices then grow strictly with length, and splitting
+        a document never makes it more expensive.
         """
         tokens = np.array(self.attention.tokens, dtype=np.float64)
 
@@ -185,7 +184,7 @@ class WorkloadProfile(Section):
 
     @cached_property
     def _linear_totals(self) -> _Interpolated:
-        """Seconds that never fall with the tokens of a micro-batch, from none for no tokens."""
+        """Seconds that never fall with the tokens of a micro-batch; 0 for no tokens."""
         tokens = np.array(self.linear.tokens, dtype=np.float64)
 
         def totals(seconds: Array) -> Array:
@@ -196,7 +195,7 @@ class WorkloadProfile(Section):
 
 
 def read_profile(path: str | Path) -> WorkloadProfile:
-    """Read and validate a profile, alone in its file or as ``profile`` in a benchmark's results.
+    """Read and validate a profile, from a file of its own or from ``profile`` in the results of a benchmark.
 
     Raises ``UserError`` that names the file and its first mistake.
     """
@@ -216,7 +215,7 @@ def read_profile(path: str | Path) -> WorkloadProfile:
 
 
 def write_profile(profile: WorkloadProfile, path: str | Path) -> None:
-    """Write ``profile`` to ``path``, whole or not at all; raises ``UserError`` where that is not possible."""
+    """Write ``profile`` to ``path`` atomically; raises ``UserError`` if that is not possible."""
     try:
         replace_text(Path(path), profile.model_dump_json(indent=1) + "\n")
     except OSError as error:
@@ -231,6 +230,6 @@ def _interpolated(
 
 
 def _between(knots: Array, tokens: Array) -> tuple[NDArray[np.int64], Seconds]:
-    """The knot before each value, and how far it is on the way to the next."""
+    """The knot before each value, and its relative distance to the next one."""
     before = np.clip(np.searchsorted(knots, tokens, side="right") - 1, 0, len(knots) - 2)
     return before, (tokens - knots[before]) / (knots[before + 1] - knots[before])

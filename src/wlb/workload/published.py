@@ -13,8 +13,8 @@ _DEEPSEEK_LATENT = LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_
 MODEL_SHAPES: dict[str, ModelShape] = {
     # Small enough for a CPU; a 4,096-token window has the attention:linear ratio of a 7B model at 128K.
     "tiny": ModelShape(128, 4, 4, 2, 32, 352, 512),
-    # The sizes that WLB-LLM trains, whose widths are assumed: those of Llama 2 7B and 70B, and for 550M and 30B
-    # shapes of that many parameters (30B with the layers and heads of OPT-30B, arXiv 2205.01068).
+    # The sizes that WLB-LLM trains. Widths are assumed: 7B and 70B as Llama 2, 550M and 30B as shapes with that many
+    # parameters (30B with the layers and heads of OPT-30B, arXiv 2205.01068).
     "550m": ModelShape(1536, 16, 12, 12, 128, 4096, 32_000),
     "7b": ModelShape(4096, 32, 32, 32, 128, 11_008, 32_000),
     "30b": ModelShape(7168, 48, 56, 56, 128, 19_200, 32_000),
@@ -60,15 +60,15 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         full_attention_every=2,
         experts=Experts(128, 4, 2880, biased=True),
     ),
-    # All blocks with a window (arXiv 2310.06825, Table 1); later versions of it have full attention.
+    # All blocks with a window (arXiv 2310.06825, Table 1); later versions have full attention.
     "mistral-7b": ModelShape(4096, 32, 32, 8, 128, 14_336, 32_000, sliding_window=4096),
 }
 
 
 def model_shape(name: str) -> ModelShape:
-    """The preset ``name``, or the model of a Hugging Face directory or of the ``config.json`` that ``name`` leads to.
+    """The preset ``name``, or the model of a Hugging Face directory or ``config.json`` at the path ``name``.
 
-    Raises ``UserError`` that lists the presets where it is neither, and for a model that is not priced.
+    Raises ``UserError``, with a list of presets, if it is neither, and for a model that is not priced.
     """
     if name.lower() in MODEL_SHAPES:
         return MODEL_SHAPES[name.lower()]

@@ -1,7 +1,7 @@
 """Shapes of the language models that the workload model prices, and which of them the trainer builds.
 
-A model is a row of blocks, each of attention and a feed-forward layer. Blocks of one model may differ: in whether
-attention is full or confined to a window, and in whether the feed-forward layer is one of experts.
+A model is a sequence of blocks of attention and a feed-forward layer. Blocks may differ: attention is full or has a
+sliding window, and the feed-forward layer may be a mixture of experts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 
 from wlb.errors import UserError
 
-_MOST_LAYERS = 10_000  # ten times the deepest transformer that was trained (DeepNet, arXiv 2203.00555)
+_MOST_LAYERS = 10_000  # ten times the deepest transformer trained so far (DeepNet, arXiv 2203.00555)
 
 
 class BlockKind(NamedTuple):
-    """What a block is made of; ``routed`` says that its feed-forward layer is a mixture of experts."""
+    """The kind of a block; ``routed`` says that its feed-forward layer is a mixture of experts."""
 
     attention: Literal["full", "sliding"]
     routed: bool
@@ -32,8 +32,8 @@ class Experts:
     """A mixture of experts in place of the feed-forward layer (Mixtral, arXiv 2401.04088, section 2.1).
 
     A router sends every token to ``active`` of ``count`` SwiGLU experts of width ``ffn_hidden``. Every token also
-    passes through shared experts, of ``shared_hidden`` columns together (DeepSeekMoE, arXiv 2401.06066). The first
-    ``dense_layers`` blocks keep their feed-forward layer. ``biased`` experts add biases, which count as no weights.
+    passes through shared experts, ``shared_hidden`` columns in total (DeepSeekMoE, arXiv 2401.06066). The first
+    ``dense_layers`` blocks keep their feed-forward layer. ``biased`` experts have biases, which are not counted.
     """
 
     count: int
@@ -53,9 +53,9 @@ class Experts:
 class LatentAttention:
     """Multi-head latent attention: keys and values come from a latent (DeepSeek-V2, arXiv 2405.04434).
 
-    A token's latent has ``kv_rank`` values, and ``rope_dim`` more that turn with the position and serve all heads as
-    the rest of their key. A head attends with queries and keys of ``head_dim``, those ``rope_dim`` among them, and
-    values of ``value_dim``. Queries have a latent of ``q_rank`` values, or none with 0.
+    The latent of a token has ``kv_rank`` values, plus ``rope_dim`` values with rotary positions, which all heads share
+    as part of their key. A head has queries and keys of ``head_dim`` values, including ``rope_dim``, and values of
+    ``value_dim``. Queries have a latent of ``q_rank`` values; 0 means none.
     """
 
     q_rank: int
@@ -73,12 +73,12 @@ class ModelShape:
 
     ``layers`` counts all blocks of the model, ``head_dim`` is the width of one attention head's query and key.
 
-    With ``sliding_window`` w, a token attends the w tokens that end with it, in all blocks but the first
-    ``full_attention_layers`` and every ``full_attention_every``-th, where these are given. ``experts`` take the place
-    of the feed-forward layer, whose width ``ffn_hidden`` is then that of dense blocks.
+    With ``sliding_window`` w, a token attends the last w tokens including itself, in all blocks except the first
+    ``full_attention_layers`` and every ``full_attention_every``-th block, if given. ``experts`` replace the
+    feed-forward layer; ``ffn_hidden`` is then the width of dense blocks.
 
-    Raises ``UserError`` for a size below 1, for more than 10,000 layers, for an odd ``head_dim``, for query heads that
-    do not share the key/value heads evenly, and for variants that do not go together.
+    Raises ``UserError`` for a size below 1, more than 10,000 layers, an odd ``head_dim``, query heads that do not share
+    the key/value heads evenly, and variants that cannot be combined.
     """
 
     hidden: int
@@ -117,12 +117,12 @@ class ModelShape:
         for name in ("full_attention_layers", "full_attention_every"):
             if getattr(self, name) is not None and self.sliding_window is None:
                 raise UserError(
-                    f"model shape has {name} = {getattr(self, name)} and no blocks of another kind; give "
-                    "sliding_window too"
+                    f"model shape has {name} = {getattr(self, name)} but no sliding_window for the other blocks; "
+                    "give sliding_window too"
                 )
 
     def block_kind(self, layer: int) -> BlockKind:
-        """What block ``layer`` is made of, counted from 0."""
+        """The kind of block ``layer``, counted from 0."""
         every = self.full_attention_every
         routed = self.experts is not None and layer >= self.experts.dense_layers
         if layer < (self.full_attention_layers or 0) or (every is not None and (layer + 1) % every == 0):
@@ -131,16 +131,16 @@ class ModelShape:
 
     @property
     def blocks(self) -> Mapping[BlockKind, int]:
-        """How many blocks there are of each kind."""
+        """Number of blocks of each kind."""
         return _count_blocks(self)
 
     def layers_of(self, *attention: str) -> int:
-        """How many blocks have one of these kinds of attention."""
+        """Number of blocks with one of these kinds of attention."""
         return sum(count for kind, count in self.blocks.items() if kind.attention in attention)
 
     @property
     def value_dim(self) -> int:
-        """The width of one attention head's value and output."""
+        """Width of the value and output of an attention head."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
 

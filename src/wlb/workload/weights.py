@@ -1,8 +1,7 @@
-"""How many weights a model has: in all, and those that one token meets.
+"""How many weights a model has, in total and per token.
 
-Matrices are counted; norms, biases and scalars for each head or expert are
-not, less than 0.1% of any model here. ``tests/workload/test_weights.py`` compares with published counts, and with what
-``transformers`` builds.
+Matrices are counted; norms, biases and scalars of heads or experts are not, less than 0.1% of any model here.
+``tests/workload/test_weights.py`` compares with published counts and with models that ``transformers`` builds.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from wlb.workload.shapes import BlockKind, ModelShape
 
 
 def parameters(shape: ModelShape, *, active: bool = False, tied_embeddings: bool = False) -> int:
-    """Weights of the whole model; ``active`` leaves out the experts to which the router does not send a token."""
+    """Weights of the whole model; with ``active`` only the experts that a token is routed to."""
     ends = (1 if tied_embeddings else 2) * shape.vocab_size * shape.hidden
     return sum(count * block_weights(shape, kind, active=active) for kind, count in shape.blocks.items()) + ends
 
 
 def mean_block_weights(shape: ModelShape, *, active: bool = False) -> float:
-    """Of a model's blocks, which may be of several kinds."""
+    """Mean weights of a block, over blocks of all kinds."""
     total = sum(count * block_weights(shape, kind, active=active) for kind, count in shape.blocks.items())
     return total / shape.layers
 
@@ -28,7 +27,7 @@ def block_weights(shape: ModelShape, kind: BlockKind, *, active: bool = False) -
 
 
 def expert_weights(shape: ModelShape) -> int:
-    """Of all experts that a router chooses from, of all blocks; 0 without any."""
+    """Weights of all routed experts of all blocks; 0 without any."""
     experts = shape.experts
     if experts is None:
         return 0
@@ -49,7 +48,7 @@ def feed_forward_width(shape: ModelShape, kind: BlockKind) -> int:
 
 
 def _attention_weights(shape: ModelShape) -> int:
-    """Projections to queries, keys and values and back; with latents, those down to a latent and up from it."""
+    """Projections to queries, keys and values and back; with latents, down to a latent and up from it."""
     query, hidden, latent = shape.heads * shape.head_dim, shape.hidden, shape.latent
     if latent is None:
         return hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)

@@ -291,9 +291,7 @@ class _Simulated:
         self.as_packed, self.arranged = _Sums(Rate(job.work_prices)), _Sums(Rate(job.work_prices))
         self._costs = JobCosts(job)
         self._dealt = partial(arrange, dp=job.layout.dp, assignment="arrival", order="arrival")
-        self._arranged = partial(
-            arrange, dp=job.layout.dp, assignment="balanced", order="makespan", pipeline=job.layout
-        )
+        self._arranged = partial(arrange, dp=job.layout.dp, assignment="balanced", order="fastest", pipeline=job.layout)
 
     def add(self, plans: Sequence[StepPlan], *, tail: bool = False) -> None:
         if not plans:

@@ -53,7 +53,7 @@ def test_small_data_sets_lose_nothing(lengths: list[int], dp: int, micro_batches
     assert all(batches)
     assert len({*map(len, by_rank)}) == 1
     assert Counter(chain(*batches)) == dict.fromkeys(range(len(lengths)), epochs)
-    capacity = sampler(lengths, **settings).job.longest_micro_batch
+    capacity = sampler(lengths, **settings).job.max_tokens
     assert all(sum(lengths[i] for i in batch) <= capacity for batch in batches)
 
 
@@ -246,5 +246,5 @@ def test_processes_and_states_with_other_phases_are_told_apart():
     other = sampler(lengths, **settings, phases=DocumentPhases({"encoder": 2 * np.ones(16)}))
     with pytest.raises(UserError, match="inside a step with phases = "):
         other.load_state_dict(batches.state_dict())
-    with pytest.raises(UserError, match="phases are of 3 documents, and there are 16"):
+    with pytest.raises(UserError, match="phases cover 3 documents, but there are 16"):
         list(sampler(lengths, **settings, phases=DocumentPhases({"encoder": [1, 2, 3]})))

@@ -130,7 +130,7 @@ def test_more_ranks_never_need_more(job_, tokens, dimension):
     wider = replace(layout, **{dimension: 2 * getattr(layout, dimension)})
     if dimension == "tp" and wider.tp > SHAPE.kv_heads:
         return
-    slack = 1.02 if layout.replicas > 1 or dimension == "tp" else 1.2  # collectives have buffers
+    slack = 1.02 if layout.dp_cp > 1 or dimension == "tp" else 1.2  # collectives have buffers
     count = job_.micro_batches_per_rank
     wide = replace(job_, layout=wider, packing=job_.packing.changed(micro_batches=count * wider.dp))
     assert total(wide, tokens) <= slack * total(job_, tokens)

@@ -233,7 +233,7 @@ def _checked_documents(steps: PackedSteps) -> tuple[list[int], list[int]]:
     """The longest document that one rank can hold with a few short ones, and more of these; of those that teach."""
     order = np.argsort(steps.lengths, kind="stable")
     tokens = steps.lengths[order]
-    fits = tokens <= max(tokens[0], min(_TOKENS, steps.job.longest_micro_batch // steps.job.layout.cp))
+    fits = tokens <= max(tokens[0], min(_TOKENS, steps.job.max_tokens // steps.job.layout.cp))
     chosen = order[fits & (tokens > 1)].tolist() or order[fits].tolist()
     return [chosen[-1], *chosen[: min(_BESIDE, len(chosen) - 1)]], chosen[:_SHORT]
 

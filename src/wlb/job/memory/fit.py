@@ -1,7 +1,7 @@
 """Whether a job fits the memory of its devices, and the largest L_max that does.
 
-The estimate is that of ``step``, of the worst step that packing may produce: every micro-batch as long as L_max, or as
-many as the documents of a global batch fill.
+``step`` predicts the worst step that packing may produce: every micro-batch has L_max tokens, or as many micro-batches
+as the documents of a global batch fill.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from wlb.job.memory.step import (
 )
 from wlb.schedules.operations import round_size
 
-_HELD = ("activations", "received keys and values", "scores")  # from forward to backward
-_EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
-_EVEN_MICRO_BATCHES = 2  # of a rank of level steps: more of the same hold no more
-_FACTORS = 64  # of L_max that are tried in a window
+_HELD = ("activations", "received keys and values", "scores")  # held from forward to backward
+_EVEN_ROUNDS = 4  # of pp micro-batches: fill the pipeline, allocate all gradients, one more, drain it
+_EVEN_MICRO_BATCHES = 2  # of a rank in level steps: more of the same need no more memory
+_FACTORS = 64  # values of L_max that are tried per context window
 
 
 def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
-    """The most that a process holds in the worst step; on the first pipeline rank over ``limit`` bytes, if any is.
+    """The peak memory of a process in the worst step; of the first pipeline rank over ``limit`` bytes, if any.
 
-    A full pipeline of equal micro-batches holds the same round after round, but for their token ids, so that only the
-    first rounds are walked through.
+    A full pipeline of equal micro-batches holds the same in every round, except for token ids, so only the first rounds
+    are walked through.
     """
     if job.plans_operations:
         return _planned_memory(job)
-    longest, rest = job.longest_micro_batch, job.most_step_tokens
+    longest, rest = job.max_tokens, job.most_step_tokens
     count = _EVEN_MICRO_BATCHES if job.levels_steps else job.micro_batches_per_rank
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
-    if rest is None or job.levels_steps or rest // longest >= walked:  # as full as a step of the longest alone gets
+    if rest is None or job.levels_steps or rest // longest >= walked:  # as full as a step of only longest micro-batches
         more = (count - walked) * largest_share(job, longest) * BATCH_BYTES
         estimate = predict_memory(job, [longest] * walked, limit - more)
         return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})
@@ -52,11 +52,11 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
 
 
 def _planned_memory(job: Job) -> MemoryEstimate:
-    """With lists of operations, which let every rank hold what one does in the named schedule (``wlb.job.pipeline``).
+    """Memory with planned lists, in which ranks hold as much as in the named schedule (``wlb.job.pipeline``).
 
-    That is of micro-batches of ``job.in_flight_length``, and a document of a context window beside them; or of all
-    micro-batches that have slices of one document, if they hold more. On top comes what the longest micro-batch
-    needs while it runs, and the keys and values that are kept of slices.
+    That is micro-batches of ``job.in_flight_length`` and a document of a context window beside them; or all
+    micro-batches with slices of one document, if they hold more. The longest micro-batch needs more while it runs, and
+    keys and values are kept of slices.
     """
     count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
@@ -68,14 +68,14 @@ def _planned_memory(job: Job) -> MemoryEstimate:
         alone = [predict_rank_memory(job, [together], rank) for rank in unlike_ranks(job)]
         held, kept = max((held, kept), _and_kept(job, alone, in_flight=False), key=lambda one: _held(one[0]) + one[1])
     parts = static.parts | {name: held[name] for name in _HELD if name in held}
-    longest, short = (predict_memory(job, [tokens]) for tokens in (job.longest_micro_batch, job.in_flight_length))
+    longest, short = (predict_memory(job, [tokens]) for tokens in (job.max_tokens, job.in_flight_length))
     for name, value in longest.parts.items():
         parts[name] = parts.get(name, 0) + max(0, value - short.parts.get(name, 0))
     return replace(static, parts=parts | {"kept keys and values": kept})
 
 
 def _and_kept(job: Job, ranks: list[MemoryEstimate], *, in_flight: bool) -> tuple[dict[str, int], int]:
-    """The parts of the rank that holds most; and keys and values kept of a document, or of all that is in flight."""
+    """The parts of the fullest rank, and the keys and values kept of a document or of everything in flight."""
     held = max(ranks, key=lambda rank: _held(rank.parts)).parts.copy()
     token = held_of_token(job)
     held["activations"] = held.get("activations", 0) + in_flight * int(token * window_tokens(job))
@@ -93,24 +93,24 @@ def fits(job: Job) -> bool:
 
 
 def largest_factor(job: Job) -> float | None:
-    """The largest L_max that fits the job's memory, in context windows; None where not even the least does.
+    """The largest L_max that fits into memory, in context windows; None if not even the smallest does.
 
-    From a window on a multiple of 1/64; where a step's documents are bounded, one of so many between the least and the
-    most.
+    A multiple of 1/64 window; if the tokens of a step are bounded, one of 64 values between the smallest and the
+    largest.
     """
     most = job.packing.largest_auto_factor(job.packing.micro_batches)
     if job.most_step_tokens is None:
         factors = [count / _FACTORS for count in range(_FACTORS, math.ceil(most * _FACTORS) + 1)]
     else:
         least = job.least_length_factor
-        steps = _FACTORS * (job.layout.cp if job.levels_steps else 1)  # of a rank's share of L_max
+        steps = _FACTORS * (job.layout.cp if job.levels_steps else 1)  # steps of the share of a rank
         factors = [least + (most - least) * count / steps for count in range(steps + 1)]
     fitting = bisect_left(factors, True, key=lambda factor: not fits(job.with_length_factor(factor)))
     return factors[fitting - 1] if fitting else None
 
 
 def too_large(job: Job, *, resumes: bool = False) -> str | None:
-    """What a job that does not fit its memory needs and what would help, in configuration keys; None where it fits."""
+    """The memory that a job needs and remedies, in configuration keys; None if the job fits."""
     estimate, limit = predicted_memory(job), job.memory_limit
     if estimate.total <= limit.number_of_bytes:
         return None
@@ -121,10 +121,10 @@ def too_large(job: Job, *, resumes: bool = False) -> str | None:
         remedies.append(f'set training.activation_checkpointing = "full" ({smaller} GiB)')
     anew = " (of a new job, with another checkpoint.dir)" if resumes else ""
     shorter = "lower packing.max_length_factor or"
-    if job.pools is not None:  # whose L_max is what its documents need
+    if job.pools is not None:  # L_max is then what the documents need
         shorter = "raise packing.pool_micro_batches, lower"
     remedies.append(f"{shorter} data.context_window{anew}, raise parallel.cp, tp, pp or dp")
     return (
-        f"with micro-batches of {job.longest_micro_batch} tokens a process needs up to {estimate}, over the "
+        f"with micro-batches of {job.max_tokens} tokens a process needs up to {estimate}, over the "
         f"{gib(limit.number_of_bytes)} GiB of {limit.origin}; {', or '.join(remedies)}"
     )

@@ -1,9 +1,8 @@
 """What each layer of the model holds and needs, in bytes, on one tensor-parallel rank.
 
 Counted tensor by tensor for the model that ``wlb.training`` trains, after the method of Korthikanti et al., arXiv
-2205.05198, section 4; ``tests/job/memory/test_layers.py`` compares them with what PyTorch allocates. What experts,
-latent attention hold beside that is counted in the same way, but nothing here runs them to compare
-with.
+2205.05198, section 4; ``tests/job/memory/test_layers.py`` compares with what PyTorch allocates. Experts and latent
+attention are counted in the same way, but cannot be compared, as nothing here runs them.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from wlb.workload.costs import MASTER_BYTES
 from wlb.workload.shapes import DENSE, BlockKind
 from wlb.workload.weights import block_weights, feed_forward_width
 
-# wlb.runtime.loss has so many rows of scores in a wide type at a time, and keeps of each its label and its sum.
+# wlb.runtime.loss converts this many rows of scores to a wide type at a time, and keeps a label and a sum for each row.
 _CHUNK_ROWS, _ROW_BYTES = 1024, 13
-_ROWS = 1024  # of a micro-batch, of which shares are taken
-_SLICED = 1 / 3  # of the tokens in flight, at most, that are in slices
+_ROWS = 1024  # of a micro-batch from which shares are computed
+_SLICED = 1 / 3  # largest share of tokens in flight that are in slices
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Something a stage runs: elements of its weights and of their gradient on this rank, and its bytes for some rows.
+    """A module that a stage runs: elements of its weights and gradients on this rank, and its bytes for some rows.
 
-    ``forward`` and ``backward`` are what it needs at most beyond what is held when they begin, ``held`` what forward
-    leaves for backward, of which ``scores`` are in the vocabulary's width and ``received`` are keys and values of other
-    ranks. ``root`` units are gathered with the stage.
+    ``forward`` and ``backward`` are the most bytes that they need beyond what is held when they begin. ``held`` are the
+    bytes that a forward leaves for its backward, including ``scores`` over the vocabulary and ``received`` keys and
+    values of other ranks. ``root`` units are gathered with the stage.
     """
 
     weights: int
@@ -43,17 +42,17 @@ class Unit:
 
 
 class Exchange(NamedTuple):
-    """Tokens of other ranks whose keys and values a rank keeps for the backward, and the most that it sends or gets."""
+    """Tokens of other ranks whose keys and values a rank keeps for the backward; most tokens it sends or receives."""
 
     kept: int
     moved: int
 
 
 class LayerMemory:
-    """Bytes of each kind of layer on one tensor-parallel rank, for a micro-batch of some rows.
+    """Bytes of each kind of layer on one tensor-parallel rank, for a micro-batch of ``rows`` tokens.
 
-    Rows are shared by tensor-parallel ranks in norms and in the residual stream, and whole between. Without an
-    ``exchange`` it is the largest that a plan may ask for.
+    Tensor-parallel ranks share rows in norms and in the residual stream, and hold all rows in between. ``exchange``
+    defaults to the largest that a plan may need.
     """
 
     def __init__(self, job: Job, rows: int, exchange: Exchange | None = None) -> None:
@@ -65,16 +64,16 @@ class LayerMemory:
         self.query = shape.heads * shape.head_dim // tp
         self.key_value = shape.kv_heads * (shape.head_dim + shape.value_dim) // tp
         self.out = shape.heads * shape.value_dim // tp
-        latent = shape.latent  # which travels in place of keys and values, whole to every tensor-parallel rank
+        latent = shape.latent  # exchanged in place of keys and values, whole on every tensor-parallel rank
         self.exchanged = self.key_value if latent is None else latent.kv_rank + latent.rope_dim
         self.log_sum_exp = rows * shape.heads // tp * self.master
         self.stream = -(-rows // tp) * shape.hidden * self.compute
         self.gathered = rows * shape.hidden * self.compute
-        self.norm = self._norm(-(-rows // tp)) + (self.stream if tp > 1 else 0)  # its output, besides the gathered one
-        self.partial_sums = self.gathered if tp > 1 else 0  # of the whole width, before they are reduced and scattered
+        self.norm = self._norm(-(-rows // tp)) + (self.stream if tp > 1 else 0)  # with its output before the gather
+        self.partial_sums = self.gathered if tp > 1 else 0  # of the whole width, before reduce-scatter
 
     def _norm(self, rows: int) -> int:
-        """What RMSNorm keeps: its input; on CPU, where it is several operations, also the input over its norm."""
+        """What RMSNorm keeps: its input; on CPU, where it is several operations, also the normalised input."""
         hidden = self.job.shape.hidden
         if self.job.hardware.device_type == "cuda":
             return rows * (hidden * self.compute + self.master)
@@ -87,7 +86,7 @@ class LayerMemory:
         return [of_kind[kind] for kind in kinds]
 
     def block(self, kind: BlockKind = DENSE) -> Unit:
-        """One block; one with a window counts as one without."""
+        """One block; a sliding window is ignored."""
         shape, tp, rows = self.job.shape, self.job.layout.tp, self.rows
         attention_out = rows * self.out * self.compute
         received = self.exchange.kept * self.exchanged * self.compute
@@ -100,8 +99,8 @@ class LayerMemory:
 
         work_forward, work_backward = self._attention_work()
         attending = self.norm + self.gathered + projected + kept_attention + work_forward
-        # Of SwiGLU: its last product, then the gate, then the first two products, when four results are two gradients.
-        # The gradients of their matrices wait for the end of the block where they are to be added up in a wider type.
+        # SwiGLU goes backward through its last product, the gate, and its first two products, which turn four results
+        # into two gradients. Gradients of weights stay to the end of the block if accumulated in a wider type.
         narrower = self.compute < self.master
         matrix = shape.hidden * (feed_forward_width(shape, kind) // tp) * self.compute * narrower
         narrowing, gating = self.partial_sums + wide + matrix, 2 * wide + matrix
@@ -124,14 +123,14 @@ class LayerMemory:
         return Unit(weights, weights, held, forward, again - held, received=received)
 
     def _projected(self) -> int:
-        """What attention's projections leave for its backward."""
+        """What the projections of attention leave for the backward."""
         latent, width = self.job.shape.latent, self.query + self.key_value
         if latent is not None:
             width += 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim  # before and after their norms
         return self.rows * width * self.compute
 
     def _routed(self) -> int:
-        """A token as each of its experts gets it, and what they return, and its scores for all of them.
+        """Inputs and outputs of the experts of each token, and its scores for all experts.
 
         Experts are divided over tensor-parallel ranks, and tokens over experts.
         """
@@ -143,8 +142,8 @@ class LayerMemory:
     def _attention_work(self) -> tuple[int, int]:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
 
-        A run's result lies beside its place for a moment. Under context parallelism a rank sends, receives and lines up
-        keys and values, and merges parts in a wide type; where these are latents, it expands them too.
+        A result briefly exists twice, before it is copied into place. Under context parallelism a rank sends, receives
+        and reorders keys and values, and merges parts in a wide type; it also expands latents.
         """
         own = self.rows * self.out * self.compute + self.log_sum_exp
         own_grads = self.rows * (self.query + self.key_value) * self.compute + self._kernel_workspace()
@@ -157,10 +156,10 @@ class LayerMemory:
         return own + 2 * own + merged + exchanged + expanded, own_grads + 4 * own + 2 * (exchanged + expanded)
 
     def _kernel_workspace(self) -> int:
-        """What FlashAttention-2's backward allocates on a GPU beside gradients (``mha_varlen_bwd``, torch 2.13).
+        """What the backward of FlashAttention-2 allocates on a GPU beside gradients (``mha_varlen_bwd``, torch 2.13).
 
-        Gradients of queries in float32, and where heads are grouped, of keys and values for every query head. What is
-        received comes in parts, the largest of at most half of it where a rank may receive more than its own tokens.
+        Gradients of queries in float32 and, with grouped heads, gradients of keys and values for every query head.
+        Received keys come in parts; if a rank receives more than its own tokens, no part is over half of them.
         """
         if self.job.hardware.device_type != "cuda":
             return 0
@@ -169,10 +168,10 @@ class LayerMemory:
         return self.rows * self.query * self.master + expanded
 
     def embedding(self) -> Unit:
-        """The lookup keeps token ids only.
+        """The lookup keeps only token ids.
 
-        Every tensor-parallel rank computes the gradient of the whole matrix, and adds it up over the step, before it
-        takes its part (DTensor's ``embedding_dense_backward``, torch 2.13).
+        Every tensor-parallel rank computes the gradient of the whole matrix, and accumulates it over the step, before
+        it takes its part (``embedding_dense_backward`` of DTensor, torch 2.13).
         """
         shape = self.job.shape
         matrix = shape.vocab_size * shape.hidden
@@ -180,10 +179,10 @@ class LayerMemory:
         return Unit(weights, matrix, 0, self.gathered, matrix * self.compute, root=True)
 
     def head(self) -> Unit:
-        """Final norm, scores, and the loss, which keeps the scores and makes their gradient chunk by chunk.
+        """Final norm, scores, and the loss, which keeps the scores and computes their gradient chunk by chunk.
 
-        Where the vocabulary is split, the loss is composed of operators (DTensor's ``loss_parallel``, torch 2.13):
-        log-probabilities are kept, and two gradients and what comes between are on top.
+        If the vocabulary is split, the loss is composed of operators (``loss_parallel`` of DTensor, torch 2.13): it
+        keeps log-probabilities, and needs two gradients and a temporary beside them.
         """
         shape, layout = self.job.shape, self.job.layout
         scores = self.rows * shape.vocab_size // layout.tp
@@ -203,7 +202,7 @@ class LayerMemory:
         return Unit(weights, weights, held, held + loss, backward, scores=kept, root=True)
 
     def ends(self) -> int:
-        """What a stage keeps beside its layers: rotary angles, and what it sent on; a block keeps what it received."""
+        """What a stage keeps beside its layers: rotary angles and its output; blocks keep their inputs themselves."""
         angles = 2 * self.rows * self.job.shape.head_dim * self.compute
         return angles + (self.stream if self.job.layout.pp > 1 else 0)
 
@@ -214,9 +213,9 @@ def held_of_token(job: Job) -> float:
 
 
 def kept_share(job: Job) -> float:
-    """Keys and values that a rank keeps of a slice, over all else that a block keeps of it.
+    """Keys and values that a rank keeps of a slice, over everything else that a block keeps of it.
 
-    For later slices those that all its group holds, and for its own backward those that it received.
+    Those of the whole group for later slices, and the received ones for its own backward.
     """
     layers = LayerMemory(job, _ROWS)
     kept = (2 * job.layout.cp - 1) * _ROWS * layers.exchanged * layers.compute
@@ -224,31 +223,31 @@ def kept_share(job: Job) -> float:
 
 
 def kept_tokens(job: Job, in_flight: float) -> float:
-    """Tokens in slices of those ``in_flight``, counted once for each block: a part, or a document if that is more."""
+    """Tokens in slices among those ``in_flight``, counted per block: a third, or one document if that is more."""
     return max(window_tokens(job), _SLICED * in_flight) if job.slices_documents else 0.0
 
 
 def window_tokens(job: Job) -> int:
-    """A document of a context window on a pipeline rank, counted once for each of its blocks."""
+    """Tokens of a document of a context window on a pipeline rank, counted once per block."""
     return job.context_window * max(int(job.stage_blocks[mine].sum()) for mine in job.layout.rank_stages)
 
 
 def head_share(job: Job) -> float:
-    """What the output head and the loss keep of a token, over what a block does."""
+    """Memory of a token in output head and loss, over that in a block."""
     layers = LayerMemory(job, _ROWS)
     return layers.head().held / layers.blocks(range(1))[0].held
 
 
 def master_bytes(job: Job) -> int:
-    """Of a weight, a moment, or a gradient that is added up: float32 or wider."""
+    """Bytes of a weight, a moment, or an accumulated gradient: float32 or wider."""
     return max(job.hardware.bytes_per_value, MASTER_BYTES)
 
 
 def _largest_exchange(job: Job, rows: int) -> Exchange:
-    """At most the tokens of an even share are kept, and all other ranks' tokens moved: those of one document."""
+    """At most an even share of tokens is kept, and all tokens of the other ranks moved, as for a single document."""
     if job.layout.cp == 1:
         return Exchange(0, 0)
     moved = (job.layout.cp - 1) * rows
-    if job.levels_steps:  # in which a micro-batch that is shared has one document
+    if job.levels_steps:  # a shared micro-batch has a single document
         moved = min(moved, job.context_window)
     return Exchange(math.ceil(rows / job.largest_shard), moved)

@@ -1,11 +1,11 @@
 """Peak memory of one process of a training job, from model, layout and the tokens of its micro-batches.
 
-A step is walked through operation by operation, in the order of the pipeline schedule (``wlb.schedules.operations``):
-a forward pass holds what its backward pass will read, layer by layer, a backward pass releases it and leaves gradients,
-and weights are gathered and freed where FSDP does so. The largest sum on the way is the prediction, and what it is made
-of is reported with it. How many micro-batches are in flight, and of which lengths, follows from the walk.
+The prediction walks through a step operation by operation, in the order of the pipeline schedule
+(``wlb.schedules.operations``). A forward holds what its backward will read, layer by layer; a backward releases it and
+leaves gradients; weights are gathered and freed as FSDP does. The largest sum is the prediction, reported with its
+parts. How many micro-batches are in flight, and of which lengths, follows from the walk.
 
-What each layer holds is in ``wlb.job.memory.layers``. Nothing here imports torch.
+``wlb.job.memory.layers`` has the memory of each layer. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from wlb.schedules.layout import split_layers
 from wlb.schedules.operations import FORWARD, Operation
 
 BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
-_StageState = tuple[frozenset[int], frozenset[int]]  # units whose weights are gathered, and that have gradients
+_StageState = tuple[frozenset[int], frozenset[int]]  # units with gathered weights, and units with gradients
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The most that a process holds at once: bytes by purpose, on the pipeline rank that holds most."""
+    """The peak memory of a process: bytes by purpose, on the pipeline rank with the highest peak."""
 
     pipeline_rank: int
     parts: dict[str, int]
@@ -47,11 +47,11 @@ def gib(number_of_bytes: float) -> str:
 
 
 def predict_memory(job: Job, tokens: Sequence[int], limit: float = math.inf) -> MemoryEstimate:
-    """The peak over a step whose micro-batches hold ``tokens`` tokens each, before they are shared by cp and tp ranks.
+    """The peak over a step whose micro-batches hold ``tokens`` tokens each, before cp and tp ranks share them.
 
-    ``tokens`` are those of one data-parallel rank. Context-parallel ranks are taken to exchange as many tokens as one
-    document over the whole micro-batch needs. The estimate is that of the first pipeline rank over ``limit`` bytes, or
-    of the one that holds most where none is.
+    ``tokens`` are those of one data-parallel rank. Context-parallel ranks are assumed to exchange as if one document
+    filled the micro-batch. The estimate is of the first pipeline rank over ``limit`` bytes or, if there is none, of the
+    rank with the highest peak.
     """
     rows = [largest_share(job, count) for count in tokens]
     estimates = []
@@ -63,10 +63,10 @@ def predict_memory(job: Job, tokens: Sequence[int], limit: float = math.inf) -> 
 
 
 def unlike_ranks(job: Job) -> list[int]:
-    """The pipeline ranks among which is the one that holds most.
+    """Pipeline ranks that differ in memory; one of them has the highest peak.
 
-    Of ranks with the same blocks in every stage the first has the most micro-batches in flight, so the others are left
-    out. The ranks with the embedding and the output head are unlike all others.
+    Among ranks with the same blocks in every stage, the first has the most micro-batches in flight, so the others are
+    left out. The ranks with the embedding and the output head differ from all others.
     """
     layout, blocks = job.layout, split_layers(job.shape, job.layout)
     first: dict[tuple[Any, ...], int] = {}
@@ -79,22 +79,22 @@ def unlike_ranks(job: Job) -> list[int]:
 def predict_rank_memory(
     job: Job, rows: Sequence[int], pipeline_rank: int, exchanges: Sequence[Exchange] | None = None
 ) -> MemoryEstimate:
-    """The peak of a rank that holds ``rows`` tokens of each micro-batch, shared by its tensor-parallel group.
+    """The peak of a rank with ``rows`` tokens of each micro-batch, shared by its tensor-parallel group.
 
-    ``exchanges`` are what it exchanges in each; without them, the most that a plan may ask for.
+    ``exchanges`` are its exchanges in each; by default the largest that a plan may need.
     """
     batches = [*zip(rows, repeat(None) if exchanges is None else exchanges, strict=False)]
     return _Walk(job, pipeline_rank, batches).over(job.layout.operations(len(rows))[pipeline_rank])
 
 
 def largest_share(job: Job, tokens: int) -> int:
-    """Of the tokens of a micro-batch, those of the context-parallel rank that holds most."""
+    """The most tokens of a micro-batch that a context-parallel rank holds."""
     cp = job.layout.cp
     return math.ceil(tokens * (job.largest_shard / cp)) if cp > 1 else tokens
 
 
 class _WalkedPass(NamedTuple):
-    """A forward or backward of a stage: what it adds to what is held, at most and in the end; and what it leaves."""
+    """A forward or backward of a stage: its peak and final change of held memory, and the state it leaves."""
 
     most_total: float
     most: dict[str, int]
@@ -103,31 +103,31 @@ class _WalkedPass(NamedTuple):
 
 
 class _Walk:
-    """One pipeline rank's step: what is held, by purpose, and the most so far.
+    """The step of one pipeline rank: bytes held by purpose, and the peak so far.
 
-    ``batches`` has the rows of every micro-batch, and what is exchanged. Passes of a stage that begin alike change what
-    is held alike, so each kind of pass is walked through once.
+    ``batches`` has the rows and the exchange of every micro-batch. Passes of a stage that begin in the same state
+    change memory in the same way, so each kind of pass is walked through once.
     """
 
     def __init__(self, job: Job, rank: int, batches: Sequence[tuple[int, Exchange | None]]) -> None:
         self.job, self.rank, self.batches = job, rank, batches
         self.blocks = split_layers(job.shape, job.layout)
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
-        self.shards = job.layout.replicas  # ranks over which FSDP divides weights
+        self.shards = job.layout.dp_cp  # ranks over which FSDP divides weights
         kept = job.levels_steps or job.software.weights == "kept"
-        self.frees_weights = job.layout.pp == 1 and not kept  # which are gathered again in every micro-batch
+        self.frees_weights = job.layout.pp == 1 and not kept  # and gathers them again in every micro-batch
         self.held: dict[str, int] = {}
         self.total = 0  # of ``held``
         self.most: dict[str, int] = {}
         self.most_total: float = 0
-        self.gathered: set[int] = set()  # units of the stage at hand
+        self.gathered: set[int] = set()  # units of the current stage
         self.with_gradients: set[int] = set()
         self.states: dict[int, _StageState] = {}
         self.passes: dict[tuple[Any, ...], _WalkedPass] = {}
         self.known: dict[tuple[Any, ...], tuple[int, list[Unit]]] = {}
 
     def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
-        """Walk through a step: forwards and backwards, then the optimizer."""
+        """Walk through a step: forwards, backwards and the optimizer."""
         stages = self.job.layout.rank_stages[self.rank]
         mine = {stage: self._units(stage, LayerMemory(self.job, 1)) for stage in stages}
         weights = sum(unit.weights for units in mine.values() for unit in units)
@@ -138,12 +138,12 @@ class _Walk:
         self._add("batches", sum(rows for rows, _ in self.batches) * BATCH_BYTES)
         for stage, units in mine.items():
             self.gathered = set()
-            for index, unit in enumerate(() if self.frees_weights else units):  # all from the start of the step on
+            for index, unit in enumerate(() if self.frees_weights else units):  # all at the start of the step
                 self._gather(index, unit)
             self.states[stage] = frozenset(self.gathered), frozenset()
         for stage, micro_batch, kind in operations:
             self._pass(stage, micro_batch, backward=kind != FORWARD)
-        self._note(working=shard)  # the optimizer's own
+        self._note(working=shard)  # of the optimizer
         return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})
 
     def _pass(self, stage: int, micro_batch: int, *, backward: bool) -> None:
@@ -168,7 +168,7 @@ class _Walk:
         self.states[stage] = walked.left
 
     def _ends_and_units(self, stage: int, micro_batch: int) -> tuple[int, list[Unit]]:
-        """What a stage keeps beside its layers, and these; micro-batches of as many rows have the same."""
+        """Memory of a stage beside its layers, and the layers; the same for micro-batches with the same rows."""
         key = stage, self.batches[micro_batch]
         if key not in self.known:
             layers = LayerMemory(self.job, *self.batches[micro_batch])
@@ -190,7 +190,7 @@ class _Walk:
             self._hold(unit, +1)
             if self.frees_weights and not unit.root:
                 self._free(index, unit)
-        if self.frees_weights:  # those of the root too, now that the stage ends
+        if self.frees_weights:  # also those of the root, as the stage ends
             for index, unit in enumerate(units):
                 self._free(index, unit)
 
@@ -229,7 +229,7 @@ class _Walk:
             return
         self.gathered.add(index)
         self._add("gathered weights", unit.weights * self.compute)
-        if self.shards > 1:  # what the collective wrote, before it is cut into weights
+        if self.shards > 1:  # the output of the collective, before it is copied into weights
             self._note(working=unit.weights * self.compute)
 
     def _free(self, index: int, unit: Unit) -> None:
@@ -241,11 +241,11 @@ class _Walk:
         if index not in self.with_gradients:
             self.with_gradients.add(index)
             self._add("gradients", unit.gradient * self.master)
-        if self.compute < self.master:  # this micro-batch's, before they are added
+        if self.compute < self.master:  # of this micro-batch, before they are accumulated
             self._note(gradients=unit.gradient * self.compute)
 
     def _reduce(self, index: int, unit: Unit) -> None:
-        """Sum gradients over the ranks that share the weights, and keep this rank's shard."""
+        """Reduce-scatter gradients over the ranks that share the weights."""
         whole = unit.weights * self.master
         self._free(index, unit)
         self._note(working=whole)
@@ -253,7 +253,7 @@ class _Walk:
         self._add("gradients", -(-whole // self.shards) - unit.gradient * self.master)
 
     def _note(self, working: int = 0, gradients: int = 0) -> None:
-        """Remember what is held now with what is there for a moment, if that is the most so far."""
+        """Record the current memory plus temporary bytes, if that is the peak so far."""
         total = self.total + working + gradients
         if total > self.most_total:
             self.most, self.most_total = _sum(self.held, {"working": working, "gradients": gradients}), total

@@ -126,7 +126,7 @@ def _seconds(job: Job, prices: StagePrices, batches: list[Integers]) -> float:
 
 
 def _plan(job: Job, prices: StagePrices, batch: Integers) -> StepPlan:
-    groups = level_groups(batch.tolist(), -(-job.longest_micro_batch // prices.ranks), prices)
+    groups = level_groups(batch.tolist(), -(-job.max_tokens // prices.ranks), prices)
     micro_batches = (
         MicroBatch(
             tuple(Segment(document, 0, int(batch[document])) for document in group.documents),

@@ -207,7 +207,7 @@ def price(plan: SlicedPlan, job: Job, most: float = np.inf) -> StepPrice:
     again, memory = _held(plan, columns, lists, job)
     taken = Phases(forward, backward + again * forward)
     steps = _Taken(steps.costs, steps.shards, steps.blocks, steps.head, (lists,), taken=taken)
-    received = received_bytes(steps.shards, job) / (layout.replicas * layout.pp)
+    received = received_bytes(steps.shards, job) / (layout.dp_cp * layout.pp)
     return StepPrice(float(steps.seconds[0]), received, memory)
 
 

@@ -1,10 +1,10 @@
-"""Balances parts by swapping documents between the heaviest part and a light one.
+"""Balances parts by exchanging documents between the heaviest part and a light one.
 
-A part's documents are exchanged by *subsets*: any document alone, and sets of several where a part holds few. Of two
-parts with n such subsets each, the best of all n x n exchanges is found in O(n log n): the subsets of one are sorted by
-price, and for each subset of the other the two neighbours of what would make both parts equal are looked up. Every
-exchange makes the heavier of the two lighter. It ends where the heaviest part cannot become lighter; a part that one
-dear document makes heavy is set aside, and the others are levelled on.
+Two parts exchange *subsets* of their documents: any single document and, in parts of few documents, sets of several.
+If both parts have n subsets, the best of all n x n exchanges is found in O(n log n): sort the subsets of one part by
+price, and for each subset of the other look up the two neighbours of the price that would make both parts equal. Every
+exchange makes the heavier part lighter. The search stops when the heaviest part cannot become lighter; a part that is
+heavy because of one expensive document is set aside, and the others are balanced further.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 Prices = NDArray[np.float64]
 
-_MOST_SUBSETS = 301  # of several documents: 24 documents and their pairs, 12 and their triples, or all subsets of 8
-_SHORTEST = 24  # documents of a part of which subsets of several are made
-_MOST_SINGLE = 512  # documents of a part that are tried alone; of more, so many between the cheapest and the dearest
-_PARTNERS = 4  # parts, the lightest, that the heaviest one may exchange with
-_LEVEL = 0.03  # of the mean, over the cube of a part's documents: a smaller difference between parts is none
-_EVEN = 1e-4  # of the mean: the other parts are levelled on only as far as this
+_MOST_SUBSETS = 301  # with several documents: 24 documents and their pairs, 12 and their triples, or all subsets of 8
+_SHORTEST = 24  # documents of a part that are combined into larger subsets
+_MOST_SINGLE = 512  # documents of a part that are tried alone; larger parts try this many, spread over their prices
+_PARTNERS = 4  # lightest parts that the heaviest part may exchange with
+_LEVEL = 0.03  # of the mean part, over (documents per part)^3: parts that differ by less count as equal
+_EVEN = 1e-4  # of the mean part: once a part is set aside, the others are balanced this far
 _NOTHING = np.zeros(1)
 
 
 class Task(NamedTuple):
-    """Documents to divide into parts, and what parts keep to."""
+    """Documents to divide into parts, and the limits of a part."""
 
     tokens: Indices  # of every document
     prices: Prices  # over 0
-    most_tokens: int | None  # of a part
+    max_tokens: int | None  # of a part
     equal_size: bool  # all parts hold equally many documents
-    even: float  # of the mean price of a part: a smaller difference between parts is none
+    even: float  # share of the mean price of a part: parts that differ by less count as equal
 
 
-def level(parts: list[Indices], task: Task, tries: int, goal: float = 0.0) -> list[Indices]:
-    """``parts`` (indices of documents) with exchanges that make their sums of prices as equal as they get.
+def exchanged(parts: list[Indices], task: Task, tries: int, goal: float = 0.0) -> list[Indices]:
+    """Exchange documents between ``parts`` (indices of documents) until their sums of prices are nearly equal.
 
-    The ``parts`` given must keep to the limits of ``task``; then those returned do, none becomes empty, and the dearest
-    is at most as dear as before. It ends after so many ``tries`` to exchange, and with a ``goal`` where no part is
-    dearer than that, or where one that is cannot become cheaper.
+    If the given ``parts`` keep to the limits of ``task``, the returned parts do too; none becomes empty, and the most
+    expensive part never gets more expensive. Stops after ``tries`` attempts; with a ``goal``, also when no part costs
+    more than that, or when one that does cannot become cheaper.
     """
-    return _Levelling(parts, task, tries, goal).run()
+    return _Exchanges(parts, task, tries, goal).run()
 
 
 def sums_of(parts: Sequence[Indices], amounts: NDArray[Any]) -> NDArray[Any]:
-    """Of the ``amounts`` of each part's documents; no part may be empty."""
+    """The sum of ``amounts`` over the documents of each part; no part may be empty."""
     starts = list(accumulate(map(len, parts[:-1]), initial=0))
     sums: NDArray[Any] = np.add.reduceat(amounts[np.concatenate(parts)], starts)
     return sums
 
 
-class _Levelling:
+class _Exchanges:
     def __init__(self, parts: list[Indices], task: Task, tries: int, goal: float) -> None:
         self._task, self._tries, self._goal = task, tries, goal
         self._parts = parts
         self._loads = sums_of(parts, task.prices)
-        self._total, self._count = float(self._loads.sum()), len(parts)  # of the parts that are not set aside
+        self._total, self._count = float(self._loads.sum()), len(parts)  # without the parts that are set aside
         whole = bool((task.prices == np.floor(task.prices)).all())
         documents = sum(map(len, parts))
         finest = max(_LEVEL * (len(parts) / documents) ** 3, task.even) * float(self._loads.mean())
-        self._tolerance = max(1.0, finest) if whole else finest  # whole sums 1 apart are level
+        self._tolerance = max(1.0, finest) if whole else finest  # whole numbers that differ by 1 are even
 
     def run(self) -> list[Indices]:
         left = np.ones(len(self._parts), bool)
@@ -87,8 +87,8 @@ class _Levelling:
 
     @cached_property
     def _rooms(self) -> NDArray[Any]:
-        """Tokens that parts may still take, where these are limited."""
-        return (self._task.most_tokens or 0) - sums_of(self._parts, self._task.tokens)
+        """Tokens that each part has room for, if ``task`` limits them."""
+        return (self._task.max_tokens or 0) - sums_of(self._parts, self._task.tokens)
 
     def _exchange_with_any(self, heavy: int) -> bool:
         if len(self._parts[heavy]) == 1:
@@ -97,7 +97,7 @@ class _Levelling:
         return any(self._exchange(heavy, light) for light in partners if light != heavy)
 
     def _exchange(self, heavy: int, light: int) -> bool:
-        """Make the best exchange between two parts; False where none makes ``heavy`` lighter than it is."""
+        """Make the best exchange between two parts; False if no exchange makes ``heavy`` lighter."""
         gap = float(self._loads[heavy] - self._loads[light])
         if gap <= self._tolerance or self._tries <= 0:
             return False
@@ -111,7 +111,7 @@ class _Levelling:
         self._parts[light] = self._swapped(theirs, take, ours[give])
         self._loads[heavy] -= moved
         self._loads[light] += moved
-        if self._task.most_tokens is not None:
+        if self._task.max_tokens is not None:
             self._rooms[heavy] += freed
             self._rooms[light] -= freed
         return True
@@ -123,18 +123,18 @@ class _Levelling:
         return swapped[np.argsort(self._task.prices[swapped], kind="stable")]
 
     def _best(self, heavy: int, light: int, gap: float) -> tuple[Indices, Indices, float, int] | None:
-        """Which places of the two parts to exchange so that over 0 and under ``gap`` moves; price and tokens of it."""
+        """Places of both parts to exchange, so that a price in (0, ``gap``) moves; the price and tokens moved."""
         ours, theirs = self._parts[heavy], self._parts[light]
         gives, takes = (_subsets(len(part), self._task.equal_size) for part in (ours, theirs))
         given, taken = _sums(self._task.prices[ours], gives), _sums(self._task.prices[theirs], takes)
         order = taken.argsort(kind="stable")
         taken = taken[order]
-        limited = self._task.most_tokens is not None
+        limited = self._task.max_tokens is not None
         if limited:
             given_tokens = _sums(self._task.tokens[ours], gives)
             taken_tokens = _sums(self._task.tokens[theirs], takes)[order]
         mean = self._total / self._count
-        # As much as brings one of the two to the mean and the other no further than that, or both to the same.
+        # First aim to bring one part to the mean and the other no further than that; then to make both equal.
         for aim in (min(float(self._loads[heavy]) - mean, mean - float(self._loads[light])), gap / 2):
             wanted = given - aim
             above = taken.searchsorted(wanted)
@@ -144,7 +144,7 @@ class _Levelling:
                 more = given_tokens - taken_tokens[neighbours]
                 distance[(more > self._rooms[light]) | (more < -self._rooms[heavy])] = np.inf
             best = int(distance.argmin())
-            if distance.flat[best] < min(aim, gap - aim) - self._tolerance / 2:  # more or less gains nothing
+            if distance.flat[best] < min(aim, gap - aim) - self._tolerance / 2:  # otherwise nothing is gained
                 give, take = best % len(given), int(neighbours.flat[best])
                 freed = int(given_tokens[give] - taken_tokens[take]) if limited else 0
                 ours, theirs = gives[:, give], takes[:, order[take]]
@@ -160,10 +160,10 @@ def _sums(values: NDArray[Any], subsets: Indices) -> Prices:
 
 @lru_cache(maxsize=1024)
 def _subsets(documents: int, equal_size: bool) -> Indices:
-    """Places in columns, (most places, subsets), where -1 is no place.
+    """Subsets of places as columns, shape (most places, subsets); -1 fills short columns.
 
-    The empty subset, every single place, and of the first places as many larger subsets as are affordable; with
-    ``equal_size`` single places only.
+    The empty subset, every single place, and as many larger subsets of the first places as are affordable; with
+    ``equal_size`` only single places.
     """
     single = range(documents) if documents <= _MOST_SINGLE else np.linspace(0, documents - 1, _MOST_SINGLE).astype(int)
     if equal_size:
