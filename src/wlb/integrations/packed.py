@@ -34,7 +34,7 @@ from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import device_of, gathered_rows, sharing_group
 from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import digest_of, fingerprint_of
-from wlb.runtime.sharded_batch import RankShare, ShardedAttention, ShardedBatch
+from wlb.runtime.sharded_batch import RankSlice, ShardedAttention, ShardedBatch
 
 NO_LABELS = "a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"
 
@@ -83,7 +83,7 @@ class PackedBatch:
     def _keywords(self) -> dict[str, Any]:
         rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
         shared = {} if self.attend is None else {"attend": self.attend}
-        return rows | extents_of(self.segment_lengths, self.tokens.device) | shared
+        return rows | cu_seqlens_of(self.segment_lengths, self.tokens.device) | shared
 
     def with_labels(self) -> dict[str, Any]:
         """These keywords and ``labels``, of shape (1, tokens), for code that counts and shifts them, as a Trainer does.
@@ -207,7 +207,7 @@ class PackedSteps(Iterator[PackedStep]):
         self.lengths = lengths  # of all documents; None for a stream
         self._steps = WholeSteps(self.job, self.lengths if self._stream is None else self._stream, epochs=epochs)
         layout = replace(self.job.layout, tp=1)
-        self._share = RankShare(*divmod(self._rank, layout.cp), layout, sharding, self.job.costs)
+        self._share = RankSlice(*divmod(self._rank, layout.cp), layout, sharding, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
         self.calibration: Calibration | None = None
         if calibrate:
@@ -295,7 +295,7 @@ class PackedSteps(Iterator[PackedStep]):
         """Labelled tokens of the step on all ranks; where there are several processes they also compare ``plan``."""
         ranks, group, world = self._processes.ranks, self._processes.group, self._processes.world
         if ranks > 1 and world == 1 and plan is not None:  # of a process that plans for one of several ranks
-            shares = tuple(RankShare().of(self._read(micro_batch)) for micro_batch in plan.micro_batches)
+            shares = tuple(RankSlice().of(self._read(micro_batch)) for micro_batch in plan.micro_batches)
         labelled = sum(int((share.labels != IGNORE_LABEL).sum()) for share in shares)
         if ranks == 1 or world == 1:
             return labelled
@@ -337,7 +337,7 @@ class FlatteningCollator:
 
     Documents are as ``wlb.integrations.document_fields`` reads them. What comes out is what packed models of Hugging
     Face take, without a mask: ``input_ids``, ``position_ids`` (restarting with each document) and ``labels``, int64 of
-    shape (1, tokens), and ``extents_of`` the documents. Labels are those of the tokens themselves, and -100 for the
+    shape (1, tokens), and ``cu_seqlens_of`` the documents. Labels are those of the tokens themselves, and -100 for the
     first of each document, which nothing predicts.
     """
 
@@ -349,14 +349,14 @@ class FlatteningCollator:
         return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths, 0, 1).with_labels()
 
 
-def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:
+def cu_seqlens_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:
     """The keywords by which packed models of Hugging Face know where documents of ``lengths`` tokens end.
 
     ``seq_idx``, the document of each token, is for layers that carry a state. ``use_cache`` is False, as a cache makes
     other attention functions than ours forget it.
     """
-    extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    ends = {"cu_seq_lens_q": extents, "cu_seq_lens_k": extents.clone()}
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    ends = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens.clone()}
     numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
-    ends["seq_idx"] = numbers.repeat_interleave(extents.diff(), output_size=sum(lengths))[None]
+    ends["seq_idx"] = numbers.repeat_interleave(cu_seqlens.diff(), output_size=sum(lengths))[None]
     return {**ends, "max_length_q": max(lengths), "max_length_k": max(lengths), "use_cache": False}

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb.attention import context_parallel_attention
-from wlb.attention.exchange import Resends
-from wlb.attention.packed_attention import KeptAttention
+from wlb.attention.exchange import KVReexchanges
+from wlb.attention.packed_attention import AttentionCache
 from wlb.attention.slices import KeptSlices, SliceInLayer, SliceOf
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch
@@ -68,7 +68,7 @@ class ShardedBatch:
         """Attention over these rows, together with the context-parallel ``group``."""
         sharing = group if self.shard_plan.cp_size > 1 else None
         ranks = self.ranks or None
-        return ShardedAttention(self.local_tokens, self.shard_plan, sharing, ranks, Resends(), self.slice_of)
+        return ShardedAttention(self.local_tokens, self.shard_plan, sharing, ranks, KVReexchanges(), self.slice_of)
 
     def to(self, device: torch.device) -> ShardedBatch:
         named = {name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "labels", "positions")}
@@ -104,7 +104,7 @@ def shard_batch(
 
 
 @dataclass(frozen=True)
-class RankShare:
+class RankSlice:
     """Which part of a step a rank trains, and how the others of its context-parallel group share it with it.
 
     ``workload`` prices shards: that of one GPU without context parallelism. Pipeline ranks with the same dp and cp
@@ -135,7 +135,7 @@ class ShardedAttention:
     """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, zero for padding.
 
     The plan is for ``members`` of ``group``, all by default; a plan for one rank has no group. The layers of a stage
-    share ``resends``; without it, what was not kept is sent again only when the backward needs it. A slice needs
+    share ``reexchanges``; without it, what was not kept is sent again only when the backward needs it. A slice needs
     ``layers``, from what its stage keeps.
     """
 
@@ -143,30 +143,30 @@ class ShardedAttention:
     shard_plan: ShardPlan
     group: dist.ProcessGroup | None
     members: tuple[int, ...] | None = None
-    resends: Resends | None = None
+    reexchanges: KVReexchanges | None = None
     slice_of: SliceOf | None = None
     layers: Iterator[SliceInLayer] | None = None
 
     def of_one_stage(self, kept_slices: KeptSlices) -> ShardedAttention:
         """The same for one forward through the layers of another stage, which has ``kept_slices`` in this step."""
         layers = self.slice_of and kept_slices.layers(self.slice_of)
-        return replace(self, resends=Resends(), layers=layers)
+        return replace(self, reexchanges=KVReexchanges(), layers=layers)
 
     def __call__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        kept: KeptAttention | None = None,
+        cache: AttentionCache | None = None,
         window: int | None = None,
     ) -> Tensor:
         """Query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to output, shaped as the query.
 
-        ``kept``, for activation checkpointing, and ``window`` are those of ``context_parallel_attention``.
+        ``cache``, for activation checkpointing, and ``window`` are those of ``context_parallel_attention``.
         """
-        sliced = None if self.layers is None else (kept and kept.sliced) or next(self.layers)
-        if kept is not None:
-            kept.sliced = sliced
+        sliced = None if self.layers is None else (cache and cache.sliced) or next(self.layers)
+        if cache is not None:
+            cache.sliced = sliced
         padding = len(query) - self.local_tokens
         if padding:
             query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
@@ -176,8 +176,8 @@ class ShardedAttention:
             value,
             self.shard_plan,
             self.group,
-            kept=kept,
-            resends=self.resends,
+            cache=cache,
+            reexchanges=self.reexchanges,
             window=window,
             members=self.members,
             sliced=sliced,

@@ -191,8 +191,8 @@ def packed_attention(
 
 
 @lru_cache(maxsize=1)  # all layers of a micro-batch have the same tensor, which may be on a GPU
-def _lengths(extents: Tensor) -> list[int]:
-    return [*map(int, extents.diff().tolist())]
+def _lengths(cu_seqlens: Tensor) -> list[int]:
+    return [*map(int, cu_seqlens.diff().tolist())]
 
 
 def _mask(*positional: Any, **arguments: Any) -> MaskMaker | None:
