@@ -121,18 +121,18 @@ def test_an_iterable_data_set_is_a_stream():
 def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
     stream = packed_batches(iter(DOCUMENTS), **SIZES).state_dict()
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        ({"train": masked(), "test": masked()}, {}, "documents is a dict of train, test, and not a sequence"),
+        ({"train": masked(), "test": masked()}, {}, "documents is a dict of train, test, not a sequence"),
         (UserDict({"input_ids": [[1], [3]]}), {}, r"a UserDict of input_ids.*Dataset.from_dict\(...\)"),
-        (masked, {}, "documents is the function masked, .*; give what it returns"),
+        (masked, {}, "documents is the function masked, .*; give its result"),
         ("corpus.jsonl", {}, r"documents is the path corpus.jsonl, .*; give datasets.load_dataset"),
         *((none, {}, "documents is of type") for none in (DataLoader(Arriving()), {1: [1]}.values(), None, 5)),
         *(([1, one], {}, r"document \d is of type (int|str); give token ids") for one in (2, "text")),
-        (DOCUMENTS, {"epochs": 1.5}, "epochs must be >= 1 and whole"),
+        (DOCUMENTS, {"epochs": 1.5}, "epochs = 1.5 is not a whole number"),
         (iter(DOCUMENTS), {"epochs": 2}, "a stream is one epoch, and epochs = 2"),
-        (iter(DOCUMENTS), {"pool": "auto", "dp": 2, "rank": 0}, "pools are chosen by the lengths"),
-        (DOCUMENTS, {"state": stream}, "documents = 'a stream', this run has 80"),
-        (DOCUMENTS, {"dp": 0}, "dp must be >= 1; got 0"),
-        (DOCUMENTS, {"dp": 2}, "dp x cp = 2 are not the 1 processes"),
+        (iter(DOCUMENTS), {"pool": "auto", "dp": 2, "rank": 0}, "a stream has no lengths to choose pools by"),
+        (DOCUMENTS, {"state": stream}, "documents = 'a stream' and this run has 80"),
+        (DOCUMENTS, {"dp": 0}, "dp = 0 is not a whole number >= 1"),
+        (DOCUMENTS, {"dp": 2}, "dp x cp = 2 is not the number of processes, 1"),
         *((DOCUMENTS, {"calibrate": every}, f"calibrate = {every} is not") for every in (True, -1, 1.5)),
         (DOCUMENTS, {"calibrate": 2, "workload": make_workload("7b")}, "calibrate measures prices, and workload"),
         (DOCUMENTS, {"calibrate": 2, "cp": 2, "rank": 0}, "calibrate cannot time shared"),
@@ -195,7 +195,7 @@ def _told_of_mistakes() -> dict[str, str]:
     group, dist.group.WORLD = dist.group.WORLD, None  # as before init_process_group
     steps = packed_batches(DOCUMENTS, **SIZES)
     dist.group.WORLD = group
-    with pytest.raises(UserError, match="dp was left out before there was a process group, now of 2"):
+    with pytest.raises(UserError, match="dp was left out when there was no process group, and now it has 2"):
         next(steps)
     return told
 
@@ -238,7 +238,7 @@ def test_every_document_learns_what_its_own_fields_say():
     assert collated["cu_seq_lens_q"].dtype == torch.int32
     assert collated["max_length_q"] == collated["max_length_k"] == max(LENGTHS)
     assert "attention_mask" not in collated
-    with pytest.raises(UserError, match="without documents"):
+    with pytest.raises(UserError, match="the batch has no documents"):
         FlatteningCollator()([])
 
 
@@ -336,7 +336,7 @@ def test_documents_that_change_after_they_are_planned_are_refused():
     steps = packed_batches(documents, **SIZES)
     for document in documents:
         document["input_ids"].append(1)
-    with pytest.raises(UserError, match=r"document \d+ had \d+ tokens when it was planned"):
+    with pytest.raises(UserError, match=r"document \d+ changed from \d+ to \d+ tokens"):
         next(steps)
 
 
