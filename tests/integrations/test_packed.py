@@ -65,7 +65,7 @@ def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counte
         steps = packed_batches(iter(documents) if of_stream else documents, **SIZES)
         planned = [*steps]
     (told,) = [str(one.message) for one in warned]
-    assert told.startswith("wlb: documents are over context_window = 64; overlong = 'split', steps")
+    assert told.startswith("wlb: some documents have more than context_window = 64 tokens; overlong = 'split'; steps")
     assert steps.overlong == OverlongReport(documents=1, pieces=3, tokens_dropped=0)
     batches = [batch for step in planned for batch in step.batches]
     assert sum(len(batch.tokens) for batch in batches) == sum(LENGTHS) + 150
@@ -156,7 +156,7 @@ def contents(steps: Any) -> list[list[list[list[int]]]]:
 # What one of two processes does otherwise, and what both are told. All left documents out and trained others twice.
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"rank": 0}, "rank = 0, 0, and dp x cp = 2"),
-    "dp of all": ({"dp": 4, "rank": None}, "dp x cp = 4 are not the 2 processes"),
+    "dp of all": ({"dp": 4, "rank": None}, "dp x cp = 4 is not the number of processes, 2"),
     "dp": ({"dp": 4, "rank": 1}, "dp = 2 and 4"),
     "seed": ({"seed": 1}, "seed = 0 and 1"),
     "order": ({"documents": DOCUMENTS[::-1]}, "digest of lengths = "),
@@ -169,8 +169,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "state": ({"state": None}, "state = "),
     "calibrate after a state": ({"calibrate": 3}, "calibrate = 0 and 3"),
     "ranks to calibrate": ({"dp": 1, "rank": 0, "calibrate": 3}, "the 2 processes must be the dp x cp = 1 ranks"),
-    "stream": ({"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]}, "process 1 planned another step"),
-    "end": ({"documents": DOCUMENTS[:70]}, "process 1 planned another step"),
+    "stream": (
+        {"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]},
+        "process 1 and process 0 planned different steps",
+    ),
+    "end": ({"documents": DOCUMENTS[:70]}, "process 1 and process 0 planned different steps"),
 }
 
 
@@ -326,7 +329,7 @@ def _losses_without_labels() -> list[str]:
 
 def test_a_step_without_labels_is_zero_and_reported_by_the_first_rank():
     first, second = run_ranks(2, _losses_without_labels)
-    said = "wlb: a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"
+    said = "wlb: a step has no labelled token, so its loss and gradients are zero; check its labels and masks"
     assert set(first) == {said}
     assert second == []
 

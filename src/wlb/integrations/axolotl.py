@@ -1,4 +1,4 @@
-"""Axolotl: a plugin for balanced micro-batches.
+"""Axolotl: a plugin for balanced micro-batches. Its configuration:
 
 plugins: [wlb.integrations.axolotl.WlbPlugin]
 sequence_len: 8192          # the longest document, and the context window of a micro-batch

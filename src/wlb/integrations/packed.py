@@ -111,10 +111,9 @@ class PackedBatch:
 
 
 def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int, *, averaged_over: int) -> Tensor:
-    """The loss of a micro-batch as part of a step with ``loss_tokens`` labels, as in ``PackedBatch.loss``.
+    """The loss of a micro-batch in a step with ``loss_tokens`` labels, as in ``PackedBatch.loss``.
 
-    ``logits`` are (tokens, vocabulary), ``labels`` (tokens,). ``averaged_over`` is the number of ranks over which
-    gradients are averaged afterwards, or 1 where they are summed.
+    ``logits`` are (tokens, vocabulary), ``labels`` (tokens,). ``averaged_over`` ranks average gradients; 1 if summed.
     """
     if loss_tokens == 0:
         warn(NO_LABELS)

@@ -84,7 +84,8 @@ def level_step(
     """
     losses = []
     if not isinstance(batches, Sequence) or not batches:
-        raise UserError(f"batches are a {type(batches).__name__}, not a list of at least one; give step.batches")
+        found = "empty" if isinstance(batches, Sequence) else f"a {type(batches).__name__}"
+        raise UserError(f"batches are {found}, not a list of at least one; give step.batches")
     for batch in in_turn(model, batches, calibration=calibration):
         loss = loss_fn(batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -108,7 +108,7 @@ class Shadow:
 
     def _mistakes(self) -> Iterator[str]:
         """What is wrong with the arguments."""
-        kind, folder = type(self._loader).__name__, Path(self._profile or ".").absolute().parent
+        kind = type(self._loader).__name__
         if not (self._is_model or hasattr(self._loader, "__iter__") or hasattr(self._loader, "__getitem__")):
             yield f"wlb.shadow got a {kind}; give the loader of your loop, or the model"
         if not isinstance(self._every, int) or self._every < 1:
@@ -116,11 +116,9 @@ class Shadow:
         if self._lengths is not None and not callable(self._lengths):
             yield f"lengths is a {type(self._lengths).__name__}; give a function of the batch"
         if self._tensorboard is not None and not hasattr(self._tensorboard, "add_scalar"):
-            yield f"tensorboard = {self._tensorboard!r:.60} has no add_scalar; give a SummaryWriter"
+            yield f"tensorboard is a {type(self._tensorboard).__name__} without add_scalar; give a SummaryWriter"
         if self._profile and self._shape is None:
             yield "profile needs the shape of a model; give model, a name such as llama3-8b or a Hugging Face config"
-        if not folder.is_dir():
-            yield f"profile: the directory {folder} does not exist; make it, or give another file"
 
     @property
     def _is_model(self) -> bool:

@@ -66,7 +66,8 @@ def set_right(args: Any, context_window: int) -> tuple[Any, list[str]]:
 def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> None:
     """Raise ``UserError`` for trainers, collators and data sets that ``balanced`` does not support."""
     if not isinstance(trainer_class, type) or not hasattr(trainer_class, "training_step"):
-        raise UserError(f"balanced() got {trainer_class!r:.60}, not a Trainer class; give Trainer or SFTTrainer")
+        name = getattr(trainer_class, "__name__", f"a {type(trainer_class).__name__}")
+        raise UserError(f"balanced() got {name}, not a Trainer class; give Trainer or SFTTrainer")
     of_trl = [base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl"]
     if of_trl and "SFTTrainer" not in of_trl:
         kind = f"{trainer_class.__name__} learns from pairs, rewards or its own generations"
