@@ -132,6 +132,8 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
         (iter(DOCUMENTS), {"pool": "auto", "dp": 2, "rank": 0}, "a stream has no lengths to choose pools by"),
         (DOCUMENTS, {"state": stream}, "documents = 'a stream' and this run has 80"),
         (DOCUMENTS, {"dp": 0}, "dp = 0 is not a whole number >= 1"),
+        (DOCUMENTS, {"cp": "2"}, "cp = '2' is not a whole number >= 1"),
+        (DOCUMENTS, {"pool": 3}, "pool = 3 does not divide the dp x cp = 1 ranks"),
         (DOCUMENTS, {"dp": 2}, "dp x cp = 2 is not the number of processes, 1"),
         *((DOCUMENTS, {"calibrate": every}, f"calibrate = {every} is not") for every in (True, -1, 1.5)),
         (DOCUMENTS, {"calibrate": 2, "workload": make_workload("7b")}, "calibrate measures prices, and workload"),

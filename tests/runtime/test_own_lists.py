@@ -188,6 +188,10 @@ def test_mistakes_of_a_loop_are_said_in_a_line():
     for batches in ((), step):
         with pytest.raises(UserError, match=r"not a list of at least one; give step\.batches"):
             level_step(net, batches, lambda _: net(torch.ones(2)).sum())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"loss_fn returned a NoneType, not a scalar tensor"):
+        level_step(net, [1], lambda _: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UserError, match=r"logits are a str, and the batch has"):
+        step.batches[0].loss("logits")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"give a tensor \(\d+, vocabulary\)"):
         step.batches[0].loss(torch.zeros(2, len(step.batches[0].tokens), 61))
     with pytest.raises(UserError, match="state is a dict, not a result of state_dict"):

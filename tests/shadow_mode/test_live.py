@@ -213,6 +213,13 @@ def test_settings_are_checked():
         wlb.shadow(Loader(1), every=0)
     with pytest.raises(UserError, match="profile needs the shape of a model"):
         wlb.shadow(Loader(1), profile="prices.json")
+    for wrong in ({"every": "100"}, {"lengths": [3, 4]}, {"tensorboard": "runs"}, {"model": "llama9"}):
+        with pytest.raises(UserError, match=r"; (give|did you mean) "):
+            wlb.shadow(Loader(1), **wrong)
+    with pytest.raises(UserError, match=r"wlb\.shadow got a NoneType; give the loader"):
+        wlb.shadow(None)
+    with pytest.raises(UserError, match="loop over your loader"):
+        list(wlb.shadow(Model()))
     with pytest.raises(UserError, match=r"model has no known shape: .* give a name"):
         wlb.shadow(Loader(1), model=Model())
 
