@@ -208,7 +208,7 @@ def _objections_to_mask(mask: Tensor | MaskMaker | None) -> Iterator[str]:
     settings = mask.keywords if isinstance(mask, partial) else {"attention_mask": mask}
     if (given := settings.get("attention_mask")) is not None:
         shape = tuple(given.shape)
-        yield f"an attention_mask of shape {shape} was given, and packed micro-batches have none; use FlatteningCollator"
+        yield f"attention_mask of shape {shape} was given, but packed micro-batches have none; use FlatteningCollator"
     if "allow_is_bidirectional_skip" in settings or settings.get("use_vmap"):  # transformers sets these for both
         yield "attention that is not causal, or that has its own mask, is not supported; train the model unpacked"
 
