@@ -13,7 +13,7 @@ from tests.attention.live_bytes import LiveBytes
 from tests.attention.oracle import random_inputs
 from tests.training.distributed import join_again, run_ranks
 from wlb.attention import context_parallel_attention
-from wlb.attention.exchange import Resends
+from wlb.attention.exchange import KVReexchanges
 from wlb.attention.shard_layout import shard_layout
 from wlb.sharding import make_shard_plan
 from wlb.sharding.plan import ShardPlan
@@ -57,9 +57,9 @@ def _measure(plan: ShardPlan, folder: Path) -> Memory:
     received = sum(sum(part.receive_counts) for part in layout.parts)
     attended = [part.attended for part in layout.parts if part.attended]
     exchanged = (
-        received + sum(len(part.send_rows) for part in layout.parts) + sum(sum(a.runs.key_lengths) for a in attended)
+        received + sum(len(part.send_rows) for part in layout.parts) + sum(sum(a.batch.key_lengths) for a in attended)
     )
-    attending = sum(sum(a.runs.query_lengths) for a in attended)
+    attending = sum(sum(a.batch.query_lengths) for a in attended)
     return Memory(tokens, attending, received, exchanged, held, forward_peak, backward_peak)
 
 
@@ -95,10 +95,10 @@ def _held_after_layers(plan: dict[str, object], folder: Path) -> tuple[int, int]
         tensors = random_inputs(int(shard_plan.tokens_per_rank[dist.get_rank()]), HEADS, KV_HEADS, HEAD_DIM, seed=0)
         query, key, value = (tensor.requires_grad_() for tensor in tensors[:3])
         with LiveBytes() as live:
-            resends = Resends()
+            reexchanges = KVReexchanges()
             outs = [query]
             for _ in range(layers):
-                outs.append(context_parallel_attention(outs[-1], key, value, shard_plan, None, resends=resends))
+                outs.append(context_parallel_attention(outs[-1], key, value, shard_plan, None, reexchanges=reexchanges))
             outs[-1].sum().backward()
             outs = outs[-1:]
             join_again(folder / str(layers))

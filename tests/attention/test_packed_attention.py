@@ -21,7 +21,7 @@ from tests.attention.oracle import output_and_gradients, random_inputs
 from tests.attention.plans import random_plan
 from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention, exchange
-from wlb.attention.exchange import Resends
+from wlb.attention.exchange import KVReexchanges
 from wlb.errors import UserError
 from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb.sharding.plan import ShardPlan
@@ -149,7 +149,7 @@ def test_a_window_that_holds_every_document_is_full_attention() -> None:
 def test_what_does_not_fit_the_plan_is_refused() -> None:
     plan = make_shard_plan([5, 1, 9], 1, "per_document")
     query, key, value, _ = random_inputs(14, 4, 2, 8, seed=0)
-    with pytest.raises(ValueError, match="rank 0 holds 15 tokens under the plan, the query has 14"):
+    with pytest.raises(ValueError, match="the plan gives rank 0 15 tokens and the query has 14"):
         context_parallel_attention(query, key, value, plan, None)
     with pytest.raises(ValueError, match="do not fit together"):
         context_parallel_attention(query, key[:13], value, plan, None)
@@ -170,7 +170,7 @@ def _group_of_another_size() -> str:
 
 def test_a_group_of_another_size_than_the_plans_is_refused() -> None:
     assert set(run_ranks(2, _group_of_another_size)) == {
-        "the plan is for 3 ranks, the group has 2; give the context-parallel group"
+        "the plan is for 3 ranks and the group has 2; give the context-parallel group"
     }
 
 
@@ -195,7 +195,7 @@ def test_plans_for_some_ranks_of_a_group_work_beside_each_other() -> None:
     assert max(error for errors in run_ranks(4, _errors_of_some, cases) for error in errors) < 1e-10
 
 
-def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list[str], list[Tensor]]:
+def _events(plan: ShardPlan, layers: int, *, reexchanges: bool = True) -> tuple[list[str], list[Tensor]]:
     """What this rank does in the backward, in order: messages it starts, parts it attends; and gradients."""
     tensors = random_inputs(int(plan.tokens_per_rank[dist.get_rank()]), 2, 2, 8, seed=0)
     query, key, value = (tensor.requires_grad_() for tensor in tensors[:3])
@@ -205,7 +205,7 @@ def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list
         events.append(name.removeprefix("attention "))
         return nullcontext()
 
-    def exchanging(*arguments: Any) -> exchange.Arrival:
+    def exchanging(*arguments: Any) -> exchange.PendingExchange:
         events.append("send")
         return start(*arguments)
 
@@ -214,9 +214,9 @@ def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list
         mock.patch("wlb.attention.packed_attention.record_function", part),
         mock.patch.object(exchange, "_exchange", exchanging),
     ):
-        out, together = query, Resends() if resends else None
+        out, together = query, KVReexchanges() if reexchanges else None
         for _ in range(layers):
-            out = context_parallel_attention(out, key, value, plan, None, resends=together)
+            out = context_parallel_attention(out, key, value, plan, None, reexchanges=together)
         events.clear()
         grads = torch.autograd.grad(out.sum(), (query, key, value))
     return events, list(grads)
@@ -224,7 +224,7 @@ def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list
 
 def _events_of_two_layers(plan: dict[str, Any]) -> tuple[list[str], list[Tensor], list[Tensor]]:
     shard_plan = ShardPlan.from_json(plan)
-    return *_events(shard_plan, 2), _events(shard_plan, 2, resends=False)[1]
+    return *_events(shard_plan, 2), _events(shard_plan, 2, reexchanges=False)[1]
 
 
 def test_a_layers_keys_are_sent_again_while_the_layer_above_is_computed() -> None:

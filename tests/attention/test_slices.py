@@ -120,11 +120,13 @@ def test_output_and_gradients_are_those_of_whole_documents(cp: int) -> None:
 def test_slices_out_of_order_and_without_a_place_to_keep_them_are_refused() -> None:
     query, key, value, _ = (tensor.requires_grad_() for tensor in random_inputs(sum(LENGTHS), 2, 2, 8, seed=0))
     passes = Passes(Case(), 1, [query, key, value])
-    with pytest.raises(ValueError, match=r"earlier=20, length=3\) goes forward when 0 tokens before it are kept"):
+    with pytest.raises(ValueError, match=r"earlier=20, length=3\) runs forward when 0 tokens before it are kept"):
         passes.forward(1)
     (_, out), _ = passes.forward(0), passes.forward(1)
-    with pytest.raises(ValueError, match=r"earlier=0, length=20\) goes backward before a later slice"):
+    with pytest.raises(ValueError, match=r"earlier=0, length=20\) runs backward before a later slice"):
         out.sum().backward()
     plan = make_shard_plan(LENGTHS, 1, "hybrid", earlier=0)
-    with pytest.raises(UserError, match="begins with a slice that has 0 tokens before it, which only a pipeline keeps"):
+    with pytest.raises(
+        UserError, match="begins with a slice of a document, and only a pipeline keeps the 0 tokens before it"
+    ):
         context_parallel_attention(query, key, value, plan, None)

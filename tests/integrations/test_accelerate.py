@@ -70,14 +70,17 @@ def test_the_gradients_of_a_step_are_those_of_single_documents_and_reduced_once(
         assert len(errors) > 5
         assert max(errors) < 1e-12
         assert reduced == len(errors)
-        assert "the model is a Bigrams, not one that Accelerate prepared" in unprepared
+        assert "the model is a Bigrams; give the model that accelerator.prepare returns" in unprepared
         assert "accelerator.accumulate steps after every batch" in accumulated
-        assert listed == forwards == "a batch was taken before the backward of the last; loop over step, not list(step)"
+        assert listed == forwards == "the previous batch had no backward yet; loop over step, and not over list(step)"
 
 
 def test_what_does_not_leave_steps_to_the_loop_is_refused():
     engine = type("DeepSpeedEngine", (Bigrams,), {})()
-    for model, size, message in ((engine, 1, "is a DeepSpeedEngine"), (Bigrams(), 2, "parallelism_config shares")):
+    for model, size, message in (
+        (engine, 1, "is a DeepSpeedEngine"),
+        (Bigrams(), 2, "parallelism_config has tp"),
+    ):
         sizes = SimpleNamespace(non_data_parallel_size=size)
         with pytest.raises(UserError, match=message):
             balanced_steps(SimpleNamespace(num_processes=1, parallelism_config=sizes), model, mixed(), **SIZES)

@@ -61,12 +61,12 @@ def test_text_numbers_and_absent_fields_are_passed_over():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pixel_values": torch.zeros(3, 8, 8)}, "has pixel_values, which packed micro-batches would lose"),
+        ({"pixel_values": torch.zeros(3, 8, 8)}, "has pixel_values, which packing would lose"),
         ({"image": {"bytes": b"png", "path": None}}, "has image,"),
         ({"seq_lengths": np.array([2, 2])}, "has seq_lengths"),
         ({"labels": [1]}, "4 input_ids and 1 labels"),
-        ({"labels": [-1, -100, 2, 3]}, "labels with -1; give token ids, and -100"),
-        ({"input_ids": [1, -1, 2, 3]}, "input_ids with -1; give token ids"),
+        ({"labels": [-1, -100, 2, 3]}, "-1 in labels; give token ids, and -100"),
+        ({"input_ids": [1, -1, 2, 3]}, "-1 in input_ids; give token ids"),
         ({"completion_mask": [0, 1, 2, 1]}, "completion_mask with the value 2"),
         ({"attention_mask": [1, 1, 2, 2]}, "attention_mask with the value 2"),
         ({"attention_mask": [1, 0, 1, 1]}, "zeros between its tokens"),

@@ -170,10 +170,10 @@ def test_a_training_step_of_megatron_trains_every_sample_once_in_balanced_micro_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"calculate_per_token_loss": False}, "need --calculate-per-token-loss"),
-        ({"pipeline_model_parallel_size": 2}, "need variable_seq_lengths"),
-        ({"hybrid_context_parallel": True}, "leave it out"),
-        ({"dynamic_context_parallel": True}, "leave it out"),
+        ({"calculate_per_token_loss": False}, "calculate_per_token_loss is off"),
+        ({"pipeline_model_parallel_size": 2}, "variable_seq_lengths is off"),
+        ({"hybrid_context_parallel": True}, "switch it off"),
+        ({"dynamic_context_parallel": True}, "switch it off"),
     ],
 )
 def test_a_step_that_would_train_something_else_is_refused(settings: dict[str, Any], message: str):

@@ -65,7 +65,7 @@ def test_documents_that_are_too_long_are_split_without_losing_a_label_and_counte
         steps = packed_batches(iter(documents) if of_stream else documents, **SIZES)
         planned = [*steps]
     (told,) = [str(one.message) for one in warned]
-    assert told.startswith("wlb: documents are over context_window = 64; overlong = 'split', steps")
+    assert told.startswith("wlb: some documents have more than context_window = 64 tokens; overlong = 'split'; steps")
     assert steps.overlong == OverlongReport(documents=1, pieces=3, tokens_dropped=0)
     batches = [batch for step in planned for batch in step.batches]
     assert sum(len(batch.tokens) for batch in batches) == sum(LENGTHS) + 150
@@ -121,18 +121,20 @@ def test_an_iterable_data_set_is_a_stream():
 def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
     stream = packed_batches(iter(DOCUMENTS), **SIZES).state_dict()
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        ({"train": masked(), "test": masked()}, {}, "documents is a dict of train, test, and not a sequence"),
+        ({"train": masked(), "test": masked()}, {}, "documents is a dict of train, test, not a sequence"),
         (UserDict({"input_ids": [[1], [3]]}), {}, r"a UserDict of input_ids.*Dataset.from_dict\(...\)"),
-        (masked, {}, "documents is the function masked, .*; give what it returns"),
+        (masked, {}, "documents is the function masked, .*; give its result"),
         ("corpus.jsonl", {}, r"documents is the path corpus.jsonl, .*; give datasets.load_dataset"),
         *((none, {}, "documents is of type") for none in (DataLoader(Arriving()), {1: [1]}.values(), None, 5)),
         *(([1, one], {}, r"document \d is of type (int|str); give token ids") for one in (2, "text")),
-        (DOCUMENTS, {"epochs": 1.5}, "epochs must be >= 1 and whole"),
+        (DOCUMENTS, {"epochs": 1.5}, "epochs = 1.5 is not a whole number"),
         (iter(DOCUMENTS), {"epochs": 2}, "a stream is one epoch, and epochs = 2"),
-        (iter(DOCUMENTS), {"pool": "auto", "dp": 2, "rank": 0}, "pools are chosen by the lengths"),
-        (DOCUMENTS, {"state": stream}, "documents = 'a stream', this run has 80"),
-        (DOCUMENTS, {"dp": 0}, "dp must be >= 1; got 0"),
-        (DOCUMENTS, {"dp": 2}, "dp x cp = 2 are not the 1 processes"),
+        (iter(DOCUMENTS), {"pool": "auto", "dp": 2, "rank": 0}, "a stream has no lengths to choose pools by"),
+        (DOCUMENTS, {"state": stream}, "documents = 'a stream' and this run has 80"),
+        (DOCUMENTS, {"dp": 0}, "dp = 0 is not a whole number >= 1"),
+        (DOCUMENTS, {"cp": "2"}, "cp = '2' is not a whole number >= 1"),
+        (DOCUMENTS, {"pool": 3}, "pool = 3 does not divide the dp x cp = 1 ranks"),
+        (DOCUMENTS, {"dp": 2}, "dp x cp = 2 is not the number of processes, 1"),
         *((DOCUMENTS, {"calibrate": every}, f"calibrate = {every} is not") for every in (True, -1, 1.5)),
         (DOCUMENTS, {"calibrate": 2, "workload": make_workload("7b")}, "calibrate measures prices, and workload"),
         (DOCUMENTS, {"calibrate": 2, "cp": 2, "rank": 0}, "calibrate cannot time shared"),
@@ -156,7 +158,7 @@ def contents(steps: Any) -> list[list[list[list[int]]]]:
 # What one of two processes does otherwise, and what both are told. All left documents out and trained others twice.
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"rank": 0}, "rank = 0, 0, and dp x cp = 2"),
-    "dp of all": ({"dp": 4, "rank": None}, "dp x cp = 4 are not the 2 processes"),
+    "dp of all": ({"dp": 4, "rank": None}, "dp x cp = 4 is not the number of processes, 2"),
     "dp": ({"dp": 4, "rank": 1}, "dp = 2 and 4"),
     "seed": ({"seed": 1}, "seed = 0 and 1"),
     "order": ({"documents": DOCUMENTS[::-1]}, "digest of lengths = "),
@@ -169,8 +171,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "state": ({"state": None}, "state = "),
     "calibrate after a state": ({"calibrate": 3}, "calibrate = 0 and 3"),
     "ranks to calibrate": ({"dp": 1, "rank": 0, "calibrate": 3}, "the 2 processes must be the dp x cp = 1 ranks"),
-    "stream": ({"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]}, "process 1 planned another step"),
-    "end": ({"documents": DOCUMENTS[:70]}, "process 1 planned another step"),
+    "stream": (
+        {"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]},
+        "process 1 and process 0 planned different steps",
+    ),
+    "end": ({"documents": DOCUMENTS[:70]}, "process 1 and process 0 planned different steps"),
 }
 
 
@@ -195,7 +200,7 @@ def _told_of_mistakes() -> dict[str, str]:
     group, dist.group.WORLD = dist.group.WORLD, None  # as before init_process_group
     steps = packed_batches(DOCUMENTS, **SIZES)
     dist.group.WORLD = group
-    with pytest.raises(UserError, match="dp was left out before there was a process group, now of 2"):
+    with pytest.raises(UserError, match="dp was left out when there was no process group, and now it has 2"):
         next(steps)
     return told
 
@@ -238,7 +243,7 @@ def test_every_document_learns_what_its_own_fields_say():
     assert collated["cu_seq_lens_q"].dtype == torch.int32
     assert collated["max_length_q"] == collated["max_length_k"] == max(LENGTHS)
     assert "attention_mask" not in collated
-    with pytest.raises(UserError, match="without documents"):
+    with pytest.raises(UserError, match="the batch has no documents"):
         FlatteningCollator()([])
 
 
@@ -326,7 +331,7 @@ def _losses_without_labels() -> list[str]:
 
 def test_a_step_without_labels_is_zero_and_reported_by_the_first_rank():
     first, second = run_ranks(2, _losses_without_labels)
-    said = "wlb: a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"
+    said = "wlb: a step has no labelled token, so its loss and gradients are zero; check its labels and masks"
     assert set(first) == {said}
     assert second == []
 
@@ -336,7 +341,7 @@ def test_documents_that_change_after_they_are_planned_are_refused():
     steps = packed_batches(documents, **SIZES)
     for document in documents:
         document["input_ids"].append(1)
-    with pytest.raises(UserError, match=r"document \d+ had \d+ tokens when it was planned"):
+    with pytest.raises(UserError, match=r"document \d+ changed from \d+ to \d+ tokens"):
         next(steps)
 
 

@@ -107,11 +107,11 @@ def test_what_cannot_be_trained_is_refused(store: str):
         _loader(store, **_sizes(too_many=2))
     with pytest.raises(UserError, match=r"gives its data loader {'rows': 3}, .*wlb needs torchtitan 0\.3\.0 or its"):
         _loader(store, rows=3)
-    with pytest.raises(UserError, match="no documents; give the override the prefix"):
+    with pytest.raises(UserError, match='the override has no "store"; give the prefix'):
         BalancedDataLoader.Config().build(dp_world_size=1, dp_rank=0, **_sizes())
     state = json.loads(_loader(store).state_dict()["wlb"])
     state["settings"]["documents"] = 7
-    with pytest.raises(UserError, match="saved with documents = 7, this run has 300"):
+    with pytest.raises(UserError, match="saved with documents = 7 and this run has 300"):
         _loader(store).load_state_dict({"wlb": json.dumps(state)})
     level = balance(BaseDataLoader.Config(), store=store, micro_batches=2, own_lists=True)
     next(begun := iter(loader := level.build(dp_world_size=2, dp_rank=0, **_sizes())))

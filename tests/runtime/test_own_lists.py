@@ -167,7 +167,7 @@ def plans_that_differ() -> None:
     steps.agree()
     if dist.get_rank():
         next(steps._steps)  # is a step ahead
-    with pytest.raises(UserError, match="planned another step than process 0"):
+    with pytest.raises(UserError, match="process 0 planned different steps"):
         next(steps)
 
 
@@ -188,9 +188,13 @@ def test_mistakes_of_a_loop_are_said_in_a_line():
     for batches in ((), step):
         with pytest.raises(UserError, match=r"not a list of at least one; give step\.batches"):
             level_step(net, batches, lambda _: net(torch.ones(2)).sum())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"give \(tokens, vocabulary\)"):
+    with pytest.raises(UserError, match=r"loss_fn returned a NoneType, not a scalar tensor"):
+        level_step(net, [1], lambda _: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UserError, match=r"logits are a str, and the batch has"):
+        step.batches[0].loss("logits")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"give a tensor \(\d+, vocabulary\)"):
         step.batches[0].loss(torch.zeros(2, len(step.batches[0].tokens), 61))
-    with pytest.raises(UserError, match="state is not what"):
+    with pytest.raises(UserError, match="state is a dict, not a result of state_dict"):
         packed_batches(DOCUMENTS, context_window=256, micro_batches=1, model="tiny", state={"step": 1})
     with pytest.raises(
         UserError, match=r"packing\.max_length_factor = 0\.5: Input should be greater than or equal to 1"

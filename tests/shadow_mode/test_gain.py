@@ -78,7 +78,7 @@ def test_processes_with_the_same_documents_count_as_one():
 
 def test_a_gain_that_prices_do_not_explain_is_not_believed():
     gain = ShadowGain(8, 1.0, FittedPrices(0, 1, 0, 0.2), 2, 2, 2, 1, 512, 2)
-    assert gain.verdict == "the gain is not known: prices explain 20% of the variance of measured seconds"
+    assert gain.verdict == "the gain is unknown: prices explain 20% of the variance of measured seconds"
 
 
 def test_too_few_micro_batches_are_refused():

@@ -187,7 +187,7 @@ def test_shadows_of_loader_and_model_do_not_measure_each_other(monkeypatch: pyte
 def test_micro_batches_without_an_optimizer_are_told(capsys: pytest.CaptureFixture[str]):
     for _ in wlb.shadow(Loader(1100)):
         pass
-    assert "no torch optimizer made a step in 1024 micro-batches; nothing is measured" in capsys.readouterr().out
+    assert "no torch optimizer stepped in 1024 micro-batches; " in capsys.readouterr().out
 
 
 def test_values_are_logged(monkeypatch: pytest.MonkeyPatch):
@@ -209,10 +209,17 @@ def test_the_profile_is_taken_by_check(tmp_path: Path):
 
 
 def test_settings_are_checked():
-    with pytest.raises(UserError, match="every >= 1, which is 0"):
+    with pytest.raises(UserError, match="every = 0 is not a whole number"):
         wlb.shadow(Loader(1), every=0)
-    with pytest.raises(UserError, match="the model of the profile, which is None"):
+    with pytest.raises(UserError, match="profile needs the shape of a model"):
         wlb.shadow(Loader(1), profile="prices.json")
+    for wrong in ({"every": "100"}, {"lengths": [3, 4]}, {"tensorboard": "runs"}, {"model": "llama9"}):
+        with pytest.raises(UserError, match=r"; (give|did you mean) "):
+            wlb.shadow(Loader(1), **wrong)
+    with pytest.raises(UserError, match=r"wlb\.shadow got a NoneType; give the loader"):
+        wlb.shadow(None)
+    with pytest.raises(UserError, match="loop over your loader"):
+        list(wlb.shadow(Model()))
     with pytest.raises(UserError, match=r"model has no known shape: .* give a name"):
         wlb.shadow(Loader(1), model=Model())
 

@@ -48,7 +48,7 @@ from wlb.packing.level import level_groups
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, labelled_tokens, make_batch
 from wlb.runtime.loss import summed_cross_entropy
-from wlb.runtime.sharded_batch import RankShare
+from wlb.runtime.sharded_batch import RankSlice
 from wlb.schedules.layout import Layout, split_layers
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, apply_activation_checkpointing, build_stage_modules
@@ -219,7 +219,7 @@ def _errors(
     for number, step in enumerate(steps):
         for stage in stages:
             stage.zero_grad()
-        share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel, step.strategy)
+        share = RankSlice(mesh.rank("dp"), mesh.rank("cp"), parallel, step.strategy)
         plan = arrange(step.plan, parallel.dp)
         batches = share.batches(plan, partial(make_batch, store=step.documents))
         operations = [
@@ -358,7 +358,7 @@ def _gradients_of_slices(
     for stage in stages:
         initialise_weights(stage, layers=model.shape.layers, seed=SEED)
         apply_activation_checkpointing(stage, checkpointing)
-    share, losses = RankShare(cp_rank=dist.get_rank(), layout=Layout(cp=dist.get_world_size(), tp=2)), []
+    share, losses = RankSlice(cp_rank=dist.get_rank(), layout=Layout(cp=dist.get_world_size(), tp=2)), []
     kept, group = [KeptSlices() for _ in stages], dist.group.WORLD
     assert group is not None
     for batch in share.batches(plan, partial(make_batch, store=documents)):

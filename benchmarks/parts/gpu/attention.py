@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.parts.gpu.setting import Result, Row, Setting, Workloads, attention_kernels, measure
 from wlb.attention.backends import AttentionBackend, reference
-from wlb.attention.runs import Runs
+from wlb.attention.variable_length import VariableLengthBatch
 from wlb.profiling.timing import Timing
 from wlb.profiling.workbench import Key
 from wlb.workload import ModelShape
@@ -34,9 +34,9 @@ LARGEST_ERROR = 3e-2
 
 def exactness(setting: Setting, workloads: Workloads) -> Result:
     rows: list[Row] = [
-        {"kernel": kernel_name} | _exactness_row(name, runs, heads, setting)
+        {"kernel": kernel_name} | _exactness_row(name, batch, heads, setting)
         for kernel_name in attention_kernels(setting)
-        for name, runs in _runs(setting.exact_tokens).items()
+        for name, batch in _batches(setting.exact_tokens).items()
         for heads in HEADS
     ]
     worst = max(row["largest"] for row in rows)
@@ -44,21 +44,21 @@ def exactness(setting: Setting, workloads: Workloads) -> Result:
     return Result(rows, problem=problem)
 
 
-def _runs(tokens: int) -> dict[str, Runs]:
+def _batches(tokens: int) -> dict[str, VariableLengthBatch]:
     """Segments of different mixes, and pieces that attend keys received from other ranks."""
     return {
-        "one document": Runs.of_segments((tokens,)),
-        "short documents": Runs.of_segments(tuple(range(1, tokens // 16))),
-        "around a tile": Runs.of_segments((127, 128, 129, 255, 256, 257, 1)),
-        "long and short": Runs.of_segments((3 * tokens // 4, 1, tokens // 8, 37)),
-        "received keys": Runs((tokens // 4, 1, 129), (tokens, 17, tokens // 2), causal=False),
+        "one document": VariableLengthBatch.of_segments((tokens,)),
+        "short documents": VariableLengthBatch.of_segments(tuple(range(1, tokens // 16))),
+        "around a tile": VariableLengthBatch.of_segments((127, 128, 129, 255, 256, 257, 1)),
+        "long and short": VariableLengthBatch.of_segments((3 * tokens // 4, 1, tokens // 8, 37)),
+        "received keys": VariableLengthBatch((tokens // 4, 1, 129), (tokens, 17, tokens // 2), causal=False),
     }
 
 
-def _exactness_row(name: str, runs: Runs, heads: tuple[int, int, int], setting: Setting) -> Row:
-    inputs = _inputs(runs, heads, setting)
-    actual = _results(setting.backend, inputs, runs)
-    exact = _results(reference, [tensor.double() for tensor in inputs], runs)
+def _exactness_row(name: str, batch: VariableLengthBatch, heads: tuple[int, int, int], setting: Setting) -> Row:
+    inputs = _inputs(batch, heads, setting)
+    actual = _results(setting.backend, inputs, batch)
+    exact = _results(reference, [tensor.double() for tensor in inputs], batch)
     pairs = list(zip(actual, exact, strict=True))
     return {
         "segments": name,
@@ -69,10 +69,10 @@ def _exactness_row(name: str, runs: Runs, heads: tuple[int, int, int], setting: 
     }
 
 
-def _inputs(runs: Runs, heads: tuple[int, int, int], setting: Setting) -> list[Tensor]:
+def _inputs(batch: VariableLengthBatch, heads: tuple[int, int, int], setting: Setting) -> list[Tensor]:
     """Gradient of the output, query, key and value."""
     query_heads, kv_heads, head_dim = heads
-    queries, keys = sum(runs.query_lengths), sum(runs.key_lengths)
+    queries, keys = sum(batch.query_lengths), sum(batch.key_lengths)
     generator = torch.Generator(setting.device).manual_seed(setting.seed)
     shapes = ((queries, query_heads), (queries, query_heads), (keys, kv_heads), (keys, kv_heads))
     return [
@@ -80,12 +80,12 @@ def _inputs(runs: Runs, heads: tuple[int, int, int], setting: Setting) -> list[T
     ]
 
 
-def _results(backend: AttentionBackend, inputs: list[Tensor], runs: Runs) -> list[Tensor]:
+def _results(backend: AttentionBackend, inputs: list[Tensor], batch: VariableLengthBatch) -> list[Tensor]:
     """The back end's ``TENSORS``; received keys are some of those that the queries attend, as on a rank."""
     grad_out, query, key, value = inputs
-    out, log_sum_exp = backend.forward(query, key, value, runs)
-    merged = (out, log_sum_exp) if runs.causal else (out * 0.5, log_sum_exp + 1.0)
-    return [out, log_sum_exp, *backend.backward(grad_out, query, key, value, *merged, runs)]
+    out, log_sum_exp = backend.forward(query, key, value, batch)
+    merged = (out, log_sum_exp) if batch.causal else (out * 0.5, log_sum_exp + 1.0)
+    return [out, log_sum_exp, *backend.backward(grad_out, query, key, value, *merged, batch)]
 
 
 def _error(actual: Tensor, exact: Tensor) -> float:

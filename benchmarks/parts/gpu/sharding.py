@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.parts.gpu.setting import Comparison, Result, Row, Setting, Workloads, measure
-from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import shard_layout
+from wlb.attention.variable_length import VariableLengthBatch
 from wlb.documents.synthetic import sample_lengths
 from wlb.profiling.timing import Case
 from wlb.profiling.workbench import Workbench
@@ -26,7 +26,7 @@ DOCUMENTS = 4000
 BASELINE = "per_sequence"
 MEASURED = "measured"
 Sharded = dict[str, NDArray[np.float64]]  # seconds of the ranks of one micro-batch under one strategy
-Work = tuple[Runs, ...]  # of one rank, done one after another
+Work = tuple[VariableLengthBatch, ...]  # of one rank, done one after another
 
 
 def sharding(setting: Setting, workloads: Workloads) -> Result:
@@ -48,7 +48,7 @@ def sharding(setting: Setting, workloads: Workloads) -> Result:
 def _measure(plans: Sequence[ShardPlan], setting: Setting) -> dict[Work, float]:
     """Seconds of all layers of every work that there is, forward and backward."""
     works = {work for plan in plans for rank in range(plan.cp_size) if (work := _work(plan, rank))}
-    longest = max(max(sum(runs.query_lengths), sum(runs.key_lengths)) for work in works for runs in work)
+    longest = max(max(sum(batch.query_lengths), sum(batch.key_lengths)) for work in works for batch in work)
     bench = setting.workbench(setting.shape, longest)
     timings = measure({work: _case(work, bench) for work in works}, setting)
     return {work: float(timing.sum()) * setting.shape.layers for work, timing in timings.items()}
@@ -56,12 +56,12 @@ def _measure(plans: Sequence[ShardPlan], setting: Setting) -> dict[Work, float]:
 
 def _work(plan: ShardPlan, rank: int) -> Work:
     layout = shard_layout(plan, rank, torch.device("cpu"))  # of which only the lengths are needed
-    received = [part.attended.runs for part in layout.parts if part.attended is not None]
-    return tuple(received if layout.own_runs is None else [layout.own_runs, *received])
+    received = [part.attended.batch for part in layout.parts if part.attended is not None]
+    return tuple(received if layout.own_batch is None else [layout.own_batch, *received])
 
 
 def _case(work: Work, bench: Workbench) -> Case:
-    parts = [bench.attention(runs) for runs in work]
+    parts = [bench.attention(batch) for batch in work]
 
     def backward(results: list[object]) -> None:
         for part, result in zip(parts, results, strict=True):

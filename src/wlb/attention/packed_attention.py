@@ -1,20 +1,20 @@
 """The differentiable function beneath ``segment_attention`` and ``context_parallel_attention``.
 
-Forward, the keys and values that other ranks need set out, in parts where they are many; while they travel, the rank
-attends its own tokens, segment by segment; then its pieces attend each part that arrives while the next is under way,
-and the results are merged by their log-sum-exp, exactly. Backward, what was received comes first, part by part, and
-returning its gradients overlaps with the next part and the own one.
+In the forward a rank sends the keys and values that other ranks need, in parts where there are many. While they travel,
+it attends its own tokens, segment by segment. Then its pieces attend each received part while the next part travels,
+and the results are merged exactly by their log-sum-exp. The backward begins with the received parts, one by one, so
+that returning their gradients overlaps with the next part and with the rank's own tokens.
 
-Received keys and values are kept for this where no rank receives more than its even share of the micro-batch
-(``ShardPlan.keeps_received``), so that what a layer holds does not grow with the group. Where one does, they are sent
-again in the backward, each layer's while the layer above it is computed (``Resends``).
+A rank keeps received keys and values for the backward where no rank receives more than an even share of the micro-batch
+(``ShardPlan.keeps_received``), so that the memory of a layer does not grow with the group. Otherwise the backward
+exchanges them again, for each layer while the layer above is computed (``KVReexchanges``).
 
-In a layer with a sliding window a rank attends when everything has arrived, its own tokens and the few received ones in
-one go: there is little to hide. What was received is kept for the same reason.
+In a layer with a sliding window a rank waits for everything and then attends its own tokens and the few received ones
+in one call, because there is little to overlap. For the same reason it keeps what it received.
 
-The keys and values of a document's slice are kept for the slices after it. A later slice attends them while its own
-are on their way; in the backward it leaves their gradients, which the earlier slice adds to its own, and to those that
-it returns (``wlb.attention.slices``).
+A slice of a document keeps its keys and values for the slices after it. A later slice attends them while its own
+travel. In its backward it leaves their gradients for the earlier slice, which adds them to its own and to those that it
+returns (``wlb.attention.slices``).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch.profiler import record_function
 
 from wlb.attention.backends import AttentionBackend
 from wlb.attention.exchange import (
-    Arrival,
+    KVReexchange,
+    KVReexchanges,
+    PendingExchange,
     PlanRanks,
-    Resend,
-    Resends,
     add_returned,
     return_gradients,
     send_keys,
@@ -41,23 +41,23 @@ from wlb.attention.exchange import (
 from wlb.attention.shard_layout import Attended, Rows, ShardLayout
 from wlb.attention.slices import SliceInLayer
 
-_OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
+_OWN, _RECEIVED = "attention own", "attention received"  # labels in a profiler's trace
 
 
 class AttentionResults(NamedTuple):
-    """What a backward pass reads beside query, key and value; tensors without autograd history."""
+    """What a backward pass reads besides query, key and value; tensors without autograd history."""
 
     out_THE: Tensor
     log_sum_exp_HT: Tensor
-    received: tuple[Tensor, ...]  # other ranks' keys and values, part by part; none where they are to be sent again
+    received: tuple[Tensor, ...]  # keys and values of other ranks, part by part; empty where they are exchanged again
 
 
-class KeptAttention:
-    """The results of one call of attention, for activation checkpointing, which runs a block anew before its backward.
+class AttentionCache:
+    """Keeps the results of one attention call, for activation checkpointing, which reruns a block before its backward.
 
-    Attention is most of that work at long context, and its keys and values would travel once more; its output and
-    log-sum-exp are two small tensors. So the first call leaves them here, and the second takes them, unless attention
-    too is ``computed_again``.
+    Attention is most of that work at long context, and rerunning it would exchange keys and values once more, while its
+    output and log-sum-exp are two small tensors. So the first call stores them here and the second call reads them,
+    unless attention is ``computed_again`` as well.
     """
 
     def __init__(self, *, computed_again: bool = False) -> None:
@@ -66,16 +66,16 @@ class KeptAttention:
         self._results: AttentionResults | None = None
 
     def get(self, compute: Callable[[], AttentionResults]) -> AttentionResults:
-        """What ``compute`` returns, or what it returned the first time."""
+        """The result of ``compute``, or its stored first result."""
         results = self._results or compute()
         if not self.computed_again:
             self._results = results
-        # The caller's output gets a history, which must not come to live in here.
+        # The output of the caller gets an autograd history, which must not be stored here.
         return results._replace(out_THE=results.out_THE.detach())
 
 
 class AttendPacked(torch.autograd.Function):
-    """Attention of one rank's tokens; ``ranks`` are those of ``layout``, which may be this one alone."""
+    """Attention of the tokens of one rank; ``ranks`` are the ranks of ``layout``, perhaps only this one."""
 
     @staticmethod
     def forward(
@@ -86,29 +86,29 @@ class AttendPacked(torch.autograd.Function):
         layout: ShardLayout,
         backend: AttentionBackend,
         ranks: PlanRanks,
-        kept: KeptAttention | None,
-        resends: Resends | None,
+        cache: AttentionCache | None,
+        reexchanges: KVReexchanges | None,
         sliced: SliceInLayer | None,
     ) -> Tensor:
-        keeps = layout.keeps_received or (kept is not None and kept.computed_again)
-        results = (kept or KeptAttention()).get(
+        keeps = layout.keeps_received or (cache is not None and cache.computed_again)
+        results = (cache or AttentionCache()).get(
             lambda: _attend(q_THE, k_TGE, v_TGE, layout, backend, ranks, sliced, keeps=keeps)
         )
         ctx.save_for_backward(q_THE, k_TGE, v_TGE, results.out_THE, results.log_sum_exp_HT, *results.received)
         ctx.layout, ctx.backend, ctx.ranks = layout, backend, ranks
-        ctx.resend, ctx.resends, ctx.sliced = None, resends, sliced
-        # What is checkpointed must not be held from here.
-        if resends is not None and kept is None and layout.parts and not keeps and any(ctx.needs_input_grad):
-            ctx.resend = resends.add(Resend(k_TGE, v_TGE, layout, ranks))
+        ctx.reexchange, ctx.reexchanges, ctx.sliced = None, reexchanges, sliced
+        # Under checkpointing nothing may be held from here.
+        if reexchanges is not None and cache is None and layout.parts and not keeps and any(ctx.needs_input_grad):
+            ctx.reexchange = reexchanges.add(KVReexchange(k_TGE, v_TGE, layout, ranks))
         return results.out_THE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
-        layout, backend, ranks, resend, sliced = ctx.layout, ctx.backend, ctx.ranks, ctx.resend, ctx.sliced
+        layout, backend, ranks, reexchange, sliced = ctx.layout, ctx.backend, ctx.ranks, ctx.reexchange, ctx.sliced
         q_THE, k_TGE, v_TGE, out_THE, log_sum_exp_HT, *received = ctx.saved_tensors
         merged: list[tuple[Rows, Tensor]] = []
-        homeward: list[Arrival] = []
+        gradient_returns: list[PendingExchange] = []
         before = sliced.before(layout.earlier) if sliced else []
         left, *left_of_parts = _left_by_later(sliced, layout, len(k_TGE))
 
@@ -122,26 +122,26 @@ class AttendPacked(torch.autograd.Function):
                 return grad_A2GE
 
         if layout.window_rows is None:
-            again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, ranks)).take()
-            arrived = received or (arrival.wait() for arrival in again)
+            again = [] if received else (reexchange or KVReexchange(k_TGE, v_TGE, layout, ranks)).take()
+            arrived = received or (exchange.wait() for exchange in again)
             for part, x_A2GE, left_A2GE in zip(layout.parts, arrived, left_of_parts, strict=True):
                 grad_A2GE = _sum(received_gradients(x_A2GE, part.attended), left_A2GE, k_TGE.dtype)
-                homeward.append(return_gradients(grad_A2GE, part, ranks))
+                gradient_returns.append(return_gradients(grad_A2GE, part, ranks))
             if sliced is not None and layout.before is not None:
                 sliced.leave(received_gradients(before[0], layout.before))
-        if resend is not None:
-            ctx.resends.go_on_below(resend)
-            ctx.resend = None
+        if reexchange is not None:
+            ctx.reexchanges.start_below(reexchange)
+            ctx.reexchange = None
         keys = _own_keys(k_TGE, v_TGE, [*received, *before], layout.window_rows)
-        if layout.own_runs is None:
+        if layout.own_batch is None:
             grad_q_THE, *grads = (torch.zeros_like(tensor) for tensor in (q_THE, *keys))
         else:
             with record_function(_OWN):
-                grad_q_THE, *grads = backend.backward(grad_THE, q_THE, *keys, out_THE, log_sum_exp_HT, layout.own_runs)
+                grad_q_THE, *grads = backend.backward(grad_THE, q_THE, *keys, out_THE, log_sum_exp_HT, layout.own_batch)
         if layout.window_rows is not None:
             grads, grad_A2GE, grad_K2GE = _window_gradients(grads, layout, len(k_TGE))
             for part, left_A2GE in zip(layout.parts, left_of_parts, strict=True):
-                homeward.append(return_gradients(_sum(grad_A2GE, left_A2GE, k_TGE.dtype), part, ranks))
+                gradient_returns.append(return_gradients(_sum(grad_A2GE, left_A2GE, k_TGE.dtype), part, ranks))
             if sliced is not None:
                 sliced.leave(grad_K2GE)
         if left is not None:
@@ -149,7 +149,7 @@ class AttendPacked(torch.autograd.Function):
         for rows, grad_QHE in merged:
             grad_q_THE[rows] += grad_QHE
         if layout.parts:
-            grads = add_returned(grads, [arrival.wait() for arrival in homeward], layout.parts)
+            grads = add_returned(grads, [exchange.wait() for exchange in gradient_returns], layout.parts)
         return grad_q_THE, grads[0].to(k_TGE.dtype), grads[1].to(v_TGE.dtype), *[None] * 6
 
 
@@ -164,32 +164,32 @@ def _attend(
     *,
     keeps: bool,
 ) -> AttentionResults:
-    """Attention of this rank's tokens, and with ``keeps`` the keys and values it received."""
+    """Attention of the tokens of this rank, and with ``keeps`` the keys and values that it received."""
     before = sliced.before(layout.earlier) if sliced else []
-    arrivals = [send_keys(k_TGE, v_TGE, part, ranks) for part in layout.parts]
-    if layout.own_runs is None:
+    exchanges = [send_keys(k_TGE, v_TGE, part, ranks) for part in layout.parts]
+    if layout.own_batch is None:
         out_THE, log_sum_exp_HT = q_THE.clone(), q_THE.new_empty(q_THE.shape[1], 0)
     else:
-        arrived = [] if layout.window_rows is None else [arrival.wait() for arrival in arrivals]
+        arrived = [] if layout.window_rows is None else [exchange.wait() for exchange in exchanges]
         keys = _own_keys(k_TGE, v_TGE, [*arrived, *before], layout.window_rows)
         with record_function(_OWN):
-            out_THE, log_sum_exp_HT = backend.forward(q_THE, *keys, layout.own_runs)
+            out_THE, log_sum_exp_HT = backend.forward(q_THE, *keys, layout.own_batch)
     attended = [*(layout.before for _ in before), *(part.attended for part in layout.parts)]
-    if len(attended) - attended.count(None) > 1:  # a narrow type would round with every part
+    if len(attended) - attended.count(None) > 1:  # in a narrow type every part would round
         out_THE = out_THE.to(torch.promote_types(out_THE.dtype, torch.float32))
-    for by, arrival in zip(attended, [*(Arrival((), x, x) for x in before), *arrivals], strict=True):
-        x_A2GE = arrival.wait()
+    for by, exchange in zip(attended, [*(PendingExchange((), x, x) for x in before), *exchanges], strict=True):
+        x_A2GE = exchange.wait()
         if by is not None:
             with record_function(_RECEIVED):
                 _attend_received(q_THE, x_A2GE, out_THE, log_sum_exp_HT, by, backend)
-    received = tuple([arrival.received for arrival in arrivals])
+    received = tuple([exchange.received for exchange in exchanges])
     if sliced is not None and not sliced.is_kept:
         sliced.keep(torch.stack(_own_keys(k_TGE, v_TGE, received, layout.slice_rows), dim=1))
     return AttentionResults(out_THE.to(q_THE.dtype), log_sum_exp_HT, received if keeps else ())
 
 
 def _own_keys(k_TGE: Tensor, v_TGE: Tensor, others: Sequence[Tensor], rows: Rows | None) -> tuple[Tensor, Tensor]:
-    """The ``rows`` of local keys and values and then the ``others``, (K, G, E); without ``rows`` the local ones."""
+    """The ``rows`` of local keys and values followed by ``others``, (K, G, E); without ``rows`` the local ones."""
     if rows is None:
         return k_TGE, v_TGE
     k_KGE, v_KGE = (
@@ -199,7 +199,7 @@ def _own_keys(k_TGE: Tensor, v_TGE: Tensor, others: Sequence[Tensor], rows: Rows
 
 
 def _left_by_later(sliced: SliceInLayer | None, layout: ShardLayout, tokens: int) -> list[Tensor | None]:
-    """What slices after this one left for local keys and values, and for those received in each part, (.., 2, G, E)."""
+    """Gradients that later slices left for local keys and values, and for each received part, (.., 2, G, E)."""
     counts = [tokens, *(sum(part.receive_counts) for part in layout.parts)]
     if sliced is None or (left_K2GE := sliced.take()) is None:
         return [None] * len(counts)
@@ -213,12 +213,12 @@ def _sum(grad: Tensor, left: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _window_gradients(grads: Sequence[Tensor], layout: ShardLayout, tokens: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Gradients of local keys and values, and those of received and of earlier ones, (.., 2, G, E), from (K, G, E).
+    """Gradients of local, of received and of earlier keys and values, (.., 2, G, E), from ``grads`` (K, G, E).
 
-    All in a wide type.
+    All are in float32 or wider.
     """
     assert layout.window_sums is not None
-    # Summed over the pieces that see a key, and over ranks; a narrow type would round each time.
+    # The sum runs over the pieces that see a key, and over ranks; in a narrow type each addition would round.
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     totals = [sum_rows(grad_KGE.to(wide), layout.window_sums) for grad_KGE in grads]
     others_K2GE = torch.stack([total[tokens:] for total in totals], dim=1)
@@ -237,8 +237,8 @@ def _attend_received(
     """Fold attention over the received keys into ``out_THE`` and ``log_sum_exp_HT``, in place."""
     rows, log_sum_exp_TH = attended.query_rows, log_sum_exp_HT.T
     k_KGE, v_KGE = x_A2GE[attended.key_rows].unbind(1)
-    result_QHE, its_log_sum_exp_HQ = backend.forward(q_THE[rows], k_KGE, v_KGE, attended.runs)
-    # Softmax over both sets of keys weights each set's output with its share of the summed exponentials.
+    result_QHE, its_log_sum_exp_HQ = backend.forward(q_THE[rows], k_KGE, v_KGE, attended.batch)
+    # A softmax over both sets of keys weights the output of each set by its share of the summed exponentials.
     before_QH, its_QH = log_sum_exp_TH[rows], its_log_sum_exp_HQ.T
     share_QH1, other_QH1 = (torch.sigmoid(x)[..., None] for x in (its_QH - before_QH, before_QH - its_QH))
     result_QHE = result_QHE * share_QH1
@@ -259,5 +259,5 @@ def _received_gradients(
     grad_QHE, q_QHE, out_QHE = (x_THE[attended.query_rows] for x_THE in (grad_THE, q_THE, out_THE))
     k_KGE, v_KGE = x_A2GE[attended.key_rows].unbind(1)
     log_sum_exp_HQ = log_sum_exp_HT.T[attended.query_rows].T
-    grad_q_QHE, *grads = backend.backward(grad_QHE, q_QHE, k_KGE, v_KGE, out_QHE, log_sum_exp_HQ, attended.runs)
+    grad_q_QHE, *grads = backend.backward(grad_QHE, q_QHE, k_KGE, v_KGE, out_QHE, log_sum_exp_HQ, attended.batch)
     return grad_q_QHE, sum_rows(torch.stack(grads, dim=1), attended.key_sums)

@@ -1,19 +1,19 @@
 """What one rank computes under a ``ShardPlan``, as index arrays that all layers of a kind share.
 
-The tokens of a segment that lie on one rank attend each other causally, in their order: that part needs nothing
-from others. What is missing for the rank's piece ``start`` to ``stop`` are the segment's keys before ``start`` on
-other ranks; the piece attends all of them, so no mask is needed. So each rank sends a piece of its own to every rank
-that holds a later piece of the same segment, and to no other (``ShardPlan.kv_traffic``); in parts where that is much
-(``ShardPlan.exchange_parts``), so that the first is attended while the others are on their way.
+The tokens of a segment on one rank attend each other causally, without anything from other ranks. A piece from
+``start`` to ``stop`` also attends the keys of its segment before ``start`` on other ranks. It attends all of them, so
+no mask is needed. So each rank sends every piece to the ranks that hold a later piece of the same segment, and to no
+others (``ShardPlan.kv_traffic``). Where that is much it goes in parts (``ShardPlan.exchange_parts``), so that a rank
+attends the first part while the others travel.
 
 In a layer with a sliding window a token attends the last ``window`` tokens of its segment, itself included. So a piece
-needs the keys from ``start - window + 1`` on and no others, and every piece that lies before another rank's sends just
-its end. A rank then has all keys that a piece of its own attends in one run, in their order, whose last ones are the
-piece's own: every back end computes that in one call, and nothing is merged.
+needs only the keys from ``start - window + 1`` on, and a rank sends only the end of a piece. A rank then holds all keys
+that a piece attends as one sequence, in order, which ends with the keys of the piece. Every back end computes that in
+one call, and nothing is merged.
 
-Where the first segment is a slice, every rank is sent as much of it as a slice after it attends, and has as much of the
-slices before it as this one attends (``wlb.attention.slices``). That is like one more part that has arrived, or in a
-window like received keys whose positions are negative.
+Where the first segment is a slice, every rank receives as much of it as the next slice attends, and holds as much of
+the earlier slices as this one attends (``wlb.attention.slices``). These count as one more received part, or in a window
+as received keys with negative positions.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wlb.attention.runs import Runs
+from wlb.attention.variable_length import VariableLengthBatch
 from wlb.sharding.plan import PART_CUTS, ShardPlan, Table, owners, ranges
 
 Indices = NDArray[np.int64]
-Rows = Tensor | slice  # of a tensor: int64 on its device, or where they follow each other
+Rows = Tensor | slice  # of a tensor: int64 indices on its device, or a slice where the rows are adjacent
 
 
 class RowSums(NamedTuple):
-    """Values that belong to the same row, in the order in which they are stored.
+    """Which values are summed into which row.
 
-    Those of ``rows[i]`` are ``order[starts[i]:starts[i + 1]]``, or ``order[i]`` where each has one.
+    The values of ``rows[i]`` are ``order[starts[i]:starts[i + 1]]``, or ``order[i]`` where every row has one value.
     """
 
     rows: Rows  # distinct, ascending
@@ -49,46 +49,46 @@ class RowSums(NamedTuple):
 class Attended(NamedTuple):
     """Local pieces against the keys before them on other ranks."""
 
-    runs: Runs
-    query_rows: Rows  # local tokens that attend received keys, run after run
-    key_rows: Rows  # received tokens that they attend, run after run
-    key_sums: RowSums  # of ``key_rows``, for every received token
+    batch: VariableLengthBatch
+    query_rows: Rows  # local tokens that attend received keys, sequence after sequence
+    key_rows: Rows  # received tokens that they attend, sequence after sequence
+    key_sums: RowSums  # from ``key_rows`` to every received token
 
 
 @dataclass(frozen=True)
 class ExchangePart:
-    """Keys and values to and from every rank, and who attends what arrives; tensors are int64 on the rank's device."""
+    """Keys and values to and from every rank, and what attends them here; tensors are int64 on the local device."""
 
     send_rows: Tensor  # local tokens to send, destination after destination
     send_counts: list[int]  # tokens for each rank
     receive_counts: list[int]  # tokens from each rank
-    send_sums: RowSums | None  # of ``send_rows``; None where no token goes to several ranks
-    attended: Attended | None = None  # None where nothing arrives but for slices after this one, and in windows
+    send_sums: RowSums | None  # from ``send_rows``; None where no token goes to several ranks
+    attended: Attended | None = None  # None in windows, and where only a later slice attends what this part brings
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """One rank's side of a plan, in layers without a window or with one; alone, it needs ``own_runs`` only."""
+    """The part of one rank in a plan, for layers with or without a window; a single rank needs ``own_batch`` only."""
 
-    own_runs: Runs | None  # this rank's tokens of each segment, or its pieces; None where it has no tokens
-    window_rows: Tensor | None = None  # keys of ``own_runs`` in a window: rows of local tokens, then received ones
-    window_sums: RowSums | None = None  # of ``window_rows``, for every token that they may name
-    parts: tuple[ExchangePart, ...] = ()  # in the order in which they are sent; none where no rank sends anything
-    keeps_received: bool = True  # until the backward; the same on all
-    slice_rows: Rows | None = None  # of local tokens and then all received ones: those that a slice after this attends
-    earlier: int = 0  # how many tokens before a slice are attended; in a window their rows follow the received ones
-    before: Attended | None = None  # local tokens against those; None in windows
+    own_batch: VariableLengthBatch | None  # local tokens of each segment, or local pieces; None without tokens
+    window_rows: Tensor | None = None  # keys of ``own_batch`` in a window: rows of local tokens, then received ones
+    window_sums: RowSums | None = None  # from ``window_rows`` to every local and received token
+    parts: tuple[ExchangePart, ...] = ()  # in the order of sending; empty where no rank sends anything
+    keeps_received: bool = True  # until the backward; the same on all ranks
+    slice_rows: Rows | None = None  # what the next slice attends: rows of local tokens, then of all received ones
+    earlier: int = 0  # attended tokens before a slice; in a window their rows follow the received ones
+    before: Attended | None = None  # local tokens against these earlier ones; None in windows
 
 
 _layouts: dict[int, dict[object, ShardLayout]] = {}
 
 
 def shard_layout(plan: ShardPlan, rank: int, device: torch.device, window: int | None = None) -> ShardLayout:
-    """The layout of ``rank`` on ``device``; computed once for each plan object, and kept as long as that lives.
+    """The layout of ``rank`` on ``device``, computed once for each plan object and kept while that object lives.
 
     Raises ``ValueError`` for a plan whose pieces are not in packed order.
     """
-    # Plans hold arrays and cannot be hashed, so they are told apart by identity for as long as they live.
+    # Plans hold arrays and cannot be hashed, so they are keyed by identity while they live.
     if id(plan) not in _layouts:
         _layouts[id(plan)] = {}
         weakref.finalize(plan, _layouts.pop, id(plan))
@@ -106,9 +106,9 @@ def _layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
     cuts = [start + ((stop - start) * cut).astype(np.int64) for cut in PART_CUTS[parts]] if parts else []
     messages = [_message(plan, rank, device, begin, (end - begin) * plan.receivers) for begin, end in pairwise(cuts)]
     held = np.concatenate([own, *(received for _, received in messages)])
-    of_slice = int(_lengths(own[own[:, 0] == 0]).sum())  # its tokens here attend the slices before it as one run
+    of_slice = int(_lengths(own[own[:, 0] == 0]).sum())  # its local tokens attend earlier slices as one sequence
     return ShardLayout(
-        own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
+        own_batch=VariableLengthBatch.of_segments(_tokens_per_segment(own)) if len(own) else None,
         parts=tuple([replace(part, attended=_attended(own, received, device)) for part, received in messages]),
         keeps_received=plan.keeps_received,
         slice_rows=_rows(device, _keys_seen(_after(plan), held)[0]),
@@ -118,12 +118,12 @@ def _layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
 
 
 def _piece(start: int, stop: int) -> Table:
-    """Of the first segment, where it is not empty."""
+    """A table with this piece of the first segment, or with none where the piece is empty."""
     return np.array([[0, start, stop]])[: stop > start]
 
 
 def _after(plan: ShardPlan) -> Table:
-    """The first token of the slice after the plan's, if it has one: all ranks have what that attends."""
+    """The first token of the next slice, if the plan has a slice: every rank holds what that token attends."""
     length = plan.segment_lengths[0]
     return _piece(length, length + (plan.earlier is not None))
 
@@ -134,9 +134,11 @@ def _attended(own: Table, held: Table, device: torch.device) -> Attended | None:
     if not len(key_rows):
         return None
     own_lengths, attending = _lengths(own), np.flatnonzero(key_lengths)
-    runs = Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False)
+    batch = VariableLengthBatch(
+        tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False
+    )
     queries = _rows(device, ranges(_starts(own_lengths)[attending], own_lengths[attending]))
-    return Attended(runs, queries, _rows(device, key_rows), _row_sums(device, key_rows, int(_lengths(held).sum())))
+    return Attended(batch, queries, _rows(device, key_rows), _row_sums(device, key_rows, int(_lengths(held).sum())))
 
 
 def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int) -> ShardLayout:
@@ -148,9 +150,13 @@ def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int
     held, earlier = np.concatenate([own, received]), min(plan.earlier or 0, window - 1)
     keys = np.concatenate([held, _piece(-earlier, 0)])
     key_rows, key_lengths = _keys_seen(own, keys, window)
-    runs = Runs(tuple(_lengths(own).tolist()), tuple(key_lengths.tolist()), True, window) if len(own) else None
+    batch = (
+        VariableLengthBatch(tuple(_lengths(own).tolist()), tuple(key_lengths.tolist()), True, window)
+        if len(own)
+        else None
+    )
     return ShardLayout(
-        own_runs=runs,
+        own_batch=batch,
         window_rows=on_device(key_rows, device),
         window_sums=_row_sums(device, key_rows, int(_lengths(keys).sum())),
         parts=(message,) if reached.any() else (),
@@ -162,26 +168,26 @@ def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int
 def _message(
     plan: ShardPlan, rank: int, device: torch.device, begin: Indices, lengths: Indices
 ) -> tuple[ExchangePart, Table]:
-    """What travels to and from every rank, attended by nobody yet, and the pieces that arrive, source after source.
+    """The exchange with every rank, with ``attended`` not set, and the received pieces, sender after sender.
 
-    Rank i gets ``lengths[i, j]`` tokens of piece j, from ``begin[j]`` on, or ``begin[i, j]``.
+    Rank i receives ``lengths[i, j]`` tokens of piece j, from ``begin[j]`` or ``begin[i, j]`` on.
     """
     table, owner, begin = np.concatenate(plan.pieces), owners(plan.pieces), np.broadcast_to(begin, lengths.shape)
-    counts = np.zeros((plan.cp_size, plan.cp_size), np.int64)  # from i to j
+    counts = np.zeros((plan.cp_size, plan.cp_size), np.int64)  # tokens from rank i to rank j
     np.add.at(counts, owner, lengths.T)
     mine, arriving = owner == rank, np.flatnonzero(lengths[rank])
-    first_rows = _starts(_lengths(plan.pieces[rank])) + (begin - table[:, 1])[:, mine]
+    first_sent_rows = _starts(_lengths(plan.pieces[rank])) + (begin - table[:, 1])[:, mine]
     first, tokens = begin[rank, arriving], lengths[rank, arriving]
-    rows = ranges(first_rows.ravel(), lengths[:, mine].ravel())
+    rows = ranges(first_sent_rows.ravel(), lengths[:, mine].ravel())
     sums = _row_sums(device, rows) if len(np.unique(rows)) < len(rows) else None
     message = ExchangePart(on_device(rows, device), counts[rank].tolist(), counts[:, rank].tolist(), sums)
     return message, np.stack([table[arriving, 0], first, first + tokens], axis=1)
 
 
 def _reached(table: Table, pieces: Table, window: int) -> Indices:
-    """Of every piece of ``table``, how many tokens at its end the windows of ``pieces`` reach.
+    """For every piece of ``table``, how many tokens at its end the windows of ``pieces`` reach.
 
-    What a window reaches of a piece before it is an end of it, and the first of ``pieces`` that follow reaches most.
+    A window always reaches the end of an earlier piece, and the first later piece reaches the most of it.
     """
     segment, start, stop = table.T
     span = 1 + int(stop.max())
@@ -195,9 +201,9 @@ def _reached(table: Table, pieces: Table, window: int) -> Indices:
 
 
 def _keys_seen(own: Table, held: Table, window: int | None = None) -> tuple[Indices, Indices]:
-    """Rows of the keys that the pieces of ``own`` see, piece after piece, and how many each sees.
+    """Rows of the keys that the pieces of ``own`` see, piece after piece, and how many each piece sees.
 
-    ``held`` are the runs of keys, in the order of their rows.
+    ``held`` are the pieces of keys, in the order of their rows.
     """
     order = np.lexsort((held[:, 1], held[:, 0]))
     rows, (segment, start, stop) = _starts(_lengths(held))[order], held[order].T
@@ -224,12 +230,12 @@ def _lengths(table: Table) -> Indices:
 
 
 def _starts(lengths: Indices) -> Indices:
-    """Where runs of these lengths begin when they follow each other."""
+    """Where pieces of these lengths begin when they follow each other."""
     return np.cumsum(lengths) - lengths
 
 
 def on_device(indices: NDArray[np.integer[Any]], device: torch.device) -> Tensor:
-    """``indices`` on ``device``; the copy to a GPU waits for nothing that runs there."""
+    """``indices`` on ``device``; the copy to a GPU does not block."""
     tensor = torch.from_numpy(indices)
     if device.type == "cuda" and torch.cuda.is_available():
         tensor = tensor.pin_memory()
@@ -237,7 +243,7 @@ def on_device(indices: NDArray[np.integer[Any]], device: torch.device) -> Tensor
 
 
 def _row_sums(device: torch.device, rows: Indices, tokens: int | None = None) -> RowSums:
-    """For the rows that ``rows`` name, or all of so many ``tokens``, of which some may have no value."""
+    """Sums into the rows that ``rows`` name, or into all ``tokens`` rows, of which some may have no value."""
     order = np.argsort(rows, kind="stable")
     distinct = np.unique(rows) if tokens is None else np.arange(tokens)
     each_has_one = np.array_equal(rows[order], distinct)
@@ -256,4 +262,4 @@ def _check_order(table: Table, rank: int) -> None:
     same = segment[1:] == segment[:-1]
     in_order = np.where(same, start[1:] >= stop[:-1], segment[1:] > segment[:-1])
     if not in_order.all() or (start >= stop).any():
-        raise ValueError(f"the pieces of rank {rank} must be in packed order and hold at least one token each")
+        raise ValueError(f"the pieces of rank {rank} are empty or out of order; sort them by segment and start")

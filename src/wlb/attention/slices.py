@@ -1,8 +1,8 @@
-"""What the slices of a document keep for each other, where a pipeline runs it in several micro-batches.
+"""Keys, values and gradients that the slices of a document share, where a pipeline runs it in several micro-batches.
 
-Slices go forward in order. In every layer of a stage a slice attends the keys and values that those before it keep.
-They go backward in reverse: a slice leaves gradients for those keys and values, which the slices before it add to
-theirs, so that all gradients are those of the whole document.
+Slices run forward in order. In every layer of a stage a slice attends the keys and values that earlier slices keep.
+Slices run backward in reverse order. A slice leaves gradients for those keys and values, and the earlier slices add
+them to their own, so that the gradients equal those of the whole document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class SliceOf(NamedTuple):
-    """Of which ``document`` it is a slice, where what is sliced begins there, and tokens before the slice and in it."""
+    """A slice of ``document``: where the sliced part begins in it, and the tokens before the slice and in the slice."""
 
     document: int
     begin: int
@@ -27,18 +27,18 @@ class SliceOf(NamedTuple):
 
 
 class KeptSlices:
-    """Keys and values of the slices that went forward and not yet backward, of one pipeline stage in one step."""
+    """Keys and values of the slices between their forward and backward, in one pipeline stage and one step."""
 
     def __init__(self) -> None:
         self.kept: dict[object, list[SliceInLayer]] = defaultdict(list)
 
     def layers(self, slice_of: SliceOf) -> Iterator[SliceInLayer]:
-        """One for every call of attention in the forward of a slice's micro-batch, in their order."""
+        """One for every attention call in the forward of the micro-batch that holds the slice, in order."""
         return (SliceInLayer(self.kept[slice_of[:2], layer], slice_of) for layer in count())
 
 
 class SliceInLayer:
-    """A slice in one layer: what it attends of the slices before it, and what later ones leave for it."""
+    """A slice in one layer: the keys and values of earlier slices, and the gradients that later slices leave for it."""
 
     def __init__(self, kept: list[SliceInLayer], slice_of: SliceOf) -> None:
         self._kept, self._slice_of = kept, slice_of
@@ -53,22 +53,22 @@ class SliceInLayer:
         kept = self._before()
         if (held := sum(one._slice_of.length for one in kept)) != self._slice_of.earlier:
             raise ValueError(
-                f"{self._slice_of} goes forward when {held} tokens before it are kept; run slices in order"
+                f"{self._slice_of} runs forward when {held} tokens before it are kept; run slices in order"
             )
         return [torch.cat([one._x_K2GE for one in kept])[-tokens:]] if tokens else []
 
     @property
     def is_kept(self) -> bool:
-        """Whether it went forward before: it is recomputed."""
+        """Whether its forward has run before, so that this one recomputes it."""
         return self in self._kept
 
     def keep(self, x_K2GE: Tensor) -> None:
-        """Keep the keys and values that slices after it attend, in the document's order."""
+        """Keep the keys and values that later slices attend, in the order of the document."""
         self._kept.append(self)
         self._x_K2GE = x_K2GE
 
     def leave(self, grad_K2GE: Tensor) -> None:
-        """Add the gradients of what ``before`` returned to those of the slices before it."""
+        """Add the gradients of what ``before`` returned to the gradients of the earlier slices."""
         kept, wide = self._before(), torch.promote_types(grad_K2GE.dtype, torch.float32)
         rows = [len(one._x_K2GE) for one in kept]
         shares = F.pad(grad_K2GE.to(wide), (*[0] * 6, sum(rows) - len(grad_K2GE), 0)).split(rows)
@@ -76,12 +76,12 @@ class SliceInLayer:
             one._grad_K2GE = share_K2GE if one._grad_K2GE is None else one._grad_K2GE + share_K2GE
 
     def take(self) -> Tensor | None:
-        """Let go of its keys and values, and return the gradients that later slices left for them, if any.
+        """Release its keys and values, and return the gradients that later slices left for them, if any.
 
-        Raises ``ValueError`` where a later slice has not gone backward.
+        Raises ``ValueError`` where the backward of a later slice has not run.
         """
         if self._kept[-1] is not self:
-            raise ValueError(f"{self._slice_of} goes backward before a later slice; run slices in reverse")
+            raise ValueError(f"{self._slice_of} runs backward before a later slice; run slices in reverse")
         self._kept.pop()
         grad_K2GE, self._x_K2GE, self._grad_K2GE = self._grad_K2GE, torch.empty(0), None
         return grad_K2GE

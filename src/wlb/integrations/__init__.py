@@ -1,1 +1,1 @@
-"""One file, or a small room, for each foreign framework; what they share is in packed.py and checks.py."""
+"""Adapters for other frameworks, one file or folder each; packed.py and batches/ hold what they share."""

@@ -15,19 +15,21 @@ from wlb.runtime.own_lists import fsdp_units, in_turn
 
 
 class BalancedSteps(PackedSteps):
-    """``packed_batches`` for an ``Accelerator`` and the model that it has prepared, under DDP or FSDP2.
+    """``packed_batches`` for an ``Accelerator`` and the model that it prepared for DDP or FSDP2.
 
-    Gradients are averaged over processes with the last batch of a step. Raises ``UserError`` for a model of another
-    kind (DeepSpeed, say), Accelerate's own tensor or context parallelism, gradient accumulation, and ``accumulate``;
-    and where several processes train, for a batch that is taken before the backward of the last one, as by ``list``.
+    Gradients are averaged over processes in the backward of the last batch of a step. Raises ``UserError`` for another
+    wrapper (such as DeepSpeed), for Accelerate's own tensor or context parallelism, gradient accumulation and
+    ``accumulate``. With several processes it also raises for a batch taken before the backward of the previous one.
     """
 
     def __init__(self, accelerator: Any, prepared: nn.Module, documents: Any, /, **settings: Any) -> None:
         wrapped, kind = isinstance(prepared, DistributedDataParallel) or fsdp_units(prepared), type(prepared).__name__
         if not wrapped and (accelerator.num_processes > 1 or kind == "DeepSpeedEngine"):
-            raise UserError(f"the model is a {kind}, not one that Accelerate prepared for DDP or FSDP2")
+            raise UserError(f"the model is a {kind}; give the model that accelerator.prepare returns for DDP or FSDP2")
         if (sizes := getattr(accelerator, "parallelism_config", None)) and sizes.non_data_parallel_size > 1:
-            raise UserError("parallelism_config shares documents among processes; leave tp, cp and sp out, and give cp")
+            raise UserError(
+                "parallelism_config has tp, cp or sp over 1; leave them out, and give balanced_steps(cp=...)"
+            )
         self._accelerator, self._prepared = accelerator, prepared
         super().__init__(documents, **settings)
 
@@ -43,9 +45,9 @@ class BalancedSteps(PackedSteps):
         try:
             for batch in in_turn(self._prepared, batches, keep_weights=levels, calibration=calibration):
                 if self._accelerator.step != accumulated:
-                    raise UserError("accelerator.accumulate steps after every batch; leave it out, step once a step")
+                    raise UserError("accelerator.accumulate steps after every batch; call optimizer.step once a step")
                 if not self._ran_backward:  # gradients would be reduced too often or too early, or deadlock
-                    raise UserError("a batch was taken before the backward of the last; loop over step, not list(step)")
+                    raise UserError("the previous batch had no backward yet; loop over step, and not over list(step)")
                 self._ran_backward = self._accelerator.num_processes == 1
                 yield batch
         finally:
@@ -57,7 +59,7 @@ class BalancedSteps(PackedSteps):
         scores = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad]
         for part in scores:
             part.register_hook(lambda _: setattr(self, "_ran_backward", True))
-        self._ran_backward |= not scores  # nothing tells
+        self._ran_backward |= not scores  # without a gradient we cannot tell
 
 
 balanced_steps = BalancedSteps

@@ -1,9 +1,9 @@
-"""Axolotl: balanced micro-batches by a plugin.
+"""Axolotl: a plugin for balanced micro-batches. Its configuration:
 
 plugins: [wlb.integrations.axolotl.WlbPlugin]
-sequence_len: 8192          # of a document at most, and the context window of a micro-batch
-sample_packing: false       # the plugin packs
-wlb: {cp: 2}  # settings of wlb.integrations.huggingface.balanced, if any
+sequence_len: 8192          # the longest document, and the context window of a micro-batch
+sample_packing: false       # because the plugin packs
+wlb: {cp: 2}                # optional settings of wlb.integrations.huggingface.balanced
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BASE: type[Any] = require("axolotl.integrations.base", "axolotl").BasePlugin
 
 
 class WlbArguments(BaseModel):
-    """What the plugin adds to Axolotl's configuration, which drops every key that no plugin declares."""
+    """The keys that the plugin declares. Axolotl drops every key of its configuration that nobody declares."""
 
     wlb: dict[str, Any] = {}
 
@@ -32,12 +32,12 @@ class WlbPlugin(_BASE):
         return f"{__name__}.{WlbArguments.__name__}"
 
     def get_trainer_cls(self, cfg: Any) -> type[Any]:
-        """The trainer for ``cfg``. Raises ``UserError`` where Axolotl would pack too."""
+        """The trainer for ``cfg``. Raises ``UserError`` if Axolotl packs as well."""
         if cfg.sample_packing:
-            raise UserError("sample_packing: true packs before the plugin can; set it to false")
+            raise UserError("sample_packing is true, so Axolotl packs before the plugin; set it to false")
         trainer = require("axolotl.core.trainers.base", "axolotl").AxolotlTrainer
         return balanced(trainer, context_window=int(cfg.sequence_len), **(cfg.wlb or {}))
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[Any, dict[str, Any]]:
-        """The collator of training and evaluation alike, made without Axolotl's arguments (a tokenizer, padding)."""
+        """One collator for training and evaluation; it ignores the arguments of Axolotl (tokenizer, padding)."""
         return (lambda *_, **__: FlatteningCollator()), {}

@@ -1,10 +1,9 @@
-"""What is trained of a document: its token ids, and which of them are to be learnt.
+"""Reads the token ids of a document, and which of them it learns.
 
-Documents are arrays of token ids, or dictionaries with ``input_ids`` as data sets have them. Of their other fields
-``labels`` are -100 where a token is not learnt, and ``completion_mask``, ``loss_mask`` and ``assistant_masks`` 0; a
-token is trained if all of them allow it. ``attention_mask`` is 0 for padding at either end, which is cut off, and
-``position_ids`` must count from 0. Fields that are None count as absent. Text, single numbers, and lists or
-dictionaries of text are ignored. Everything else is refused, because packing would lose it.
+A document is an array of token ids, or a dictionary with ``input_ids`` as in a data set. A token is not learnt where
+``labels`` is -100, or where ``completion_mask``, ``loss_mask`` or ``assistant_masks`` is 0. ``attention_mask`` is 0 for
+padding at either end, which is cut off. ``position_ids`` must count from 0. A field may be None. Text, single numbers,
+and lists or dictionaries of text are ignored. Any other field is refused, because packing would lose it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FIELDS = (*_OF_TOKENS, "length", "lengths")
 
 
 def check_documents(documents: Any, name: str) -> None:
-    """Raise ``UserError`` for what is no sequence or stream of documents, such as a path, a function or a loader."""
+    """Raise ``UserError`` unless ``documents`` is a sequence or stream of documents: for a path, function or loader."""
     kind = type(documents).__name__
     is_iterable, is_indexed = hasattr(documents, "__iter__"), hasattr(documents, "__getitem__")
     if isinstance(documents, Mapping):
@@ -38,26 +37,25 @@ def check_documents(documents: Any, name: str) -> None:
     elif isinstance(documents, str | Path):
         what, remedy = f"the path {documents}", 'datasets.load_dataset("json", data_files=...)["train"], tokenised'
     elif callable(documents) and not is_iterable and not is_indexed:
-        what, remedy = f"the function {getattr(documents, '__name__', kind)}", "what it returns"
+        what, remedy = f"the function {getattr(documents, '__name__', kind)}", "its result"
     elif not is_indexed and (hasattr(documents, "__len__") or not is_iterable):
         what, remedy = f"of type {kind}", "a list or an iterator of single documents, or a loader's data set"
     else:
         return
-    raise UserError(f"{name} is {what}, and not a sequence of documents; give {remedy}")
+    raise UserError(f"{name} is {what}, not a sequence of documents; give {remedy}")
 
 
 def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Token ids of ``document`` without padding, and their labels: the tokens themselves, or -100. Both (tokens,).
 
-    Raises ``UserError``, calling the document ``name``, for fields that disagree or would be lost, for no tokens, and
-    for negative ids.
+    Raises ``UserError`` for an empty document, negative ids, and fields that disagree or that packing would lose.
     """
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     _check_fields(fields, name)
     given = {field: _numbers(fields[field], field, name) for field in _OF_TOKENS if fields.get(field) is not None}
     for field, values in given.items():
         if len(values) != (tokens := len(given["input_ids"])):
-            raise UserError(f"{name} has {tokens} input_ids and {len(values)} {field}; give as many of both")
+            raise UserError(f"{name} has {tokens} input_ids and {len(values)} {field}; give equally many")
         if field.endswith(("_mask", "_masks")) and len(wrong := values[(values < 0) | (values > 1)]):
             raise UserError(f"{name} has {field} with the value {wrong[0]}; give 0 or 1 for each token")
     (places,) = given.get("attention_mask", np.ones(tokens)).nonzero()
@@ -73,15 +71,14 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
         raise UserError(f"{name} has no tokens; leave empty documents out")
     for what, numbers in (("input_ids", ids), ("labels", labels[labels != IGNORE_LABEL])):
         if numbers.min(initial=0) < 0:
-            raise UserError(f"{name} has {what} with {numbers.min()}; give token ids, and -100 for what is not learnt")
+            raise UserError(f"{name} has {numbers.min()} in {what}; give token ids, and -100 for tokens not to learn")
     if not np.array_equal(given.get("position_ids", np.arange(len(ids))), np.arange(len(ids))):
-        several = f"{name} has position_ids that do not count from 0, as if it were several documents"
-        raise UserError(f"{several}; give each document by itself, and no position_ids")
+        raise UserError(f"{name} has position_ids that do not count from 0; give single documents without them")
     return ids, labels
 
 
 def token_count(document: Document, name: str = "a document") -> int:
-    """Tokens of ``document`` without padding: its length for a planner. Raises ``UserError`` for lost fields."""
+    """Tokens of ``document`` without padding. Raises ``UserError`` for fields that packing would lose."""
     if (kind := type(document).__name__) == "str" or not hasattr(document, "__len__"):
         raise UserError(f"{name} is of type {kind}; give token ids, or a dictionary with input_ids")
     if not isinstance(document, Mapping):
@@ -97,12 +94,12 @@ def _check_fields(fields: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name} has no input_ids, only {others or 'empty fields'}; tokenise it first")
     for field in fields:
         if field not in FIELDS and _may_be_input(fields[field]):
-            remedy = "remove the column where the model does not need it, else train such data without wlb"
-            raise UserError(f"{name} has {field}, which packed micro-batches would lose; {remedy}")
+            remedy = "remove the column if the model does not need it, or train such data without wlb"
+            raise UserError(f"{name} has {field}, which packing would lose; {remedy}")
 
 
 def _may_be_input(value: Any) -> bool:
-    """Whether a model could take ``value`` as a tensor; text and single numbers it could not."""
+    """Whether ``value`` could be a tensor for the model; text and single numbers could not."""
     if value is None or isinstance(value, (str, Number, np.bool_)) or getattr(value, "ndim", None) == 0:
         return False
     if isinstance(value, Mapping):

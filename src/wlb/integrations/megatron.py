@@ -1,9 +1,8 @@
-"""Our balance as Megatron-Core's scheduler ``dp_balanced`` for packed sequences.
+"""Replaces Megatron-Core's scheduler ``dp_balanced`` for packed sequences by ``wlb.balance``.
 
-Its ``wrap_data_iterator`` gathers the lengths of a global batch from all data-parallel ranks, asks a scheduler which
-micro-batch and rank trains which sample, and moves the samples there. Ours makes all take equally long.
-
-The training loop asks for it by ``--sequence-packing-scheduler dp_balanced``, in dev and in main from #6742 on.
+``wrap_data_iterator`` of Megatron-Core gathers the lengths of a global batch from all data-parallel ranks, asks a
+scheduler which micro-batch and rank trains which sample, and moves the samples there. Our scheduler equalises the work.
+``--sequence-packing-scheduler dp_balanced`` selects it, in dev and in main from #6742 on.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ except ImportError as error:
 
 
 class BalancedScheduler(DpBalancedScheduler):
-    """Micro-batches of equal predicted seconds; sample keys, limits and the moving of samples are Megatron-Core's."""
+    """Makes micro-batches of equal predicted seconds; Megatron-Core keeps sample keys and limits, and moves samples."""
 
     workload: DocumentPrices = make_workload("7b")  # prices samples; set by register
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
-        """For every micro-batch, and in it every rank of the data- and context-parallel group, the ids of its samples.
+        """The ids of the samples of every micro-batch, for every rank of the data- and context-parallel group.
 
         ``sample_id_seqlens`` are the id and padded length in tokens of every sample of the data-parallel group. Raises
-        ``UserError`` for a sample that no micro-batch can hold, and fewer samples than micro-batches.
+        ``UserError`` for a sample over the token limit, and for fewer samples than micro-batches.
         """
         ids, lengths = zip(*((int(id_), int(length)) for id_, length in sample_id_seqlens), strict=True)
         of_ranks = balance(
@@ -48,19 +47,19 @@ class BalancedScheduler(DpBalancedScheduler):
         return [[[ids[i] for i in samples] for samples in slot for _ in range(self.cp_size)] for slot in slots]
 
     def run(self, *arguments: Any) -> Any:
-        """Megatron-Core's; the last argument is its configuration, which must fit unequal micro-batches."""
+        """Run Megatron-Core's scheduler; the last argument is its configuration, which must allow unequal lengths."""
         config = arguments[-1]
         if not config.calculate_per_token_loss:
-            raise UserError("balanced steps need --calculate-per-token-loss, as micro-batches differ in tokens")
+            raise UserError("calculate_per_token_loss is off; micro-batches differ in tokens, so switch it on")
         if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
-            raise UserError("balanced steps need variable_seq_lengths = True with pipeline stages, as lengths differ")
+            raise UserError("variable_seq_lengths is off; micro-batches differ in length, so pipelines need it on")
         if any(getattr(config, f"{kind}_context_parallel", False) for kind in ("hybrid", "dynamic")):
-            raise UserError("hybrid or dynamic context parallelism divides samples, too; leave it out")
+            raise UserError("hybrid or dynamic context parallelism divides samples as well; switch it off")
         return super().run(*arguments)
 
 
 def register(model: str | ModelShape = "7b", hardware: str = "h100") -> None:
-    """Run ``BalancedScheduler`` wherever Megatron-Core is asked for ``dp_balanced``; call it before training.
+    """Make ``dp_balanced`` of Megatron-Core a ``BalancedScheduler``. Call it before training.
 
     ``model`` and ``hardware`` price samples, as in ``make_workload``.
     """

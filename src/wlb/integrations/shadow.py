@@ -1,4 +1,4 @@
-"""Shadow mode in Hugging Face's Trainer and those made of it (TRL, Axolotl, LLaMA-Factory, ms-swift)."""
+"""Shadow mode in Hugging Face's Trainer and its derivatives (TRL, Axolotl, LLaMA-Factory, ms-swift)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wlb.shadow_mode.live import Shadow
 class ShadowCallback(TrainerCallback):
     """Measures what balanced steps would gain: ``trainer.add_callback(ShadowCallback())``.
 
-    ``settings`` are those of ``Shadow``; ``shadow.gain`` is what was found last.
+    ``settings`` are keywords of ``Shadow``; ``shadow.gain`` is the latest result.
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -1,14 +1,13 @@
-"""torchtitan trains balanced micro-batches by one override, or level steps by a configuration (``level_steps``).
+"""torchtitan: balanced micro-batches by one override, or level steps by a configuration (``level_steps``).
 
     --override.imports 'wlb.integrations.torchtitan.balance={"store": "PREFIX", "micro_batches": 8}'
 
-``PREFIX`` is a token store. In place of rows cut every ``seq_len`` tokens come micro-batches of whole documents that
-take all ranks equally long; they hold ``seq_len`` tokens on average and up to 1.5 times as many. torchtitan's loss, a
-sum over tokens divided by the step's number of labels, stays right for them, and its masks of positions keep documents
-apart (attention ``flex`` or ``varlen``). A checkpoint continues exactly, also with another data-parallel degree.
+``PREFIX`` is a token store. Micro-batches of whole documents and equal work replace rows of ``seq_len`` tokens. They
+hold ``seq_len`` tokens on average and up to 1.5 times as many. torchtitan divides the summed loss by the labels of the
+step, and its position masks keep documents apart (attention ``flex`` or ``varlen``), so gradients stay right.
 
-In level steps each rank runs its own number of micro-batches, all finish together, and several ranks share those of
-long documents. Other collectives inside a micro-batch would wait for ever.
+In a level step each rank runs its own number of micro-batches, all finish together, and several ranks share long
+documents. Any other collective inside a micro-batch would deadlock.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ try:
     from torchtitan.config.override import derive, override
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
     from torchtitan.models.common.decoder import Decoder
-    from torchtitan.trainer import BaseDataLoader, Trainer  # that of a module with another name in 0.3.0 than in main
+    from torchtitan.trainer import BaseDataLoader, Trainer  # 0.3.0 and main define BaseDataLoader in different modules
 except ImportError as error:
     raise UserError(f"{error}; wlb.integrations.torchtitan needs {_VERSIONS}") from error
 
@@ -47,26 +46,26 @@ Batch = tuple[dict[str, Any], Tensor]
 
 
 class BalancedDataLoader(BaseDataLoader):
-    """Yields ``({"input", "positions"}, labels)``, each int64: this rank's micro-batches, of step after step.
+    """Yields the micro-batches of this rank, step after step: ``({"input", "positions"}, labels)``, each int64.
 
-    Their shape is (1, tokens) in 0.3.0 and (tokens,) in main. Never ends: documents of the next epoch follow those of
-    this one into the same steps. Documents over the context are split. ``state_dict`` is the same on every rank.
+    Their shape is (1, tokens) in 0.3.0 and (tokens,) in main. It never ends: a step may hold the last documents of one
+    epoch and the first of the next. Documents over the context are split. ``state_dict`` is the same on every rank.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         store: str | None = None  # prefix of a token store
-        micro_batches: int = 1  # of a rank in a step: the gradient accumulation
-        model: str = "7b"  # by whose prices documents are balanced: one that wlb knows, near the trained one in size
-        hardware: str = "h100"  # on which it is priced
-        seed: int = 0  # of the order of documents
-        multiple_of: int = 128  # micro-batches are padded to a multiple of this many tokens: 128 times cp, and of tp
-        max_length_factor: float = 1.5  # contexts that a micro-batch may hold on one rank, in its memory
+        micro_batches: int = 1  # per rank and step: the gradient accumulation
+        model: str = "7b"  # prices documents: a model that wlb knows, near the trained one in size
+        hardware: str = "h100"  # prices documents
+        seed: int = 0  # for the order of documents
+        multiple_of: int = 128  # pads micro-batches to a multiple of so many tokens: 128 times cp, and a multiple of tp
+        max_length_factor: float = 1.5  # contexts that a micro-batch on one rank may hold
         own_lists: bool = False  # set by level_steps
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **sizes: Any) -> None:
         if config.store is None:
-            raise UserError('no documents; give the override the prefix of a token store, "store" (see `wlb prepare`)')
+            raise UserError('the override has no "store"; give the prefix of a token store, which `wlb prepare` makes')
         self._row = None if "seq_len" in sizes else ...  # a dimension more, or none
         self._multiple_of, self._own_lists = config.multiple_of, config.own_lists
         names = ("micro_batches", "model", "hardware", "seed", "max_length_factor", "own_lists")
@@ -83,19 +82,19 @@ class BalancedDataLoader(BaseDataLoader):
         """Everything needed to continue after the last micro-batch. Raises ``UserError`` inside a level step."""
         state = self.batches.state_dict()
         if self._own_lists and state["taken"]:
-            raise UserError("ranks are at different places inside a level step; save after whole steps")
+            raise UserError("the ranks are at different micro-batches of a level step; save after whole steps")
         return {"wlb": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``; from none at all, as torchtitan may ask, at the beginning.
+        """Continue from ``state_dict``, or begin where it is empty, as torchtitan may ask.
 
-        Raises ``UserError`` for a state of other documents or another seed, and inside a step for any other setting.
+        Raises ``UserError`` for a state of other documents or another seed; inside a step for any changed setting.
         """
         if state_dict:
             self.batches.load_state_dict(json.loads(state_dict["wlb"]))
 
     def _as_torchtitan_has_it(self, batch: PackedBatch) -> Batch:
-        """``batch`` with padding, a document of its own; with own lists also ``attend``, the attention over it."""
+        """``batch`` with its padding as an extra document; with own lists also ``attend``, its attention."""
         padding = -len(batch.tokens) % self._multiple_of
         tokens, labels = F.pad(batch.tokens, (0, padding)), F.pad(batch.labels, (0, padding), value=IGNORE_LABEL)
         positions = torch.cat([batch.position_ids, torch.arange(padding)])
@@ -107,7 +106,7 @@ class BalancedDataLoader(BaseDataLoader):
 
 
 def _window(sizes: dict[str, Any]) -> int:
-    """The context window, of what torchtitan tells its loader."""
+    """The context window, from the sizes that torchtitan gives its loader."""
     match sizes:
         case {"seq_len": int(window), "local_batch_size": 1}:
             return window
@@ -115,7 +114,7 @@ def _window(sizes: dict[str, Any]) -> int:
             return window
     given = f"torchtitan gives its data loader {sizes}, but a balanced micro-batch holds one context on average"
     right = "training.local_batch_size = 1 (0.3.0) or num_tokens_per_microbatch_per_dp_rank = max_context_length (main)"
-    raise UserError(f'{given}; set {right}, and "micro_batches" of the override; wlb needs {_VERSIONS}')
+    raise UserError(f'{given}; set {right}, and "micro_batches" in the override; wlb needs {_VERSIONS}')
 
 
 def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:
@@ -124,34 +123,34 @@ def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoade
     return balanced
 
 
-# The field at the top is not the validator's.
+# The top-level field; the validator has its own data loader.
 override(target=BaseDataLoader.Config, fqns=["dataloader"], description="equal work on all ranks (wlb)")(balance)
 
 
 class LevelAttention(VarlenAttention):
-    """Attention inside documents: ``attention_masks`` is the loader's ``attend``, or torchtitan's own in validation."""
+    """Attention inside documents: ``attention_masks`` is ``attend`` of the loader, or in validation torchtitan's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
         pass
 
     def forward(self, q: Any, k: Any, v: Any, *, attention_masks: Any, scale: Any, **more: Any) -> Tensor:
-        """Query, key and value of shape (1, tokens, heads, head_dim), in main without the 1; shaped as the query."""
+        """Query, key, value and output have shape (1, tokens, heads, head_dim), in main without the 1."""
         left, right = self.window_size
         if right or [name for name in more if name != "enable_gqa" and more[name] is not None]:
-            raise UserError(f"level steps attend causally; window_size = {self.window_size} and {[*more]} do more")
+            raise UserError(f"level steps attend causally; leave out window_size = {self.window_size} and {[*more]}")
         if isinstance(attention_masks, VarlenMetadata):
             lengths = [length for length in attention_masks.cu_seq_q.diff().tolist() if length]
             attention_masks = partial(segment_attention, segment_lengths=lengths)
         if scale is not None:
-            q = q * (scale * q.shape[-1] ** 0.5)  # what follows scales by 1/sqrt(head_dim)
+            q = q * (scale * q.shape[-1] ** 0.5)  # our attention scales by 1/sqrt(head_dim)
         rows = (tensor.flatten(0, -3) for tensor in (q, k, v))
         out: Tensor = attention_masks(*rows, window=None if left < 0 else left + 1).unflatten(0, q.shape[:-2])
         return out
 
 
 class LevelTrainer(Trainer):
-    """torchtitan's Trainer, for which a step is a rank's own list of micro-batches."""
+    """torchtitan's Trainer, with a different number of micro-batches on each rank."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -163,14 +162,16 @@ class LevelTrainer(Trainer):
         unfit["torch.compile of the model"] = config.compile.enable and "model" in config.compile.components
         unfit["CUDA graphs (disable_cuda_graphs)"] = not config.training.disable_cuda_graphs
         if found := [name for name, is_on in unfit.items() if is_on]:
-            raise UserError(f"level steps run with data parallelism alone; switch off {', '.join(found)}")
+            raise UserError(f"level steps support data parallelism only; switch off {', '.join(found)}")
         super().__init__(config)
         (model,) = self.model_parts
         if type(model).get_attention_masks is not Decoder.get_attention_masks:
-            raise UserError(f"{config.model_spec.name} masks more than documents, and level steps cannot; use balance")
+            raise UserError(
+                f"{config.model_spec.name} has its own masks, which level steps do not support; use balance"
+            )
         loss: Any = self.loss_fn
         if isinstance(loss, ChunkedLossWrapper):
-            loss.set_lm_head(partial(model.lm_head))  # of an FSDP unit it would reduce the gradients itself
+            loss.set_lm_head(partial(model.lm_head))  # given the FSDP unit itself, it would reduce the gradients
         self.loss_fn: Any = partial(self._loss_in_turn, loss)
 
     def train_step(self, data_iterator: Any) -> None:
@@ -182,18 +183,18 @@ class LevelTrainer(Trainer):
         super().train_step(iter(batches))
 
     def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> Any:
-        # torchtitan makes masks of positions, and fails where a rank's share has no document's first token.
+        # torchtitan makes masks from positions, which fails where no document begins on this rank.
         inputs, labels, _ = super().post_dataloading_process({"input": input_dict["input"]}, labels)
         return inputs, labels, {"positions": input_dict["positions"], "attention_masks": input_dict["attend"]}
 
     def _loss_in_turn(self, loss: Any, *arguments: Any, **keywords: Any) -> Any:
-        result = loss(*arguments, **keywords)  # a loss in chunks has run the backward of the head
-        next(self._turns)  # the backward of the model, which comes now, may be the one that reduces gradients
+        result = loss(*arguments, **keywords)  # a chunked loss runs the backward of the head
+        next(self._turns)  # the backward of the model comes next, and may be the one that reduces gradients
         return result
 
 
 def level_steps(config: Trainer.Config, **settings: Any) -> LevelTrainer.Config:
-    """``config`` for level steps, its attention replaced in place; ``settings`` are those of ``balance``."""
+    """Make ``config`` run level steps, and replace its attention in place; ``settings`` are those of ``balance``."""
     for _, inner, parent, name in config.model_spec.model.traverse((VarlenAttention.Config, FlexAttention.Config)):
         setattr(parent, name, LevelAttention.Config(window_size=getattr(inner, "window_size", (-1, 0))))
     dataloader = balance(config.dataloader, own_lists=True, **settings)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wlb.attention import segment_attention
 from wlb.attention.backends import pick_backend, reference
-from wlb.attention.runs import Runs
+from wlb.attention.variable_length import VariableLengthBatch
 from wlb.errors import UserError
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Attend, Block, Head, TransformerConfig, rotary_angles
@@ -65,23 +65,23 @@ class Workbench:
         """
         if kind == "documents":
             count = max(1, self._fill_tokens // tokens[0])
-            return self.attention(Runs.of_segments(tokens * count)), count
+            return self.attention(VariableLengthBatch.of_segments(tokens * count)), count
         if kind == "prefix":
             queries, keys = tokens
             count = max(1, min(self._fill_tokens // queries, self._max_tokens // keys))
-            return self.attention(Runs((queries,) * count, (keys,) * count, causal=False)), count
+            return self.attention(VariableLengthBatch((queries,) * count, (keys,) * count, causal=False)), count
         if kind == "ends":
             scored = max(1, min(*tokens, self._max_tokens, _MOST_SCORES // self.shape.vocab_size))
             return Case(partial(self._ends, scored), Tensor.backward), scored / sum(tokens)
         attend = _Skip.apply if kind == "linear" else partial(segment_attention, segment_lengths=tokens)
         return self._through(sum(tokens), attend), 1.0
 
-    def attention(self, runs: Runs) -> Case:
-        """Attention of any runs of at most ``max_tokens`` queries and keys."""
-        queries, keys = sum(runs.query_lengths), sum(runs.key_lengths)
+    def attention(self, batch: VariableLengthBatch) -> Case:
+        """Attention of any sequences of at most ``max_tokens`` queries and keys."""
+        queries, keys = sum(batch.query_lengths), sum(batch.key_lengths)
         grad_out, inputs = self._grad_out[:queries], (self._query[:queries], self._key[:keys], self._value[:keys])
         forward, backward = self._backend.forward, self._backend.backward
-        return Case(lambda: forward(*inputs, runs), lambda made: backward(grad_out, *inputs, made[0], made[1], runs))
+        return Case(lambda: forward(*inputs, batch), lambda made: backward(grad_out, *inputs, made[0], made[1], batch))
 
     def _through(self, tokens: int, attend: Attend) -> Case:
         rotation = self._rotation(self._positions[:tokens])

@@ -1,12 +1,12 @@
-"""From a planned micro-batch to the tensors a model runs on.
+"""Makes the tensors of a model from a planned micro-batch.
 
-The plan names segments; the token store holds the tokens. ``make_batch`` copies each segment's tokens once
-into the packed run, sets labels and positions, and touches no token in Python. The number of labelled
-tokens of a whole step follows from the plan and the document lengths, and from the loss mask of a store that
-has one, so every rank knows it without reading a token or asking.
+The plan names segments, and the token store holds the tokens. ``make_batch`` copies the tokens of each segment once
+into the packed tensor and sets labels and positions, without a Python loop over tokens. The number of labelled tokens
+of a step follows from the plan, the document lengths and the loss mask of the store, if it has one. So every rank knows
+it without reading tokens or communicating.
 
-Documents in a plan are numbered ``epoch * documents_in_store + index_in_store``; functions here take the
-index modulo the size of the store.
+A plan numbers documents as ``epoch * documents_in_store + index_in_store``; functions here take the index modulo the
+size of the store.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 
 IGNORE_LABEL = -100  # cross_entropy's default ignore_index
-_REQUESTS = 16  # that a rank has under way at a server of token stores
+_REQUESTS = 16  # simultaneous requests of a rank to a server of token stores
 
 _T = TypeVar("_T")
 
 
 class TokenSource(Protocol):
-    """The part of a token store that a batch needs; ``lengths_of`` counts all tokens of each of some documents."""
+    """The part of a token store that a batch needs; ``lengths_of`` returns the tokens of each given document."""
 
     def __len__(self) -> int: ...
 
@@ -49,9 +49,9 @@ class TokenSource(Protocol):
 class TokenBatch:
     """One micro-batch of T tokens; every tensor is int64 of shape (T,).
 
-    ``labels`` holds the token that follows, or ``IGNORE_LABEL``; ``positions`` count from 0 in each segment, but in a
-    slice from the tokens before it; ``segment_lengths`` add up to T. ``slice_of`` is where the first segment lies, if
-    it is a slice.
+    ``labels`` holds the next token, or ``IGNORE_LABEL``. ``positions`` count from 0 in each segment, or in a slice from
+    the number of tokens before it. ``segment_lengths`` add up to T. ``slice_of`` locates the first segment in its
+    document, if it is a slice.
     """
 
     tokens: Tensor
@@ -64,10 +64,10 @@ class TokenBatch:
 def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     """Read a micro-batch's tokens.
 
-    The label of a token is the next token of its document, also where the segment ends before the document does; the
-    last token of a document has none, nor has one whose next token the loss mask leaves out. A micro-batch without
-    segments becomes one token without a label, which runs through the model with loss and gradient zero, so that all
-    ranks run equally many micro-batches.
+    The label of a token is the next token of its document, even if the segment ends before the document. The last token
+    of a document has no label, nor has a token whose next token the loss mask leaves out. A micro-batch without
+    segments becomes one token without a label. It runs through the model with loss and gradient zero, so that all ranks
+    run equally many micro-batches.
     """
     if not micro_batch.segments:
         zero = torch.zeros(1, dtype=torch.int64)
@@ -102,8 +102,8 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
 def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | None = None) -> TokenBatch:
     """``make_batch`` from a store that must not change while it is in use.
 
-    Raises ``UserError`` where a file of one of the documents has changed since the store was opened, and for a token
-    that is not below ``vocab_size``, where that is given.
+    Raises ``UserError`` if a file of the documents has changed since the store was opened, and for a token at or over
+    ``vocab_size``, if that is given.
     """
     documents = np.array([segment.document for segment in micro_batch.segments], np.int64) % len(store)
     store.check_unchanged(documents)
@@ -112,19 +112,19 @@ def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | Non
     if vocab_size is not None and (largest := int(torch.maximum(batch.tokens, batch.labels).max())) >= vocab_size:
         named = ", ".join(str(segment.document) for segment in micro_batch.segments)
         raise UserError(
-            f"token {largest} is outside the vocabulary of model.vocab_size = {vocab_size}; it is in one of "
-            f"the documents {named}"
+            f"token {largest} is outside the vocabulary of model.vocab_size = {vocab_size}; raise it, or prepare the "
+            f"documents with the tokenizer of the model: the token is in one of {named}"
         )
     return batch
 
 
 def labelled_tokens(step_plan: StepPlan, store: TokenSource) -> int:
-    """Tokens of a step that have a label: all but the last of each document, less what a loss mask leaves out."""
+    """Labelled tokens of a step: all but the last of each document, and without those that a loss mask leaves out."""
     return int(labels_of_segments(list(step_plan.segments), store).sum())
 
 
 def labels_of_segments(segments: Sequence[Segment], store: TokenSource) -> NDArray[np.int64]:
-    """Tokens with a label of each of ``segments``."""
+    """Labelled tokens of each of ``segments``."""
     documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
     indices = documents % len(store)
     labelled = lengths - (starts + lengths >= store.lengths_of(indices))
@@ -135,7 +135,7 @@ def labels_of_segments(segments: Sequence[Segment], store: TokenSource) -> NDArr
 
 
 def _all_of(store: TokenSource, read: Callable[[int, int, int], _T], *places: NDArray[np.int64]) -> Iterable[_T]:
-    """``read`` at each of ``places`` in order; of a store at a URL many at once, as each may wait for the server."""
+    """``read`` at each of ``places``, in order; many at once for a store at a URL, whose server takes time."""
     numbers = [column.tolist() for column in places]
     if not getattr(store, "is_remote", False):
         return map(read, *numbers)

@@ -1,15 +1,16 @@
 """Prices and rank speeds that a job measures in its own level steps.
 
-Each rank times the micro-batches that it runs alone: those that no other rank shares, except the first of a step, which
-waits for weights, and the last, in which gradients are reduced. No collective runs inside them, so their wall time says
-what documents cost and how fast the rank is, whatever slows it down. Every few steps the ranks gather these times, and
-each of them computes the same from the same numbers:
+Each rank times the micro-batches that it runs alone. It leaves out shared micro-batches, the first of a step, which
+waits for weights, and the last, which reduces gradients. No collective runs inside the others, so their wall time shows
+the cost of documents and the speed of the rank. Every few steps the ranks gather these times, and each rank computes
+the same results from them:
 
-1. Prices (``wlb.workload.fitted``), from the seconds of all ranks, as a rank of speed 1 would have taken them.
-2. Each rank's speed: its median of predicted over measured seconds, relative to ranks that are not told apart.
+1. Prices (``wlb.workload.fitted``), from the seconds of all ranks, scaled to a rank of speed 1.
+2. The speed of each rank: its median of predicted over measured seconds, relative to ranks of speed 1.
 
-Both are averaged over intervals. Plans take all averages where one is off from what they use by more than a dead band
-and than noise explains, inside an interval and between them; and three times while averages grow. So plans settle.
+Both are averaged over intervals. Plans change if an average differs from the planned value by more than a dead band and
+more than noise explains, inside an interval and between intervals. They also change three times while the averages
+collect samples. So plans settle.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from wlb.workload.fitted import LEAST_SAMPLES, fit_prices
 Array = NDArray[np.float64]
 MeasuredPrices = tuple[float, float, float]  # ``square``, ``token`` and ``fixed`` of ``FittedPrices``
 
-_MOST_TIMED, _MOST_GATHERED = 256, 2**15  # micro-batches of a rank, the newest, and of all ranks
-_REMEMBERED = 400  # micro-batches of a rank over which its speed is averaged, and prices over those of all ranks
+_MOST_TIMED, _MOST_GATHERED = 256, 2**15  # newest micro-batches of a rank, and of all ranks
+_REMEMBERED = 400  # micro-batches of a rank in the average of its speed; prices average those of all ranks
 _PRICE_BAND, _SPEED_BAND = 0.02, 0.03
-_LEAST_EXPLAINED = 0.5  # of the variance, or prices are not believed
-_ERRORS = 5.0  # standard errors that noise explains: of hundreds of ranks in hundreds of intervals, of none by chance
-_LIKELY = 3.0  # the same of a slow rank where plans change anyway: to miss it holds up all others
-_LEAST_TIMED = 16  # micro-batches of a rank in an interval that can show that its speed has changed
-_DRIFT_PART = 0.2  # of the variance between intervals that one of them makes
+_LEAST_EXPLAINED = 0.5  # share of the variance that prices must explain
+_ERRORS = 5.0  # standard errors of noise; so rare that hundreds of ranks and intervals cause no false alarm
+_LIKELY = 3.0  # the same for a slow rank if plans change anyway, because missing one delays all others
+_LEAST_TIMED = 16  # micro-batches of a rank in an interval that can show a change of its speed
+_DRIFT_PART = 0.2  # weight of one interval in the average variance between intervals
 _MEDIAN_ERROR = 1.2533  # standard error of a median, over that of a mean
 _ROUNDS = 3  # of fitting prices and speeds in turn
 
@@ -48,20 +49,20 @@ class Calibration:
     """Times this rank's batches and, every ``every`` steps, finds ``prices`` and ``speeds`` for all ``ranks``.
 
     The processes of ``group`` (by default all) are the ranks of a level step, in order. ``prices`` are None until they
-    are known; ``speeds`` are None where all are equal. Raises ``UserError`` unless ``every`` is a whole number >= 1.
+    are known; ``speeds`` are None while all are equal. Raises ``UserError`` unless ``every`` is a whole number >= 1.
     """
 
     def __init__(self, every: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         if type(every) is not int or every < 1:
-            raise UserError(f"calibrate = {every!r} is not a number of steps; give a whole one, or 0 for never")
+            raise UserError(f"calibrate = {every!r} is not a whole number of steps; give one, or 0 for never")
         self.prices: MeasuredPrices | None = None
         self.speeds: tuple[float, ...] | None = None
         self._every, self._device, self._group, self._clock = every, device, group, clock_of(device)
         self._steps, self._in_step = 0, False
         most = min(_MOST_TIMED, -(-_MOST_GATHERED // ranks))
-        self._timed = deque[tuple[float, float, Any, Any]]([], most)  # sum(d^2), sum(d), and from when to when
+        self._timed = deque[tuple[float, float, Any, Any]]([], most)  # sum(d^2), sum(d), begin and end
         self._mean_prices, self._price_count = np.zeros(3), 0
-        self._drift, self._price_drift = 0.0, 0.0  # variances of an interval's logarithms that noise inside it leaves
+        self._drift, self._price_drift = 0.0, 0.0  # variances between intervals that noise inside them does not explain
         self._mean_logs, self._counts = np.zeros(ranks), np.zeros(ranks, np.int64)  # logarithms of speeds
 
     @contextmanager
@@ -75,15 +76,15 @@ class Calibration:
             self._timed.append((float((lengths**2).sum()), float(lengths.sum()), start, stop))
 
     def begin_step(self) -> None:
-        """Begin a step, for steps that others measure. Raises ``UserError`` where the one before has not ended."""
+        """Begin a step that the caller measures. Raises ``UserError`` if the previous step has not ended."""
         if self._in_step:
-            raise UserError("calibrate: the last step was not measured; give level_step(..., steps.calibration)")
+            raise UserError("calibrate: the last step was not measured; call level_step(..., steps.calibration)")
         self._in_step = True
 
     def end_step(self) -> bool:
-        """Gather and evaluate what was timed where that is due; whether ``prices`` or ``speeds`` changed.
+        """Gather and evaluate the times if due; returns whether ``prices`` or ``speeds`` changed.
 
-        Every rank calls it after every step. Plans from the next step on are to use what it found.
+        Every rank calls it after every step. Plans use the results from the next step on.
         """
         self._steps, self._in_step = self._steps + 1, False
         if self._steps % self._every:
@@ -96,7 +97,7 @@ class Calibration:
     def update(self, rows: Array) -> bool:
         """``end_step`` with the gathered ``rows``, shape (ranks, micro-batches, 3): sum(d^2), sum(d) and seconds.
 
-        Rows without seconds are left out; fewer than ``LEAST_SAMPLES`` of them change nothing.
+        Rows without seconds are ignored; fewer than ``LEAST_SAMPLES`` rows change nothing.
         """
         timed = rows[..., 2] > 0
         rank, counts, (squares, tokens, seconds) = np.nonzero(timed)[0], timed.sum(axis=1), rows[timed].T
@@ -116,14 +117,14 @@ class Calibration:
         return (news or priced) and self._take(differ)
 
     def _average_speeds(self, logs: Array, counts: NDArray[np.int64], noise: float) -> tuple[NDArray[np.bool_], bool]:
-        """Average; which ranks plans tell from the others if they change, and whether they have to change."""
+        """Average the speeds; returns which ranks have a speed of their own, and whether plans must change."""
         off, before, inside = logs - self._mean_logs, self._counts, (_MEDIAN_ERROR * noise) ** 2 / np.maximum(1, counts)
         if ((counts > 0) & (before > 0)).any():
             seen = (1.4826 * float(np.median(np.abs(off)))) ** 2 - float(np.median(inside))
             self._drift += _DRIFT_PART * (max(0.0, seen) - self._drift)
         changed = (np.abs(off) > _band(_SPEED_BAND, inside + self._drift)) & (counts >= _LEAST_TIMED)
         self._counts = counts + np.where(changed, 0, np.minimum(before, np.maximum(0, _REMEMBERED - counts)))
-        part = counts / np.maximum(1, self._counts)  # of the average that is new
+        part = counts / np.maximum(1, self._counts)  # weight of the new interval in the average
         self._mean_logs = self._mean_logs + off * part
         used = np.ones(len(counts)) if self.speeds is None else np.array(self.speeds)
         variance = np.where(counts > 0, (inside + self._drift) * part, np.inf)
@@ -133,9 +134,9 @@ class Calibration:
         return known | news | slow, bool(news.any() or fuller)
 
     def _average_prices(self, found: Array, terms: Array, noise: float) -> bool:
-        """Average; whether plans have to change: for micro-batches of ``terms``, or since the average has grown."""
+        """Average the prices; returns whether plans must change, for micro-batches of ``terms`` or a longer average."""
         before, most = self._price_count, _REMEMBERED * len(self._counts)
-        inside = 3 * noise**2 / len(terms)  # three prices are fitted: their errors add up
+        inside = 3 * noise**2 / len(terms)  # the errors of three fitted prices add up
         if before:
             off = float(np.log((terms @ found).sum() / (terms @ self._mean_prices).sum()))
             self._price_drift += _DRIFT_PART * (max(0.0, off**2 - inside) - self._price_drift)
@@ -147,7 +148,7 @@ class Calibration:
         return _fuller(before, self._price_count, most) or bool(np.abs(now - used).sum() > band * used.sum())
 
     def _take(self, differ: NDArray[np.bool_]) -> bool:
-        """Plan by the averages, with speed 1 for ranks that do not ``differ``; whether anything changed."""
+        """Plan by the averages, with speed 1 for ranks that do not ``differ``; returns whether anything changed."""
         earlier, alike = (self.prices, self.speeds), np.where(differ, 0, self._counts)
         level = float(self._mean_logs @ alike) / max(1, int(alike.sum()))  # of ranks of speed 1
         self._mean_logs, self._mean_prices = self._mean_logs - level, self._mean_prices * np.exp(-level)
@@ -159,7 +160,7 @@ class Calibration:
         return (self.prices, self.speeds) != earlier
 
     def __str__(self) -> str:
-        """What plans use, in one line."""
+        """The prices and speeds in use, in one line."""
         square, token, fixed = self.prices or (0.0, 0.0, 0.0)
         prices = f"{square:.3g} d^2 + {token:.3g} d s a document, {fixed:.3g} s a micro-batch"
         other = [f"rank {rank} {speed:.2f}" for rank, speed in enumerate(self.speeds or ()) if speed != 1]
@@ -190,10 +191,10 @@ class Calibration:
 
 
 def _band(dead: float, variance: Any, errors: float = _ERRORS) -> Any:
-    """What is no reason to change plans: ``dead``, or what noise of this ``variance`` explains."""
+    """Differences up to this do not change plans: ``dead``, or what noise of ``variance`` explains."""
     return np.maximum(dead, errors * np.sqrt(variance))
 
 
 def _fuller(before: int, now: int, most: int) -> bool:
-    """Whether an average has come to be of a ninth, a third or all of the ``most`` micro-batches that it remembers."""
+    """Whether an average has just reached a ninth, a third or all of the ``most`` micro-batches that it covers."""
     return any(before < most / part <= now for part in (9, 3, 1))

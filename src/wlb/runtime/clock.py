@@ -1,8 +1,8 @@
-"""Clocks that mark moments, also on a GPU, and tell the seconds between two of them afterwards.
+"""Clocks that mark moments, on CPUs and GPUs, and later tell the seconds between two of them.
 
-Wall time cannot tell a slow rank from one that waits for it. On a CPU a rank's computing is therefore measured in CPU
-seconds of the training thread, which has none while it waits in a collective: autograd runs CPU graphs in the thread
-that asks for them, and that thread takes part in every parallel kernel. Between two CUDA events collectives count.
+Wall time cannot tell a slow rank from a rank that waits for it. So on CPUs we measure CPU seconds of the training
+thread, which stand still while it waits in a collective. Autograd runs CPU graphs in the calling thread, and that
+thread takes part in every parallel kernel. The time between two CUDA events includes collectives.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import record_function
 
-_LAUNCH_CYCLES = 600_000  # of a GPU: about 0.3 ms, in which a CPU launches a call
+_LAUNCH_CYCLES = 600_000  # GPU cycles, about 0.3 ms, in which a CPU launches a call
 
 
 class Clock(NamedTuple):
-    """Marks moments, and tells the seconds between a later and an earlier one; profiles have its ``name``."""
+    """Marks moments, and tells the seconds between a later and an earlier one; profiles store its ``name``."""
 
     name: str
     mark: Callable[[], Any]
     between: Callable[[Any, Any], float] = sub
-    get_ready: Callable[[int], object] = lambda calls: None  # for so many short calls, one after another
+    get_ready: Callable[[int], object] = lambda calls: None  # prepares for so many short calls in a row
 
 
 WALL_TIME = Clock("wall time", time.perf_counter)
@@ -33,7 +33,7 @@ PROCESS_TIME = Clock("process CPU time", time.process_time)
 
 
 def clock_of(device: torch.device, on_cpu: Clock = WALL_TIME) -> Clock:
-    """CUDA events on a GPU, which is kept busy before short calls, or it would wait for the CPU that launches them."""
+    """CUDA events on a GPU, with work queued before short calls, so that the GPU does not wait for their launches."""
     if device.type != "cuda":
         return on_cpu
     return Clock("CUDA events", _recorded, _between, lambda calls: torch.cuda._sleep(calls * _LAUNCH_CYCLES))
@@ -53,7 +53,7 @@ thread_seconds = time.thread_time  # CPU seconds of the calling thread
 
 
 class ComputeClock:
-    """How long a rank computes in a step; used by one thread, and measures one step at a time."""
+    """Measures how long a rank computes in a step; for one thread and one step at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device, Clock("thread CPU time", lambda: thread_seconds()))
@@ -61,7 +61,7 @@ class ComputeClock:
 
     @contextmanager
     def measuring(self, phase: str, micro_batch: int) -> Iterator[None]:
-        """Count what runs inside; a trace shows it as "PHASE micro-batch N"."""
+        """Count the code inside; a trace shows it as "PHASE micro-batch N"."""
         with record_function(f"{phase} micro-batch {micro_batch}"):
             begin = self._clock.mark()
             yield

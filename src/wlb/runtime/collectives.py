@@ -1,4 +1,4 @@
-"""Collectives through which ranks agree before they start, so that none waits for one that has failed."""
+"""Collectives with which ranks agree before they start, so that no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def on_every_rank(check: Callable[[], T]) -> T:
-    """Call ``check`` on every rank; returns its result, or raises on every rank the ``UserError`` it raised on one."""
+    """Call ``check`` on every rank and return its result; a ``UserError`` on one rank is raised on every rank."""
     problem = result = None
     try:
         result = check()
@@ -24,11 +24,11 @@ def on_every_rank(check: Callable[[], T]) -> T:
     first = next((text for text in gathered(problem) if text is not None), None)
     if first is not None:
         raise UserError(first)
-    return result  # type: ignore[return-value]  # check returned it: it did not raise here
+    return result  # type: ignore[return-value]  # check did not raise, so it returned this
 
 
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """``value`` of every rank (of ``group``), in rank order; it is pickled."""
+    """``value`` of every rank (of ``group``), in rank order; it must be picklable."""
     values: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
@@ -37,7 +37,7 @@ def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def gathered_rows(
     row: Sequence[float], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """``row`` of every rank (of ``group``), in rank order, on the CPU: the cheap ``gathered`` for a few numbers."""
+    """``row`` of every rank (of ``group``), in rank order, on the CPU; cheaper than ``gathered`` for a few numbers."""
     mine = torch.tensor(row, dtype=dtype, device=device)
     if not dist.is_initialized():  # one process
         return mine[None].cpu()
@@ -47,19 +47,19 @@ def gathered_rows(
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where ``group`` exchanges tensors: the GPU if it has NCCL; without a group, where a process would train."""
+    """The device on which ``group`` exchanges tensors: the GPU with NCCL; without a group, the training device."""
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config(group))
     return torch.device("cuda" if on_gpu else "cpu")
 
 
 def sharing_group(size: int, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """A communicator of the ``size`` neighbours in ``group``, for what they exchange; a collective call.
+    """A new communicator of ``size`` neighbours in ``group`` for their exchanges; a collective call.
 
-    It is not the one that reduces gradients, behind which an exchange would queue. NCCL's first call needs all ranks.
+    On the communicator that reduces gradients an exchange would queue. The first call of NCCL needs all ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) % size:
-        raise UserError(f"{len(ranks)} processes are no groups of {size}; give the group of the data-parallel ranks")
+        raise UserError(f"{size} does not divide the {len(ranks)} processes of the group; give the data-parallel group")
     first = dist.get_rank(group) // size * size
     sharing: dist.ProcessGroup = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
     dist.all_reduce(torch.zeros(1, device=device_of(sharing)), group=sharing)

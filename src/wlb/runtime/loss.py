@@ -1,7 +1,7 @@
 """Cross entropy of many tokens over a large vocabulary, without a float32 copy of all scores.
 
-The plain loss casts scores (T, V) to float32, keeps their log-probabilities and makes gradients of both types. Here
-scores are cast a chunk of rows at a time, so that beside them only their gradient is held, in their own type.
+The plain loss casts scores (T, V) to float32, keeps their log-probabilities and makes gradients in both types. Here we
+cast a chunk of rows at a time, so that memory holds only the scores and their gradient, in the type of the scores.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Cross entropy summed over the rows whose label is not ``ignore_label``, in float32 or better, a scalar.
 
-    ``scores_TV`` is a plain tensor of any floating type, ``labels_T`` int64. At most ``chunk`` rows are held in the
-    wide type at a time. Fails for labels that are no words, as ``gather`` does.
+    ``scores_TV`` is a plain tensor of any floating type, ``labels_T`` is int64. At most ``chunk`` rows are in the wide
+    type at a time. Fails for labels out of range, as ``gather`` does.
     """
     total: Tensor = _SummedCrossEntropy.apply(scores_TV, labels_T, chunk, ignore_label)
     return total
@@ -51,5 +51,5 @@ class _SummedCrossEntropy(torch.autograd.Function):
             shares = scores.to(log_sums.dtype, copy=True).sub_(log_sums[:, None]).exp_()
             shares[torch.arange(len(target), device=target.device), target] -= 1.0  # scatter_ is not deterministic
             grad_scores.copy_(shares.mul_((grad * labelled)[:, None]))
-            del shares  # or two chunks would be held
+            del shares  # otherwise memory would hold two chunks
         return grad_TV, None, None, None

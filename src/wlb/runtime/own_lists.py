@@ -1,10 +1,10 @@
-"""A rank's own list of micro-batches, and the forward and backward passes over it.
+"""The micro-batches of one rank, and the forward and backward passes over them.
 
-In a level step every rank runs its own number of micro-batches and all finish together; a few, with long documents, are
-shared by several ranks. Ranks therefore meet in three places only: inside a micro-batch that they share, when weights
+In a level step every rank runs its own number of micro-batches, and all finish together. Several ranks share the
+micro-batches of long documents. So ranks synchronise in three places only: inside a shared micro-batch, when weights
 are gathered at the start of the step, and when gradients are reduced in the backward of the last micro-batch. Two rules
-keep this free of deadlocks. Whoever shares micro-batches runs them in the order of the plan, and a rank's last
-micro-batch is the last of every rank that shares it (``own_micro_batches``).
+prevent deadlocks. Ranks run the micro-batches that they share in the order of the plan, and the last micro-batch of a
+rank is the last of every rank that shares it (``own_micro_batches``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def names_ranks(plan: StepPlan) -> bool:
-    """Whether micro-batches of ``plan`` name the context-parallel ranks that run them, as those of level steps do."""
+    """Whether micro-batches of ``plan`` name the context-parallel ranks that run them, as in level steps."""
     return any(micro_batch.ranks for micro_batch in plan.micro_batches)
 
 
@@ -35,8 +35,8 @@ def own_micro_batches(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[MicroB
     """The micro-batches of ``plan`` that a rank runs, in order.
 
     In a level step a rank reduces its gradients in the backward of its last micro-batch, layer by layer, and waits
-    there for all other ranks. So none of them may still need it: where its last micro-batch is not the last of all
-    ranks that share it, the list ends with one without segments (``make_batch`` makes it a single unlabelled token).
+    there for all other ranks. So no other rank may still need it. If its last micro-batch is not the last of all ranks
+    that share it, the list ends with an empty micro-batch (``make_batch`` makes it a single unlabelled token).
     """
     micro_batches = plan.ranks[dp_rank]
     if not names_ranks(plan):
@@ -49,9 +49,10 @@ def own_micro_batches(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[MicroB
 
 
 def own_batches(plan: StepPlan, dp_rank: int, cp_rank: int, read: Callable[[MicroBatch], T]) -> tuple[T, ...]:
-    """What ``read`` makes of each of ``own_micro_batches``; no other micro-batch is read.
+    """The result of ``read`` for each of ``own_micro_batches``; other micro-batches are not read.
 
-    ``read`` gives this rank's part of a micro-batch, which ``MicroBatch.ranks`` of the context-parallel group share.
+    ``read`` returns the part of this rank in a micro-batch, which ``MicroBatch.ranks`` of the context-parallel group
+    share.
     """
     return tuple(read(micro_batch) for micro_batch in own_micro_batches(plan, dp_rank, cp_rank))
 
@@ -59,34 +60,37 @@ def own_batches(plan: StepPlan, dp_rank: int, cp_rank: int, read: Callable[[Micr
 def level_step(
     model: nn.Module, batches: Sequence[T], loss_fn: Callable[[T], Tensor], calibration: Calibration | None = None
 ) -> Tensor:
-    """Run forward and backward of this rank's ``batches``; gradients are accumulated and reduced once, at the end.
+    """Run forward and backward of the ``batches`` of this rank; accumulate gradients and reduce them once, at the end.
 
-    Every rank calls this once a step, with its own batches, and steps its optimizer afterwards. Under FSDP2 weights are
-    gathered at the start and stay gathered until the last backward. The last batch of a rank has to run through every
-    unit that any batch did, because that is where gradients are reduced.
+    Every rank calls this once per step, with its own batches, and steps its optimizer afterwards. FSDP2 weights are
+    gathered at the start and stay gathered until the last backward. The last batch of a rank must run through every
+    FSDP or DDP unit that any batch used, because it reduces the gradients.
 
     Args:
         model: Holds DDP (``DistributedDataParallel``, ``replicate``) or FSDP2 units (``fully_shard``). Gradients of a
             module without either stay on this rank.
-        batches: At least one. Between ranks their number may differ.
-        loss_fn: Runs ``model`` on a batch and returns its share of the step's loss, a scalar
-            (``PackedBatch.loss(logits)``). It makes no other collective call, so a second FSDP2 model has to be
-            gathered before.
-        calibration: Times the batches, if given: ``PackedSteps.calibration``.
+        batches: At least one. Ranks may have different numbers.
+        loss_fn: Runs ``model`` on a batch and returns the loss of the batch as part of the step, a scalar
+            (``PackedBatch.loss(logits)``). It must not call other collectives, so gather a second FSDP2 model before.
+        calibration: ``PackedSteps.calibration`` times the batches, if given.
 
     Returns:
         The sum of the losses, detached. Over all ranks it adds up to the loss of the step, times the number of ranks
-        where ``loss_fn`` scales for averaged gradients.
+        if ``loss_fn`` scales for averaged gradients.
 
     Raises:
-        UserError: There are no batches, or the model is wrapped by FSDP1, which gathers weights in every micro-batch
-            and would deadlock.
+        UserError: There are no batches, ``loss_fn`` returns no scalar tensor, or the model is wrapped by FSDP1, which
+            gathers weights in every micro-batch and would deadlock.
     """
     losses = []
     if not isinstance(batches, Sequence) or not batches:
-        raise UserError(f"batches are {type(batches).__name__}, not a list of at least one; give step.batches")
+        found = "empty" if isinstance(batches, Sequence) else f"a {type(batches).__name__}"
+        raise UserError(f"batches are {found}, not a list of at least one; give step.batches")
     for batch in in_turn(model, batches, calibration=calibration):
         loss = loss_fn(batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(f"loss_fn returned a {found}, not a scalar tensor; return batch.loss(logits)")
         loss.backward()
         losses.append(loss.detach())
     if calibration is not None:
@@ -99,13 +103,13 @@ def in_turn(
 ) -> Iterator[T]:
     """Yield each of ``batches`` with ``model`` set to reduce gradients in the backward of the last one only.
 
-    ``calibration`` times what the caller does with each but the first and the last, in which ranks wait for each other.
-    With ``keep_weights`` FSDP2's weights are gathered before the first batch and kept; otherwise every batch gathers
-    them block by block, which needs equally many batches on all ranks.
+    ``calibration`` times the work of the caller on all batches but the first and last, in which ranks wait for each
+    other. With ``keep_weights`` FSDP2 weights are gathered before the first batch and kept. Otherwise every batch
+    gathers them block by block, which needs equally many batches on all ranks.
     """
     modules, units = [*model.modules()], fsdp_units(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-        raise UserError("FSDP1 gathers weights in every micro-batch, which deadlocks in level steps; use fully_shard")
+        raise UserError("FSDP1 gathers weights in every micro-batch, so level steps would deadlock; use fully_shard")
     wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
     synchronised: list[Any] = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
     if keep_weights:
@@ -128,26 +132,26 @@ def in_turn(
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """The modules of ``model`` whose weights FSDP2 gathers, in the order in which a forward needs them."""
+    """The modules of ``model`` whose weights FSDP2 gathers, in the order of a forward."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def gather_weights(model: nn.Module) -> None:
     """Start gathering all weights that FSDP2 has sharded.
 
-    A rank that gathered a layer when its own forward came to it would wait there for one that waits for it in a
-    micro-batch that they share. A pipeline stage gathers while its first micro-batch is still on other stages.
+    If ranks gathered each layer in their own forward, one could wait there for another that waits for it in a shared
+    micro-batch. A pipeline stage gathers while its first micro-batch is still on other stages.
     """
     for unit in fsdp_units(model):
         unit.unshard(async_op=True)
 
 
 def fingerprint_of(plan: StepPlan) -> int:
-    """A number that is equal where documents, their places, the ranks that run them and their operations are."""
+    """A number that is equal for plans with equal documents, places, ranks and operations."""
     of_ranks = [[(part.segments, part.ranks) for part in rank] for rank in plan.ranks]
     return digest_of((plan.step, of_ranks, plan.operations))
 
 
 def digest_of(value: object) -> int:
-    """56 bits of the hash of what ``value`` prints as; they fit an int64."""
+    """56 bits of the hash of ``repr(value)``, which fit an int64."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "little")

@@ -1,12 +1,12 @@
-"""A rank's share of a micro-batch under context parallelism.
+"""The part of a micro-batch that one rank holds under context parallelism.
 
-Labels and positions are those of the whole micro-batch, taken along with the tokens: the label of a piece's last token
-is the next token of its document although another rank holds it, and a piece that starts inside a segment goes on
-counting where the piece before it ends. So rotary angles and loss are those without sharding, and the losses of the
-ranks, each summed over its labels, add up to that of the micro-batch.
+Labels and positions come from the whole micro-batch. The label of the last token of a piece is the next token of its
+document, even if another rank holds that token. A piece that starts inside a segment continues the positions of the
+piece before it. So rotary angles and loss equal those without sharding, and the summed losses of the ranks add up to
+the loss of the micro-batch.
 
-Tensor-parallel ranks split these tokens evenly between them, so some that mean nothing may follow: without a label
-and kept out of attention, they change no result.
+Tensor-parallel ranks split these tokens evenly, so padding may follow. It has no label and no attention, and changes no
+result.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb.attention import context_parallel_attention
-from wlb.attention.exchange import Resends
-from wlb.attention.packed_attention import KeptAttention
+from wlb.attention.exchange import KVReexchanges
+from wlb.attention.packed_attention import AttentionCache
 from wlb.attention.slices import KeptSlices, SliceInLayer, SliceOf
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch
@@ -36,9 +36,9 @@ from wlb.workload import Costs
 class ShardedBatch:
     """The tokens of one rank; every tensor is int64 of shape (rows,), in the order of the plan.
 
-    The first ``local_tokens`` rows are tokens, the rest padding. ``labels``, ``positions`` and ``slice_of`` mean what
-    they do in ``TokenBatch``. This rank is ``rank`` of ``shard_plan``; ``ranks`` are those of the context-parallel
-    group that share the plan, all of them where none are named.
+    The first ``local_tokens`` rows are tokens, the rest is padding. ``TokenBatch`` explains ``labels``, ``positions``
+    and ``slice_of``. This rank is ``rank`` of ``shard_plan``. ``ranks`` are those of the context-parallel group that
+    share the plan; empty means all.
     """
 
     tokens: Tensor
@@ -68,7 +68,7 @@ class ShardedBatch:
         """Attention over these rows, together with the context-parallel ``group``."""
         sharing = group if self.shard_plan.cp_size > 1 else None
         ranks = self.ranks or None
-        return ShardedAttention(self.local_tokens, self.shard_plan, sharing, ranks, Resends(), self.slice_of)
+        return ShardedAttention(self.local_tokens, self.shard_plan, sharing, ranks, KVReexchanges(), self.slice_of)
 
     def to(self, device: torch.device) -> ShardedBatch:
         named = {name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "labels", "positions")}
@@ -78,16 +78,16 @@ class ShardedBatch:
 def shard_batch(
     batch: TokenBatch, shard_plan: ShardPlan, rank: int, multiple_of: int = 1, ranks: tuple[int, ...] = ()
 ) -> ShardedBatch:
-    """The part of ``batch`` that ``rank`` of the plan holds, which is for ``ranks`` of the context-parallel group.
+    """The part of ``batch`` that ``rank`` holds in a plan for ``ranks`` of the context-parallel group.
 
-    Padded to a multiple of ``multiple_of`` (the tensor-parallel size), and to at least one: a rank without tokens has
-    padding only. Raises ``ValueError`` if the plan is for other segments.
+    It is padded to a multiple of ``multiple_of`` (the tensor-parallel size), and to at least one: a rank without tokens
+    gets only padding. Raises ``ValueError`` if the plan is for other segments.
     """
     earlier = batch.slice_of and batch.slice_of.earlier
     if (shard_plan.segment_lengths, shard_plan.earlier) != (batch.segment_lengths, earlier):
         raise ValueError(
-            f"the plan shards {len(shard_plan.segment_lengths)} segments of {shard_plan.tokens} tokens, "
-            f"the batch has {len(batch.segment_lengths)} of {len(batch.tokens)}, of other lengths, or of another slice"
+            f"the plan shards {len(shard_plan.segment_lengths)} segments of {shard_plan.tokens} tokens, the batch has "
+            f"{len(batch.segment_lengths)} of {len(batch.tokens)}, other lengths, or another slice; plan this batch"
         )
     mine = torch.from_numpy(shard_plan.positions(rank)).to(batch.tokens.device)
     padding = max(-len(mine) % multiple_of, 0 if len(mine) else multiple_of)
@@ -104,11 +104,11 @@ def shard_batch(
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """Which part of a step a rank trains, and how the others of its context-parallel group share it with it.
+class RankSlice:
+    """The part of a step that a rank trains, and how its context-parallel group shards micro-batches.
 
-    ``workload`` prices shards: that of one GPU without context parallelism. Pipeline ranks with the same dp and cp
-    rank, and all tensor-parallel ranks, have the same share.
+    ``workload`` prices shards: the workload of one GPU without context parallelism. Pipeline ranks with the same dp and
+    cp rank, and all tensor-parallel ranks, have the same part.
     """
 
     dp_rank: int = 0
@@ -118,7 +118,7 @@ class RankShare:
     workload: Costs | None = None
 
     def of(self, batch: TokenBatch, ranks: tuple[int, ...] = ()) -> ShardedBatch:
-        """What this rank holds of ``batch``, which the context-parallel ``ranks`` run; all where none are named."""
+        """The part of ``batch`` on this rank, if the context-parallel ``ranks`` share the batch; empty means all."""
         strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
         cp, earlier = len(ranks) or self.layout.cp, batch.slice_of and batch.slice_of.earlier
         plan = make_shard_plan(batch.segment_lengths, cp, strategy, workload=workload, earlier=earlier)
@@ -126,47 +126,47 @@ class RankShare:
         return shard_batch(batch, plan, rank, self.layout.tp, ranks)
 
     def batches(self, plan: StepPlan, read: Callable[[MicroBatch], TokenBatch]) -> tuple[ShardedBatch, ...]:
-        """What this rank holds of its micro-batches of ``plan`` (``own_batches``)."""
+        """The parts of the micro-batches of ``plan`` on this rank (``own_batches``)."""
         return own_batches(plan, self.dp_rank, self.cp_rank, lambda part: self.of(read(part), part.ranks))
 
 
 @dataclass(frozen=True)
 class ShardedAttention:
-    """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, zero for padding.
+    """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, and zero for padding.
 
     The plan is for ``members`` of ``group``, all by default; a plan for one rank has no group. The layers of a stage
-    share ``resends``; without it, what was not kept is sent again only when the backward needs it. A slice needs
-    ``layers``, from what its stage keeps.
+    share ``reexchanges``; without it the backward exchanges keys and values only when it needs them. A slice needs
+    ``layers``, which its stage keeps.
     """
 
     local_tokens: int
     shard_plan: ShardPlan
     group: dist.ProcessGroup | None
     members: tuple[int, ...] | None = None
-    resends: Resends | None = None
+    reexchanges: KVReexchanges | None = None
     slice_of: SliceOf | None = None
     layers: Iterator[SliceInLayer] | None = None
 
     def of_one_stage(self, kept_slices: KeptSlices) -> ShardedAttention:
-        """The same for one forward through the layers of another stage, which has ``kept_slices`` in this step."""
+        """A copy for one forward through the layers of a stage, which holds ``kept_slices`` in this step."""
         layers = self.slice_of and kept_slices.layers(self.slice_of)
-        return replace(self, resends=Resends(), layers=layers)
+        return replace(self, reexchanges=KVReexchanges(), layers=layers)
 
     def __call__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        kept: KeptAttention | None = None,
+        cache: AttentionCache | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """Query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to output, shaped as the query.
+        """From query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to an output like the query.
 
-        ``kept``, for activation checkpointing, and ``window`` are those of ``context_parallel_attention``.
+        ``context_parallel_attention`` explains ``cache``, for activation checkpointing, and ``window``.
         """
-        sliced = None if self.layers is None else (kept and kept.sliced) or next(self.layers)
-        if kept is not None:
-            kept.sliced = sliced
+        sliced = None if self.layers is None else (cache and cache.sliced) or next(self.layers)
+        if cache is not None:
+            cache.sliced = sliced
         padding = len(query) - self.local_tokens
         if padding:
             query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
@@ -176,8 +176,8 @@ class ShardedAttention:
             value,
             self.shard_plan,
             self.group,
-            kept=kept,
-            resends=self.resends,
+            cache=cache,
+            reexchanges=self.reexchanges,
             window=window,
             members=self.members,
             sliced=sliced,

@@ -1,19 +1,18 @@
-"""Micro-batches of different lengths through pipeline stages, in any order of operations, on PyTorch's runtime.
+"""Runs micro-batches of different lengths through pipeline stages, in any order of operations, on PyTorch's runtime.
 
-The stock ``PipelineStage`` learns one shape and allocates all its receive buffers for it. Every rank knows
-the plan of the step, though, and with it the tokens of each micro-batch. ``PlannedStage`` therefore makes
-each buffer when the runtime asks for the receive, in the size of that micro-batch, and forgets it when the
-runtime takes the data. It is constructed once and never re-initialised, which would clear accumulated
-gradients (NeMo Automodel #3530).
+The stock ``PipelineStage`` learns one shape and allocates all its receive buffers for it. But every rank knows the plan
+of the step, and so the tokens of each micro-batch. ``PlannedStage`` makes each buffer in the size of its micro-batch
+when the runtime asks for the receive, and releases it when the runtime takes the data. It is constructed once and never
+re-initialised, which would clear accumulated gradients (NeMo Automodel #3530).
 
-Results are sent right after they are computed. Two ranks need one order of their messages, or NCCL deadlocks
-(pytorch#172668), so every rank places sends and receives by the same order of all ranks' operations.
+A stage sends results as soon as they are computed. NCCL deadlocks unless two ranks order their messages alike
+(pytorch#172668), so every rank places sends and receives by the same order of the operations of all ranks.
 
-This is the only file that touches private parts of ``torch.distributed.pipelining`` and of FSDP2. It relies on the
-following in torch 2.11 to 2.14: a stage that is given example inputs and outputs infers no shapes at run time; the
-runtime runs ``pipeline_order_with_comms`` of its rank, gets what was received through the two ``_retrieve_recv_*``
-methods, runs micro-batches through the three ``*_one_chunk`` methods, and takes lists of them in
-``_step_microbatches``; FSDP2 adds up gradients in ``post_backward`` of its parameter groups.
+This is the only file that uses private parts of ``torch.distributed.pipelining`` and of FSDP2. It relies on the
+following in torch 2.11 to 2.14: a stage with example inputs and outputs infers no shapes at run time; the runtime runs
+``pipeline_order_with_comms`` of its rank, gets received data through the two ``_retrieve_recv_*`` methods, runs
+micro-batches through the three ``*_one_chunk`` methods, and takes lists of them in ``_step_microbatches``; FSDP2 adds
+up gradients in ``post_backward`` of its parameter groups.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, m
 
 
 class PlannedStage(PipelineStage):
-    """A stage that passes a residual stream (rows, width) of known rows per micro-batch; see ``variable_length_stage``.
+    """A stage that passes on a residual stream (rows, width), whose rows differ by micro-batch.
 
-    ``example`` is one row of the stream, ``measuring`` a context for each forward and backward.
+    ``example`` is one row of the stream, ``measuring`` a context for each forward and backward. See
+    ``variable_length_stage``.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class PlannedStage(PipelineStage):
         self._in_two: frozenset[int] = frozenset()
         self._activations: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
-        # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch 2.13 would hold every tensor against the example.
+        # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch 2.13 would compare every tensor with the example.
         self._runtime_validate = False
 
     def begin_step(self, token_counts: Sequence[int], in_two: Iterable[int]) -> None:
-        """Announce the tokens of each micro-batch of the step to come, and those whose backward has two parts."""
+        """Set the tokens of each micro-batch of the next step, and the micro-batches whose backward has two parts."""
         self._token_counts, self._in_two = token_counts, frozenset(in_two)
         self._kept_slices = KeptSlices()
         if self._in_two and any(map(_reduces_in_backward, self.submod.modules())):
-            raise UserError("DDP and FSDP1 reduce gradients before a backward's second part; use fully_shard")
+            raise UserError("DDP and FSDP1 reduce gradients before the second part of a backward; use fully_shard")
         self.has_backward = True
         self.clear_runtime_states()
 
@@ -100,12 +100,12 @@ class PlannedStage(PipelineStage):
         with self._measuring("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
-            loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep what was received
+            loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep received tensors
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self._measuring("backward", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-            for unit in fsdp_units(self.submod):  # adds gradients up in the type that they are reduced in
+            for unit in fsdp_units(self.submod):  # adds up gradients in the type of the reduction
                 state = unit._get_fsdp_state()
                 for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
                     if group is not None:
@@ -159,12 +159,12 @@ def variable_length_stage(
     """Make ``module`` a pipeline stage that runs micro-batches of any length.
 
     Args:
-        module: The first stage takes token ids (rows,), every other one the stream of the stage before it, (rows,
-            ``width``); all but the last return such a stream, and the last one what the loss takes. Keywords of a
-            micro-batch reach every stage; where one is ``attend``, each stage gets its own (``of_one_stage``).
+        module: The first stage takes token ids (rows,), every other stage the stream of the stage before it, (rows,
+            ``width``). All but the last return such a stream, and the last returns the input of the loss. Keywords of a
+            micro-batch reach every stage, and each stage gets its own ``attend`` (``of_one_stage``).
         stage: Its number, of ``stages``; stage s runs on rank s modulo the ranks of ``group``.
         width: Columns of the stream.
-        device: Where it runs.
+        device: The device of the stage.
         dtype: The type of the stream.
         group: The pipeline ranks, in order; None is the default group.
         measuring: A context around each forward and backward, called with "forward" or "backward" and the micro-batch.
@@ -174,20 +174,20 @@ def variable_length_stage(
 
 
 class Pipeline(NamedTuple):
-    """This rank's stages, and what runs a fixed number of micro-batches through them."""
+    """The stages of this rank, and the runtime that runs a fixed number of micro-batches through them."""
 
     stages: Sequence[PlannedStage]
     runtime: _PipelineScheduleRuntime
 
 
 def pipeline(stages: Sequence[PlannedStage], micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor]) -> Pipeline:
-    """A rank's stages, to run ``micro_batches`` a step; gradients of micro-batches are summed.
+    """The stages of a rank, to run ``micro_batches`` per step; gradients of micro-batches are summed.
 
-    ``loss_fn`` takes what the last stage returns and the micro-batch's target. Make it once: stages keep gradients and
-    messages from step to step.
+    ``loss_fn`` takes the result of the last stage and the target of the micro-batch. Make a pipeline once: stages keep
+    gradients and messages from step to step.
     """
     runtime = _PipelineScheduleRuntime([*stages], micro_batches, loss_fn, scale_grads=False)
-    runtime.unsharded_stages |= {stage.stage_index for stage in stages}  # by us; FSDP2 waits unit by unit
+    runtime.unsharded_stages |= {stage.stage_index for stage in stages}  # run_order gathers; FSDP2 waits unit by unit
     return Pipeline(stages, runtime)
 
 
@@ -199,24 +199,24 @@ def run_order(
     keywords: Sequence[dict[str, Any]],
     targets: Sequence[Any],
 ) -> list[Tensor]:
-    """Run a step's ``operations``; FSDP2 gathers weights once, before, and reduces gradients once, at the end.
+    """Run the ``operations`` of a step; FSDP2 gathers weights once, before, and reduces gradients once, at the end.
 
     Args:
-        pipe: From ``pipeline``, for as many micro-batches.
-        operations: What each rank of the pipeline runs, in order (``wlb.schedules.operations.rank_operations`` has the
-            named schedules); they may differ from step to step, and between pipelines that share weights. The second
-            part of a backward computes weight gradients of linear layers.
-        inputs: Token ids of each micro-batch; they reach the first stage only.
-        rows: Rows of the stream that this rank holds of each micro-batch.
+        pipe: From ``pipeline``, for the same number of micro-batches.
+        operations: The operations of each pipeline rank, in order (``wlb.schedules.operations.rank_operations`` makes
+            the named schedules). They may differ from step to step, and between pipelines that share weights. The
+            second part of a backward computes weight gradients of linear layers.
+        inputs: Token ids of each micro-batch; only the first stage gets them.
+        rows: Rows of the stream on this rank, for each micro-batch.
         keywords: For every stage.
         targets: For the loss of the last stage.
 
     Returns:
-        The losses, one per micro-batch, on the rank of the last stage; none elsewhere.
+        The losses, one per micro-batch, on the rank of the last stage; an empty list elsewhere.
 
     Raises:
-        UserError: ``operations`` do not take every micro-batch forward and backward through every stage once, or those
-            of a backward in two parts meet DDP or FSDP1.
+        UserError: ``operations`` do not take every micro-batch forward and backward through every stage once, or a
+            backward has two parts under DDP or FSDP1.
     """
     rank, ranks, stages = pipe.runtime.rank, pipe.runtime.pp_group_size, pipe.stages[0].num_stages
     pipe.runtime.pipeline_order_with_comms = {rank: _actions(operations, rank, ranks, stages, len(inputs))}
@@ -231,10 +231,10 @@ def run_order(
 
 @lru_cache(maxsize=8)
 def _actions(operations: RankOperations, rank: int, ranks: int, stages: int, micro_batches: int) -> list[_Action]:
-    """What the runtime does on ``rank``: its operations, messages between them, and FSDP2's reductions last.
+    """The actions of the runtime on ``rank``: its operations, the messages between them, and last FSDP2's reductions.
 
-    Pipelines that share weights may run different operations. A reduction amid them could wait for a rank that waits,
-    through other reductions and messages, for what comes after it.
+    Pipelines that share weights may run different operations. An earlier reduction could wait for a rank that waits,
+    through other reductions and messages, for a later operation of this rank.
     """
     _check(operations, ranks, stages, micro_batches)
     kinds = _ComputationType
@@ -253,7 +253,7 @@ def _actions(operations: RankOperations, rank: int, ranks: int, stages: int, mic
 
 
 def _check(operations: RankOperations, ranks: int, stages: int, micro_batches: int) -> None:
-    """Of all ranks, so that all of them raise."""
+    """Check the operations of all ranks, so that all of them raise."""
     passes = dict.fromkeys(product(range(stages), range(micro_batches)), "")
     for rank, of_rank in enumerate(operations):
         for stage, micro_batch, kind in of_rank:

@@ -1,7 +1,7 @@
-"""A backward in two parts: the gradient of the input, for which another stage waits, and later those of the weights.
+"""A backward in two parts: first the gradient of the input, which another stage needs, later those of the weights.
 
-In the first part linear layers keep their input and the gradient of their output; in the second they compute the
-gradients of weight and bias from them. All other parameters get theirs in the first part.
+In the first part linear layers keep their input and the gradient of their output. In the second part they compute the
+gradients of weight and bias from these. All other parameters get their gradients in the first part.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 
 class WeightGradients:
-    """Puts off those of the linear layers inside ``module``, whose ``forward`` it replaces.
+    """Defers the weight gradients of the linear layers inside ``module``, and replaces their ``forward``.
 
-    Layers that torch.compile traces, whose weights have hooks, or that are more than an ``nn.Linear`` put off nothing.
+    It defers nothing for layers that torch.compile traces, whose weights have hooks, or of a subclass of ``nn.Linear``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -29,11 +29,11 @@ class WeightGradients:
                 layer.forward = partial(_forward, layer, self)  # type: ignore[method-assign]
 
     def begin(self, in_two_parts: bool) -> None:
-        """Call it before a forward, and before its backward."""
+        """Call this before a forward, and before its backward."""
         self.put_off = [] if in_two_parts else None
 
     def end(self) -> Callable[[], None]:
-        """After a backward: its second part, which adds to ``.grad``. Run it once."""
+        """Call this after a backward; returns its second part, which adds to ``.grad``. Run that once."""
         put_off, self.put_off = self.put_off or [], None
         return partial(_compute, put_off)
 

@@ -1,7 +1,7 @@
-"""Shadow mode: what balanced steps would gain, measured while a job trains as it is.
+"""Shadow mode: measures what balanced steps would gain, while a job trains without change.
 
-``lengths`` reads the documents of a batch, ``live`` measures how long each micro-batch takes, and ``gain`` fits prices
-to that and plans the same documents anew.
+``lengths`` reads the documents of a batch, ``live`` measures the time of each micro-batch, and ``gain`` fits prices to
+the times and plans the same documents again.
 """
 
 from wlb.shadow_mode.live import Shadow as shadow

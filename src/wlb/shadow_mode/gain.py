@@ -1,4 +1,4 @@
-"""From measured steps to a gain: prices fitted to them, and plans of the same documents by these prices."""
+"""Computes a gain from measured steps: fits prices to them, and plans the same documents by these prices."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from wlb.errors import UserError
 from wlb.shadow_mode.lengths import Lengths
 from wlb.workload.fitted import FittedPrices, fit_prices
 
-_LEAST_GAIN = 0.05  # that is worth a change, as in ``wlb check``
-_LEAST_EXPLAINED = 0.5  # of the variance of seconds, below which no gain is believed
+_LEAST_GAIN = 0.05  # worth a change, as in ``wlb check``
+_LEAST_EXPLAINED = 0.5  # share of the variance of seconds; below it we claim no gain
 
 
 class Measured(NamedTuple):
-    """A micro-batch of one process: tokens of its documents as computed and without padding, and its seconds."""
+    """A micro-batch of one process: tokens of its documents with and without padding, and its seconds."""
 
     computed: Lengths
     documents: Lengths
     seconds: float
 
 
-Step = Sequence[Sequence[Measured]]  # of each process, its micro-batches
+Step = Sequence[Sequence[Measured]]  # the micro-batches of each process
 
 
 @dataclass(frozen=True)
 class ShadowGain:
-    """Mean seconds of a step: as measured; then by the fitted prices, as it is, without padding, and balanced.
+    """Mean seconds of a step: measured, and by the fitted prices as it is, without padding, and balanced.
 
-    ``imbalance`` is the slowest process over the mean one, by the prices where measured seconds include waiting.
-    Balanced micro-batches hold ``context_window`` tokens on average, and each process has ``micro_batches`` a step.
+    ``imbalance`` is the slowest process over the mean, by the prices if measured seconds include waiting. Balanced
+    micro-batches hold ``context_window`` tokens on average, and each process has ``micro_batches`` per step.
     """
 
     steps: int
@@ -48,12 +48,12 @@ class ShadowGain:
 
     @property
     def speed(self) -> float:
-        """Of balanced steps over the job's own, by the prices."""
+        """Speed of balanced steps over the steps of the job, by the prices."""
         return self.own / self.balanced
 
     @property
     def values(self) -> dict[str, float]:
-        """What is logged, by name."""
+        """The logged values by name."""
         values = vars(self) | vars(self.prices) | {"speed": self.speed}
         return {f"wlb_shadow/{name}": value for name, value in values.items() if isinstance(value, float)}
 
@@ -63,7 +63,7 @@ class ShadowGain:
         if self.speed < 1 + _LEAST_GAIN:
             return f"keep what you have: balanced steps gain under {_LEAST_GAIN:.0%}"
         if (explained := self.prices.r_squared) < _LEAST_EXPLAINED:
-            return f"the gain is not known: prices explain {max(explained, 0):.0%} of the variance of measured seconds"
+            return f"the gain is unknown: prices explain {max(explained, 0):.0%} of the variance of measured seconds"
         settings = f"context_window={self.context_window} and micro_batches={self.micro_batches}"
         return f"balanced steps run {self.speed:.2f}x as fast; train with {settings}"
 
@@ -77,13 +77,13 @@ class ShadowGain:
 
 
 def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False) -> ShadowGain:
-    """What balanced steps, those of ``packed_batches`` in lock step, gain over ``steps``.
+    """The gain of balanced steps, as ``packed_batches`` makes them without own lists, over ``steps``.
 
-    Each step has equally many processes. Processes with the same documents, as tensor-parallel ones, count as one.
-    ``waits_inside`` says whether processes wait for each other in every micro-batch or only at the end of a step;
-    seconds ``on_cuda`` include that. Balanced micro-batches hold as many tokens as the job's on average, or the longest
-    document if that is more; a step keeps its tokens. Raises ``UserError`` where there are too few micro-batches or
-    documents.
+    Each step has equally many processes. Tensor-parallel processes, with the same documents, count as one.
+    ``waits_inside`` tells whether processes wait for each other in every micro-batch or only at the end of a step;
+    seconds ``on_cuda`` include that waiting. Balanced micro-batches hold the mean tokens of the job's micro-batches, or
+    the longest document if that is longer, and steps keep their tokens. Raises ``UserError`` for too few micro-batches
+    or documents.
     """
     from wlb.integrations.batches import WholeSteps, balanced_job  # with torch, which ``import wlb`` does not need
 
@@ -127,7 +127,7 @@ def _step_seconds(ranks: Sequence[Sequence[float]], waits_inside: bool) -> float
 
 
 def _fitted(steps: Sequence[Step], waits_inside: bool, waits_measured: bool) -> FittedPrices:
-    """Prices of what is measured by itself: a micro-batch, those at the same time, or a whole step."""
+    """Prices fitted to whatever has a time of its own: a micro-batch, simultaneous micro-batches, or a whole step."""
     units: list[Step] = [*steps]
     if not waits_measured:
         units = [[[one]] for step in steps for rank in step for one in rank]

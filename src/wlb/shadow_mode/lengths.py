@@ -1,4 +1,4 @@
-"""How long the documents of a batch are, whatever kind of batch it is."""
+"""Reads the lengths of documents from batches of many kinds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FIELDS = {
 
 
 def fields_of(batch: Any) -> dict[str, Any]:
-    """What says how long the documents of a batch are: a dictionary, an object, or a tuple that has one of these.
+    """The fields of a batch that tell its document lengths; a batch is a dictionary, an object, or a tuple of these.
 
-    Of its tokens that is the shape. Positions of images and masks of pairs have more dimensions, and say nothing.
+    Of the tokens it returns the shape. It ignores fields with more dimensions, such as image positions and pair masks.
     """
     if isinstance(batch, tuple | list):
         return next(filter(None, map(fields_of, batch)), {})
@@ -40,10 +40,10 @@ def fields_of(batch: Any) -> dict[str, Any]:
 
 
 def read_lengths(fields: Mapping[str, Any]) -> tuple[Lengths, Lengths]:
-    """Tokens of each document as it is computed, and without its padding, of what ``fields_of`` found.
+    """Tokens of each document with and without padding, from the result of ``fields_of``.
 
-    A row of one document is computed in its full width; padding behind several is computed as one more. Raises
-    ``UserError`` where nothing says how long documents are.
+    A row with one document counts in full width; padding behind several documents counts as one more document. Raises
+    ``UserError`` if no field tells the lengths.
     """
     arrays = {kind: np.atleast_2d(fields[kind]) for kind in ("positions", "mask") if kind in fields}
     shape = next(((1, *one)[-2:] for one in (fields.get("tokens"), *(a.shape for a in arrays.values())) if one), ())
@@ -57,8 +57,8 @@ def read_lengths(fields: Mapping[str, Any]) -> tuple[Lengths, Lengths]:
         rows = [(_between_restarts(row[of_row]), shape[1]) for row, of_row in zip(places, kept, strict=True)]
     else:
         raise UserError(
-            f"the batch has none of {', '.join(name for names in _FIELDS.values() for name in names)}, which say how "
-            "long its documents are; give lengths, a function of the batch"
+            f"the batch has none of {', '.join(name for names in _FIELDS.values() for name in names)}, which tell the "
+            "lengths of its documents; give lengths, a function of the batch"
         )
     computed = [[width] if len(own) <= 1 else [*own, *filter(None, [width - own.sum()])] for own, width in rows]
     return np.array([length for row in computed for length in row], np.int64), np.concatenate([own for own, _ in rows])

@@ -1,11 +1,11 @@
-"""Measures the micro-batches of a loop that trains as it is: the documents of each, and its seconds on this process.
+"""Measures the micro-batches of an unchanged training loop: their documents, and their seconds on this process.
 
-A micro-batch takes from its batch, or the model's forward, to the next one or to the optimizer's step: CPU seconds of
-the training thread, or on CUDA the time between two events, read once they are done, which includes waiting for others.
+A micro-batch lasts from its batch, or the forward of the model, to the next one or to the optimizer step. We measure
+CPU seconds of the training thread. On CUDA we measure the time between two events, which includes waiting for others.
 
-Measuring never stops the loop, and makes no collective call. Every so many steps a process leaves its last steps in the
-store of the process group, where a step later the first process takes those that all have left, by their number. It
-alone ever waits for others, at the end of the loop.
+Measuring never stops the loop and calls no collective. Every so many steps a process puts its last steps into the store
+of the process group. One step later the first process reads the steps that all processes have stored. Only the first
+process ever waits for the others, at the end of the loop.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from wlb.workload import ModelShape, model_shape
 from wlb.workload.model_json import shape_of_config
 from wlb.workload.profile import write_profile
 
-_MOST_DOCUMENTS, _LEAST_STEPS = 2**14, 8  # of all processes, of which the last ones are kept
+_MOST_DOCUMENTS, _LEAST_STEPS = 2**14, 8  # kept documents of all processes, and kept steps
 _MOST_OPEN = 2**10  # micro-batches of a step
 _LAST_WAIT = 5.0  # seconds
-_NUMBERS = count()  # of shadows: the same one has the same number on every process
+_NUMBERS = count()  # numbers shadows in order of creation, which is the same on every process
 
 
 def _at_no_risk(measure: Callable[..., None]) -> Callable[..., None]:
-    """``measure``, which prints its failure instead of raising it, and then measures nothing more."""
+    """``measure`` that prints a failure instead of raising it, and then stops measuring."""
 
     @wraps(measure)
     def guarded(self: Shadow, *arguments: Any) -> None:
@@ -54,21 +54,22 @@ def _at_no_risk(measure: Callable[..., None]) -> Callable[..., None]:
 
 
 class Shadow:
-    """What balanced steps would gain, measured on the loop that trains with ``loader_or_model``, as ``wlb.shadow``.
+    """Measures what balanced steps would gain in the loop that trains with ``loader_or_model``; ``wlb.shadow``.
 
-    Every process makes one. Of a loader it yields the batches, unchanged, and has the attributes. ``gain`` is what was
-    found last, on the first process. Once it is made it raises nothing: a failure is printed, and ends the measuring.
+    Every process makes one. For a loader it yields the unchanged batches and has the attributes of the loader. ``gain``
+    is the latest result, on the first process. After construction it raises nothing: it prints a failure and stops
+    measuring.
 
     Args:
         every: Optimizer steps between reports: a line on stdout, and values for the active W&B run.
-        lengths: Tokens of each document of a batch (of a model: its arguments by name), as a function of it, where its
-            fields do not say them.
+        lengths: A function of a batch (for a model: of its arguments by name) that returns the tokens of each document,
+            for batches without fields that tell them.
         tensorboard: A ``SummaryWriter`` for the values.
         profile: A file for the fitted prices, which ``wlb check --profile`` takes.
-        model: That of the profile: a name, ``ModelShape`` or Hugging Face config; by default that of the model watched.
+        model: The model of the profile: a name, ``ModelShape`` or Hugging Face config; defaults to the watched model.
 
     Raises:
-        UserError: ``every`` is below 1; ``model`` has no known shape, or is missing for a ``profile``.
+        UserError: An argument has the wrong type or range, ``model`` has no known shape, or a ``profile`` needs one.
     """
 
     def __init__(
@@ -84,18 +85,19 @@ class Shadow:
         from torch import nn
 
         while isinstance(loader_or_model, nn.Module) and hasattr(loader_or_model, "module"):
-            loader_or_model = loader_or_model.module  # that of DDP
-        self._loader, self._every, self._lengths = loader_or_model, every, lengths
+            loader_or_model = loader_or_model.module  # inside DDP
+        self._lengths: Any = lengths
+        self._loader, self._every = loader_or_model, every
         self._tensorboard, self._profile, self._shape = tensorboard, profile, _shape_of(model, loader_or_model)
-        if every < 1 or (profile and self._shape is None):
-            raise UserError(f"give every >= 1, which is {every}, and the model of the profile, which is {model}")
+        for mistake in self._mistakes():
+            raise UserError(mistake)
         self.gain: ShadowGain | None = None
         self._began: tuple[Any, Any] | None = None  # documents, and the clock
-        self._open: list[tuple[Any, Any, Any]] = []  # micro-batches of this step: documents, and the clock twice
-        self._running: list[list[tuple[Any, Any, Any]]] = []  # steps that the device may not have done
+        self._open: list[tuple[Any, Any, Any]] = []  # micro-batches of this step: documents, begin and end
+        self._running: list[list[tuple[Any, Any, Any]]] = []  # steps that the device may not have finished
         self._kept: dict[tuple[int, int], list[Measured]] = {}  # steps, by pass over the loader and number in it
         self._passes = self._of_pass = self._steps = 0
-        self._rank = self._processes = 0  # not known before the first micro-batch
+        self._rank = self._processes = 0  # unknown before the first micro-batch
         self._number, self._wait = next(_NUMBERS), _LAST_WAIT
         self._stopped = self._on_cuda = self._waits_inside = False
         self._hooks: list[Any] = []
@@ -104,8 +106,30 @@ class Shadow:
             watch = loader_or_model.register_forward_pre_hook
             self._hooks = [watch(self._forward_begins, with_kwargs=True, prepend=True), self._before_steps()]
 
+    def _mistakes(self) -> Iterator[str]:
+        """What is wrong with the arguments."""
+        kind = type(self._loader).__name__
+        if not (self._is_model or hasattr(self._loader, "__iter__") or hasattr(self._loader, "__getitem__")):
+            yield f"wlb.shadow got a {kind}; give the loader of your loop, or the model"
+        if not isinstance(self._every, int) or self._every < 1:
+            yield f"every = {self._every!r} is not a whole number of steps >= 1; give one, such as 100"
+        if self._lengths is not None and not callable(self._lengths):
+            yield f"lengths is a {type(self._lengths).__name__}; give a function of the batch"
+        if self._tensorboard is not None and not hasattr(self._tensorboard, "add_scalar"):
+            yield f"tensorboard is a {type(self._tensorboard).__name__} without add_scalar; give a SummaryWriter"
+        if self._profile and self._shape is None:
+            yield "profile needs the shape of a model; give model, a name such as llama3-8b or a Hugging Face config"
+
+    @property
+    def _is_model(self) -> bool:
+        from torch import nn
+
+        return isinstance(self._loader, nn.Module)
+
     def __iter__(self) -> Iterator[Any]:
-        hook, wait = self._before_steps(), 0.0  # nothing waits where the loop is left early
+        if self._is_model:
+            raise UserError("wlb.shadow watches a model here, which has no batches; loop over your loader")
+        hook, wait = self._before_steps(), 0.0  # no process waits if the loop ends early
         try:
             for batch in self._loader:
                 self._begin(batch)
@@ -125,11 +149,11 @@ class Shadow:
         return getattr(self._loader, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, as with a copy of the model, measures nothing."""
+        """A copy, made for example with a copy of the model, measures nothing."""
         return {"_loader": self._loader, "_stopped": True, "_wait": 0.0, "_hooks": [], "gain": self.gain}
 
     def close(self) -> ShadowGain | None:
-        """Report on all steps, write the profile and let go of the model; a pass over a loader does so at its end."""
+        """Report on all steps, write the profile and release the model; a pass over a loader ends with this."""
         for hook in self._hooks:
             hook.remove()
         self._conclude(self._wait)
@@ -154,7 +178,7 @@ class Shadow:
         if not self._processes:
             self._join()
         fields = fields_of(batch) if self._lengths is None else {"lengths": self._lengths(batch)}
-        if self._on_cuda:  # copied without waiting, and read when the step is done
+        if self._on_cuda:  # copy without waiting, and read when the step is done
             fields = {
                 kind: a.to("cpu", non_blocking=True) if hasattr(a, "is_cuda") else a for kind, a in fields.items()
             }
@@ -166,13 +190,13 @@ class Shadow:
             self._open.append((*self._began, self._clock()))
             self._began = None
         if len(self._open) > _MOST_OPEN:
-            raise UserError(f"no torch optimizer made a step in {_MOST_OPEN} micro-batches")
+            raise UserError(f"no torch optimizer stepped in {_MOST_OPEN} micro-batches; shadow mode needs one")
 
     @_at_no_risk
     def _step(self, optimizer: Any, *_: Any) -> None:
-        """Called before each; the first of several optimizers ends the step."""
+        """Called before each optimizer step; the first of several optimizers ends the step."""
         for shadow in _LIVE:
-            shadow._end()  # before what this one plans
+            shadow._end()  # so that their clocks do not run while this one plans
         if self._open:
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             self._waits_inside = any(type(one).__name__ in ("DTensor", "FlatParameter") for one in parameters)
@@ -197,7 +221,7 @@ class Shadow:
                 self._write_profile(gain, self._profile)
 
     def _join(self) -> None:
-        """Find out where the loop runs, and with which other processes."""
+        """Find the device of the loop, and the other processes."""
         import torch
         import torch.distributed as dist
 
@@ -205,7 +229,7 @@ class Shadow:
         if dist.is_available() and dist.is_initialized():
             self._rank, store = dist.get_rank(), getattr(dist.group.WORLD, "get_group_store", None)
             if store is None:
-                self._say("this torch does not give its store; the first process is measured alone")
+                self._say("this torch does not expose its store, so only the first process is measured")
                 self._stopped = self._rank > 0
             else:
                 self._store = dist.PrefixStore(f"wlb/shadow/{self._number}", store())
@@ -221,7 +245,7 @@ class Shadow:
         return event
 
     def _read(self) -> None:
-        """Read the steps that the device has done, and forget the first where there are enough."""
+        """Read the steps that the device has finished, and drop the oldest if there are enough."""
         while self._running and (not self._on_cuda or self._running[0][-1][2].query()):
             self._kept[self._passes, self._of_pass] = [_measured(*one) for one in self._running.pop(0)]
             self._of_pass += 1
@@ -235,14 +259,14 @@ class Shadow:
             self._store.set(str(self._rank), left)
 
     def _taken(self, wait: float) -> list[Step]:
-        """The steps that all processes have left; it waits so long for all to end their pass."""
+        """The steps that all processes have stored; waits up to ``wait`` seconds for all to end their pass."""
         keys, left, until = [str(rank) for rank in range(1, self._processes)], [], time.monotonic() + wait
         while keys:
             left = [pickle.loads(self._store.get(key)) for key in keys] if self._store.check(keys) else []
             if left and all(passes >= self._passes for passes, _ in left):
                 break
             if time.monotonic() >= until:
-                self._wait -= wait  # not another time
+                self._wait -= wait  # wait only once
                 break
             time.sleep(0.1)
         kept = [self._kept, *(steps for _, steps in left)]
@@ -250,11 +274,11 @@ class Shadow:
         return [[steps[number] for steps in kept] for number in sorted(everywhere)]
 
     def _report(self, wait: float) -> ShadowGain | None:
-        """Print and log what balanced steps would gain, where that is known."""
+        """Print and log the gain of balanced steps, if it is known."""
         try:
             gain = gain_of(self._taken(wait), waits_inside=self._waits_inside, on_cuda=self._on_cuda)
         except UserError as error:
-            self._say(f"step {self._steps}: no gain is known, as {error}")
+            self._say(f"step {self._steps}: the gain is unknown, because {error}")
             return None
         self.gain = gain
         self._say(f"step {self._steps}, the last {gain.steps}: {gain}")
@@ -262,7 +286,7 @@ class Shadow:
             for name, value in gain.values.items():
                 self._tensorboard.add_scalar(name, value, self._steps)
         if run := getattr(sys.modules.get("wandb"), "run", None):
-            run.log(gain.values, commit=False)  # with what the loop logs next, whose steps stay as they are
+            run.log(gain.values, commit=False)  # joins the next log of the loop, so its step numbers stay
         return gain
 
     def _write_profile(self, gain: ShadowGain, path: str | Path) -> None:
@@ -295,7 +319,7 @@ def _measured(documents: Any, begin: Any, end: Any) -> Measured:
 
 
 def _shape_of(model: Any, watched: Any) -> ModelShape | None:
-    """That of ``model`` or, where it is None and the config of what is ``watched`` says it, of that."""
+    """The shape of ``model``, or if that is None the shape in the config of ``watched``, if any."""
     try:
         given = getattr(watched, "config", None) if model is None else model
         if given is None or isinstance(given, ModelShape | str):
@@ -304,4 +328,6 @@ def _shape_of(model: Any, watched: Any) -> ModelShape | None:
     except Exception as error:
         if model is None:
             return None
+        if isinstance(model, str):
+            raise  # it lists the names
         raise UserError(f"model has no known shape: {error}; give a name, a ModelShape or a config") from error

@@ -10,7 +10,7 @@ import torch
 from wlb.job.job import compute_type
 from wlb.models.transformer import Transformer
 from wlb.runtime.collectives import gathered, on_every_rank
-from wlb.runtime.sharded_batch import RankShare
+from wlb.runtime.sharded_batch import RankSlice
 from wlb.training.checkpoint.files import candidates
 from wlb.training.data.loader import share_in
 from wlb.training.optimizer import build_optimizer
@@ -29,7 +29,7 @@ class RankModel:
 
     checked: CheckedJob
     mesh: JobMesh
-    share: RankShare
+    share: RankSlice
     execution: Execution
     checkpoints: list[Path]
     stages: list[Transformer]

@@ -1,4 +1,4 @@
-"""Runs of queries against runs of other keys, the other half of what a back end computes, and the merging it allows."""
+"""Queries against other keys, the other half of what a back end computes, and the merging that it allows."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from torch import Tensor
 
 from tests.limits import examples
 from wlb.attention.backends import BACKENDS
-from wlb.attention.runs import Runs
+from wlb.attention.variable_length import VariableLengthBatch
 
-RUNS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5).map(
-    lambda pairs: Runs(tuple(query for query, _ in pairs), tuple(key for _, key in pairs), causal=False)
+BATCHES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5).map(
+    lambda pairs: VariableLengthBatch(tuple(query for query, _ in pairs), tuple(key for _, key in pairs), causal=False)
 )
 HEADS = st.sampled_from([(4, 4), (4, 2), (3, 1)])
 
 
-def _inputs(runs: Runs, heads: tuple[int, int], head_dim: int) -> list[Tensor]:
+def _inputs(batch: VariableLengthBatch, heads: tuple[int, int], head_dim: int) -> list[Tensor]:
     """Gradient of the output, query, key and value, in float64."""
     generator = torch.Generator().manual_seed(0)
-    queries, keys = sum(runs.query_lengths), sum(runs.key_lengths)
+    queries, keys = sum(batch.query_lengths), sum(batch.key_lengths)
     shapes = ((queries, heads[0]), (queries, heads[0]), (keys, heads[1]), (keys, heads[1]))
     return [torch.randn(*shape, head_dim, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def _all_results(name: str, inputs: list[Tensor], runs: Runs) -> list[Tensor]:
+def _all_results(name: str, inputs: list[Tensor], batch: VariableLengthBatch) -> list[Tensor]:
     """Output, log-sum-exp and gradients; backward under an output and log-sum-exp over more keys than these."""
     grad_out, query, key, value = inputs
-    out, log_sum_exp = BACKENDS[name].forward(query, key, value, runs)
+    out, log_sum_exp = BACKENDS[name].forward(query, key, value, batch)
     merged, more = out * 0.5, log_sum_exp + 1.0
-    return [out, log_sum_exp, *BACKENDS[name].backward(grad_out, query, key, value, merged, more, runs)]
+    return [out, log_sum_exp, *BACKENDS[name].backward(grad_out, query, key, value, merged, more, batch)]
 
 
 @settings(max_examples=examples(15), deadline=None)
-@given(runs=RUNS, heads=HEADS)
-def test_cpu_equals_the_reference(runs: Runs, heads: tuple[int, int]) -> None:
-    inputs = _inputs(runs, heads, 16)
-    results = (_all_results(name, inputs, runs) for name in ("cpu", "reference"))
+@given(batch=BATCHES, heads=HEADS)
+def test_cpu_equals_the_reference(batch: VariableLengthBatch, heads: tuple[int, int]) -> None:
+    inputs = _inputs(batch, heads, 16)
+    results = (_all_results(name, inputs, batch) for name in ("cpu", "reference"))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
 
@@ -48,10 +48,10 @@ def test_cpu_equals_the_reference(runs: Runs, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_cuda_stays_close_to_the_reference(heads: tuple[int, int], causal: bool) -> None:
     lengths = (300, 1, 37, 160)
-    runs = Runs(lengths, lengths if causal else (17, 400, 1, 128), causal)
-    inputs = [tensor.to("cuda", torch.bfloat16) for tensor in _inputs(runs, heads, 64)]
+    batch = VariableLengthBatch(lengths, lengths if causal else (17, 400, 1, 128), causal)
+    inputs = [tensor.to("cuda", torch.bfloat16) for tensor in _inputs(batch, heads, 64)]
     exact = [tensor.double() for tensor in inputs]
     for actual, expected in zip(
-        _all_results("cuda", inputs, runs), _all_results("reference", exact, runs), strict=True
+        _all_results("cuda", inputs, batch), _all_results("reference", exact, batch), strict=True
     ):
         assert float((actual.double() - expected).abs().max() / expected.abs().max()) < 3e-2

@@ -13,8 +13,8 @@ from tests.training.order.fake_rank import fake_process_group
 from wlb.attention.backends import cuda
 from wlb.attention.exchange import PlanRanks, add_returned, return_gradients, send_keys
 from wlb.attention.packed_attention import _attend_received, _received_gradients
-from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import shard_layout
+from wlb.attention.variable_length import VariableLengthBatch
 from wlb.sharding import make_shard_plan
 
 CUDA = torch.device("cuda", 0)
@@ -27,48 +27,48 @@ HEAD_DIM = 64
 def fake() -> Iterator[None]:
     with FakeTensorMode():
         yield
-    cuda._extents.cache_clear()  # or real tensors would meet these
+    cuda._cu_seqlens.cache_clear()  # or real tensors would meet these
 
 
 def tensor(*shape: int, device: torch.device = CUDA) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
 
-def check_as_the_kernel(tensors: tuple[Tensor, ...], runs: Runs, heads: tuple[int, int]) -> None:
+def check_as_the_kernel(tensors: tuple[Tensor, ...], batch: VariableLengthBatch, heads: tuple[int, int]) -> None:
     """What flash_api.cpp checks and the shape functions do not."""
     assert {t.dtype for t in tensors} == {torch.bfloat16}
     assert all(t.stride(-1) == 1 and t.is_cuda for t in tensors)
-    queries, keys, longest_query, longest_key = cuda._extents(runs, CUDA)
+    queries, keys, longest_query, longest_key = cuda._cu_seqlens(batch, CUDA)
     for begins in (queries, keys):
         assert begins.dtype == torch.int32
         assert begins.is_contiguous()
         assert begins.is_cuda
-        assert begins.shape == (len(runs.query_lengths) + 1,)
-    assert (longest_query, longest_key) == (max(runs.query_lengths), max(runs.key_lengths))
+        assert begins.shape == (len(batch.query_lengths) + 1,)
+    assert (longest_query, longest_key) == (max(batch.query_lengths), max(batch.key_lengths))
     assert heads[0] % heads[1] == 0
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
 @pytest.mark.parametrize(
-    "runs",
+    "batch",
     [
-        Runs.of_segments((30, 34)),
-        Runs.of_segments((30, 34), window=8),
-        Runs((30, 34), (50, 7), causal=False),
-        Runs((1, 1), (5, 9), causal=False),
+        VariableLengthBatch.of_segments((30, 34)),
+        VariableLengthBatch.of_segments((30, 34), window=8),
+        VariableLengthBatch((30, 34), (50, 7), causal=False),
+        VariableLengthBatch((1, 1), (5, 9), causal=False),
     ],
     ids=["own", "window", "received", "single queries"],
 )
-def test_every_call_is_accepted(runs: Runs, heads: tuple[int, int]):
-    query = tensor(sum(runs.query_lengths), heads[0], HEAD_DIM)
-    received = tensor(sum(runs.key_lengths), 2, heads[1], HEAD_DIM)
+def test_every_call_is_accepted(batch: VariableLengthBatch, heads: tuple[int, int]):
+    query = tensor(sum(batch.query_lengths), heads[0], HEAD_DIM)
+    received = tensor(sum(batch.key_lengths), 2, heads[1], HEAD_DIM)
     key, value = received.unbind(1)  # as they arrive, side by side
     assert cuda.unsupported(query) is None
-    check_as_the_kernel((query, key, value), runs, heads)
-    out, log_sum_exp = cuda.forward(query, key, value, runs)
+    check_as_the_kernel((query, key, value), batch, heads)
+    out, log_sum_exp = cuda.forward(query, key, value, batch)
     assert (out.shape, out.dtype, out.device) == (query.shape, torch.bfloat16, CUDA)
     assert (log_sum_exp.shape, log_sum_exp.dtype) == ((heads[0], len(query)), torch.float32)
-    grads = cuda.backward(torch.empty_like(out), query, key, value, out, log_sum_exp, runs)
+    grads = cuda.backward(torch.empty_like(out), query, key, value, out, log_sum_exp, batch)
     for grad, of in zip(grads, (query, key, value), strict=True):
         assert (grad.shape, grad.dtype, grad.device) == (of.shape, torch.bfloat16, CUDA)
 
@@ -78,11 +78,11 @@ def test_received_keys_are_attended_and_merged(rank: int):
     """Everything between the messages of a context-parallel exchange, in half precision and with grouped heads."""
     plan = make_shard_plan((300, 12, 200), 2, "per_document")
     layout = shard_layout(plan, rank, ADDED_ON)
-    assert layout.own_runs is not None
+    assert layout.own_batch is not None
     assert layout.parts
     rows = int(plan.tokens_per_rank[rank])
     query, key, value = (tensor(rows, heads, HEAD_DIM, device=ADDED_ON) for heads in (8, 2, 2))
-    out, log_sum_exp = cuda.forward(query, key, value, layout.own_runs)
+    out, log_sum_exp = cuda.forward(query, key, value, layout.own_batch)
     for part in layout.parts:
         received = tensor(sum(part.receive_counts), 2, 2, HEAD_DIM, device=ADDED_ON)
         assert part.attended is not None
@@ -92,7 +92,7 @@ def test_received_keys_are_attended_and_merged(rank: int):
         )
         assert grad_received.shape == received.shape
         assert grad_received.is_contiguous()
-        assert len(grad_rows) == sum(part.attended.runs.query_lengths)
+        assert len(grad_rows) == sum(part.attended.batch.query_lengths)
         returned = tensor(sum(part.send_counts), 2, 2, HEAD_DIM, device=ADDED_ON)
         for grad in add_returned([torch.empty_like(key), torch.empty_like(value)], [returned], [part]):
             assert (grad.shape, grad.dtype) == (key.shape, torch.float32)
@@ -128,12 +128,12 @@ def arguments_of(operator: torch._ops.OpOverload) -> list[str]:
 def test_the_operators_take_their_arguments_in_this_order():
     """They are not public; ``cuda`` hands over most by position, on every torch that is supported."""
     attended = ["query", "key", "value"]
-    extents = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    cu_seqlens = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
     options = ["scale", "window_size_left", "window_size_right"]
     forward = arguments_of(torch.ops.aten._flash_attention_forward.default)
-    assert forward[:13] == [*attended, *extents, "return_debug_mask", *options]
+    assert forward[:13] == [*attended, *cu_seqlens, "return_debug_mask", *options]
     backward = arguments_of(torch.ops.aten._flash_attention_backward.default)
-    assert backward == ["grad_out", *attended, "out", "logsumexp", *extents, "rng_state", "unused", *options]
+    assert backward == ["grad_out", *attended, "out", "logsumexp", *cu_seqlens, "rng_state", "unused", *options]
 
 
 @pytest.mark.parametrize(

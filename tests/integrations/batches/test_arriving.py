@@ -67,7 +67,7 @@ def test_mistakes_are_one_line():
         stream([])
     with pytest.raises(UserError, match="document 1 of the stream has no tokens"):
         stream([1, 0])
-    with pytest.raises(UserError, match="the first 3 documents of the saved stream are not the first of this one, of"):
+    with pytest.raises(UserError, match="the stream does not begin with the 3 trained documents"):
         stream([1, 1]).read_again(3, 0, [])
-    with pytest.raises(UserError, match="the first 1 documents of the saved stream are not"):
+    with pytest.raises(UserError, match="the stream does not begin with the 1 trained documents"):
         stream([2, 1]).read_again(1, stream([1, 1]).digest(1), [])

@@ -79,7 +79,7 @@ def test_the_loop_of_the_readme_trains_as_single_documents(window: int):
 def test_layers_with_a_state_are_exact_where_kernels_keep_documents_apart(monkeypatch: pytest.MonkeyPatch):
     layers: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
     packed, batch = model("Lfm2", **layers), FlatteningCollator()(DOCUMENTS)
-    with pytest.raises(UserError, match=r"layers of conv, in which only kernels of causal_conv1d on a GPU"):
+    with pytest.raises(UserError, match=r"layers of conv, and only the GPU kernels of causal_conv1d"):
         register_attention(packed)
     monkeypatch.setattr(importlib.import_module("wlb.integrations.huggingface.attention"), "find_spec", str)
     register_attention(packed)
@@ -204,15 +204,15 @@ def test_a_model_that_trains_packed_generates_and_takes_padded_batches_without_g
 OF_128 = {"max_position_embeddings": 128, "original_max_position_embeddings": 128, "pad_token_id": 0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-SCALED = "a document has 300 tokens, and past 128 the model's rotary scaling, "
+SCALED = "a document has 300 tokens, and over 128 tokens rotary scaling "
 
 
 @in_turn(
     ("family", "settings", "message"),
     [
-        ("Phi3", OF_128 | {"rope_parameters": LONGROPE}, f"{SCALED}longrope, changes"),
-        ("Llama", OF_128 | {"rope_parameters": DYNAMIC}, f"{SCALED}dynamic, changes"),
-        ("Bloom", {}, "BloomForCausalLM does not say that it attends through"),
+        ("Phi3", OF_128 | {"rope_parameters": LONGROPE}, f"{SCALED}longrope changes"),
+        ("Llama", OF_128 | {"rope_parameters": DYNAMIC}, f"{SCALED}dynamic changes"),
+        ("Bloom", {}, "BloomForCausalLM does not use transformers' AttentionInterface"),
         ("Mamba", {}, "MambaForCausalLM has layers of"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2ForCausalLM has layers of conv"),
         ("Llama4", {"attention_chunk_size": 128}, "a document has 300 tokens, over the 128 of"),

@@ -16,7 +16,7 @@ from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.runtime.batch import IGNORE_LABEL
-from wlb.runtime.sharded_batch import RankShare
+from wlb.runtime.sharded_batch import RankSlice
 from wlb.training.data.loader import LoadedStep, StepLoader
 
 
@@ -31,7 +31,7 @@ def open_loader(
     folder: Path,
     changes: dict[str, dict[str, Any]] | None = None,
     *,
-    share: RankShare | None = None,
+    share: RankSlice | None = None,
     state: dict[str, Any] | None = None,
 ) -> StepLoader:
     config = job(folder, **(changes or {}))

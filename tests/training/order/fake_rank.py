@@ -195,7 +195,7 @@ def as_on_a_gpu() -> Iterator[None]:
         try:
             yield
         finally:
-            cuda._extents.cache_clear()  # they are fake
+            cuda._cu_seqlens.cache_clear()  # they are fake
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -25,7 +25,7 @@ from tests.training.order.order import OrderError, check_order
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import make_batch
-from wlb.runtime.sharded_batch import RankShare, ShardedBatch
+from wlb.runtime.sharded_batch import RankSlice, ShardedBatch
 from wlb.schedules.layout import Layout
 
 LAYERS = 2
@@ -45,7 +45,7 @@ def calls_of(plan: StepPlan, ranks: int, run: Callable[[int, Batches], Batches] 
     """What each of ``ranks`` calls; ``run`` gives those of a rank's batches that it runs, in their order."""
     calls = {}
     for rank in range(ranks):
-        batches: Batches = RankShare(0, rank, Layout(cp=ranks)).batches(plan, partial(make_batch, store=STORE))
+        batches: Batches = RankSlice(0, rank, Layout(cp=ranks)).batches(plan, partial(make_batch, store=STORE))
         batches = run(rank, batches) if run else batches
         log = CallLog()
         with fake_process_group(rank, ranks), log.listening(), StepWatcher(log):

@@ -19,7 +19,7 @@ from wlb.documents.segments import Segment
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import make_batch
-from wlb.runtime.sharded_batch import RankShare, ShardedBatch
+from wlb.runtime.sharded_batch import RankSlice, ShardedBatch
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import BACKWARD, INPUT, WEIGHT, RankOperations, rank_operations
 from wlb.training.parallel.mesh import build_mesh
@@ -37,7 +37,7 @@ LOSS_TOKENS = int((STORE.lengths - 1).sum())
 
 def _batches(micro_batches: list[tuple[int, ...]]) -> list[ShardedBatch]:
     return [
-        RankShare().of(
+        RankSlice().of(
             make_batch(MicroBatch(tuple(Segment(d, 0, int(STORE.lengths[d])) for d in documents), 0.0), STORE)
         )
         for documents in micro_batches

@@ -1,7 +1,7 @@
 """The registry of attention back ends, and the function that picks one.
 
-A back end is a module with the three functions of ``AttentionBackend``. None of them knows of autograd or of
-other ranks: ``segment_attention`` and ``context_parallel_attention`` make differentiable functions of them.
+A back end is a module with the three functions of ``AttentionBackend``. None of them knows autograd or other ranks:
+``segment_attention`` and ``context_parallel_attention`` make differentiable functions of them.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Protocol
 from torch import Tensor
 
 from wlb.attention.backends import cpu, cuda, reference
-from wlb.attention.runs import Runs
+from wlb.attention.variable_length import VariableLengthBatch
 from wlb.errors import UserError
 
 
 class AttentionBackend(Protocol):
     """What a module must offer to be registered.
 
-    Tensors are (queries, heads, head_dim), (keys, kv_heads, head_dim) and, log-sum-exp, (heads, queries), as their
-    letters in ``wlb.attention`` say. Log-sum-exp is float32, or float64 where the query is. Scores are scaled by
-    1/sqrt(head_dim). There is at least one run.
+    Queries are (queries, heads, head_dim), keys and values (keys, kv_heads, head_dim) and the log-sum-exp (heads,
+    queries), as their letters in ``wlb.attention`` say. The log-sum-exp is float32, or float64 for a float64 query.
+    Scores are scaled by 1/sqrt(head_dim). There is at least one sequence.
     """
 
     def unsupported(self, query: Tensor) -> str | None:
         """Why this back end cannot attend with ``query``; ``None`` if it can."""
 
-    def forward(self, q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-        """Attention of each run of queries over its run of keys: output and log-sum-exp of the scores."""
+    def forward(self, q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, batch: VariableLengthBatch) -> tuple[Tensor, Tensor]:
+        """Attention of the queries of each sequence over its keys: output and log-sum-exp of the scores."""
 
     def backward(
         self,
@@ -37,11 +37,11 @@ class AttentionBackend(Protocol):
         v_KGE: Tensor,
         out_QHE: Tensor,
         log_sum_exp_HQ: Tensor,
-        runs: Runs,
+        batch: VariableLengthBatch,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The share of these keys in the gradients of query, key and value, where ``grad_QHE`` is that of the output.
+        """What these keys contribute to the gradients of query, key and value; ``grad_QHE`` is that of the output.
 
-        ``out_QHE`` and ``log_sum_exp_HQ`` may be those over more keys than these, as merging leaves them.
+        ``out_QHE`` and ``log_sum_exp_HQ`` may cover more keys than these, because outputs are merged.
         """
 
 
@@ -50,9 +50,9 @@ BACKENDS: dict[str, AttentionBackend] = {"cuda": cuda, "cpu": cpu, "reference": 
 
 
 def pick_backend(query: Tensor, backend: str = "auto") -> AttentionBackend:
-    """The back end named ``backend``, or the fastest that supports ``query``.
+    """The back end named ``backend``, or for ``auto`` the fastest one that supports ``query``.
 
-    Raises ``UserError`` if there is none of that name or it does not support a tensor of this device or type.
+    Raises ``UserError`` where it does not exist, or does not support this device or type.
     """
     if backend == "auto":
         return next(candidate for candidate in BACKENDS.values() if candidate.unsupported(query) is None)
@@ -65,18 +65,19 @@ def pick_backend(query: Tensor, backend: str = "auto") -> AttentionBackend:
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
-    """Raise ``ValueError`` unless they hold the same tokens and heads that can be grouped, and a window the token."""
+    """Raise ``ValueError`` unless the tensors hold the same tokens, heads form groups, and ``window`` is at least 1."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 3:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, and packed attention takes (tokens, heads, head_dim); lay "
-                f"the rows of a batch (b, s, heads, head_dim) one after another with {name}.flatten(0, 1), and give "
-                "the lengths of the segments of all rows"
+                f"{name} has shape {tuple(tensor.shape)}, and packed attention takes (tokens, heads, head_dim); pack "
+                f"the rows of a batch (b, s, heads, head_dim) with {name}.flatten(0, 1), and give the lengths of the "
+                "segments of all rows"
             )
     tokens, heads, head_dim = query.shape
     if key.shape[:2] != value.shape[:2] or key.shape[0] != tokens or key.shape[2] != head_dim or heads % key.shape[1]:
         raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together; "
+            "give all the same tokens, query and key one head_dim, and heads that are a multiple of kv_heads"
         )
     if window is not None and window < 1:
-        raise ValueError(f"window = {window} holds no token; it must be at least 1")
+        raise ValueError(f"window = {window} holds no token; give at least 1, or None for full attention")

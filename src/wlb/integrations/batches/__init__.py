@@ -1,4 +1,4 @@
-"""Planned micro-batches for other trainers: which documents of a data set each rank trains next."""
+"""Planned micro-batches for other trainers: the documents that each rank trains next."""
 
 from wlb.integrations.batches.sampler import PlannedBatchSampler
 from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job

@@ -1,7 +1,7 @@
-"""Documents that are read once and have no number: of a generator, or of a data set that is streamed.
+"""Documents of a stream, such as a generator or a streamed data set, which is read once and has no length.
 
-They are planned in the order in which they come, and kept until all of them has been trained. A stream is continued by
-reading it again from its beginning, which passes over what was trained.
+They are planned in order of arrival, and each is kept until all of it is trained. A stream is continued by reading it
+again from its beginning and skipping the trained documents.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from wlb.errors import UserError
 
 T = TypeVar("T")
 
-_AHEAD = 64  # documents that are read before they are planned
-_MOST_DROPPED = 10_000  # documents in a row that are too long, before a stream is not read further
+_AHEAD = 64  # documents read before they are planned
+_MOST_DROPPED = 10_000  # documents in a row over the limit, after which reading stops with an error
 
 
 class ArrivingDocuments(StoredLengths, Generic[T]):
-    """Lengths of documents in order of arrival, for a planner, and the documents that wait.
+    """Lengths of documents in order of arrival, for a planner, and the documents that are not trained yet.
 
-    A document is numbered by its place in the stream. ``length_of`` counts its tokens; those of more than ``longest``
-    are not planned, and let go with the next that are trained. ``kept`` has those that wait by number, ``lengths`` the
-    tokens of all that have come. Raises ``UserError`` for an empty stream, and on the way for an empty document and for
-    10,000 in a row that are too long.
+    The number of a document is its place in the stream. ``length_of`` counts its tokens. One with more than ``longest``
+    tokens is not planned. ``kept`` has the waiting documents by number, ``lengths`` the tokens of all documents read.
+    Raises ``UserError`` for an empty stream or document, and for 10,000 documents in a row over ``longest``.
     """
 
     def __init__(self, documents: Iterable[T], length_of: Callable[[T], int], longest: float = np.inf) -> None:
@@ -39,38 +38,38 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
         self.kept: dict[int, T] = {}
         self.lengths, self.tokens, self._planned = array("q"), 0, 0
         self._too_long: set[int] = set()
-        self._in_a_row = 0  # that are too long, up to the last that came
+        self._in_a_row = 0  # latest documents over ``longest``
         self._read(_AHEAD)
         while len(self._too_long) == len(self.lengths) and self._read(len(self.lengths) + _AHEAD):
-            pass  # until there is one to plan
+            pass  # read on until there is one to plan
         if not self.lengths:
             raise UserError("the stream has no documents; give at least one")
 
     def __len__(self) -> int:
-        """Documents that have come: more than are planned, but for the end of the stream."""
+        """Documents read so far: more than are planned, until the stream ends."""
         self._read(self._planned + _AHEAD)
         return len(self.lengths)
 
     def __getitem__(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of ``documents``, which are ascending and are planned by that."""
+        """Tokens of ``documents``, in ascending order; this marks them as planned."""
         self._planned = max(self._planned, int(documents[-1]) + 1)
         return np.array([self.lengths[document] for document in documents], np.int64)
 
     def forget(self, documents: Iterable[int]) -> None:
-        """Let go of ``documents``, of which no part waits any more, and of those that are too long."""
+        """Release ``documents``, which are fully trained, and those over ``longest``."""
         for document in self._too_long.union(documents):
             self.kept.pop(document, None)
         self._too_long.clear()
         self._in_a_row = 0
 
     def digest(self, documents: int) -> int:
-        """Of the lengths of the first ``documents`` documents."""
+        """A checksum of the lengths of the first ``documents`` documents."""
         return zlib.crc32(self.lengths[:documents].tobytes())
 
     def read_again(self, documents: int, digest: int, waiting: Iterable[Segment]) -> None:
-        """Pass over the first ``documents`` documents but for those of which segments are ``waiting``.
+        """Skip the first ``documents`` documents, except those with ``waiting`` segments.
 
-        Raises ``UserError`` where they are fewer, or others than ``digest`` is of.
+        Raises ``UserError`` if there are fewer, or if their ``digest`` differs.
         """
         kept = {segment.document for segment in waiting}
         for number in range(documents):
@@ -78,11 +77,10 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
             self._too_long = self._too_long - kept
             self.forget({number} - kept)
         if len(self.lengths) < documents or self.digest(documents) != digest:
-            other = f"the first {documents} documents of the saved stream are not the first of this one, of which"
-            raise UserError(f"{other} {len(self.lengths)} were read; continue with the stream it was saved on")
+            raise UserError(f"the stream does not begin with the {documents} trained documents; give the saved stream")
 
     def _read(self, documents: int) -> bool:
-        """Read on up to so many documents in all; whether there are as many."""
+        """Read on until there are ``documents`` in all; returns whether the stream has so many."""
         for document in islice(self._arriving, max(0, documents - len(self.lengths))):
             number, length = len(self.lengths), self._length_of(document)
             if length < 1:
@@ -95,5 +93,5 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
             self._in_a_row = is_too_long * (self._in_a_row + 1)
             if self._in_a_row == _MOST_DROPPED:
                 over = f"{_MOST_DROPPED:,} documents of the stream in a row are over context_window = {self._longest}"
-                raise UserError(f'{over}, and overlong = "drop"; raise it, or split or truncate them')
+                raise UserError(f'{over}, and overlong = "drop"; raise the window, or set "split" or "truncate"')
         return len(self.lengths) >= documents

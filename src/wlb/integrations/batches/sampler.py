@@ -1,4 +1,4 @@
-"""A batch sampler whose batches are planned: every item is the list of documents of one micro-batch of a rank."""
+"""A batch sampler with planned batches: each item is the list of documents of one micro-batch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ class PlannedBatchSampler:
 
     Args:
         lengths: Tokens of every document of the data set, in its order.
-        rank: The process whose micro-batches are wanted, of dp x cp; needed where that is more than 1.
-        epochs: Epochs of one pass, planned as one stream: each trains every document once. None never ends.
-        settings: Keywords of ``wlb.integrations.batches.balanced_job``. Others are those of ``packed_batches``.
+        rank: The rank of this process among dp x cp; required if that is more than 1.
+        epochs: Epochs of one pass, planned as one stream that trains every document once per epoch. None never ends.
+        settings: Keywords of ``wlb.integrations.batches.balanced_job``. ``packed_batches`` explains the others.
 
-    Where a process group is initialised and dp x cp > 1, ``iter`` is a collective call, and the processes compare what
-    they begin a pass with. Raises ``UserError`` for documents and settings that cannot be planned; from ``iter``, on
-    every process, where they would train different plans, or some rank's micro-batches not at all; and where a
-    ``DataLoader`` has another number of documents, or is dealt or accumulated by Accelerate.
+    With a process group and dp x cp > 1, ``iter`` is a collective call in which the processes compare their settings.
+    Raises ``UserError`` if it cannot plan. ``iter`` raises it if plans differ, if no process has some rank, and for a
+    ``DataLoader`` with another number of documents, or one that Accelerate shards or accumulates.
     """
 
     # What PyTorch, Accelerate and Lightning ask of a batch sampler whose batches differ in size.
@@ -50,13 +49,15 @@ class PlannedBatchSampler:
         **settings: Any,
     ) -> None:
         self.lengths = checked_lengths(lengths)
-        if (longest := self.lengths.max()) > context_window:
-            number = f"document {self.lengths.argmax()} has {longest} tokens"
-            raise UserError(f"{number}, over context_window = {context_window}; raise it, or cut such documents before")
         self.processes = Processes(rank, dp, cp, group)
         self.job = balanced_job(self.lengths, context_window, micro_batches, dp=self.processes.dp, cp=cp, **settings)
+        if (longest := self.lengths.max()) > (window := self.job.context_window):
+            number = f"document {self.lengths.argmax()} has {longest} tokens"
+            raise UserError(f"{number}, over context_window = {window}; raise the window, or cut such documents")
         if self.job.levels_steps:
-            raise UserError("a batch sampler gives all processes equally many batches; own lists need packed_batches")
+            raise UserError(
+                "a batch sampler gives all processes equally many batches; for own_lists use packed_batches"
+            )
         self.rank, self._epochs, self._first_epoch = rank, epochs, 0
         self._dp_rank = (rank or 0) // self.job.layout.cp
         self._length: int | None = None
@@ -72,12 +73,12 @@ class PlannedBatchSampler:
         begin = {"first epoch": self._first_epoch, "state": digest_of(json.dumps(self._state, sort_keys=True))}
         self.processes.agree(self._batches.steps.settings | begin, self.rank)
         if self.rank is None and self.processes.ranks > 1:
-            raise UserError(f"dp x cp = {self.processes.ranks}, and rank is not given; give that of this process")
+            raise UserError(f"dp x cp = {self.processes.ranks}, and rank is missing; give the rank of this process")
         self._state = None
         return self._batches
 
     def __len__(self) -> int:
-        """Batches of a pass, known by planning it. Raises ``TypeError`` where it never ends."""
+        """Batches of a pass, counted by planning it. Raises ``TypeError`` for a pass without end."""
         if self._epochs is None:
             raise TypeError("a sampler with epochs = None has no length")
         if self._length is None:
@@ -85,34 +86,33 @@ class PlannedBatchSampler:
         return self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be number ``epoch``, unless a state says otherwise; loops call this by themselves."""
+        """Make the next pass number ``epoch``, unless a state was loaded; training loops call this."""
         if self._state is None:
             self._first_epoch, self._length = epoch * (self._epochs or 0), None
             self._batches = self._begun(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last iterator is, as JSON-serialisable data; torchdata's loader knows how far workers are ahead."""
+        """The place of the last iterator, as JSON-serialisable data; torchdata's loader knows how far workers are."""
         return self._batches.state_dict() if self._state is None else dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter`` continue from ``state``. Raises ``UserError`` as ``WholeSteps`` does."""
+        """Make the next ``iter`` continue from ``state``. Raises ``UserError`` as ``WholeSteps`` does."""
         self._first_epoch = self._begun(state).steps.first_epoch
         self._state, self._length = dict(state), None
 
     def steps(self, state: Mapping[str, Any] | None = None) -> Iterator[StepPlan]:
-        """The plans of a pass, or those after ``state``, on which nothing here has an effect: for a monitor."""
+        """The plans of a pass, or after ``state``, without changing this sampler: for a monitor."""
         yield from self._begun(state).steps
 
     def _check_reader(self, reader: Any) -> None:
-        """Raise ``UserError`` where ``reader``, whose method calls ``iter``, would not train what is planned."""
+        """Raise ``UserError`` if ``reader``, whose method calls ``iter``, would not train the plan."""
         if type(reader).__name__ == "BatchSamplerShard":  # of accelerator.prepare
-            use = "use wlb.integrations.accelerate.balanced_steps(accelerator, model, documents, ...)"
-            raise UserError(f"a loader that Accelerate prepares does not say where steps end; {use}")
+            raise UserError("Accelerate prepared the loader and hides where steps end; use balanced_steps of wlb")
         if (dataset := getattr(reader, "_dataset", None)) is not None:  # of the iterator of a DataLoader
             check_accumulation()
             if hasattr(dataset, "__len__") and len(dataset) != len(self.lengths):
-                other = f"the loader's data set has {len(dataset)} documents and the sampler {len(self.lengths)}"
-                raise UserError(f"{other} lengths; give those of this data set")
+                other = f"the data set has {len(dataset)} documents and the sampler {len(self.lengths)} lengths"
+                raise UserError(f"{other}; give the lengths of this data set")
 
     def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[list[int]]:
         steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=self._first_epoch)

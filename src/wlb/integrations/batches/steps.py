@@ -1,8 +1,7 @@
-"""Steps for loops outside our trainer: the job they run, its whole steps, and the items of these.
+"""Steps for loops outside our trainer: the job, its whole steps, and the items of a step.
 
-The planner is the trainer's own (``wlb.job.planner``), and no micro-batch is empty. A state holds what decides the
-plans (``WholeSteps.settings``). Other documents, or another order of them, are refused; sizes, processes and the
-packing may change between steps, and what waits is then planned anew.
+The planner is that of our trainer (``wlb.job.planner``), and no micro-batch is empty. A state holds the settings of the
+plans (``WholeSteps.settings``). Documents and their order must stay; other settings may change between steps.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from wlb.documents.segments import OverlongReport
 from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
+from wlb.integrations.batches.processes import check_whole
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner, waiting_in
@@ -34,9 +34,9 @@ from wlb.workload.profile import WorkloadProfile, read_profile
 Item = TypeVar("Item")
 Lengths = NDArray[np.int64]
 
-_WINDOWS = 1.5  # that a micro-batch may hold
+_WINDOWS = 1.5  # context windows that fit into a micro-batch
 
-_ORDER = ("documents", "digest of lengths", "seed", "shuffle")  # settings that a state is bound to
+_ORDER = ("documents", "digest of lengths", "seed", "shuffle")  # settings that must equal those of a state
 
 
 def balanced_job(
@@ -61,61 +61,66 @@ def balanced_job(
 ) -> Job:
     """The job that a training loop runs: ``micro_batches`` a step on each of ``dp`` data-parallel ranks.
 
-    A document costs what a measured ``profile`` (of ``wlb profile``) says, else what it costs ``model`` ("7b") on
-    ``hardware``, or what ``workload`` says; ``phases`` are added. The model is the profile's unless given.
-    Micro-batches hold one context window on average and up to L_max tokens (``max_length_factor`` windows, by default
-    1.5). With ``pool`` the dp x cp ranks are grouped anew, so many together (the job's ``layout`` says how); with
-    ``own_lists`` ranks run different numbers of micro-batches, and L_max is what one rank holds. ``packing`` are
-    options of the packer, such as ``max_delay``. ``lengths`` None are those of a stream. Raises ``UserError`` for
-    settings that no job could have, and for a profile of another model.
+    Documents are priced by ``workload``, by a measured ``profile`` (of ``wlb profile``), or by ``model`` (that of the
+    profile, or "7b") on ``hardware``; ``phases`` are added. Micro-batches hold one context window on average and up to
+    L_max tokens (``max_length_factor`` windows, by default 1.5). ``pool`` regroups the dp x cp ranks into pools of so
+    many. With ``own_lists`` ranks run different numbers of micro-batches, and one rank holds L_max tokens. ``packing``
+    has options of the packer. ``lengths`` is None for a stream. Raises ``UserError`` for impossible settings.
     """
+    check_whole("micro_batches", micro_batches)
     if own_lists:
         if cp != 1 or preset != "balanced" or pool is not None or "grouping" in packing:
             raise UserError("own_lists chooses cp, preset, pool and grouping itself; leave them out")
         if (windows := packing.get("max_length_factor", _WINDOWS)) != "auto":
-            windows *= dp  # L_max is that of all ranks
+            windows *= dp  # L_max of all ranks together
         packing |= {"grouping": "level", "max_length_factor": windows}
     elif preset == "balanced" and packing.get("method", "balanced") == "balanced":
         usual = {"pool_micro_batches": micro_batches, "max_length_factor": _WINDOWS} if pool is None else {}
         packing, pool = {"grouping": "even"} | usual | packing, pool or cp
+    if isinstance(pool, int) and (pool < 1 or dp * cp % pool):
+        raise UserError(f"pool = {pool} does not divide the dp x cp = {dp * cp} ranks; give a divisor")
     measured = read_profile(profile) if isinstance(profile, str | Path) else profile
-    packing = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock step
+    packing = {
+        "order": "pipeline"
+    } | packing  # the same order on all ranks, for loops that synchronise in micro-batches
     sizes: dict[str, Any] = {"micro_batches": micro_batches, "dp": dp, "cp": cp, "packing": packing}
     priced: dict[str, Any] = {"hardware": hardware, "profile": measured, "packed_by": workload}
     job = simulated_job(model or (measured.model if measured else "7b"), context_window, preset, **sizes, **priced)
     data = job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong)
     job = replace(job, data=data, pool=pool or "auto", phases=phases)
     if lengths is None and job.pools and not own_lists and "auto" in (job.pools.size, job.pools.micro_batches):
-        raise UserError("pools are chosen by the lengths of all documents; give pool and pool_micro_batches")
+        raise UserError("a stream has no lengths to choose pools by; give pool and pool_micro_batches")
     decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=not own_lists)
-    # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
+    # A loop may need less memory than our trainer: if nothing fits, memory cannot decide L_max.
     return decided if fits(decided) else decided.with_length_factor(job.packing.max_length_factor)
 
 
 def checked_lengths(lengths: Any) -> Lengths:
-    """Document lengths as an array. Raises ``UserError`` for a document that is empty."""
+    """Document lengths as an array. Raises ``UserError`` for other types, no documents, and empty documents."""
     array = np.asarray(lengths)
     if array.shape == (0,):
         raise UserError("there are no documents to train; give at least one")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise UserError("lengths must be a list of whole numbers, the tokens of each document; this one is not")
+        raise UserError(
+            f"lengths are {array.ndim}-dimensional of {array.dtype}; give a list of whole numbers of tokens"
+        )
     if array.min() < 1:
         raise UserError(f"document {array.argmin()} has {array.min()} tokens; leave empty documents out")
     return array.astype(np.int64)
 
 
 class WholeSteps(Iterator[StepPlan]):
-    """The steps of ``job`` on ``documents`` (their lengths, or a stream) over ``epochs`` epochs; None is without end.
+    """The steps of ``job`` on ``documents`` (their lengths, or a stream) over ``epochs`` epochs; None never ends.
 
-    Document ids count over epochs: id modulo the number of documents is the index. ``settings`` are what decides the
-    plans, by name, as JSON values. Raises ``UserError`` for fewer documents than data-parallel ranks.
+    Document ids count over epochs: id modulo the number of documents is the index. ``settings`` has everything that
+    decides the plans, as JSON values by name. Raises ``UserError`` for fewer documents than data-parallel ranks.
     """
 
     def __init__(
         self, job: Job, documents: Lengths | ArrivingDocuments[Any], *, epochs: int | None = 1, first_epoch: int = 0
     ) -> None:
-        if epochs is not None and (epochs < 1 or epochs != int(epochs)):
-            raise UserError(f"epochs must be >= 1 and whole, or None for no end; got {epochs}")
+        if epochs is not None:
+            check_whole("epochs", epochs)
         self._job, self._documents, self._epochs = job, documents, epochs
         self.settings = _settings(job, documents) | {"epochs": epochs}
         self._begin(first_epoch)
@@ -123,8 +128,8 @@ class WholeSteps(Iterator[StepPlan]):
     def _begin(self, first_epoch: int) -> None:
         epochs: dict[str, Any] = {"epochs": self._epochs, "first_epoch": first_epoch}
         self.first_epoch, self._planner = first_epoch, StepPlanner(self._job, self._documents, **epochs, whole=True)
-        self._before = self._planner.state_dict()  # the step that comes next
-        self.finished: tuple[int, ...] = ()  # documents of which the last step trained the end
+        self._before = self._planner.state_dict()  # before the next step
+        self.finished: tuple[int, ...] = ()  # documents whose last tokens were in the last step
 
     def __next__(self) -> StepPlan:
         step = next(self._planner)
@@ -132,7 +137,7 @@ class WholeSteps(Iterator[StepPlan]):
         return step.plan
 
     def plan_by(self, job: Job) -> None:
-        """Plan what follows the last step returned as ``job`` does, which differs in prices or rank speeds alone."""
+        """Plan the steps after the last returned one for ``job``, which differs only in prices or rank speeds."""
         self._job, state = job, self._before
         self._begin(self.first_epoch)
         self._planner.load_state_dict(copy.deepcopy(state))
@@ -140,43 +145,45 @@ class WholeSteps(Iterator[StepPlan]):
 
     @property
     def overlong(self) -> OverlongReport:
-        """What became of documents over the context window, of all that were taken in."""
+        """Counts of documents over the context window, among all documents read so far."""
         return self._planner.overlong
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue after the last step returned, as JSON-serialisable data of the caller's own."""
+        """Everything needed to continue after the last returned step, as a JSON-serialisable copy."""
         state = {"settings": self.settings, "first_epoch": self.first_epoch, "planner": self._before}
         if isinstance(self._documents, ArrivingDocuments):
             state["digest"] = self._documents.digest(_documents_taken(self._before))
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
-        """Continue from ``state``; a stream is at its beginning. ``inside_step``: part of the next step was trained.
+        """Continue from ``state``; a stream must be at its beginning. ``inside_step``: part of the step was trained.
 
-        Raises ``UserError`` for other documents, another order or a later epoch; inside a step for any other setting.
+        Raises ``UserError`` for other documents, another order or a later epoch; inside a step for any changed setting.
         """
         changed, planner = self._changed(state, inside_step), copy.deepcopy(state["planner"])
         last, epoch = state["first_epoch"] + (self._epochs or 0) - 1, planner["stream"]["epoch"]
         if isinstance(self._documents, ArrivingDocuments):
             if _documents_taken(self._planner.state_dict()):
-                raise UserError("a stream is continued from its beginning; open it anew and give the state with it")
+                raise UserError("the stream has been read from already; open it again, and give the state with it")
             self._documents.read_again(_documents_taken(planner), state["digest"], waiting_in(planner))
         elif self._epochs is not None and epoch > last:
-            raise UserError(f"the state is in epoch {epoch + 1}, and this run ends with epoch {last + 1}; add epochs")
+            raise UserError(f"the state is in epoch {epoch + 1} and this run ends with epoch {last + 1}; raise epochs")
         self._begin(state["first_epoch"])
         packed_by = {"context_window", "overlong", "method", *self._job.packing.identity(self._job.context_window)}
         self._planner.load_state_dict(planner, packed_otherwise=bool(changed & packed_by))
         self._before = self._planner.state_dict() if changed else planner
 
     def _changed(self, state: Mapping[str, Any], inside_step: bool) -> set[str]:
-        """Names of settings that are not those of ``state``. Raises ``UserError`` where one may not change."""
+        """Names of settings that differ from ``state``. Raises ``UserError`` if one of them may not change."""
         if not isinstance(state, Mapping) or not {"settings", "first_epoch", "planner"} <= state.keys():
-            raise UserError("state is not what state_dict gave; give that, or none to begin anew")
+            raise UserError(
+                f"state is a {type(state).__name__}, not a result of state_dict; give one, or None to restart"
+            )
         saved, ours = state["settings"], self.settings
         changed = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
         for name in changed if inside_step else [name for name in changed if name in _ORDER]:
-            where, remedy = ("", "begin anew") if name in _ORDER else ("inside a step ", "save after whole steps")
-            values = f"{name} = {saved.get(name)!r}, this run has {ours.get(name)!r}"
+            where, remedy = ("", "restart") if name in _ORDER else ("inside a step ", "save after whole steps")
+            values = f"{name} = {saved.get(name)!r} and this run has {ours.get(name)!r}"
             raise UserError(f"the state was saved {where}with {values}; continue with the saved one, or {remedy}")
         return set(changed)
 
@@ -186,7 +193,7 @@ def _documents_taken(planner: Mapping[str, Any]) -> int:
 
 
 def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str, Any]:
-    order: list[Any] = ["a stream", None, None, None]  # what has come of it is compared on the way
+    order: list[Any] = ["a stream", None, None, None]  # its documents are compared when they are read again
     if not isinstance(documents, ArrivingDocuments):
         lengths = hashlib.blake2b(documents.astype("<i8").tobytes(), digest_size=8).hexdigest()
         order = [len(documents), lengths, job.data.seed, job.data.shuffle]
@@ -205,16 +212,16 @@ def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str
 
 
 class ItemsOfSteps(Iterator[Item], Generic[Item]):
-    """The items of one step after another, and the state between any two: ``items`` says what those of a step are.
+    """The items of one step after another, with a state between any two; ``items`` makes the items of a step.
 
-    ``steps`` are ``WholeSteps`` or ``PackedSteps``; ``of_step`` are the items of the step that is being taken.
+    ``steps`` are ``WholeSteps`` or ``PackedSteps``; ``of_step`` are the items of the current step.
     """
 
     def __init__(self, steps: Any, items: Callable[[Any], Sequence[Item]]) -> None:
         self.steps, self._items, self.finished = steps, items, False
-        self._before = steps.state_dict()  # the step whose items are being taken
+        self._before = steps.state_dict()  # before the current step
         self.of_step: Sequence[Item] = ()
-        self._taken = 0  # items of the step; those of a step to come where a state was inside it
+        self._taken = 0  # items taken of the current step; after loading a state inside a step, of the next one
 
     def __next__(self) -> Item:
         if self._taken >= len(self.of_step):
@@ -228,12 +235,12 @@ class ItemsOfSteps(Iterator[Item], Generic[Item]):
         return self.of_step[self._taken - 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue after the last item, as JSON-serialisable data of the caller's own."""
+        """Everything needed to continue after the last item, as a JSON-serialisable copy."""
         if self._taken < len(self.of_step):
             return {**copy.deepcopy(self._before), "taken": self._taken}
         return {**self.steps.state_dict(), "taken": self._taken - len(self.of_step)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
+        """Continue from ``state``. Raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
         self.steps.load_state_dict(state, inside_step=state.get("taken", 0) > 0)
         self.of_step, self._taken, self.finished = (), state.get("taken", 0), False

@@ -1,4 +1,4 @@
-"""Hugging Face: packed attention for an unmodified model, and any Trainer with balanced micro-batches.
+"""Hugging Face: packed attention for an unmodified model, and balanced micro-batches for any Trainer.
 
 trainer = balanced(Trainer, context_window=8192)(model=model, args=args, train_dataset=dataset)
 """

@@ -18,12 +18,12 @@ from wlb.runtime.sharded_batch import ShardedAttention
 NAME = "wlb"  # of the attention implementation
 MaskMaker = partial[Tensor | None]
 
-# Kinds of layers in ``config.layer_types`` that this attention computes, or refuses by the length of the documents, and
-# those without attention. Layers of any other kind carry a state over the tokens or choose what they attend.
+# Kinds of layers in ``config.layer_types`` that this attention computes (or refuses for long documents), and kinds
+# without attention. Any other kind carries a state over the tokens or selects what it attends.
 _LAYERS = {"full_attention", "attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
 
-# Models whose other layers transformers tells where documents end (``seq_idx``, ``cu_seqlens``), and the packages whose
-# kernels read it: those that ``benchmarks/huggingface_models.py`` finds exact. transformers 5.23 refuses without them.
+# Models whose other layers learn from transformers where documents end (``seq_idx``, ``cu_seqlens``), and the packages
+# of their kernels, without which transformers 5.23 refuses. ``benchmarks/huggingface_models.py`` finds them exact.
 _KERNELS = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("causal_conv1d",)),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), ("causal_conv1d", "fla")),
@@ -31,7 +31,7 @@ _KERNELS = {
 }
 _KERNELS_SINCE = (5, 23)  # of transformers
 
-# Arguments of an attention function with numbers or tensors that this one may pass over.
+# Arguments of an attention function, with numbers or tensors, that ours may ignore.
 _HARMLESS = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "cache_position", "seq_idx"),
     *("shift_labels", "num_items_in_batch", "logits_to_keep", "sliding_window"),
@@ -39,15 +39,14 @@ _HARMLESS = {
 
 
 def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> None:
-    """Make our attention known to ``transformers`` as the implementation ``name``, and use it in ``model`` if given.
+    """Register our attention in ``transformers`` as the implementation ``name``, and use it in ``model`` if given.
 
-    A model that uses it takes packed micro-batches of one row (``FlatteningCollator``, ``PackedBatch``), in memory that
-    does not grow with the square of the tokens. Encoders of images or audio keep their attention. Without gradients the
-    model also takes batches that are not packed, and attends them by ``sdpa``.
+    The model then takes packed micro-batches of one row (``FlatteningCollator``, ``PackedBatch``), in memory that does
+    not grow with the square of the tokens. Encoders of images or audio keep their attention. Without gradients the
+    model also takes batches that are not packed, and uses ``sdpa`` for them.
 
-    Raises ``UserError`` for a model that cannot be trained so. The attention raises it for what would silently train
-    something else: masks, caches, rows without ``cu_seq_lens_q``, dropout, documents over chunks or rotary scaling, and
-    what the model gives to its attention and is not known here (softcap, sinks, a position bias).
+    Raises ``UserError`` for a model that does not support it. The attention raises it for masks, caches, rows without
+    ``cu_seq_lens_q``, dropout, documents over chunks or rotary scaling, and unknown arguments (softcap, sinks, a bias).
     """
     transformers = require("transformers", "hf")
     transformers.AttentionInterface.register(name, packed_attention)
@@ -56,13 +55,13 @@ def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> N
         return
     if not hasattr(model, "set_attn_implementation"):
         kind = type(model).__name__
-        raise UserError(f"{kind} is no model of transformers; attend by wlb.attention.segment_attention")
+        raise UserError(f"{kind} is not a transformers model; call wlb.attention.segment_attention in your model")
     refuse(_objections_to_model(model))
     attend_with(model, name)
 
 
 def prepare_model(model: Any) -> list[str]:
-    """Let ``model`` train packed documents; what was set. Raises ``UserError`` where it cannot."""
+    """Let ``model`` train packed documents; returns what was set. Raises ``UserError`` if it cannot."""
     changed, config = [], getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
@@ -71,7 +70,7 @@ def prepare_model(model: Any) -> list[str]:
     attention = str(getattr(config, "_attn_implementation", None))
     if hasattr(model, "set_attn_implementation") and "flash" not in attention and not is_packed_attention(model):
         register_attention(model)
-        changed.append(f'the attention "{NAME}" in place of {attention}')
+        changed.append(f'the attention "{NAME}" instead of {attention}')
     return changed
 
 
@@ -96,34 +95,34 @@ def refuse(objections: Iterator[str]) -> None:
 
 
 def _objections_to_model(model: Any) -> Iterator[str]:
-    """Why settings or layers of ``model`` are not known to keep packed documents apart."""
+    """Reasons why settings or layers of ``model`` may mix packed documents."""
     if (config := getattr(model, "config", None)) is None:
         return
     adapters = (getattr(model, "peft_config", None) or {}).values()
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
-        yield "prompt and prefix tuning put their tokens before a row, where one document sees them; train LoRA instead"
+        yield "prompt and prefix tuning put tokens before a row, where only one document sees them; train LoRA instead"
     if getattr(config, "use_cache", False):
-        yield "model.config.use_cache = True makes documents attend each other, without a mask; set it to False"
+        yield "model.config.use_cache = True makes packed documents attend each other; set it to False"
     kinds, name = other_layers(config), type(model).__name__
     if kinds or getattr(model, "_is_stateful", False):
         layers = f"{name} has layers of {', '.join(sorted(kinds)) or 'recurrence'}"
         packages = _KERNELS.get(_text(config).model_type)
         if packages is None:
-            yield f"{layers}, to which transformers does not say where documents end; train it unpacked"
+            yield f"{layers}, and transformers does not tell them where documents end; train it unpacked"
             return
         missing = [package for package in packages if find_spec(package) is None]
         if tuple(map(int, require("transformers", "hf").__version__.split(".")[:2])) < _KERNELS_SINCE:
             missing.append("transformers >= 5.23")
         if missing:
-            kernels = f"only kernels of {' and '.join(packages)} on a GPU keep documents apart"
-            yield f"{layers}, in which {kernels}; install {' and '.join(missing)}, or train it unpacked"
+            kernels = f"only the GPU kernels of {' and '.join(packages)} keep documents apart in them"
+            yield f"{layers}, and {kernels}; install {' and '.join(missing)}, or train it unpacked"
     elif not (getattr(model, "_supports_attention_backend", False) and model._can_set_attn_implementation()):
-        through = "through transformers' AttentionInterface (_supports_attention_backend)"
-        yield f"{name} does not say that it attends {through}, so documents may attend each other; train it unpacked"
+        through = "transformers' AttentionInterface (_supports_attention_backend)"
+        yield f"{name} does not use {through}, so packed documents may attend each other; train it unpacked"
 
 
 def other_layers(config: Any) -> set[str]:
-    """The kinds of layers that carry a state or choose what they attend."""
+    """The kinds of layers that carry a state or select what they attend."""
     text = _text(config)
     kinds = {kind for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
     if hasattr(text, "index_topk"):  # DeepSeek's indexer takes the best keys of the row, not of the document
@@ -132,9 +131,9 @@ def other_layers(config: Any) -> set[str]:
 
 
 def check_rotary(config: Any, lengths: Sequence[int]) -> None:
-    """Raise ``UserError`` where a document of ``lengths`` changes the rotary frequencies of others in its micro-batch.
+    """Raise ``UserError`` if a document of ``lengths`` changes the rotary frequencies of others in its micro-batch.
 
-    transformers scales by the highest position of a row, past the length of pretraining.
+    Past the pretraining length transformers scales by the highest position of a row.
     """
     text = _text(config)
     rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -146,12 +145,12 @@ def check_rotary(config: Any, lengths: Sequence[int]) -> None:
             usual = getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
             limit = of_layers.get("original_max_position_embeddings") or usual
         if limit and max(lengths) > limit:
-            changes = f"past {limit} the model's rotary scaling, {kind}, changes that of all in its micro-batch"
+            changes = f"over {limit} tokens rotary scaling {kind} changes all documents of a micro-batch"
             raise UserError(f"a document has {max(lengths)} tokens, and {changes}; give shorter documents")
 
 
 def is_packed_attention(model: nn.Module) -> bool:
-    """Whether ``model`` attends with what ``register_attention`` registered, under whichever name."""
+    """Whether ``model`` uses the attention of ``register_attention``, under any name."""
     interface = require("transformers", "hf").AttentionInterface()
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return name in interface and interface[name] is packed_attention
@@ -182,7 +181,7 @@ def packed_attention(
     usual = query.shape[-1] ** -0.5
     if scaling is not None and not math.isclose(scaling, usual, rel_tol=1e-6):
         query = query * (scaling / usual)
-    kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
+    kind = query.device.type  # under autocast rotated queries and keys are float32 again, but values are not
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
     if attend is None:
@@ -190,13 +189,13 @@ def packed_attention(
     return attend(q, k, v, window=window)[None], None
 
 
-@lru_cache(maxsize=1)  # all layers of a micro-batch have the same tensor, which may be on a GPU
-def _lengths(extents: Tensor) -> list[int]:
-    return [*map(int, extents.diff().tolist())]
+@lru_cache(maxsize=1)  # all layers of a micro-batch pass the same tensor, which may be on a GPU
+def _lengths(cu_seqlens: Tensor) -> list[int]:
+    return [*map(int, cu_seqlens.diff().tolist())]
 
 
 def _mask(*positional: Any, **arguments: Any) -> MaskMaker | None:
-    """How ``sdpa`` makes its mask, in place of it. Raises ``UserError`` where training would need one."""
+    """A function that makes the mask of ``sdpa``. Raises ``UserError`` if training would need that mask."""
     make: MaskMaker = partial(require("transformers", "hf").AttentionMaskInterface()["sdpa"], *positional, **arguments)
     if torch.is_grad_enabled():
         refuse(_objections_to_mask(make))
@@ -209,18 +208,18 @@ def _objections_to_mask(mask: Tensor | MaskMaker | None) -> Iterator[str]:
     settings = mask.keywords if isinstance(mask, partial) else {"attention_mask": mask}
     if (given := settings.get("attention_mask")) is not None:
         shape = tuple(given.shape)
-        yield f"an attention_mask of shape {shape} was given; packed micro-batches have none: FlatteningCollator"
-    if "allow_is_bidirectional_skip" in settings or settings.get("use_vmap"):  # what transformers gives for these
-        yield "attention that is not causal, or has a mask of the model's own, is not supported"
+        yield f"attention_mask of shape {shape} was given, but packed micro-batches have none; use FlatteningCollator"
+    if "allow_is_bidirectional_skip" in settings or settings.get("use_vmap"):  # transformers sets these for both
+        yield "attention that is not causal, or that has its own mask, is not supported; train the model unpacked"
 
 
 def _window(mask: Tensor | MaskMaker | None, window: int | None, lengths: Sequence[int]) -> int | None:
-    """The sliding window to attend with, None where every document fits into it."""
+    """The sliding window of the layer, or None if every document fits into it."""
     local = mask.keywords.get("local_size") if isinstance(mask, partial) else None
     sizes = [size for size in (local, window) if size is not None]
     if max(lengths) <= min(sizes, default=max(lengths)):
         return None
-    if local != window:  # a mask without a window is that of chunked attention
+    if local != window:  # chunked attention has a mask but no window
         over = f"a document has {max(lengths)} tokens, over the {min(sizes)} of attention_chunk_size or sliding_window"
         raise UserError(f"{over}, and the layers do not attend in a plain sliding window; give shorter documents")
     return window
@@ -229,15 +228,15 @@ def _window(mask: Tensor | MaskMaker | None, window: int | None, lengths: Sequen
 def _objections(
     module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, given: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What this attention would not compute."""
+    """Reasons why this attention would be wrong."""
     (rows, _, queries, _), keys, shared = query.shape, key.shape[2], given.get("attend") is not None
     yield from _objections_to_mask(mask)
     if rows != 1:
-        yield f"a batch of {rows} rows is not packed; lay documents in one row, as FlatteningCollator does"
+        yield f"a batch of {rows} rows is not packed; put all documents into one row, as FlatteningCollator does"
     if queries != keys:
-        yield f"{queries} queries attend {keys} keys: there is a cache; set use_cache = False, and generate with sdpa"
+        yield f"{queries} queries attend {keys} keys, so there is a cache; set use_cache = False, generate with sdpa"
     if "cu_seq_lens_q" not in given and not shared:
-        yield "the batch, or what the model hands on to its attention, has no cu_seq_lens_q; use FlatteningCollator"
+        yield "the attention gets no cu_seq_lens_q from the batch through the model; use FlatteningCollator"
     if dropout:
         yield f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0"
     if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
@@ -247,7 +246,7 @@ def _objections(
 
 
 def _unknown(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """What the model gives to its attention and neither this one nor sdpa would look at."""
+    """Arguments of the model's attention that neither ours nor sdpa reads."""
     for name, value in arguments.items():
         if name not in _HARMLESS and isinstance(value, Tensor | int | float) and not isinstance(value, bool):
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"= {value}"

@@ -1,7 +1,7 @@
 """Makes a Trainer that trains planned steps from any Trainer class.
 
-A Trainer resumes by passing over batches, which is right only where every setting is what it was. So the state of the
-steps is in ``trainer_state.json``, and the loader of a resumed run begins after it.
+A Trainer resumes by skipping batches, which is right only if no setting has changed. So ``trainer_state.json`` holds
+the state of the steps, and the loader of a resumed run begins after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.errors import UserError, require
-from wlb.integrations.batches.processes import warn
+from wlb.integrations.batches.processes import check_whole, warn
 from wlb.integrations.document_fields import FIELDS
 from wlb.integrations.huggingface.attention import check_rotary, other_layers, prepare_model, register_attention
 from wlb.integrations.huggingface.check import check_arguments, check_settings, check_trainer, set_right
@@ -29,7 +29,7 @@ from wlb.integrations.packed import NO_LABELS, FlatteningCollator, PackedBatch, 
 from wlb.runtime.collectives import on_every_rank
 from wlb.workload.model_json import shape_of_config
 
-_PLANNED = 64  # steps of an endless stream that are looked at before training; planning all would take minutes
+_PLANNED = 64  # steps of an endless stream to plan before training; planning all would take minutes
 _EPOCHS, _STEPS_OF_EPOCH, _SAMPLES, _ALL_STEPS = 0, 1, 3, 6  # in what Trainer.set_initial_training_values returns
 
 
@@ -45,20 +45,18 @@ def balanced(
     """A subclass of ``trainer_class`` (``Trainer``, ``SFTTrainer``) that trains the steps of ``packed_batches``.
 
     Args:
-        context_window: Tokens of a micro-batch on average and of a document at most;
-            ``per_device_train_batch_size`` has no effect. Memory must hold ``max_length_factor`` = 1.5 windows.
+        context_window: Mean tokens of a micro-batch, and the longest document; ``per_device_train_batch_size`` has no
+            effect. A GPU must hold ``max_length_factor`` = 1.5 windows.
         cp: Neighbouring processes that share every micro-batch, by the strategy ``sharding``.
         check: Before the first step, compare losses and gradients of packed documents with single ones
-            (``check_trainer``), in the time of a few micro-batches; nothing that is trained changes.
-        settings: Further keywords of ``packed_batches``: hardware, seed, options of the packer (``max_delay``),
-            ``calibrate``. ``model`` is the trained one.
+            (``check_trainer``). It takes the time of a few micro-batches and does not change the training.
+        settings: Further keywords of ``packed_batches``; ``model`` defaults to the trained one.
 
-    Gradient accumulation is the number of micro-batches. All epochs are one stream, repeated up to ``max_steps`` where
-    that is given. ``state.epoch`` is the documents trained over those of the data set. Resuming goes on with the
-    documents that come next, also with other settings; without ``train_dataset`` a Trainer evaluates.
-
-    Raises ``UserError`` for what would silently train something else; docs/stacks/huggingface.md lists it.
+    Gradient accumulation is the number of micro-batches. All epochs are one stream, repeated up to a given
+    ``max_steps``. ``state.epoch`` is the trained documents over those of the data set. Without ``train_dataset`` a
+    Trainer evaluates. Raises ``UserError`` for the settings that docs/stacks/huggingface.md lists as wrong.
     """
+    check_whole("context_window", context_window)
     check_arguments(trainer_class, {})
     planning = {"context_window": context_window, "cp": cp, "sharding": sharding, **settings}
 
@@ -86,12 +84,12 @@ class _BalancedTrainer:
         if changed and self.args.process_index == 0:
             warnings.warn(f"balanced() set {', '.join(changed)}", stacklevel=2)
         if self.train_dataset is None:
-            return  # it evaluates
+            return  # for evaluation only
         check_settings(self, self._wlb_planning)
         self._wlb_epochs = max(1, ceil(self.args.num_train_epochs))
-        self.args.num_train_epochs, self.args.ignore_data_skip = 1, True  # the loader knows where it begins
+        self.args.num_train_epochs, self.args.ignore_data_skip = 1, True  # the loader knows where to begin
         self._wlb_steps = self._wlb_planned_steps()
-        # Pools may have another number of micro-batches than was asked for.
+        # Pools may have another number of micro-batches than the arguments.
         self.args.gradient_accumulation_steps = self._wlb_steps.job.micro_batches_per_rank
         self._wlb_planned = self._wlb_planned_by()
         self._wlb_begin = 0, 0.0, self._wlb_steps.state_dict()
@@ -100,18 +98,17 @@ class _BalancedTrainer:
         if self._wlb_steps.job.layout.cp > 1:
             if kinds := other_layers(getattr(self.model, "config", None)):
                 raise UserError(f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out")
-            register_attention(self.model)  # also in place of FlashAttention
+            register_attention(self.model)  # even if the model uses FlashAttention
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
-        """As Trainer's, on the documents that come next in the checkpoint. Raises ``UserError`` where none can."""
+        """Train as ``Trainer.train``, from the next documents of the checkpoint. Raises ``UserError`` if it cannot."""
         if self.train_dataset is None:
             raise UserError("there are no documents to train; give train_dataset")
         if self._wlb_planned != self._wlb_planned_by():
-            changed = "train_dataset, gradient_accumulation_steps, max_steps or num_train_epochs"
-            raise UserError(f"{changed} is not what the steps were planned by; make another Trainer")
+            raise UserError("train_dataset or args have changed since the steps were planned; make a new Trainer")
         load = partial(self._wlb_loader_after, resume_from_checkpoint)
         self._wlb_loader = on_every_rank(load) if dist.is_initialized() else load()
-        self._wlb_steps.agree()  # before the check, in which other documents would be other collectives
+        self._wlb_steps.agree()  # before the check, which would deadlock with different documents
         return super().train(resume_from_checkpoint, *positional, **arguments)  # type: ignore[misc]
 
     def _wlb_planned_by(self: Any) -> tuple[Any, ...]:
@@ -124,7 +121,7 @@ class _BalancedTrainer:
 
     def get_train_dataloader(self: Any) -> Any:
         if self._wlb_loader is None:
-            self._wlb_loader = self._wlb_loader_after(None)  # before ``train``, which makes its own
+            self._wlb_loader = self._wlb_loader_after(None)  # someone asks before ``train``, which makes its own
         return self._wlb_loader
 
     def training_step(self: Any, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
@@ -132,7 +129,7 @@ class _BalancedTrainer:
             return super().training_step(model, inputs, *positional, **arguments)  # type: ignore[misc]
 
     def set_initial_training_values(self: Any, *positional: Any, **arguments: Any) -> Any:
-        """As Trainer's, with all epochs as one, steps that are done, and documents for its metric of samples."""
+        """As in Trainer, but with all epochs as one, and documents as the samples in its metrics."""
         values = [*super().set_initial_training_values(*positional, **arguments)]  # type: ignore[misc]
         values[_EPOCHS], values[_STEPS_OF_EPOCH], values[_ALL_STEPS] = 1, *[self._wlb_loader.all_steps] * 2
         values[_SAMPLES] = self._wlb_loader.documents_a_step * self._wlb_loader.all_steps
@@ -142,11 +139,11 @@ class _BalancedTrainer:
         batches, items = super().get_batch_samples(*positional, **arguments)  # type: ignore[misc]
         if batches and items is not None and not int(items.max() if isinstance(items, Tensor) else items):
             warn(NO_LABELS)
-            items = items + 1  # the loss is a sum of nothing, divided by them
+            items = items + 1  # avoids 0 / 0
         return batches, items
 
     def _set_signature_columns_if_needed(self: Any) -> None:
-        """Keep the columns of documents that the model does not take."""
+        """Keep columns that wlb reads from documents and the model does not take."""
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
         self._signature_columns = [*dict.fromkeys([*self._signature_columns, *FIELDS])]
 
@@ -162,14 +159,14 @@ class _BalancedTrainer:
         longest, window = int(steps.lengths.argmax()), steps.job.context_window
         if (tokens := steps.lengths[longest]) > window:
             over = f"document {longest} has {tokens} tokens, over context_window = {window}"
-            raise UserError(f"{over}; raise it, or cut it")
+            raise UserError(f"{over}; raise the window, or cut such documents")
         check_rotary(config, steps.lengths)
         self._wlb_documents = documents
         return steps
 
 
 def _callback(trainer: Any) -> Any:
-    """What a Trainer does beside its steps: checks packing first, counts epochs, and saves the state of the steps."""
+    """A callback that checks packing before training, counts epochs, and saves the state of the steps."""
     callbacks: Any = require("transformers.trainer_callback", "hf")
 
     class BalancedState(callbacks.TrainerCallback, callbacks.ExportableState):
@@ -187,13 +184,13 @@ def _callback(trainer: Any) -> Any:
             self._epoch = int(state.epoch)
             if trainer._wlb_steps.calibration is not None:
                 trainer._wlb_steps.calibration.end_step()
-            if before < self._epoch and self._step < state.max_steps:  # after which the Trainer's own epoch ends
+            if before < self._epoch and self._step < state.max_steps:  # at max_steps the Trainer ends its own epoch
                 for does, strategy in (("save", "save"), ("evaluate", "eval"), ("log", "logging")):
                     if getattr(args, f"{strategy}_strategy", None) == "epoch":
                         setattr(control, f"should_{does}", True)
 
         def state(self) -> dict[str, Any]:
-            # None inside a planned step, or where more was read than trained.
+            # None inside a planned step, and where the loader has read further than was trained.
             state = trainer._wlb_steps.state_dict() if trainer._wlb_loader.step == self._step else None
             return {"args": {}, "attributes": {"saved": json.dumps(state)}}
 
@@ -201,16 +198,16 @@ def _callback(trainer: Any) -> Any:
 
 
 class TrainLoader:
-    """Micro-batches of this process after ``begin``: the Trainer's steps done, its epoch, and the state of ``steps``.
+    """Micro-batches of this process after ``begin``: finished Trainer steps, the epoch, and the state of ``steps``.
 
-    As a Trainer accumulates equally many in every step, empty ones fill a planned step that has fewer, and one that has
-    more is several of the Trainer's. ``all_steps`` are the Trainer's, those done included, up to ``max_steps`` where
-    that is positive, with ``documents_a_step`` on average. ``step`` and ``epoch`` are where what was read ends.
+    A Trainer accumulates equally many micro-batches in every step. So empty ones fill a shorter planned step, and a
+    longer one becomes several Trainer steps. ``all_steps`` counts all Trainer steps, up to a positive ``max_steps``,
+    and ``documents_a_step`` is their mean. ``step`` and ``epoch`` tell how far the loader has read.
     """
 
     def __init__(self, steps: PackedSteps, max_steps: int, begin: tuple[int, float, Mapping[str, Any]]) -> None:
         self._steps, self._begin, self._wanted = steps, begin, steps.job.micro_batches_per_rank
-        self._inner: dict[int, PackedBatch] = {}  # neither first nor last of their step, by the id of their inputs
+        self._inner: dict[int, PackedBatch] = {}  # neither first nor last in their step, by the id of their inputs
         self.rewind()
         plans = [*islice(steps.plans(), _PLANNED if max_steps > 0 else None)]
         planned = sum(-(-len(plan.ranks[0]) // self._wanted) for plan in plans)
@@ -223,7 +220,7 @@ class TrainLoader:
         self._steps.load_state_dict(state)
 
     def __len__(self) -> int:
-        # Trainer refuses an empty loader; where nothing is left it reads nothing.
+        # Trainer refuses an empty loader, but reads nothing if no step is left.
         return max(1, (self.all_steps - self._begin[0]) * self._wanted)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -241,25 +238,24 @@ class TrainLoader:
             yield last
 
     def timing(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Time what runs inside for the calibration, but for a step's first and last, in which ranks wait."""
+        """Time a micro-batch for the calibration, unless it is the first or last of its step, in which ranks wait."""
         batch, calibration = self._inner.get(id(inputs)), self._steps.calibration
         return nullcontext() if batch is None or calibration is None else calibration.timing(batch)
 
 
 def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple[int, float, dict[str, Any]] | None:
-    """Where the checkpoint ends that Trainer is to resume from, for ``TrainLoader`` to begin; None without one.
+    """Where the checkpoint to resume from ends and ``TrainLoader`` begins; None without a checkpoint.
 
-    Raises ``UserError`` for a checkpoint that does not say it.
+    Raises ``UserError`` for a checkpoint without this state.
     """
     folder: Any = resume_from_checkpoint
     if folder is True:
         folder = require("transformers.trainer_utils", "hf").get_last_checkpoint(args.output_dir)
     if not folder:
-        return None  # which Trainer refuses where it was asked for one
+        return None  # if one was asked for, Trainer raises
     path = Path(folder) / "trainer_state.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     exported = (saved.get("stateful_callbacks") or {}).get("BalancedState", {})
     if state := json.loads(exported.get("attributes", {}).get("saved", "null")):
         return saved["global_step"], saved["epoch"] or 0.0, state
-    lacks = f"the checkpoint {folder} does not say which documents were trained"
-    raise UserError(f"{lacks}; begin anew from its weights, or train on without balanced()")
+    raise UserError(f"the checkpoint {folder} has no state of balanced(); start a new run from its weights")

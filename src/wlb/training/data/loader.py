@@ -27,16 +27,16 @@ from wlb.packing.plan import StepPlan
 from wlb.runtime.batch import labelled_tokens, read_batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.own_lists import digest_of, fingerprint_of, names_ranks
-from wlb.runtime.sharded_batch import RankShare, ShardedBatch
+from wlb.runtime.sharded_batch import RankSlice, ShardedBatch
 
 T = TypeVar("T")
 
 _STEPS_AHEAD = 2  # of training, planned, and as many of these read
 
 
-def share_in(job: Job, dp_rank: int, cp_rank: int) -> RankShare:
+def share_in(job: Job, dp_rank: int, cp_rank: int) -> RankSlice:
     """The share of a rank of ``job``."""
-    return RankShare(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs)
+    return RankSlice(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs)
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class StepLoader(Iterator[LoadedStep]):
         job: Job,
         training: TrainingConfig,
         *,
-        share: RankShare | None = None,
+        share: RankSlice | None = None,
         state: dict[str, Any] | None = None,
         calibration: Calibration | None = None,
     ) -> None:
         self._store, self._job, self._calibration = store, job, calibration
-        self._share = share or RankShare()
+        self._share = share or RankSlice()
         self._identity = data_identity(store, job)
         self._epochs = 1 if training.steps is None else None
         if state is not None:

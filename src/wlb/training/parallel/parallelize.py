@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from wlb.attention.packed_attention import KeptAttention
+from wlb.attention.packed_attention import AttentionCache
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Block, Transformer, TransformerConfig
 from wlb.schedules.layout import Layout, split_layers
@@ -108,7 +108,7 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
     a second time right before its backward pass. Under ``keep_attention`` it also keeps the output of attention and its
     log-sum-exp, so attention and the exchange of keys and values are not repeated (Korthikanti et al., arXiv
     2205.05198, section 5, recompute attention instead, whose scores flash attention never stores). The attention
-    function must take ``kept`` as ``context_parallel_attention`` does. ``docs/simulation.md`` has what each kind keeps.
+    function must take ``cache`` as ``context_parallel_attention`` does. ``docs/simulation.md`` says what each kind keeps.
 
     Only the block's ``forward`` is replaced, so FSDP's and tensor-parallel hooks stay around it.
     """
@@ -121,7 +121,7 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
 def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForward:
     @wraps(forward)
     def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
-        attend = partial(attend, kept=KeptAttention(computed_again=not keep_attention))
+        attend = partial(attend, cache=AttentionCache(computed_again=not keep_attention))
         # There is no dropout, so no random state that the second pass would have to find again.
         out: Tensor = checkpoint(forward, x_TD, rotation, attend, use_reentrant=False, preserve_rng_state=False)
         return out
