@@ -32,27 +32,26 @@ from wlb.token_count import MOST_TOKENS
 
 
 class MixtureStore(Section):
-    """One store of a mixture and its share of the trained tokens. In a file each is a [[data.mixture]]."""
+    """One store of a mixture; a file has one [[data.mixture]] per store."""
 
-    store: StoreSetting = Field(description="The token store, as data.store names it")
-    weight: Number = Field(gt=0, le=1e9, description="Its relative share of the tokens")
+    store: StoreSetting = Field(description="The token store, named as in data.store")
+    weight: Number = Field(gt=0, le=1e9, description="Relative share of the trained tokens")
 
 
 class DataConfig(Section):
-    """Which documents, and what happens to those longer than the context window."""
+    """Which documents to train on."""
 
     store: StoreSetting | None = Field(
         None,
-        description="The token store: its prefix, a path or a URL, or its shards: a directory, a glob or a list; "
-        "required without a mixture",
+        description="The token store: a prefix, a URL, or a directory, glob or list of shards",
     )
     mixture: tuple[MixtureStore, ...] = Field((), description="Several stores with weights, instead of store")
-    context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")
+    context_window: Tokens = Field(4096, description="Most tokens that attention spans")
     overlong: Literal["split", "truncate", "drop", "error"] = Field(
-        "split", description="What happens to documents longer than the context window"
+        "split", description="What to do with longer documents"
     )
     seed: NonNegativeInt = Field(0, description="Seed of the document order")
-    shuffle: bool = Field(True, description="Shuffle documents anew in every epoch")
+    shuffle: bool = Field(True, description="Shuffle the documents again in every epoch")
 
     @property
     def stores(self) -> tuple[str | tuple[str, ...], ...]:
