@@ -19,8 +19,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 HEADER = """# Configuration reference
 
-For whoever writes a job: every setting of its TOML file, with its default and its meaning. `--set training.steps=20` changes
-one setting for a run. Only `data.store`, or `[[data.mixture]]` instead, is required.
+For whoever writes a job: every setting of its TOML file, with its default and its meaning. Only `data.store`, or
+`[[data.mixture]]` instead, is required. `--set training.steps=20` changes one setting for a run.
 
 Brackets hold the default (**bold** among several values) or the type. Token counts may have a binary unit: `"128K"` is
 131,072. Relative paths start at the working directory. Unknown keys are refused.

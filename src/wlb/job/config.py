@@ -115,7 +115,7 @@ class LayoutConfig(Section):
     virtual_pp: PositiveInt = Field(1, description="Pipeline stages per pipeline rank")
     schedule: Annotated[str, *one_of(SCHEDULES)] = Field(
         "auto",
-        description="planned: an order made for each step; auto: planned with preset balanced, else 1F1B (interleaved if "
+        description="planned: an order per step; auto: planned with preset balanced, else 1F1B (interleaved if "
         "virtual_pp is over 1)",
     )
 

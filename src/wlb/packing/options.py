@@ -129,7 +129,7 @@ class PackingOptions(Section):
     )
     lookahead: Number = Field(
         default_factory=lambda given: _LOOKAHEAD if given.get("method") == "balanced" and given["max_delay"] else 0.0,
-        description="Fraction of the next global batch that a step may train early; default: 0.5 if max_delay is over 0",
+        description="Fraction of the next global batch that a step may train early; default: 0.5 with max_delay",
         json_schema_extra={"defaults": {"balanced": None}},
         ge=0,
         le=1,

@@ -192,7 +192,7 @@ def test_float_stores_are_refused(tmp_path, megatron):
     builder.add_item(torch.tensor([1.0]))
     builder.end_document()
     builder.finalize(str(tmp_path / "f.idx"))
-    with pytest.raises(UserError, match="has values of type code 7; token ids have 1, 2"):
+    with pytest.raises(UserError, match="has values of type code 7; make .* whose codes are 1, 2"):
         TokenStore.open(tmp_path / "f")
 
 
@@ -291,7 +291,7 @@ def test_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"cannot write token store .*: No space left on device"):
+    with pytest.raises(UserError, match=r"token store .* cannot be written: No space left on device"):
         write(tmp_path / "s", [[1]])
     assert list(tmp_path.iterdir()) == []
 
@@ -356,9 +356,7 @@ def test_a_store_without_a_label_to_learn_is_found(tmp_path, monkeypatch):
         if any(learnt[1:]):
             store.check_labels()
         else:
-            with pytest.raises(
-                UserError, match=r"token store .* has no label \(PREFIX\.mask\), .* nothing would be learnt"
-            ):
+            with pytest.raises(UserError, match=r"token store .* has no labels \(PREFIX\.mask\) .* nothing to learn"):
                 store.check_labels()
     stored("whole", [[True], [True, True]], masked=False).check_labels()
     with pytest.raises(UserError, match="or documents of one token only"):
