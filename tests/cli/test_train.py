@@ -73,7 +73,7 @@ def test_a_bad_override_and_a_missing_configuration(folder):
 
 def test_a_store_without_a_vocabulary(folder):
     (folder / "store.json").unlink()
-    assert "does not say how large its vocabulary is; set model.vocab_size" in error_of(write_config(folder))
+    assert "does not give the size of its vocabulary; set model.vocab_size" in error_of(write_config(folder))
 
 
 @pytest.mark.parametrize("section", ["checkpoint", "metrics"])

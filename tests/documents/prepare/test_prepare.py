@@ -156,7 +156,7 @@ def test_what_is_left_out_of_lengths_is_told(tmp_path, capsys):
     source, many = text_lengths(write_lines(tmp_path / "d.jsonl", ["a"] * 50_000), BytesTokenizer())
     assert 20_000 <= len(many) < 30_000
     assert source == f"the beginning of {tmp_path / 'd.jsonl'} (one document per line)"
-    assert f"those of the first {len(many):,} documents of {tmp_path / 'd.jsonl'}" in capsys.readouterr().err
+    assert f"counted only the first {len(many):,} documents of {tmp_path / 'd.jsonl'}" in capsys.readouterr().err
     with pytest.raises(UserError, match="the sources contain no documents"):
         text_lengths(write_lines(tmp_path / "d.jsonl", []), BytesTokenizer())
 

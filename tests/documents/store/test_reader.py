@@ -163,7 +163,7 @@ def test_a_shard_that_changes_while_it_is_used_is_refused(corpus, monkeypatch):
     for use in (store.check_unchanged, store.lengths_of):
         with pytest.raises(UserError, match=r"10_tokens\.bin changed while it was in use: it had 12 bytes"):
             use(np.array([2]))
-    with pytest.raises(UserError, match=r"10_tokens\.bin has 2 bytes where its index asks for 12"):
+    with pytest.raises(UserError, match=r"10_tokens\.bin has 2 bytes, but its index asks for 12"):
         TokenStore.open(corpus)
 
 

@@ -192,7 +192,7 @@ def test_float_stores_are_refused(tmp_path, megatron):
     builder.add_item(torch.tensor([1.0]))
     builder.end_document()
     builder.finalize(str(tmp_path / "f.idx"))
-    with pytest.raises(UserError, match="has values of type code 7; make .* whose codes are 1, 2"):
+    with pytest.raises(UserError, match=r"has values of type code 7; make .* whose codes are 1, 2"):
         TokenStore.open(tmp_path / "f")
 
 
@@ -200,7 +200,7 @@ def test_float_stores_are_refused(tmp_path, megatron):
 def test_token_file_of_another_size(tmp_path, change):
     prefix = write(tmp_path / "s", [[1, 2, 3]])
     (tmp_path / "s.bin").write_bytes(change)
-    with pytest.raises(UserError, match=r"s\.bin has \d+ bytes where its index asks for 6"):
+    with pytest.raises(UserError, match=r"s\.bin has \d+ bytes, but its index asks for 6"):
         TokenStore.open(prefix)
 
 
@@ -331,7 +331,7 @@ def test_a_mask_belongs_to_its_store(tmp_path):
     with pytest.raises(UserError, match=r"s\.mask has the byte 2 in document 1; write 1 for labels and 0 for others"):
         store.loss_mask(1, 0, 2)
     (tmp_path / "s.mask").write_bytes(b"\1" * 4)
-    with pytest.raises(UserError, match=r"s\.mask has 4 bytes where its index asks for 5"):
+    with pytest.raises(UserError, match=r"s\.mask has 4 bytes, but its index asks for 5"):
         TokenStore.open(tmp_path / "s")
     (tmp_path / "s.mask").unlink()
     with pytest.raises(UserError, match=r"s\.mask does not exist, and the store was written with one"):

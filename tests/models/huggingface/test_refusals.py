@@ -86,7 +86,7 @@ def test_a_configuration_we_do_not_compute_is_named(model: Path, changes: dict[s
         (LLAMA3 | {"factor": 0}, "factor = 0: must be greater than or equal to 1"),
         (LLAMA3 | {"low_freq_factor": 5.0}, "must be over low_freq_factor = 5.0"),
         (LLAMA3 | {"factor": True}, "factor = True: must be a number"),
-        ({"rope_theta": 0}, "rope_theta = 0.0 is no base of rotary frequencies; give"),
+        ({"rope_theta": 0}, "rope_theta = 0.0 is not a base of rotary frequencies; give"),
         ({"rope_theta": -5.0}, "rope_theta = -5.0 is not a finite number"),
         (YARN | LONG | {"rope_theta": 1.001}, "has no ramp over the frequencies of rope_theta = 1.001"),
         (YARN | {"beta_slow": 20.0, "truncate": False}, "beta_slow = 20 and an original context of 64 tokens has no"),
@@ -190,5 +190,5 @@ def test_a_model_that_no_family_computes_is_not_exported(model: Path) -> None:
         ({"o_bias": True}, "o_bias"),
         ({"shape": windowed}, "sliding_window, model.full_attention_layers"),
     ):
-        with pytest.raises(UserError, match=f"no Hugging Face family has together model.{named}"):
+        with pytest.raises(UserError, match=f"no Hugging Face family combines model.{named}"):
             to_config_json(replace(config, **parts), longest=1, dtype="float32")

@@ -74,7 +74,9 @@ def test_a_read_only_directory_is_named_before_anything_starts(folder):
     config = write_config(folder, checkpoint=checkpoints_every(2, folder))
     done = train_where('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"', folder, config)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"wlb: error: checkpoint.dir {folder / 'checkpoints'} cannot be written"]
+    assert done.stderr.splitlines() == [
+        f"wlb: error: checkpoint.dir {folder / 'checkpoints'} cannot be written; choose another checkpoint.dir"
+    ]
 
 
 def _train_with_small_files(config: JobConfig, steps: range, said: Path) -> None:
