@@ -89,7 +89,7 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
     try:
         lengths = read(path)
     except FileNotFoundError:
-        raise UserError(f"lengths {path} does not exist") from None
+        raise UserError(f"lengths {path} does not exist; name a file of lengths or a token store") from None
     except OSError as error:
         raise UserError(f"lengths {path} cannot be read: {error.strerror or error}") from error
     if not len(lengths):

@@ -1,8 +1,7 @@
 """The configuration of a training job: TOML sections, validated before anything starts.
 
-This is the schema: keys, types, defaults, bounds, and what must fit together; ``Job`` checks what a layout can run.
-``config_file`` reads a file by it.
-Nothing here imports torch.
+The schema has keys, types, defaults, bounds, and rules across settings; ``Job`` checks what a layout can run.
+``config_file`` reads a file into it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -41,12 +40,13 @@ from wlb.workload.base import Checkpointing, DocumentPrices
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
-# The systems that WLB-LLM (OSDI '25, section 7.1) compares, and ours: what a preset sets where a job does not. They
-# differ in these two sections only. The paper says nothing of dealing to ranks and order; it gets the usual ones.
+# The settings of each preset, which apply unless the job sets its own: the systems that WLB-LLM (OSDI '25, section 7.1)
+# compares, and ours. They differ in these two sections only. The paper does not say how micro-batches are dealt to
+# ranks and ordered, so its systems get the usual ways.
 _AS_PACKED = {"assignment": "arrival", "order": "arrival"}
 NO_BOUND = 2**31 - 1  # steps: in the paper a document waits until its queue is full
-# Stacks that train packed documents today are the first two: plain-4d is the paper's baseline, as torch and torchtitan
-# shard; Megatron-Core and Transformer Engine shard each document of a packed sequence by itself.
+# The first two are today's stacks for packed documents: plain-4d, the paper's baseline, shards as torch and torchtitan
+# do; Megatron-Core and Transformer Engine shard each document of a packed sequence by itself.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "plain-4d": {"packing": {"method": "sequential", **_AS_PACKED}, "sharding": {"strategy": "per_sequence"}},
     "per-document-4d": {"packing": {"method": "sequential", **_AS_PACKED}, "sharding": {"strategy": "per_document"}},
@@ -63,7 +63,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def with_preset(preset: Mapping[str, dict[str, Any]], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Section ``name`` as ``given``, and what it leaves out by ``preset``: options of a method go with the method."""
+    """Section ``name`` as ``given``, completed from ``preset``; with another method, the preset gives no options."""
     settings = preset.get(name, {})
     if given.get("method", settings.get("method")) != settings.get("method"):
         settings = {key: value for key, value in settings.items() if key in _AS_PACKED}
@@ -99,7 +99,7 @@ class ModelConfig(Section):
     def _check(self) -> ModelConfig:
         if self.pretrained is not None and "name" in self.model_fields_set:
             raise ValueError(
-                f"model.name = {self.name!r} and model.pretrained = {str(self.pretrained)!r} both say the shape; "
+                f"model.name = {self.name!r} and model.pretrained = {str(self.pretrained)!r} both set the shape; "
                 "leave one out"
             )
         return self
@@ -162,7 +162,7 @@ class PackingConfig(PackingOptions):
     )
 
     def pools(self, size: int | Literal["auto"]) -> Pools | None:
-        """The pools of ``size`` ranks that it packs for; None where context-parallel groups run its micro-batches."""
+        """The pools of ``size`` ranks to pack for; None if context-parallel groups run the micro-batches."""
         if self.method != "balanced":
             return None
         moves = bool(self.max_delay or self.lookahead)
@@ -171,12 +171,12 @@ class PackingConfig(PackingOptions):
         return Pools(size, self.pool_micro_batches, grouping, batch, delays=bool(self.max_delay))
 
     def in_use(self) -> dict[str, Any]:
-        """The settings as JSON, without options that the method does not read."""
+        """The settings as JSON, without options that the packer does not read."""
         common = {"method", "micro_batches", "assignment", "order"}
         return self.model_dump(mode="json", include=common | METHODS[self.method].keys())
 
     def packer(self, context_window: int, workload: DocumentPrices) -> Packer:
-        """The packer that this section describes, in which ``max_length_factor`` is no longer "auto"."""
+        """The packer that this section describes; ``max_length_factor`` must be a number by now."""
         return PACKERS[self.method](self.micro_batches, context_window, workload, self)
 
     @model_validator(mode="after")
@@ -334,7 +334,7 @@ class JobConfig(Section):
                 f"{self.packing.method!r}; leave it out"
             )
         per_rank = self.packing.micro_batches // self.parallel.dp
-        if per_rank < self.parallel.pp:  # which simulated jobs may have, but torch's schedules refuse
+        if per_rank < self.parallel.pp:  # a simulated job may have fewer, but torch's schedules refuse
             raise ValueError(
                 f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
                 "pipeline stages; raise packing.micro_batches"
@@ -343,14 +343,15 @@ class JobConfig(Section):
 
 
 def check_dealt(micro_batches: int, dp: int) -> None:
-    """Raise ``UserError`` unless each of ``dp`` ranks gets as many micro-batches."""
+    """Raise ``UserError`` unless all ``dp`` ranks get equally many micro-batches."""
     if micro_batches % dp:
         counted = f"packing.micro_batches = {micro_batches} counts all data-parallel ranks"
-        raise UserError(f"{counted} and must be a multiple of parallel.dp = {dp}")
+        least = micro_batches + dp - micro_batches % dp
+        raise UserError(f"{counted} and must be a multiple of parallel.dp = {dp}, such as {least}")
 
 
 def check_pool(ranks: int, pool: int) -> None:
-    """Raise ``UserError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
+    """Raise ``UserError`` unless ``ranks`` = dp x cp is a multiple of ``pool``."""
     if ranks % pool:
         sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
         raise UserError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
