@@ -39,7 +39,7 @@ class Evaluator:
         self.broken_off = False  # whether the last evaluation stopped early because a rank was asked to end
 
     def after(self, step: int, *, last: bool, asked_to_end: Callable[[], bool]) -> dict[str, Any] | None:
-        """The result of ``run`` if one is due after ``step``, as it is after the ``last``; no step is evaluated twice."""
+        """The result of ``run`` if one is due after ``step``, as after the ``last``; no step is evaluated twice."""
         due = last or step % self._model.checked.config.evaluation.every == 0
         if not due or step in (0, self._evaluated):
             return None

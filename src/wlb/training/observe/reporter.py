@@ -55,9 +55,7 @@ class Reporter:
         longest = self._job.longest_micro_batch // (self._job.layout.cp if self._job.levels_steps else 1)
         say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
         if config.training.calibrate and not (self._job.levels_steps and self._job.layout.tp == 1):
-            say(
-                "wlb: note: training.calibrate needs level steps without tensor parallelism; this job measures no prices"
-            )
+            say("wlb: note: training.calibrate needs level steps without tensor parallelism; it stays off here")
         if config.training.steps and self._first >= config.training.steps:
             say(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
         note = attention_note(execution.dtype, execution.device)
