@@ -158,7 +158,7 @@ class PackingConfig(PackingOptions):
     )
     order: Order = Field(
         "makespan",
-        description="Order inside a rank: as packed, heavy in the middle, or for the shortest pipeline step",
+        description="Order inside a rank: as packed, heavy in the middle, or what parallel.schedule runs fastest",
     )
 
     def pools(self, size: int | Literal["auto"]) -> Pools | None:

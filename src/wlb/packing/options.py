@@ -101,55 +101,57 @@ class PackingOptions(Section):
     """
 
     method: Annotated[str, AfterValidator(checked_method)] = Field(
-        "balanced", description="The packer", json_schema_extra={"enum": [*METHODS]}
+        "balanced", description="Packer", json_schema_extra={"enum": [*METHODS]}
     )
     max_delay: NonNegativeInt = _option(
         "max_delay",
         0,
-        "Steps (times window) after which a waiting document goes first; 0: none waits (balanced only)",
+        "Steps (or packing.window of them) after which a waiting document goes first; 0 lets none wait (balanced only)",
     )
     window: MicroBatchCount = _option("window", 1, "Global batches packed together")
-    solver_nodes: PositiveInt = _option("solver_nodes", 1, "Branch-and-bound nodes per solve", le=100_000)
+    solver_nodes: PositiveInt = _option("solver_nodes", 1, "Branch-and-bound nodes of one solve", le=100_000)
     max_length_factor: LengthFactor | Literal["auto"] = _option(
         "max_length_factor",
         1.0,
-        "L_max, the most tokens in a micro-batch, in context windows; auto is what memory allows, up to 4 (balanced: "
-        "twice the mean micro-batch)",
+        "L_max, the most tokens of a micro-batch, in context windows; auto is what memory allows, up to 4 (with "
+        "balanced, twice the mean micro-batch)",
     )
     outlier_thresholds: Literal["auto"] | Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)] | None = _option(
         "outlier_thresholds",
         None,
-        "Document lengths at which outlier queues begin; auto learns them; default: 3/16 and 9/16 of the window",
+        "Lengths from which documents wait in an outlier queue; auto finds them from the documents seen; default: 3/16 "
+        "and 9/16 of the context window",
     )
     early_release: bool = _option(
-        "early_release", False, "Train a waiting outlier as soon as the step can balance it; false as in the paper"
+        "early_release", False, "Release a waiting outlier that the step can balance; false is the paper's algorithm"
     )
     delay_price: Number = _option(
-        "delay_price", 0.0, "Imbalance to accept rather than delay a global batch by a step", ge=0, le=100
+        "delay_price", 0.0, "Imbalance that a step of waiting is worth, for a global batch of tokens", ge=0, le=100
     )
     lookahead: Number = Field(
         default_factory=lambda given: _LOOKAHEAD if given.get("method") == "balanced" and given["max_delay"] else 0.0,
-        description="Fraction of the next global batch that a step may train early; default: 0.5 with max_delay",
+        description="Part of the next global batch that a step may train early; by default half of it where documents "
+        "may wait",
         json_schema_extra={"defaults": {"balanced": None}},
         ge=0,
         le=1,
     )
     token_spread: Number = _option(
-        "token_spread", 0.0, "Fraction by which a step may exceed or miss the global batch", ge=0, le=1
+        "token_spread", 0.0, "Global batches by which a step may be longer or shorter than one", ge=0, le=1
     )
     global_batch: MicroBatchCount | None = _option(
-        "global_batch", None, "Context windows that a step trains; default: micro_batches"
+        "global_batch", None, "Context windows that a step trains; default: as many as micro_batches"
     )
     pool_micro_batches: MicroBatchCount | Literal["auto"] = _option(
         "pool_micro_batches",
         "auto",
-        "Micro-batches that each pool runs in a step; auto simulates",
+        "Micro-batches that each pool runs in a step; auto simulates which is fastest",
     )
     grouping: Grouping | Literal["auto"] = _option(
         "grouping",
         "auto",
-        "even: as many micro-batches on every rank; level: each rank runs its own number; slices: long documents go "
-        "through the pipeline in slices; auto simulates",
+        "even: as many micro-batches on every rank; level: lists of micro-batches for each rank; slices: long "
+        "documents go through a pipeline in slices; auto is decided with pool_micro_batches",
     )
 
     @field_validator(*dict.fromkeys(option for read in METHODS.values() for option in read), mode="before")

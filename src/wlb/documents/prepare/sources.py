@@ -285,7 +285,5 @@ def _definitions(source: str, tree: ast.Module) -> list[str]:
     for previous, node in pairwise(tree.body):
         if isinstance(node, _DEFINITIONS) or isinstance(previous, _DEFINITIONS):
             cuts.append(previous.end_lineno or 0)
-    lines = re.findall(
-        r".*\n|.+$", source
-    )  # str.splitlines would also cut at form feeds, where ast sees no end of line
+    lines = re.findall(r".*\n|.+$", source)  # str.splitlines also cuts at form feeds, which end no line for ast
     return ["".join(lines[first:end]) for first, end in pairwise([*cuts, len(lines)])]

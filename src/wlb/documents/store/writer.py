@@ -98,9 +98,7 @@ class TokenStoreWriter:
             self._idx = opened.enter_context(_open_part(index))
             self._mask = opened.enter_context(_open_part(mask)) if self._masked else None
             for stale in (sidecar, tokenizer, *([] if self._masked else [mask])):
-                _part(stale).unlink(
-                    missing_ok=True
-                )  # left by a killed run: we hold the locks, so nobody is writing them
+                _part(stale).unlink(missing_ok=True)  # of a killed run: we hold the locks, so nobody writes them
             self._index = IndexWriter(self._idx, self._dtype)
             opened.pop_all()
         return self
