@@ -102,6 +102,7 @@ _PLAIN = {
     "a valid boolean": "true or false",
     "a valid tuple": "a list",
     "a valid string": "text",
+    "False, True": "false, true",
 }
 
 

@@ -141,8 +141,8 @@ def load_tokenizer(source: str, end_token: str | None = None) -> Tokenizer:
         if os.path.isdir(source):
             raise UserError(f"{source} holds no tokenizer.json; save the tokenizer in the fast format first") from None
         raise UserError(
-            f"tokenizer {source!r} is neither 'bytes' nor an existing file or directory; download a model's tokenizer "
-            "first: hf download MODEL tokenizer.json --local-dir DIR"
+            f"tokenizer {source!r} is neither 'bytes' nor an existing file or directory; download one first: "
+            "hf download MODEL tokenizer.json tokenizer_config.json --local-dir DIR"
         ) from None
     except OSError as error:
         raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from error
