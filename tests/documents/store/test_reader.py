@@ -184,7 +184,7 @@ def test_masks_of_some_shards(tmp_path):
     with TokenStoreWriter(tmp_path / "a/2", vocab_size=50, masked=True) as writer:
         writer.add([1, 2, 3], np.array([False, False, False]))
     store = TokenStore.open(tmp_path / "a")
-    with pytest.raises(UserError, match="so nothing would be learnt"):
+    with pytest.raises(UserError, match="so there is nothing to learn"):
         store.check_labels()
     with TokenStoreWriter(tmp_path / "a/3", vocab_size=50, masked=True) as writer:
         writer.add([1, 2, 3], np.array([False, False, True]))

@@ -217,11 +217,11 @@ def test_missing_files(tmp_path, missing, message):
     [
         ("{", "is not what wlb prepare writes"),
         ('{"format": "wlb-token-store/9"}', "is not what wlb prepare writes"),
-        ('{"format": "wlb-token-store/1"}', "of another store"),
+        ('{"format": "wlb-token-store/1"}', "belong to different stores"),
         ("[1, 2]", "is not what wlb prepare writes .*; move it elsewhere, or prepare the store again"),
         (" " * (2 << 20), "is not what wlb prepare writes"),
-        ({"documents": 5}, "says documents = 5, the index 1"),
-        ({"token_type": "int32"}, "of another store"),
+        ({"documents": 5}, "says documents = 5, but the index says 1"),
+        ({"token_type": "int32"}, "belong to different stores"),
     ],
 )
 def test_damaged_sidecar(tmp_path, content, message):
@@ -359,5 +359,5 @@ def test_a_store_without_a_label_to_learn_is_found(tmp_path, monkeypatch):
             with pytest.raises(UserError, match=r"token store .* has no labels \(PREFIX\.mask\) .* nothing to learn"):
                 store.check_labels()
     stored("whole", [[True], [True, True]], masked=False).check_labels()
-    with pytest.raises(UserError, match="or documents of one token only"):
+    with pytest.raises(UserError, match="or only documents of one token"):
         stored("short", [[True]] * 4, masked=False).check_labels()
