@@ -47,9 +47,7 @@ def as_rank(work: Callable[[Termination], Any]) -> Any:
         return result
     except Exception as error:
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        if (
-            isinstance(error, RuntimeError) and not isinstance(error, TrainingError) and not alone
-        ):  # such as a lost peer
+        if isinstance(error, RuntimeError) and not isinstance(error, TrainingError) and not alone:  # as of a lost peer
             termination.asked.wait(_LOST_PEER_SECONDS)
         leave(error)
 
@@ -92,9 +90,7 @@ def _end_with_launcher(termination: Termination) -> None:
     If the launcher dies while ranks save after a signal, they still have their grace time.
     """
     launcher, parent = multiprocessing.parent_process(), os.getppid()
-    if (
-        launcher is None and _store_is_gone()
-    ):  # torchrun died before this line, and the parent is the process that adopts orphans
+    if launcher is None and _store_is_gone():  # torchrun has died, and another process has adopted this one
         os._exit(1)
 
     def watch() -> None:

@@ -44,11 +44,7 @@ _TEXT = (
 _UNITS = {"text": "file", "lines": "line", "jsonl": "line", "parquet": "row"}
 # Parts of the standard library that are not in the corpus.
 _SKIPPED_DIRECTORIES = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
-_BUILD_PREFIXES = (
-    "config-",
-    "_sysconfigdata_",
-    "lib-dynload",
-)  # they hold paths from the machine that built this Python
+_BUILD_PREFIXES = ("config-", "_sysconfigdata_", "lib-dynload")  # they hold paths of the build machine
 _TOPICS = Path("pydoc_data", "topics.py")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
