@@ -1,6 +1,6 @@
-"""The shape of the model that ``[model]`` describes with a preset or with the directory of a pretrained model.
+"""The shape of the model that ``[model]`` describes, by a preset or by the directory of a pretrained one.
 
-Only ``config.json`` is read. ``wlb.models.configured_model`` has everything else that training needs.
+Nothing is read but ``config.json``. ``wlb.models.configured_model`` has the rest of what is trained.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _DIMENSIONS = (
 def configured_shape(model: ModelConfig, vocab_size: int | None = None) -> ModelShape:
     """The shape that ``[model]`` describes.
 
-    ``vocab_size`` is the size of the token store's vocabulary, if known; the model's may be larger. Dimensions default
-    to those of the preset or pretrained model, and the width of a head to hidden / heads if one of these is given.
-    Raises ``UserError`` for dimensions that do not fit together or differ from the pretrained model's.
+    ``vocab_size`` is that of the token store, where it is known; the model's may be larger. Dimensions that are not
+    given are those of the preset or of the pretrained model; the width of a head is hidden / heads where one of these
+    is given. Raises ``UserError`` for dimensions that do not fit together or are not those of the pretrained model.
     """
     directory = model.pretrained
     if directory is None:
@@ -41,9 +41,9 @@ def configured_shape(model: ModelConfig, vocab_size: int | None = None) -> Model
 
 
 def has_tied_embeddings(model: ModelConfig) -> bool:
-    """Whether the output head shares the embedding's matrix; ``[model]`` may untie the head of a pretrained model.
+    """Whether the output head is the embedding's matrix; ``[model]`` may untie that of a pretrained model.
 
-    Raises ``UserError`` if it ties a head that is not tied in the pretrained model.
+    Raises ``UserError`` where it ties a head that is not tied there.
     """
     if model.pretrained is None:
         return model.tied_embeddings
@@ -57,7 +57,7 @@ def has_tied_embeddings(model: ModelConfig) -> bool:
 
 
 def refuse_changes(model: ModelConfig, found: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` if ``[model]`` gives other values than those ``found`` in the pretrained model."""
+    """Raise ``UserError`` where ``[model]`` gives another value than was ``found`` in the pretrained model."""
     for name, value in found.items():
         if name in model.model_fields_set and getattr(model, name) not in (None, value):
             raise UserError(

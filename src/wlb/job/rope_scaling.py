@@ -22,15 +22,15 @@ _OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
 
 
 class RopeScalingConfig(Section):
-    """How rotary positions are stretched to a longer context; names and meanings as in Hugging Face's config.json."""
+    """Rotary positions stretched to a longer context, with the names and meanings of Hugging Face's config.json."""
 
     rope_type: Literal["llama3", "linear", "yarn"] = Field(
-        "llama3", description="Llama 3.1's method, position interpolation, or YaRN"
+        "llama3", description="Llama 3.1's, position interpolation, or YaRN"
     )
-    factor: Number = Field(8.0, ge=1, description="New context over original context")
+    factor: Number = Field(8.0, ge=1, description="Ratio of the contexts")
     low_freq_factor: Number = Field(1.0, gt=0, description="With llama3")
     high_freq_factor: Number = Field(4.0, gt=0, description="With llama3")
-    original_max_position_embeddings: Tokens = Field(8192, description="With llama3 and yarn")
+    original_max_position_embeddings: Tokens = Field(8192, description="Not with linear")
     beta_fast: Number = Field(32.0, ge=1e-6, le=1e6, description="With yarn")
     beta_slow: Number = Field(1.0, ge=1e-6, le=1e6, description="With yarn")
     attention_factor: Number | None = Field(None, gt=0, description="With yarn; default: 0.1 ln(factor) + 1")

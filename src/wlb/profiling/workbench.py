@@ -78,7 +78,7 @@ class Workbench:
         return self._through(sum(tokens), attend), 1.0
 
     def attention(self, runs: Runs) -> Case:
-        """Attention over any runs of at most ``max_tokens`` queries and keys."""
+        """Attention of any runs of at most ``max_tokens`` queries and keys."""
         queries, keys = sum(runs.query_lengths), sum(runs.key_lengths)
         grad_out, inputs = self._grad_out[:queries], (self._query[:queries], self._key[:keys], self._value[:keys])
         forward, backward = self._backend.forward, self._backend.backward

@@ -26,8 +26,8 @@ from wlb.workload.hardware import HARDWARE
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
-# How many compiled half-precision matrix products oneDNN keeps on CPU, one for each length of a micro-batch. By default
-# oneDNN and PyTorch's layer above it each keep 1,024, which takes a GiB (docs/simulation.md).
+# Matrix products that oneDNN keeps compiled in half precision on CPU, one for each length of a micro-batch. By default
+# it keeps 1,024, and PyTorch's layer above it as many: a GiB (docs/memory.md).
 _COMPILED_PRODUCTS = "64"
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h

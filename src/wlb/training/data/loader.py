@@ -35,7 +35,7 @@ _STEPS_AHEAD = 2  # planned ahead of training, and as many read
 
 
 def share_in(job: Job, dp_rank: int, cp_rank: int) -> RankShare:
-    """The part of every step that a rank of ``job`` runs."""
+    """The share of a rank of ``job``."""
     return RankShare(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs)
 
 

@@ -104,11 +104,11 @@ def _compiled(forward: _BlockForward, backend: str) -> _BlockForward:
 def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> None:
     """Make every block of ``module`` keep less between forward and backward; call it before ``shard_weights``.
 
-    With "none" a block keeps everything that its backward pass reads. With "full" it keeps only its input, and runs a
-    second time right before its backward pass. With "keep_attention" it also keeps the output of attention and its
-    log-sum-exp, so it repeats neither attention nor the exchange of keys and values (Korthikanti et al., arXiv
+    Without it a block keeps everything its backward pass reads. Under ``full`` it keeps its input only and is computed
+    a second time right before its backward pass. Under ``keep_attention`` it also keeps the output of attention and its
+    log-sum-exp, so attention and the exchange of keys and values are not repeated (Korthikanti et al., arXiv
     2205.05198, section 5, recompute attention instead, whose scores flash attention never stores). The attention
-    function must take ``kept`` as ``context_parallel_attention`` does. ``docs/simulation.md`` has the sizes.
+    function must take ``kept`` as ``context_parallel_attention`` does. ``docs/memory.md`` says what each kind keeps.
 
     Only the block's ``forward`` is replaced, so FSDP's and tensor-parallel hooks stay around it.
     """
@@ -122,7 +122,7 @@ def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForwar
     @wraps(forward)
     def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
         attend = partial(attend, kept=KeptAttention(computed_again=not keep_attention))
-        # There is no dropout, so the second pass needs no random state of the first.
+        # There is no dropout, so no random state that the second pass would have to find again.
         out: Tensor = checkpoint(forward, x_TD, rotation, attend, use_reentrant=False, preserve_rng_state=False)
         return out
 
