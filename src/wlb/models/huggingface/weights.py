@@ -109,7 +109,7 @@ class PretrainedWeights:
                 types = ", ".join(map(str, _TYPES))
                 raise UserError(
                     f"{self._directory} has {name} of type {kind} and shape {tuple(found)}, but its config.json asks "
-                    f"for {tuple(shape)}; save the model that it describes in one of {types}"
+                    f"for {tuple(shape)}, and the type must be one of {types}; save the model again that way"
                 )
         if tied_head and self._head_differs():
             raise UserError(
