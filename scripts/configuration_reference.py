@@ -19,11 +19,11 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 HEADER = """# Configuration reference
 
-Every setting of a job, which is a TOML file. `--set training.steps=20` changes one for a run.
+For whoever writes a job: every setting of its TOML file, with its default and its meaning. Only `data.store`, or
+`[[data.mixture]]` instead, is required. `--set training.steps=20` changes one setting for a run.
 
-Unknown keys are refused, and relative paths start at the working directory. Only `data.store`, or `[[data.mixture]]` in
-its place, must be set. Brackets have the default (**bold** where a setting is one of several values) or else the type.
-Numbers of tokens may be text with a binary unit: `"128K"` is 131,072.
+Brackets hold the default (**bold** among several values) or the type. Token counts may have a binary unit: `"128K"` is
+131,072. Relative paths start at the working directory. Unknown keys are refused.
 """
 
 
@@ -46,8 +46,12 @@ def reference() -> str:
     schema = JobConfig.model_json_schema()
     properties: dict[str, Any] = schema["properties"]
     sections = {name: _definition(entry, schema) for name, entry in properties.items() if name != "preset"}
+    layout = sections["parallel"]["properties"]  # [baseline] has the same keys
     parts = [HEADER, _preset_section(properties["preset"])]
-    parts += [_section(name, definition, schema) for name, definition in sections.items()]
+    parts += [
+        _section(name, definition, schema, {} if name == "parallel" else layout)
+        for name, definition in sections.items()
+    ]
     return "\n".join(parts)
 
 
@@ -59,14 +63,18 @@ def _preset_section(entry: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, definition: dict[str, Any], schema: dict[str, Any]) -> str:
+def _section(name: str, definition: dict[str, Any], schema: dict[str, Any], layout: dict[str, Any]) -> str:
     lines = [f"## [{name}]\n", f"{definition['description']}\n"]
     required = definition.get("required", ())
+    if repeated := [f"`{key}`" for key, entry in definition["properties"].items() if layout.get(key) == entry]:
+        lines.append(f"- {', '.join(repeated)}: as in [parallel]")
     for key, entry in sorted(definition["properties"].items(), key=lambda item: "defaults" in item[1]):
+        if layout.get(key) == entry:
+            continue
         value = f"required, {_type(entry)}" if key in required else _default(entry)
         lines.append(f"- `{key}` ({value}): {entry.get('description', '')}")
     nested = [
-        _section(f"{name}.{key}", _definition(option, schema), schema)
+        _section(f"{name}.{key}", _definition(option, schema), schema, layout)
         for key, entry in definition["properties"].items()
         for option in (*entry.get("anyOf", ()), entry.get("items", {}))
         if "$ref" in option

@@ -93,6 +93,19 @@ class Section(BaseModel):
         return self.of({name: getattr(self, name) for name in self.model_fields_set} | settings)
 
 
+# pydantic's words, and ours for a user who writes TOML.
+_PLAIN = {
+    "or Input should be": "or",
+    "Input should be": "must be",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid tuple": "a list",
+    "a valid string": "text",
+    "False, True": "false, true",
+}
+
+
 class Problem(NamedTuple):
     """What is wrong with the setting named by ``where``: pydantic's ``kind``, and ``what`` it says of the value."""
 
@@ -114,6 +127,8 @@ def main_problem(error: ValidationError) -> Problem:
     messages = [problem["msg"].removeprefix("Value error, ") for problem in problems if _place(problem) == place]
     where = tuple(part for part in place if isinstance(part, str))
     what = re.sub(r"a (valid )?dictionary or (an )?instance of \w+", "an object", " or ".join(dict.fromkeys(messages)))
+    for pydantics, plain in _PLAIN.items():
+        what = what.replace(pydantics, plain)
     return Problem(where, first["type"], what, first["input"])
 
 

@@ -138,7 +138,10 @@ def test_what_is_wrong_is_one_line_of_plain_text():
     assert not page.exception
     assert not page.info
     (error,) = page.error
-    assert re.sub(r"\\(.)", r"\1", error.value) == "lengths <b>*:red[x]*</b>.json does not exist"
+    assert (
+        re.sub(r"\\(.)", r"\1", error.value)
+        == "lengths <b>*:red[x]*</b>.json does not exist; name a file of lengths or a token store"
+    )
     assert not re.search(r"(?<!\\)[<>*:\[\]]", error.value)
 
 

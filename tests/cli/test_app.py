@@ -140,7 +140,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*CHECK, "--systems", "any,"], "--systems 'any,' has an empty name; list names as a,b,c"),
         ([*CHECK, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower pp"),
         ([*CHECK, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
-        ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp = 10000000000: Input should be less"),
+        ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp = 10000000000: must be less"),
         ([*REPORT, "--batch-tokens", 100], "a global batch of 100 tokens holds no window of 4096; raise it"),
         ([*REPORT, "--gpus", 8, "--dp", 2, "--pp", 2, "--cp", 1, "--tp", 1], "--gpus 8 is not dp x pp x cp x tp = 4"),
         (

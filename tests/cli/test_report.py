@@ -11,6 +11,7 @@ import pytest
 from tests.cases import in_turn
 from tests.cli.conftest import printed, refusal, run
 from tests.report.conftest import write_run
+from wlb.documents.store.reader import TokenStoreWriter
 
 SMALL = ["synthetic:1500:8192:0", "--context-window", "8192", "--parallel", "dp=2,pp=2,cp=1,tp=8", "--steps", "1"]
 GAINS = ["--model", "tiny", "--hardware", "cpu", "--context-window", "4K", "--batch-tokens", "16K", "--steps", "1"]
@@ -67,6 +68,8 @@ def test_where_little_is_gained_no_job_is_written(tmp_path: Path):
 def test_a_run_directory_becomes_a_page(tmp_path: Path):
     out = tmp_path / "report.html"
     trained, before = write_run(tmp_path / "run"), write_run(tmp_path / "before", seconds=3.0)
+    with TokenStoreWriter(trained / "store", vocab_size=2) as writer:  # as where a job writes beside its store
+        writer.add([0, 1])
     shown = json.loads(printed("report", trained, "--before", before, "--out", out, "--json"))
     assert shown["gain"] == pytest.approx(1.5, rel=0.01)
     assert "measured" in out.read_text()

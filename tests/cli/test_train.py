@@ -73,7 +73,7 @@ def test_a_bad_override_and_a_missing_configuration(folder):
 
 def test_a_store_without_a_vocabulary(folder):
     (folder / "store.json").unlink()
-    assert "does not say how large its vocabulary is; set model.vocab_size" in error_of(write_config(folder))
+    assert "does not give the size of its vocabulary; set model.vocab_size" in error_of(write_config(folder))
 
 
 @pytest.mark.parametrize("section", ["checkpoint", "metrics"])
@@ -86,7 +86,7 @@ def test_checkpoints_of_another_job(folder):
     config = write_config(folder, checkpoint={"dir": str(folder / "checkpoints")})
     model = model_record(configured_model(load_config(config).model, VOCABULARY))
     write_checkpoint(folder / "checkpoints", 10, model=model)
-    assert "written with token store = None, this job has" in error_of(config)
+    assert "written with token store = None, but this job has" in error_of(config)
 
 
 def test_a_trace_is_a_setting(wlb, monkeypatch):

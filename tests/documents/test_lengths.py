@@ -80,7 +80,7 @@ def test_stores_are_read_by_prefix_and_index_without_empty_documents(tmp_path, c
         for length in (0, 3, 1, 0, 9):
             writer.add([1] * length)
     assert read_lengths(prefix).tolist() == [3, 1, 9]
-    assert capsys.readouterr().err == f"wlb: note: {prefix}: 2 empty documents passed over\n"
+    assert capsys.readouterr().err == f"wlb: note: {prefix}: 2 empty documents left out\n"
     assert read_lengths(str(tmp_path / "corpus.v1.idx")).tolist() == [3, 1, 9]
     (tmp_path / "corpus.v1.bin").unlink()
     assert read_lengths(prefix).tolist() == [3, 1, 9]
@@ -124,8 +124,8 @@ def test_lengths_out_of_range_are_named(tmp_path, name, where, bad):
         ("l.txt", b"\xff\xfe\x00", "is not UTF-8"),
         ("l.npy", b"not numpy", "holds no NumPy array of numbers; write"),
         ("l.parquet", b"not parquet", "not a readable Parquet file"),
-        ("l.idx", b"not an index", "not a Megatron index"),
-        ("l.bed", b"1,2", "of no known kind"),
+        ("l.idx", b"not an index", "not the index of a token store"),
+        ("l.bed", b"1,2", "of an unknown kind"),
         ("l.csv", b"1,2", "has no column 'length', but 1, 2"),
         ("l.csv", b"id\n1\n2\n", "but id; give the column of lengths that name; if it is text, save it as Par"),
         ("l.csv", b"id,length\n1,5\n2,x\n", "line 3 is 'x'"),
@@ -156,7 +156,7 @@ def test_wrong_content_is_one_clear_line(tmp_path, name, content, message):
             "is not valid JSON: Extra data: line 2 column 1 (char 17)",
             "",
         ),
-        ("d.md", "Once\n", "is of no known kind; lengths come from .json", ""),
+        ("d.md", "Once\n", "is of an unknown kind; lengths come from .json", ""),
         ("d", None, "is a directory; name a token store in it", ""),
     ],
 )

@@ -102,9 +102,9 @@ def test_epochs_seeds_and_stores_differ_in_order():
 def test_refuses_data_without_anything_to_train(monkeypatch):
     with pytest.raises(UserError, match=r"document 1 has 11 tokens, over data\.context_window = 10"):
         stream_of([3, 11], overlong="error")
-    with pytest.raises(UserError, match=r"nothing to train on .* 2 documents is empty or dropped as longer than"):
+    with pytest.raises(UserError, match=r"nothing to train on .* 2 documents, all empty or dropped as longer than"):
         stream_of([0, 11], overlong="drop")
-    with pytest.raises(UserError, match=r"nothing to train on .* each of 2 documents is empty$"):
+    with pytest.raises(UserError, match=r"nothing to train on .* 2 documents, all empty$"):
         stream_of([0, 0])
     with pytest.raises(UserError, match="nothing to train on in token store store-1"):
         mixture_of([([3], 1.0), ([0], 1.0)])

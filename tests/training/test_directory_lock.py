@@ -29,7 +29,7 @@ def test_metrics_and_checkpoints_may_share_a_directory(tmp_path):
 
 def test_a_directory_that_rank_0_does_not_hold_is_not_shared(tmp_path):
     config = job(tmp_path, checkpoint={"dir": str(tmp_path / "checkpoints")})
-    with pytest.raises(UserError, match=r"checkpoint\.dir .*checkpoints must be shared by all machines"):
+    with pytest.raises(UserError, match=r"checkpoint\.dir .*checkpoints is not shared by all machines"):
         check_shared(config)
     with directories_of(config):
         check_shared(config)

@@ -104,5 +104,5 @@ def test_dp_follows_from_the_processes(config: Path) -> None:
         Job.from_config(load_config(config, auto_dp=partial(dp_of, 3)), "cpu", vocab_size=VOCABULARY)
     with pytest.raises(UserError, match=r"give a number: --set parallel\.dp=N"):
         load_config(config)
-    with pytest.raises(UserError, match=r"parallel\.tp = .x.: Input should be a valid integer"):
+    with pytest.raises(UserError, match=r"parallel\.tp = .x.: must be a whole number"):
         load_config(config, ["parallel.tp=x"], auto_dp=partial(dp_of, 2))

@@ -157,7 +157,7 @@ def test_a_killed_job_that_cannot_start_again_says_why_at_once(folder):
     assert process.returncode == 2
     assert killed.startswith(f"wlb: error: rank 1 (process {ranks[1]}) was killed by SIGKILL; restarting from step ")
     assert mistake.startswith("wlb: error: ")
-    assert "store.bin has 100 bytes where its index asks for" in mistake
+    assert "store.bin has 100 bytes, but its index asks for" in mistake
 
 
 class Ranks:

@@ -48,7 +48,7 @@ def test_a_model_that_cannot_be_built_is_refused(folder, changes, said):
 
 def test_a_store_of_which_nothing_would_be_learnt_is_refused(folder):
     (folder / "store.mask").write_bytes(bytes(TokenStore.open(folder / "store").tokens))
-    with pytest.raises(UserError, match=r"store has no label \(PREFIX\.mask\), or .*, so nothing would be learnt"):
+    with pytest.raises(UserError, match=r"store has no labels \(PREFIX\.mask\) or .*, so there is nothing to learn"):
         check_job(job(folder), 1)
 
 

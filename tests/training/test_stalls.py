@@ -66,7 +66,7 @@ def _alone():
 def test_a_backend_that_gives_up_waiting_has_found_a_hang(wait):
     begun = BegunStep()
     begun.number = 7
-    verdict = "step 7 did not end within training.timeout_seconds = 3 s: all ranks wait: they were suspended, or"
+    verdict = "step 7 did not end within training.timeout_seconds = 3 s: all ranks wait in collectives: they were "
     with pytest.raises(HungError, match=verdict), stalls_named(3.0, begun):
         wait()
 

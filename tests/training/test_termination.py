@@ -64,7 +64,7 @@ def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
         _, err = job.communicate()
     assert job.returncode == 143
     assert (
-        "wlb: terminated: training.grace_seconds = 1 were too few to finish the step and save it; "
+        "wlb: terminated: training.grace_seconds = 1 was too short to finish the step and save it; "
         f"the same command continues from the newest checkpoint in {folder / 'checkpoints'}, if there is one"
     ) in err
     assert complete_checkpoints(folder / "checkpoints") == []
@@ -72,7 +72,7 @@ def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
 
 @pytest.mark.parametrize(
     ("grace_seconds", "message"),
-    [(None, "terminated before the first step"), (0.0, "training.grace_seconds = 0 were too few")],
+    [(None, "terminated before the first step"), (0.0, "training.grace_seconds = 0 was too short")],
 )
 def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
     def leave(error: Exception) -> None:

@@ -113,7 +113,7 @@ def test_a_job_plans_by_what_it_measures_and_resumes_to_the_bit(tmp_path, store)
     straight = run_ranks(2, _calibrated, calibrating("straight", calibrate=2, steps=7), speeds)
     (said, state), (quiet, other) = straight
     assert (len(said), quiet, state) == (1, [], other)
-    assert "planning by what was measured up to step 2" in said[0]
+    assert "planning from now on with prices measured up to step 2" in said[0]
     assert state["speeds"][0] / state["speeds"][1] == pytest.approx(2, rel=0.02)
 
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")

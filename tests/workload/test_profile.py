@@ -93,7 +93,7 @@ def test_a_measured_workload_travels_between_processes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version: Input should be 2"),
+        ({"version": 1}, "version: must be 2"),
         ({"format": "chrome-trace"}, "format: "),
         ({"attention": {"tokens": [8, 8], "forward_seconds": [1, 2], "backward_seconds": [1, 2]}}, "increase"),
         (

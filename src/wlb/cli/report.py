@@ -48,10 +48,12 @@ def report(
     """
     from wlb.documents.store.files import names_store
     from wlb.report.html.page import write_page
+    from wlb.report.run_directory import STEPS
 
     options.check_writable(out)
     said = ""
-    is_run = isdir(source) and not names_store(source)  # reading complains of a directory without a job
+    # A job may write beside its token stores. Reading complains of a directory without a job.
+    is_run = isdir(source) and (Path(source, STEPS).exists() or not names_store(source))
     if before is not None or is_run:
         why = "has no effect on the report of a training run, which is measured"
         refuse_unused(context, names_of(options.JobOptions), why)

@@ -1,10 +1,10 @@
-"""Reading document lengths from files, stores or a random distribution: all that planning needs of a corpus.
+"""Reading document lengths, all that planning needs of a corpus, from files, token stores or a random distribution.
 
 ``read_lengths`` takes a ``.json`` list or ``.jsonl`` file (of lengths, or of objects with ``length`` or
 ``input_ids``), a ``.txt`` with one length per line, the same on standard input (``-``), a ``.npy`` array, a ``.csv``,
-``.tsv`` or ``.parquet`` file with a column ``length``, what names a token store, or
-``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by ``wlb.documents.synthetic``. What
-it returns is checked: whole, positive, in order. Text is refused in a line that says how to count its tokens.
+``.tsv`` or ``.parquet`` file with a column ``length``, the name of a token store, or
+``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by ``wlb.documents.synthetic``. It
+checks that lengths are whole and positive, and keeps their order. It refuses text, and says how to count its tokens.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from wlb.terminal import beginning_of, number_of, tell
 from wlb.token_count import MOST_TOKENS, parse_count, parse_tokens
 
 _STDIN = Path("standard input")
-_LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # that are assumed
+_LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # of an assumed window
 
 Integers = NDArray[np.integer[Any]]
-_NAMES = ("length", "lengths", "tokens", "num_tokens")  # of a column of lengths
-_LONGEST_CELL = 2**31 - 1  # characters; a column of text beside has more than the 131,072 of csv's own limit
+_NAMES = ("length", "lengths", "tokens", "num_tokens")  # that a column of lengths may have
+_LONGEST_CELL = 2**31 - 1  # characters; a text column may exceed csv's own limit of 131,072
 
 
 def what_was_read(source: str, lengths: NDArray[np.int64], context_window: int | None = None) -> str:
-    """What was read from ``source``, in a line: documents and tokens, how long they are, how many over the window."""
+    """One line about ``source``: documents, tokens, typical lengths, and how many documents exceed the window."""
     trained = np.sort(lengths[lengths > 0])
     empty = f" and {len(lengths) - len(trained):,} empty" if len(trained) < len(lengths) else ""
     said = f"read {source}: {number_of(len(trained), 'document')}{empty}, {number_of(int(trained.sum()), 'token')}"
@@ -53,12 +53,12 @@ def what_was_read(source: str, lengths: NDArray[np.int64], context_window: int |
 
 
 def assumed_window(lengths: NDArray[np.int64]) -> int:
-    """The power of two, from 4K to 128K, up to which documents hold 95% of all tokens; 128K where none is enough."""
+    """The smallest power of two, from 4K to 128K, such that documents up to it hold 95% of all tokens; else 128K."""
     return min(max(_LEAST_WINDOW, 1 << (_holding_95_percent(lengths) - 1).bit_length()), _MOST_WINDOW)
 
 
 def described_window(window: int, lengths: NDArray[np.int64]) -> str:
-    """How to say that ``window`` is ``assumed_window``."""
+    """The message that ``window`` was assumed by ``assumed_window``."""
     share = 100 * int(lengths[lengths <= window].sum()) // max(1, int(lengths.sum()))
     longest = ", the longest we assume" if share < 95 else ""
     return f"window {window:,}{longest}: documents up to it hold {share}% of all tokens (--context-window)"
@@ -74,11 +74,10 @@ def _holding_95_percent(lengths: NDArray[np.int64]) -> int:
 def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np.int64]:
     """Tokens of every document of ``source``, in order; shape (documents,).
 
-    Empty documents, which only a store may have, are left out, with a note on stderr, unless ``keep_empty``: the order
-    in which a job trains its documents counts them.
+    Only a store may have empty documents. They are left out, with a note on stderr, unless ``keep_empty`` is set: a
+    job's document order counts them.
 
-    Raises ``UserError`` when there are none, or when one is not a whole number from 1 to 2**31 - 1, with its
-    position.
+    Raises ``UserError`` if there are no lengths, or if one is not a whole number from 1 to 2**31 - 1.
     """
     if str(source).startswith("synthetic:"):
         return _synthetic(str(source))
@@ -90,7 +89,7 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
     try:
         lengths = read(path)
     except FileNotFoundError:
-        raise UserError(f"lengths {path} does not exist") from None
+        raise UserError(f"lengths {path} does not exist; name a file of lengths or a token store") from None
     except OSError as error:
         raise UserError(f"lengths {path} cannot be read: {error.strerror or error}") from error
     if not len(lengths):
@@ -106,7 +105,7 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
 
 
 def _if_text(path: Path) -> str:
-    """The end of a message: what to do where ``path`` has text."""
+    """The end of a message: what to do if ``path`` holds text."""
     if path == _STDIN:
         return ""
     if path.suffix in (".csv", ".tsv"):
@@ -119,7 +118,7 @@ def _if_text(path: Path) -> str:
 
 
 def _from_json(path: Path) -> Integers:
-    """The lengths that values of JSON say, or count."""
+    """Lengths from JSON values: a number is a length, a list of token ids has one."""
     where = "line" if path.suffix == ".jsonl" else "entry"
     numbered = []
     for number, said in enumerate(_json_rows(path), int(where == "line")):
@@ -133,7 +132,7 @@ def _from_json(path: Path) -> Integers:
 
 
 def _json_rows(path: Path) -> list[Any]:
-    """The entries of a list, or of a .jsonl file what each line says."""
+    """The entries of a JSON list, or the value on each line of a .jsonl file."""
     place, values = "", []
     try:
         if path.suffix == ".json":
@@ -158,10 +157,10 @@ def _from_txt(path: Path) -> Integers:
 
 
 def _from_csv(path: Path) -> Integers:
-    """The column ``length``, or another of ``_NAMES``."""
+    """The column ``length``, or the first other one of ``_NAMES``."""
     csv.field_size_limit(_LONGEST_CELL)
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        # Strict: a quote that is never closed would make one cell of all that follows it.
+        # Strict, because an unclosed quote would turn the rest of the file into one cell.
         rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
             heading = [name.strip() for name in next(rows, [_NAMES[0]])]
@@ -178,16 +177,16 @@ def _from_csv(path: Path) -> Integers:
 
 
 def _parsed(text: str) -> int | str:
-    """The whole number that ``text`` says, or else the text."""
+    """``text`` as a whole number, or else unchanged."""
     count = parse_count(text.strip())
     return text.strip() if count is None else count
 
 
 def _integers(path: Path, where: str, numbered: Iterable[tuple[int, Any]]) -> Integers:
-    """Values that must be whole numbers, each with its place."""
+    """Check that all values are whole numbers; each comes with its place in the file."""
     values = []
     for place, value in numbered:
-        # bool is a subclass of int, and is no length.
+        # bool is a subclass of int, but not a length.
         if type(value) is not int or abs(value) > np.iinfo(np.int64).max:
             advice = _if_text(path) if isinstance(value, str) and any(map(str.isalpha, value)) else ""
             raise UserError(f"{path}: {where} {place} is {str(value)[:40]!r}; a whole number is needed{advice}")
@@ -198,7 +197,7 @@ def _integers(path: Path, where: str, numbered: Iterable[tuple[int, Any]]) -> In
 def _from_npy(path: Path) -> Integers:
     try:
         array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError):  # NumPy's own words advise to load pickles, which would run code
+    except (ValueError, EOFError):  # NumPy's own message suggests loading pickles, which would run code
         array = None
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
         is_array = isinstance(array, np.ndarray)
@@ -225,7 +224,7 @@ def _from_parquet(path: Path, name: str = "length") -> Integers:
 
 
 def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
-    """The lengths of documents of a store, whose token files need not be there."""
+    """The document lengths of a store, whose token files may be missing."""
     path = Path(source_name(source))
     try:
         prefixes = store_prefixes(source)
@@ -233,11 +232,11 @@ def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
         raise UserError(f"{error}{_if_text(path)}") if path.is_dir() else error from None
     if os.path.isfile(path) and not os.path.exists(f"{prefixes[0]}.idx"):
         kinds = f"lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
-        raise UserError(f"{path} is of no known kind; {kinds}{_if_text(path)}")
+        raise UserError(f"{path} is of an unknown kind; {kinds}{_if_text(path)}")
     if len(prefixes) == 1 and not is_url(prefixes[0]) and path.suffix != ".idx":
         try:
             os.stat(f"{prefixes[0]}.idx")
-        except OSError as error:  # of other errors reading it says why
+        except OSError as error:  # for other errors, reading gives the reason
             if isinstance(error, FileNotFoundError):
                 raise UserError(
                     f"neither {path} nor a token store {prefixes[0]}.idx exists; name a file of lengths, or make a "
@@ -248,7 +247,7 @@ def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
         raise UserError(f"{path} holds no document with tokens")
     if keep_empty or lengths.all():
         return lengths
-    tell(f"wlb: note: {path}: {number_of(int((lengths == 0).sum()), 'empty document')} passed over")
+    tell(f"wlb: note: {path}: {number_of(int((lengths == 0).sum()), 'empty document')} left out")
     return lengths[lengths > 0]
 
 
@@ -262,7 +261,7 @@ def _synthetic(source: str) -> NDArray[np.int64]:
     return sample_lengths(int(parts[1]), parse_tokens(parts[2]), int(parts[3] or 0))
 
 
-# How a file is read, and what messages call the place of a length in it.
+# The reader for each kind of file, and what messages call the place of a length in it.
 _READERS: dict[str, tuple[Callable[[Path], Integers], str]] = {
     ".json": (_from_json, "entry"),
     ".txt": (_from_txt, "line"),

@@ -1,14 +1,14 @@
-"""Which document comes next: the order of documents over epochs, as a few integers of state.
+"""The order of documents over epochs, with a few integers of state.
 
-Every epoch visits every document of a store once, in an order that follows from seed, epoch and store alone
+Every epoch visits every document of a store once. The order follows from seed, epoch and store alone
 (``wlb.documents.permutation``), so any rank can go to a position (epoch, cursor) directly.
 
-In a mixture of stores the next document comes from the store that is furthest behind: the one with the fewest tokens
-taken for its weight. Every store has its own epochs; one that is used up begins its next epoch while the others go on.
-An epoch of the mixture ends when every store has finished one in it. One store is a mixture of one.
+In a mixture the next document comes from the store that is furthest behind, which has the fewest tokens taken for its
+weight. Every store has its own epochs: a store that runs out begins its next epoch while the others go on. An epoch of
+the mixture ends when every store has finished one in it. A single store is a mixture of one.
 
-Documents are counted through all stores: document i of a store, with ``first`` documents in the stores before it, has
-the id ``epoch * documents of all stores + first + i``, with the epoch of its store. An id is never used twice.
+Document ids count through all stores: document i of a store, with ``first`` documents in the stores before it, has the
+id ``epoch * documents of all stores + first + i``, with the epoch of its store. No id is used twice.
 """
 
 from __future__ import annotations
@@ -32,31 +32,30 @@ from wlb.token_count import MOST_TOKENS
 
 
 class MixtureStore(Section):
-    """One store of a mixture and its share of the trained tokens. In a file each is a [[data.mixture]]."""
+    """One store of a mixture; a file has one [[data.mixture]] per store."""
 
-    store: StoreSetting = Field(description="The token store, as data.store names it")
-    weight: Number = Field(gt=0, le=1e9, description="Its relative share of the tokens")
+    store: StoreSetting = Field(description="The token store, named as in data.store")
+    weight: Number = Field(gt=0, le=1e9, description="Relative share of the trained tokens")
 
 
 class DataConfig(Section):
-    """Which documents, and what happens to those longer than the context window."""
+    """Which documents to train on."""
 
     store: StoreSetting | None = Field(
         None,
-        description="The token store: its prefix, a path or a URL, or its shards: a directory, a glob or a list; "
-        "required without a mixture",
+        description="The token store: a prefix, a URL, or a directory, glob or list of shards",
     )
     mixture: tuple[MixtureStore, ...] = Field((), description="Several stores with weights, instead of store")
-    context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")
+    context_window: Tokens = Field(4096, description="Most tokens that attention spans")
     overlong: Literal["split", "truncate", "drop", "error"] = Field(
-        "split", description="What happens to documents longer than the context window"
+        "split", description="What to do with longer documents"
     )
     seed: NonNegativeInt = Field(0, description="Seed of the document order")
-    shuffle: bool = Field(True, description="Shuffle documents anew in every epoch")
+    shuffle: bool = Field(True, description="Shuffle the documents again in every epoch")
 
     @property
     def stores(self) -> tuple[str | tuple[str, ...], ...]:
-        """What names each store, in the order in which their documents are counted."""
+        """The name of each store, in the order in which document ids count them."""
         return tuple(part.store for part in self.mixture) if self.store is None else (self.store,)
 
     @property
@@ -73,16 +72,16 @@ class DataConfig(Section):
         return self
 
 
-_CHECKED = 1 << 14  # documents looked at together
+_CHECKED = 1 << 14  # documents checked at a time
 
 
 class DocumentStream:
     """An endless stream of documents, taken a few at a time and never across the end of an epoch.
 
-    ``lengths`` are tokens per document of one store, or of each store of ``config.mixture`` in a sequence; they are
-    read when a document is taken. Empty documents are passed over; those longer than the context window meet
-    ``data.overlong``. Raises ``UserError`` if a store leaves nothing to train on, and ``ValueError`` unless there are
-    lengths of every store.
+    ``lengths`` are tokens per document of one store, or a sequence of these for the stores of ``config.mixture``; they
+    are read when a document is taken. The stream skips empty documents, and applies ``data.overlong`` to those longer
+    than the context window. Raises ``UserError`` if a store leaves nothing to train on, and ``ValueError`` if lengths
+    and stores differ in number.
     """
 
     def __init__(self, lengths: DocumentLengths, config: DataConfig) -> None:
@@ -93,7 +92,7 @@ class DocumentStream:
         self._firsts: list[int] = np.cumsum([0, *map(len, of_stores)]).tolist()
         self._stores = [_StoreOrder(of_store, config, number) for number, of_store in enumerate(of_stores)]
         self._weights = config.weights or (1.0,)
-        self._tokens = [0] * len(of_stores)  # taken from each store, since these weights hold
+        self._tokens = [0] * len(of_stores)  # taken from each store since these weights came into force
         self._overlong = OverlongReport()  # of all documents taken, over all epochs
         self.begin(0)
 
@@ -124,7 +123,7 @@ class DocumentStream:
         return segments
 
     def next_epoch(self) -> None:
-        """Begin the next epoch, where the stores are."""
+        """Begin the next epoch; each store continues where it is."""
         self.epoch += 1
         self._unfinished = set(range(len(self._stores)))
 
@@ -132,8 +131,8 @@ class DocumentStream:
         """Go to the first document of ``epoch`` of every store, in the order that the configuration asks for."""
         for store in self._stores:
             store.begin(epoch)
-        self.epoch = epoch  # that the next documents are of, or the last ones were where it is over
-        self._unfinished = set(range(len(self._stores)))  # stores that have not finished an epoch in this one
+        self.epoch = epoch  # of the next documents; once it is over, of the last ones
+        self._unfinished = set(range(len(self._stores)))  # stores that have yet to finish an epoch in this one
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -147,9 +146,9 @@ class DocumentStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue on the same stores, each epoch in the order that it began with.
+        """Continue on the same stores, in the order that each epoch began with.
 
-        Where weights have changed, shares are counted from here on.
+        If the weights have changed, shares count from here on.
         """
         for store, saved in zip(self._stores, state["stores"], strict=True):
             store.load_state_dict(saved)
@@ -161,7 +160,7 @@ class DocumentStream:
 
 
 class _StoreOrder:
-    """The place in the order of one store, the ``number``-th of a mixture."""
+    """The position in the order of one store, the ``number``-th of a mixture."""
 
     def __init__(self, lengths: Lengths, config: DataConfig, number: int) -> None:
         self._lengths, self._config, self._number = lengths, config, number
@@ -170,7 +169,7 @@ class _StoreOrder:
     def begin(self, epoch: int) -> None:
         self.epoch, self._cursor = epoch, 0
         self._seed, self._shuffle = self._config.seed, self._config.shuffle  # of this epoch
-        # Documents by their place in this epoch, once they are asked for.
+        # Maps positions in this epoch to documents; made when first needed.
         self._between: Callable[[int, int], NDArray[np.int64]] | None = None
 
     @property
@@ -195,10 +194,10 @@ class _StoreOrder:
 
 
 def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | None = None) -> None:
-    """Raise ``UserError`` where documents of ``lengths`` of ``store`` leave nothing to train on, or one is refused.
+    """Raise ``UserError`` if the documents of ``store`` leave nothing to train on, or if ``data.overlong`` refuses one.
 
-    ``store`` is by default the first of ``config``. All lengths are read where ``data.overlong`` refuses long ones;
-    otherwise up to the first document that is trained.
+    ``store`` defaults to the first one of ``config``. If ``data.overlong`` is "error", all lengths are read; otherwise
+    only up to the first document that can be trained.
     """
     store, window = source_name(store or config.stores[0]), config.context_window
     limit = window if config.overlong == "drop" else MOST_TOKENS
@@ -218,4 +217,4 @@ def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | N
     if not found:
         dropped = f" or dropped as longer than data.context_window = {window}" * (config.overlong == "drop")
         documents = number_of(len(lengths), "document")
-        raise UserError(f"nothing to train on in token store {store}: each of {documents} is empty{dropped}")
+        raise UserError(f"nothing to train on in token store {store}: it has {documents}, all empty{dropped}")

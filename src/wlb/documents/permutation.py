@@ -1,10 +1,10 @@
-"""A random order of any number of documents that takes no memory: position to document, by arithmetic alone.
+"""A random order of any number of documents that takes no memory: arithmetic maps a position to a document.
 
-A Feistel network with keyed rounds permutes the numbers of as many bits as the count of documents needs; one that is
-not a document's is permuted again until one is (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
-domains", 2002), at most two turns on average. Keys are from ``numpy.random.SeedSequence``, whose results NumPy promises
-not to change: the order is the same on every platform and version. Levanter (marin-community/marin#1800), TensorFlow
-and Grain shuffle in the same way.
+A Feistel network with keyed rounds permutes all numbers of as many bits as the document count needs. A result beyond
+the last document is permuted again until it is a document (cycle walking: Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002), at most twice on average. Keys come from ``numpy.random.SeedSequence``, whose results NumPy
+promises to keep, so the order is the same on every platform and version. Levanter (marin-community/marin#1800),
+TensorFlow and Grain shuffle in the same way.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Chi-squared tests over many keys (of positions, of neighbours, and of documents half an epoch apart) reject 6 rounds
-# and pass 8; half as many again are a margin.
+# and pass 8; 12 leave a margin of half as many again.
 _ROUNDS = 12
 # Halves of fewer bits have too few functions to be random, whatever the number of rounds; TensorFlow takes 16 bits.
 _LEAST_BITS = 8
-_BLOCK = 4096  # positions that are worked out together: calls of NumPy take most of the time of a few
+_BLOCK = 4096  # positions computed together; for only a few, NumPy's call overhead dominates
 # The multipliers of SplitMix64's finaliser (Stafford's Mix13): each bit of the input changes half of the high ones.
 _MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Permutation:
-    """Where each of ``size`` documents comes in an order that follows from ``seed`` and ``key``.
+    """An order of ``size`` documents that follows from ``seed`` and ``key``.
 
-    ``permutation(positions)`` are the documents at ``positions``, whole numbers below ``size``, in any order: int64, in
-    the shape of ``positions``, which has one dimension. ``between`` gives a run of them.
+    ``permutation(positions)`` returns the documents at ``positions``, whole numbers below ``size`` in any order; both
+    are int64 arrays of one dimension. ``between`` returns the documents in a range of positions.
     """
 
     def __init__(self, size: int, seed: int, *key: int) -> None:
@@ -36,7 +36,7 @@ class Permutation:
         self._keys = np.random.SeedSequence(seed, spawn_key=key).generate_state(_ROUNDS, np.uint64)
         self._block: tuple[int, NDArray[np.int64]] | None = None
         self._whole: NDArray[np.int64] | None = None
-        if size <= 1 << _LEAST_BITS:  # few documents would walk for long among the numbers of a larger network
+        if size <= 1 << _LEAST_BITS:  # few documents would need many turns in a network of 8 bits
             drawn = self._encrypted(np.arange(1 << _LEAST_BITS, dtype=np.uint64))
             self._whole = drawn[drawn < self._size].view(np.int64)
 
@@ -67,7 +67,7 @@ class Permutation:
         return self._block[1]
 
     def _encrypted(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """The network itself. Halves take turns at being changed by the other, so they may differ in width."""
+        """The network itself. The halves change each other in turn, so they may differ in width."""
         high_bits, low_bits = self._widths
         high, low = numbers >> np.uint64(low_bits), numbers & np.uint64((1 << low_bits) - 1)
         for round_, key in enumerate(self._keys):

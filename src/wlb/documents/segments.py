@@ -1,10 +1,10 @@
-"""The unit everything downstream handles: a piece of one document; and what becomes of documents that are too long.
+"""Segments, the pieces of documents that everything downstream handles, and the policies for overlong documents.
 
-Packing, sharding and loading never see tokens, only which document a run of tokens comes from, where in that
-document it starts and how long it is. A whole document is a segment that starts at 0.
+Packing, sharding and loading never see tokens. They see which document a run of tokens comes from, where in that
+document it starts, and how long it is. A whole document is a segment that starts at 0.
 
 Attention spans at most one context window, so a longer document is split into pieces (the default), truncated, dropped,
-or refused. Whatever is done is counted: reports of successive batches add up to the report of the stream.
+or refused. All of this is counted: the reports of successive batches add up to the report of the stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from wlb.errors import UserError, choose_from
 
 POLICIES = ("split", "truncate", "drop", "error")
-_MOST_PIECES = 20_000_000  # of one call: beyond, the window is surely a mistake and memory goes by the gigabyte
+_MOST_PIECES = 20_000_000  # per call; more would take gigabytes, and the window is surely a mistake
 
 
 class Segment(NamedTuple):
@@ -31,8 +31,7 @@ class Segment(NamedTuple):
 class OverlongReport:
     """How many documents were over the limit, and what became of them.
 
-    ``pieces`` counts the segments they were replaced with, ``tokens_dropped`` the tokens that will not be
-    trained.
+    ``pieces`` counts the segments that replaced them, ``tokens_dropped`` the tokens that will not be trained.
     """
 
     documents: int = 0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.token_count import MOST_TOKENS
 
-_MOST_DOCUMENTS = 10_000_000  # they are drawn in one go, at some 40 bytes each
+_MOST_DOCUMENTS = 10_000_000  # drawn in one go, at about 40 bytes each
 
 
 def sample_lengths(
@@ -30,7 +30,7 @@ def sample_lengths(
 
     The body is log-normal with median ``median_fraction * context_window``. A ``tail_share`` of documents comes from a
     Pareto tail instead, which starts at ``tail_start_fraction * context_window``. The same arguments give the same
-    lengths. Raises ``UserError`` for counts below 1 or without bound.
+    lengths. Raises ``UserError`` for counts below 1 or too large.
     """
     for name, count, most in (
         ("documents", documents, _MOST_DOCUMENTS),

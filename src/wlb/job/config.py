@@ -1,8 +1,7 @@
 """The configuration of a training job: TOML sections, validated before anything starts.
 
-This is the schema: keys, types, defaults, bounds, and what must fit together; ``Job`` checks what a layout can run.
-``config_file`` reads a file by it.
-Nothing here imports torch.
+The schema has keys, types, defaults, bounds, and rules across settings; ``Job`` checks what a layout can run.
+``config_file`` reads a file into it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -41,12 +40,13 @@ from wlb.workload.base import Checkpointing, DocumentPrices
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
-# The systems that WLB-LLM (OSDI '25, section 7.1) compares, and ours: what a preset sets where a job does not. They
-# differ in these two sections only. The paper says nothing of dealing to ranks and order; it gets the usual ones.
+# The settings of each preset, which apply unless the job sets its own: the systems that WLB-LLM (OSDI '25, section 7.1)
+# compares, and ours. They differ in these two sections only. The paper does not say how micro-batches are dealt to
+# ranks and ordered, so its systems get the usual ways.
 _AS_PACKED = {"assignment": "arrival", "order": "arrival"}
 NO_BOUND = 2**31 - 1  # steps: in the paper a document waits until its queue is full
-# Stacks that train packed documents today are the first two: plain-4d is the paper's baseline, as torch and torchtitan
-# shard; Megatron-Core and Transformer Engine shard each document of a packed sequence by itself.
+# The first two are today's stacks for packed documents: plain-4d, the paper's baseline, shards as torch and torchtitan
+# do; Megatron-Core and Transformer Engine shard each document of a packed sequence by itself.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "plain-4d": {"packing": {"method": "sequential", **_AS_PACKED}, "sharding": {"strategy": "per_sequence"}},
     "per-document-4d": {"packing": {"method": "sequential", **_AS_PACKED}, "sharding": {"strategy": "per_document"}},
@@ -63,7 +63,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def with_preset(preset: Mapping[str, dict[str, Any]], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Section ``name`` as ``given``, and what it leaves out by ``preset``: options of a method go with the method."""
+    """Section ``name`` as ``given``, completed from ``preset``; with another method, the preset gives no options."""
     settings = preset.get(name, {})
     if given.get("method", settings.get("method")) != settings.get("method"):
         settings = {key: value for key, value in settings.items() if key in _AS_PACKED}
@@ -74,55 +74,49 @@ DecayRate = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Section):
-    """Which model: a preset name, with any dimension overridden, or the directory of a pretrained one."""
+    """The model: a preset, whose dimensions you may override, or a pretrained one."""
 
-    name: str = Field("tiny", description="A preset, or a Hugging Face directory, for its shape")
-    pretrained: NonEmptyPath | None = Field(None, description="Hugging Face directory, for its shape and weights")
+    name: str = Field("tiny", description="Preset, or Hugging Face directory, for the shape")
+    pretrained: NonEmptyPath | None = Field(None, description="Hugging Face directory, for shape and weights")
     hidden: PositiveInt | None = Field(None, description="Width of the residual stream")
-    layers: PositiveInt | None = Field(None, description="Transformer blocks, over all pipeline stages")
+    layers: PositiveInt | None = Field(None, description="Transformer blocks")
     heads: PositiveInt | None = Field(None, description="Query heads")
-    kv_heads: PositiveInt | None = Field(None, description="Key/value heads (grouped-query attention)")
-    head_dim: PositiveInt | None = Field(None, description="Width of a head; default: the preset's or hidden / heads")
-    ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
-    vocab_size: PositiveInt | None = Field(None, description="Token ids are below this; default: the store's")
-    rope_theta: Number = Field(500_000.0, gt=1, description="Base of the rotary position frequencies")
+    kv_heads: PositiveInt | None = Field(None, description="Key/value heads")
+    head_dim: PositiveInt | None = Field(None, description="Width of a head; default: the preset's, or hidden / heads")
+    ffn_hidden: PositiveInt | None = Field(None, description="Width of the feed-forward layer")
+    vocab_size: PositiveInt | None = Field(None, description="Number of token ids; default: the store's")
+    rope_theta: Number = Field(500_000.0, gt=1, description="Base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="Scaling of rotary positions")
-    norm_eps: Number = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
-    qkv_bias: bool = Field(False, description="Bias of query, key and value (Qwen2)")
-    o_bias: bool = Field(False, description="Bias of attention's output (Llama's attention_bias: both)")
-    sliding_window: Tokens | None = Field(
-        None, description="Tokens that attention spans (Mistral); default: the document"
-    )
-    full_attention_layers: PositiveInt | None = Field(
-        None, description="How many first layers have no sliding_window (Qwen2)"
-    )
-    qk_norm: bool = Field(False, description="RMSNorm of each head's query and key (Qwen3)")
-    tied_embeddings: bool = Field(False, description="Output head with the embedding's matrix")
+    norm_eps: Number = Field(1e-5, gt=0, description="Epsilon of RMSNorm")
+    qkv_bias: bool = Field(False, description="Bias of the query, key and value projections")
+    o_bias: bool = Field(False, description="Bias of the attention output projection")
+    sliding_window: Tokens | None = Field(None, description="Tokens that attention looks back; default: all")
+    full_attention_layers: PositiveInt | None = Field(None, description="Number of first layers without sliding_window")
+    qk_norm: bool = Field(False, description="RMSNorm on each head's query and key")
+    tied_embeddings: bool = Field(False, description="Tie output head and embedding")
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         if self.pretrained is not None and "name" in self.model_fields_set:
             raise ValueError(
-                f"model.name = {self.name!r} and model.pretrained = {str(self.pretrained)!r} both say the shape; "
+                f"model.name = {self.name!r} and model.pretrained = {str(self.pretrained)!r} both set the shape; "
                 "leave one out"
             )
         return self
 
 
 class LayoutConfig(Section):
-    """How many processes, along which dimensions; the product is the world size."""
+    """How many processes in each dimension; their product is the world size."""
 
-    dp: PositiveInt = Field(
-        1, description='Data-parallel size (FSDP2); in a file also "auto", from the started processes'
-    )
+    dp: PositiveInt = Field(1, description='Data-parallel size (FSDP2); "auto" follows from the number of processes')
     pp: PositiveInt = Field(1, description="Pipeline-parallel size")
     cp: PositiveInt = Field(1, description="Context-parallel size")
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
-    virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
+    virtual_pp: PositiveInt = Field(1, description="Pipeline stages per pipeline rank")
     schedule: Annotated[str, *one_of(SCHEDULES)] = Field(
         "auto",
-        description="Pipeline schedule; planned: in an order made for each step; auto: planned with preset balanced, "
-        "else 1F1B, interleaved where virtual_pp is over 1",
+        description="planned: an order per step; auto: planned with preset balanced, else 1F1B (interleaved if "
+        "virtual_pp is over 1)",
     )
 
     @property
@@ -139,28 +133,28 @@ class LayoutConfig(Section):
 
 
 class ParallelConfig(LayoutConfig):
-    """How many processes, along which dimensions; the product is the world size."""
+    """How many processes in each dimension; their product is the world size."""
 
     pool: PositiveInt | Literal["auto"] = Field(
-        "auto", description="With packing.method balanced: ranks of a pool, a divisor of dp x cp; auto simulates"
+        "auto",
+        description="Ranks in a pool, a divisor of dp x cp (method balanced only); auto simulates",
     )
 
 
 class BaselineConfig(LayoutConfig):
-    """The layout of plain-4d that simulate and dry runs compare the job with; by default the job's own."""
+    """Layout of plain-4d in comparisons; default: the job's own."""
 
     dp: PositiveInt = Field(1, description="Data-parallel size")
-    activation_checkpointing: Checkpointing = Field(
-        "none", description="What its backward pass computes again, as in [training]"
-    )
+    activation_checkpointing: Checkpointing = Field("none", description="As in [training]")
 
 
 class PackingConfig(PackingOptions):
-    """How documents become micro-batches: sizes, the packer, and its options. Options of other packers are refused."""
+    """How documents become micro-batches. A packer refuses options of other packers."""
 
-    micro_batches: MicroBatchCount = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
+    micro_batches: MicroBatchCount = Field(4, description="Micro-batches in a step, over all data-parallel ranks")
     assignment: Assignment = Field(
-        "balanced", description="Micro-batches are dealt to data-parallel ranks in turn, or heaviest first"
+        "balanced",
+        description="Deal micro-batches to data-parallel ranks in turn, or heaviest first to the lightest rank",
     )
     order: Order = Field(
         "fastest",
@@ -168,7 +162,7 @@ class PackingConfig(PackingOptions):
     )
 
     def pools(self, size: int | Literal["auto"]) -> Pools | None:
-        """The pools of ``size`` ranks that it packs for; None where context-parallel groups run its micro-batches."""
+        """The pools of ``size`` ranks to pack for; None if context-parallel groups run the micro-batches."""
         if self.method != "balanced":
             return None
         moves = bool(self.max_delay or self.lookahead)
@@ -177,12 +171,12 @@ class PackingConfig(PackingOptions):
         return Pools(size, self.pool_micro_batches, grouping, batch, delays=bool(self.max_delay))
 
     def in_use(self) -> dict[str, Any]:
-        """The settings as JSON, without options that the method does not read."""
+        """The settings as JSON, without options that the packer does not read."""
         common = {"method", "micro_batches", "assignment", "order"}
         return self.model_dump(mode="json", include=common | METHODS[self.method].keys())
 
     def packer(self, context_window: int, workload: DocumentPrices) -> Packer:
-        """The packer that this section describes, in which ``max_length_factor`` is no longer "auto"."""
+        """The packer that this section describes; ``max_length_factor`` must be a number by now."""
         return PACKERS[self.method](self.micro_batches, context_window, workload, self)
 
     @model_validator(mode="after")
@@ -197,86 +191,86 @@ class PackingConfig(PackingOptions):
 
 
 class ShardingConfig(Section):
-    """How context-parallel ranks share a micro-batch (used when parallel.cp > 1)."""
+    """How context-parallel ranks share a micro-batch (if parallel.cp is over 1)."""
 
     strategy: Annotated[str, AfterValidator(checked_strategy)] = Field(
         "balanced",
-        description="How a micro-batch is divided over context-parallel ranks",
+        description="How to divide a micro-batch among context-parallel ranks",
         json_schema_extra={"enum": [*STRATEGIES]},
     )
 
 
 class TrainingConfig(Section):
-    """The optimisation run."""
+    """Optimizer, numerics, memory and time-outs."""
 
-    steps: PositiveInt | None = Field(None, description="Optimizer steps; without it, one epoch")
+    steps: PositiveInt | None = Field(None, description="Optimizer steps; default: one epoch")
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
-        "auto", description="Compute type; auto: bfloat16 on CUDA, float32 on CPU"
+        "auto", description="Compute type; auto is bfloat16 on CUDA and float32 on CPU"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is CUDA if there is a GPU")
     seed: NonNegativeInt = Field(0, description="Seed of the initial weights")
     learning_rate: Number = Field(3e-4, gt=0, le=100, description="Peak AdamW learning rate")
     warmup_steps: NonNegativeInt = Field(10, description="Steps of linear warm-up")
     lr_schedule: Literal["cosine", "wsd", "constant"] = Field(
-        "cosine", description="After warm-up: a cosine, a plateau and a decay, or a plateau"
+        "cosine", description="After warm-up: cosine decay, a plateau with a final decay, or a plateau"
     )
     weight_decay: Number = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
     betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
-    gradient_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
+    gradient_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 clips nothing")
     activation_checkpointing: Checkpointing = Field(
-        "none", description="What the backward pass computes again: nothing, all but attention, or all"
+        "none", description="What the backward pass recomputes: nothing, all but attention, or all"
     )
     profile: NonEmptyPath | None = Field(
-        None, description="Measured prices of the model, from wlb profile, to plan by; the same file on all machines"
+        None, description="Profile from wlb profile to plan with, the same on all machines"
     )
     calibrate: NonNegativeInt = Field(
         0,
-        description="Every so many steps, plan level steps by prices and rank speeds that they measured; 0: never",
+        description="Steps between updates of the measured costs that level steps plan with; 0: never",
     )
     memory_gib: Number | None = Field(
         None,
         gt=0,
-        description="Memory of a process; default: 90% of its GPU's less 4 GiB, or of its share of the machine's",
+        description="Memory limit of a process; default: 90% of its GPU less 4 GiB, or of its share of the machine",
     )
-    deterministic: bool = Field(False, description="Kernels that give the same bits in every run, also on GPUs; slower")
+    deterministic: bool = Field(False, description="Only kernels that give the same bits in every run; slower")
     compile: bool = Field(False, description="Run blocks through torch.compile")
     threads: PositiveInt | None = Field(
-        None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
+        None, description="CPU threads per process; default: OMP_NUM_THREADS, else cores / processes"
     )
     timeout_seconds: Number = Field(
-        300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
+        300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in a collective"
     )
     grace_seconds: Number = Field(
-        25.0, ge=0, le=_LONGEST_TIMEOUT_SECONDS, description="Time after SIGTERM to finish the step and save it"
+        25.0, ge=0, le=_LONGEST_TIMEOUT_SECONDS, description="Time to finish and save the step after SIGTERM"
     )
 
 
 class CheckpointConfig(Section):
-    """Where and how often the job saves its state."""
+    """Where and how often to save the job."""
 
-    dir: NonEmptyPath | None = Field(None, description="Directory; without it none are written")
+    dir: NonEmptyPath | None = Field(None, description="Directory; without it, no checkpoints")
     every: PositiveInt = Field(100, description="Steps between checkpoints")
-    keep: PositiveInt = Field(2, description="Newest checkpoints that are kept")
+    keep: PositiveInt = Field(2, description="Number of newest checkpoints to keep")
     resume: bool = Field(True, description="Continue from the newest checkpoint in dir")
 
 
 class MetricsConfig(Section):
-    """What the job writes about itself."""
+    """What the job records about itself."""
 
-    dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
+    dir: NonEmptyPath = Field(Path("runs/default"), description="Directory for steps.jsonl and TensorBoard files")
     document_ids: Literal[False, True, "segments"] = Field(
-        False, description="List the documents of every step in steps.jsonl, or their segments too"
+        False, description="List each step's documents, or also their segments, in steps.jsonl"
     )
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
-    profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4")
+    profile: bool = Field(False, description="Trace steps 3 and 4 with torch.profiler")
 
 
 class EvaluationConfig(Section):
-    """Whether and how the loss on held-out documents is measured."""
+    """When to measure the loss on held-out documents."""
 
-    store: StoreSetting | None = Field(None, description="Held-out token store, named as data.store is")
+    store: StoreSetting | None = Field(None, description="Held-out token store, named as in data.store")
     every: PositiveInt = Field(100, description="Steps between evaluations; one more follows the last step")
-    documents: PositiveInt | None = Field(None, description="Only the first so many; default: all")
+    documents: PositiveInt | None = Field(None, description="Score only the first N documents; default: all")
 
     @model_validator(mode="after")
     def _check(self) -> EvaluationConfig:
@@ -290,8 +284,8 @@ class JobConfig(Section):
 
     preset: Annotated[str, *one_of(PRESETS)] = Field(
         "balanced",
-        description="System of which [packing] and [sharding] take the settings they leave out; another packing.method "
-        "takes none of its options",
+        description="Sets what [packing] and [sharding] leave out. With another packing.method, packer options keep "
+        "their own defaults",
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig
@@ -340,7 +334,7 @@ class JobConfig(Section):
                 f"{self.packing.method!r}; leave it out"
             )
         per_rank = self.packing.micro_batches // self.parallel.dp
-        if per_rank < self.parallel.pp:  # which simulated jobs may have, but torch's schedules refuse
+        if per_rank < self.parallel.pp:  # a simulated job may have fewer, but torch's schedules refuse
             raise ValueError(
                 f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
                 "pipeline stages; raise packing.micro_batches"
@@ -349,14 +343,15 @@ class JobConfig(Section):
 
 
 def check_dealt(micro_batches: int, dp: int) -> None:
-    """Raise ``UserError`` unless each of ``dp`` ranks gets as many micro-batches."""
+    """Raise ``UserError`` unless all ``dp`` ranks get equally many micro-batches."""
     if micro_batches % dp:
         counted = f"packing.micro_batches = {micro_batches} counts all data-parallel ranks"
-        raise UserError(f"{counted} and must be a multiple of parallel.dp = {dp}")
+        least = micro_batches + dp - micro_batches % dp
+        raise UserError(f"{counted} and must be a multiple of parallel.dp = {dp}, such as {least}")
 
 
 def check_pool(ranks: int, pool: int) -> None:
-    """Raise ``UserError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
+    """Raise ``UserError`` unless ``ranks`` = dp x cp is a multiple of ``pool``."""
     if ranks % pool:
         sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
         raise UserError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")

@@ -1,4 +1,4 @@
-"""From a TOML file and ``section.key=value`` overrides to a ``JobConfig``, and back to a file.
+"""Read a TOML file and ``section.key=value`` overrides into a ``JobConfig``, and write a configuration as TOML.
 
 Every mistake becomes a ``UserError`` that names the key, the value and what is allowed.
 """
@@ -18,17 +18,19 @@ from wlb.job.config import JobConfig, ParallelConfig
 def load_config(path: Path, overrides: Iterable[str] = (), *, auto_dp: Callable[[int], int] | None = None) -> JobConfig:
     """Read a TOML file, apply ``section.key=value`` overrides and validate.
 
-    ``auto_dp`` says what ``parallel.dp = "auto"`` is, given the processes of one data-parallel rank; without it, "auto"
-    is refused. Override values are TOML (``[1, 2]``, ``true``, ``1e-3``); anything that is not is taken as a string.
-    Relative paths stay relative to the working directory. Raises ``UserError`` for every mistake.
+    ``auto_dp`` turns the processes of one data-parallel rank into the value of ``parallel.dp = "auto"``; without it,
+    "auto" is refused. Override values are TOML (``[1, 2]``, ``true``, ``1e-3``); anything else is a string. Relative
+    paths stay relative to the working directory. Raises ``UserError`` for every mistake.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"config {path} does not exist") from None
+        raise UserError(
+            f"config {path} does not exist; name the TOML file of a job, such as configs/tiny.toml"
+        ) from None
     except OSError as error:
         raise UserError(f"config {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # of TOML, of text, of a number of too many digits
+    except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, or a number with too many digits
         raise UserError(f"config {path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(document, override)
@@ -49,7 +51,7 @@ def to_toml(top: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], r
 
 
 def _toml(value: Any) -> str:
-    """JSON's numbers, lists and strings are TOML's, but for one control character that TOML wants escaped."""
+    """JSON's numbers, lists and strings are valid TOML, except for one control character that TOML wants escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -60,7 +62,7 @@ def _with_decided_dp(document: dict[str, Any], auto_dp: Callable[[int], int] | N
         return document
     if auto_dp is None:
         raise UserError(
-            "parallel.dp = 'auto' is as many as the started processes make, and here none are; give a number: "
+            "parallel.dp = 'auto' follows from the number of started processes, and here none are; give a number: "
             "--set parallel.dp=N"
         )
     alone = ParallelConfig.of(given | {"dp": 1}, "parallel")
@@ -74,7 +76,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {override!r} is not of the form section.key=value or preset=NAME")
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # a number of too many digits is another ValueError
+    except (ValueError, RecursionError):  # a number with too many digits is another ValueError
         parsed = {"value": text}
     value = parsed.pop("value")
     if parsed:

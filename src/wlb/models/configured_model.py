@@ -1,4 +1,4 @@
-"""The model that ``[model]`` describes, as it is trained."""
+"""The model to train, as ``[model]`` describes it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _VARIANTS = ("qkv_bias", "o_bias", "qk_norm")
 def configured_model(model: ModelConfig, vocab_size: int | None = None) -> TransformerConfig:
     """The model that ``[model]`` describes, with the shape of ``configured_shape``.
 
-    Of a pretrained one, ``[model]`` may change rotary positions and ``norm_eps``, and untie the head. Raises
-    ``UserError`` for other changes, for a directory that is not computed here, and as ``configured_shape`` does.
+    For a pretrained model, ``[model]`` may change rotary positions and ``norm_eps``, and untie the head. Raises
+    ``UserError`` for other changes, for a model that we do not implement, and as ``configured_shape`` does.
     """
     if model.pretrained is None:
         settings = {name: getattr(model, name) for name in (*_FREE, *_VARIANTS)}
@@ -25,7 +25,7 @@ def configured_model(model: ModelConfig, vocab_size: int | None = None) -> Trans
             configured_shape(model, vocab_size), tied_embeddings=has_tied_embeddings(model), **settings
         )
     config = read_config(model.pretrained)
-    configured_shape(model, vocab_size)  # checks what is given of it
+    configured_shape(model, vocab_size)  # only to check [model] against it
     refuse_changes(model, {name: getattr(config, name) for name in _VARIANTS})
     changes = {name: getattr(model, name) for name in _FREE if name in model.model_fields_set}
     return replace(config, tied_embeddings=has_tied_embeddings(model), **changes)

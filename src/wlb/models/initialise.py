@@ -1,8 +1,8 @@
 """Initial weights that depend only on the seed and the parameter's name.
 
-The rows of a parameter are drawn in blocks, each by a generator of its own, seeded by a hash of (seed, full-model name,
-block). So any split over pipeline stages and ranks, and any type of the weights, starts from the same numbers, and a
-rank draws little more than the rows that it holds.
+The rows of a parameter are drawn in blocks. Each block has its own generator, seeded by a hash of (seed, full-model
+name, block). So any layout and any type of the weights starts from the same numbers, and a rank draws little more than
+the rows that it holds.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def initialise_weights(module: nn.Module, *, layers: int, seed: int) -> None:
 
 
 def _held_normals(key: str, matrix: Tensor) -> Tensor:
-    """What this rank holds of a matrix of standard normal numbers of the shape of ``matrix``."""
+    """This rank's part of a matrix of standard normal numbers of the shape of ``matrix``."""
     (height, width), (top, left) = matrix.shape, (0, 0)
-    if isinstance(matrix, DTensor):  # from numbers alone, as in a dry run tensors have no values
+    if isinstance(matrix, DTensor):  # from sizes alone, because in a dry run tensors have no values
         of_mesh = matrix.device_mesh, matrix.placements
         (height, width), (top, left) = compute_local_shape_and_global_offset(matrix.shape, *of_mesh)
     drawn = [torch.empty(0, width)]

@@ -1,12 +1,12 @@
 """A Llama-style decoder that runs on packed micro-batches and knows nothing of parallelism.
 
-A micro-batch is one run of T tokens; there is no batch dimension and no padding. Token ids become vectors
-(embedding), pass the blocks (RMSNorm, grouped-query attention with rotary positions, RMSNorm, SwiGLU), and become
-scores over the vocabulary (RMSNorm, output head). Tokens meet only in the function ``attend`` that comes with the
-micro-batch: it knows the segments, and who holds which of their tokens.
+A micro-batch is one run of T tokens; there is no batch dimension and no padding. The embedding
+turns token ids into vectors, the blocks process them (RMSNorm, grouped-query attention with rotary positions, RMSNorm,
+SwiGLU), and the head turns them into scores over the vocabulary (RMSNorm, projection). Tokens interact only in the
+function ``attend`` that comes with the micro-batch: it knows the segments, and which rank holds which tokens.
 
-A ``Transformer`` may hold only some of the blocks: then it is one stage of a pipeline, takes or returns the
-residual stream at its cut ends, and still names its parameters as the full model does
+A ``Transformer`` may hold only some of the blocks. Then it is one stage of a pipeline, which takes or returns the
+residual stream where the model is cut, and still names its parameters as the full model does
 (``layers.7.attention.wq.weight``). With tied embeddings there is one matrix, ``embedding.weight``; where the first and
 the last stage are different modules, both hold it under that name.
 
@@ -27,8 +27,8 @@ from wlb.errors import UserError
 from wlb.job.rope_scaling import RopeScalingConfig
 from wlb.workload import ModelShape
 
-# Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments. Layers with a sliding
-# window give the keyword ``window``: the tokens that are attended up to each one.
+# Takes query (T, H, E), key and value (T, G, E), returns (T, H, E); causal, inside segments. Layers with a sliding
+# window pass the keyword ``window``, the number of tokens that each one attends to, including itself.
 Attend = Callable[..., Tensor]
 
 
@@ -36,7 +36,7 @@ Attend = Callable[..., Tensor]
 class TransformerConfig:
     """What a ``Transformer`` needs beyond its shape; see ``wlb.job.config.ModelConfig`` for the meaning.
 
-    Raises ``UserError`` for frequencies that rotary positions cannot have.
+    Raises ``UserError`` for rotary frequencies that make no sense.
     """
 
     shape: ModelShape
@@ -51,22 +51,22 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         if not 1 < self.rope_theta < math.inf:
             raise UserError(
-                f"model rope_theta = {self.rope_theta} is no base of rotary frequencies; give a number over 1, such as "
-                "10000"
+                f"model rope_theta = {self.rope_theta} is not a base of rotary frequencies; give a number over 1, "
+                "such as 10000"
             )
         if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn":
             _yarn_ramp(self.rope_scaling, self.rope_theta, self.shape.head_dim // 2)
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that ``layer`` attends up to each token; None where that is all of its segment."""
+        """Tokens that each token of ``layer`` attends to; None for its whole segment."""
         return self.shape.sliding_window if self.shape.block_kind(layer).attention == "sliding" else None
 
 
 def check_built(shape: ModelShape) -> None:
-    """Raise ``UserError`` for a variant that is priced and that nothing here builds.
+    """Raise ``UserError`` for a variant that can be priced but that ``Transformer`` does not implement.
 
-    Windows are built where the blocks with full attention come first. Models in which they alternate (Gemma, gpt-oss)
-    differ in more than that.
+    Sliding windows are implemented for models whose blocks with full attention come first. Models in which they
+    alternate (Gemma, gpt-oss) differ in more than that.
     """
     for name, variant in (
         ("full_attention_every", "full attention in every few blocks"),
@@ -82,7 +82,7 @@ def check_built(shape: ModelShape) -> None:
 
 
 class Transformer(nn.Module):
-    """The blocks in ``layers`` of a decoder, the embedding before the first and the head after the last."""
+    """The blocks ``layers`` of a decoder, with the embedding if the first is among them and the head if the last is."""
 
     def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block; ``window`` are the tokens that its attention spans, all of them without it."""
+    """One pre-norm transformer block, whose attention spans ``window`` tokens, or whole segments without one."""
 
     def __init__(self, config: TransformerConfig, window: int | None = None) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, inside segments; with ``qk_norm``, of normalised q and k."""
+    """Grouped-query attention inside segments, with rotary positions, and with ``qk_norm`` on normalised q and k."""
 
     def __init__(self, config: TransformerConfig, window: int | None = None) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class FeedForward(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and the projection to scores over the vocabulary, by a matrix of its own or a tied one."""
+    """The final norm and the projection to scores over the vocabulary, with its own matrix or the embedding's."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Head(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """Projection with the embedding's matrix; it is passed in, so that one module owns the parameter."""
+    """Projection with the embedding's matrix, which is passed in so that one module owns the parameter."""
 
     def forward(self, x_TD: Tensor, embedding_VD: Tensor) -> Tensor:
         return F.linear(x_TD, embedding_VD)
@@ -206,7 +206,7 @@ class TiedOutput(nn.Module):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosine and sine of every token's rotary angles, (T, 1, E), the same for both halves of a head."""
+    """Cosine and sine of every token's rotary angles, (T, 1, E), equal for both halves of a head."""
 
     cos_T1E: Tensor
     sin_T1E: Tensor
@@ -217,8 +217,8 @@ def rotary_angles(
 ) -> Rotation:
     """Rotary position angles (RoFormer, arXiv 2104.09864, section 3.2.2), pairing dimension e with e + E/2.
 
-    Computed in float64 for every ``dtype``: at position 100,000 a float32 angle is off by about 0.004. YaRN makes
-    cosine and sine longer than 1, which scales the scores of attention.
+    Computed in float64 for every ``dtype``, because at position 100,000 a float32 angle is off by about 0.004. YaRN
+    also scales cosine and sine, and so the attention scores.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_T.device) / head_dim
     frequencies = theta**-exponents
@@ -237,7 +237,7 @@ def rotary_angles(
 
 
 def rotate(x_THE: Tensor, rotation: Rotation) -> Tensor:
-    """Turn every head's pairs of dimensions by the token's angles."""
+    """Rotate every head's pairs of dimensions by the token's angles."""
     first, second = x_THE.chunk(2, dim=-1)
     return x_THE * rotation.cos_T1E + torch.cat((-second, first), dim=-1) * rotation.sin_T1E
 
@@ -251,11 +251,11 @@ def _stretched(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
 def _yarn_ramp(scaling: RopeScalingConfig, theta: float, pairs: int) -> tuple[float, float]:
     """Where YaRN's ramp over ``pairs`` pairs of dimensions begins and ends, for frequencies of base ``theta``.
 
-    With ``truncate`` both ends are whole pairs. Raises ``UserError`` where it would end before it begins, and so divide
-    what is to be kept, or the reverse.
+    With ``truncate`` both ends are whole pairs. Raises ``UserError`` if the ramp would end before it begins, and so
+    divide frequencies that must be kept.
     """
     context = scaling.original_max_position_embeddings
-    # The pairs, as fractions, that turn so many times over the original context.
+    # The pairs, as fractions, that rotate beta_fast and beta_slow times over the original context.
     first, last = (
         pairs * math.log(context / (times * 2 * math.pi)) / math.log(theta)
         for times in (scaling.beta_fast, scaling.beta_slow)
@@ -272,7 +272,7 @@ def _yarn_ramp(scaling: RopeScalingConfig, theta: float, pairs: int) -> tuple[fl
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): a ramp over the pairs of dimensions, from those kept to those divided."""
+    """YaRN (arXiv 2309.00071, section 3.2): keep fast frequencies, divide slow ones, and ramp in between."""
     first, last = _yarn_ramp(scaling, theta, len(frequencies))
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     divided = ((pairs - first) / (last - first or 1e-3)).clamp(0.0, 1.0)

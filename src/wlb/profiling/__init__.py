@@ -1,1 +1,1 @@
-"""Measured workload profiles: what attention and everything else cost on this device."""
+"""Measured workload profiles: the seconds of attention and of everything else on this device."""

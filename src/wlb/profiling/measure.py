@@ -1,7 +1,7 @@
-"""From a device and a model shape to a ``WorkloadProfile`` and the measurements that test it.
+"""Measure a ``WorkloadProfile`` of a model shape on a device, and held-out sizes to test it with.
 
 Profiled sizes are powers of a ratio; interpolation between them is exact for any cost a d^2 + b d. Held-out sizes are
-random, so they fall between those, on no multiple of a tile. Both are measured in the same rounds.
+random, so they fall between profiled sizes and on no multiple of a tile. The same rounds measure both.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfi
 
 _ROUNDS, _QUICK_ROUNDS = 5, 2
 _SMALLEST_DOCUMENT, _SMALLEST_MICRO_BATCH = 16, 64
-_SMALLEST_MAX_LENGTH, _LARGEST_MAX_LENGTH = 256, 2**22  # two sizes on every axis; measurements of hours
-_HELD_OUT = 12  # documents, and pieces; two thirds as many micro-batches
+_SMALLEST_MAX_LENGTH, _LARGEST_MAX_LENGTH = 256, 2**22  # gives two sizes on every axis; takes hours
+_HELD_OUT = 12  # documents, and as many pieces; two thirds as many micro-batches
 
 Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What is measured, and on what; ``max_length`` is in tokens, of documents and of micro-batches."""
+    """What to measure, and on which device; ``max_length`` limits documents and micro-batches, in tokens."""
 
     shape: ModelShape
     device: torch.device
@@ -50,17 +50,17 @@ class ProfileSettings:
 
     @property
     def clock(self) -> Clock:
-        """On one CPU thread its CPU time, which other programs do not lengthen."""
+        """CPU time if there is one CPU thread, because other programs do not lengthen it; else wall time."""
         return clock_of(self.device, PROCESS_TIME if self.threads == 1 else WALL_TIME)
 
 
 def measure_profile(
     settings: ProfileSettings, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[WorkloadProfile, HeldOut]:
-    """Measure ``settings.shape`` and return the profile, and held-out measurements to test it with.
+    """Measure ``settings.shape``; returns the profile, and held-out measurements to test it with.
 
-    Raises ``UserError`` if ``tp`` does not divide the shape, if the device has no flash attention for the type, and if
-    its memory is too small.
+    Raises ``UserError`` if ``tp`` does not divide the shape, if the device has no flash attention for the type, or if
+    it has too little memory.
     """
     shard = tensor_parallel_shard(settings.shape, settings.tp)
     lengths, tokens, queries, keys = axes = profiled_sizes(settings.max_length, settings.quick)
@@ -76,7 +76,7 @@ def measure_profile(
     def seconds(kind: str, *tokens: int) -> float:
         return float(timings[kind, tokens].sum())
 
-    # As context_parallel_attention runs a piece: among its own tokens, and over those before it.
+    # As context_parallel_attention runs a piece: inside itself, and over the tokens before it.
     of_pieces = {(a, b): seconds("documents", b - a) + seconds("prefix", b - a, a) for a, b in pieces}
     return _profile(settings, axes, timings), {
         "documents": {length: seconds("documents", length) for length in documents},
@@ -86,13 +86,15 @@ def measure_profile(
 
 
 def tensor_parallel_shard(shape: ModelShape, tp: int) -> ModelShape:
-    """What one of ``tp`` ranks holds: its heads, and its columns of the feed-forward layer and output head.
+    """The shape that one of ``tp`` ranks holds: its heads, and its columns of the feed-forward layer and output head.
 
-    Raises ``UserError`` if ``tp`` does not divide them, and for a model that is only priced.
+    Raises ``UserError`` if ``tp`` does not divide them, and for a model that can only be priced.
     """
     check_built(shape)
     if shape.sliding_window is not None:
-        raise UserError(f"profiles leave out sliding_window = {shape.sliding_window}; simulate the model by its preset")
+        raise UserError(
+            f"a profile cannot have sliding_window = {shape.sliding_window}; simulate the model by its preset"
+        )
     names = ("heads", "kv_heads", "ffn_hidden", "vocab_size")
     for name in names:
         if getattr(shape, name) % tp:
@@ -101,16 +103,16 @@ def tensor_parallel_shard(shape: ModelShape, tp: int) -> ModelShape:
 
 
 def profiled_sizes(max_length: int, quick: bool) -> tuple[Sizes, Sizes, Sizes, Sizes]:
-    """Documents, micro-batches, queries and keys of up to ``max_length`` tokens; fewer of them if ``quick``.
+    """Sizes of documents, micro-batches, queries and keys, up to ``max_length`` tokens; fewer if ``quick``.
 
-    Raises ``UserError`` if ``max_length`` is too small for that, or too large.
+    Raises ``UserError`` if ``max_length`` is too small or too large.
     """
     if max_length < _SMALLEST_MAX_LENGTH:
         raise UserError(f"--max-length {max_length} is below {_SMALLEST_MAX_LENGTH} tokens; raise it")
     if max_length > _LARGEST_MAX_LENGTH:
         raise UserError(f"--max-length {max_length} is over {_LARGEST_MAX_LENGTH} tokens; lower it")
 
-    def powers(smallest: int, largest: int, ratio: float) -> Sizes:  # about ``ratio`` apart, with both ends
+    def powers(smallest: int, largest: int, ratio: float) -> Sizes:  # about ``ratio`` apart, including both ends
         count = max(2, 1 + round(np.log(largest / smallest) / np.log(ratio)))
         return tuple(np.unique(np.rint(np.geomspace(smallest, largest, count)).astype(int)).tolist())
 
@@ -128,12 +130,12 @@ def held_out_sizes(max_length: int, quick: bool) -> tuple[list[int], list[tuple[
     def lengths(smallest: int) -> list[int]:
         return sorted({int(n) for n in np.exp(random.uniform(np.log(smallest), np.log(max_length), count))})
 
-    def filled(tokens: int, seed: int) -> Sizes:  # documents of which the last one is cut
+    def filled(tokens: int, seed: int) -> Sizes:  # documents, the last one cut to fit
         ends = np.minimum(np.cumsum(sample_lengths(tokens, max_length, seed)), tokens)
         return tuple(np.diff(ends[: 1 + int(np.argmax(ends == tokens))], prepend=0).tolist())
 
     documents, stops = lengths(_SMALLEST_DOCUMENT), lengths(_SMALLEST_MICRO_BATCH)
-    # One of 4 to 32 chunks, as sharding over 2 to 16 ranks cuts a document, not the first.
+    # One of 4 to 32 chunks, but not the first, as sharding over 2 to 16 ranks cuts a document.
     chunks = 2 ** random.integers(2, 5, len(stops), endpoint=True)
     pieces = [(stop - max(1, stop // int(of)), stop) for stop, of in zip(stops, chunks, strict=True)]
     tokens = random.integers(max_length // 2, max_length, 2 * count // 3, endpoint=True)
@@ -143,7 +145,7 @@ def held_out_sizes(max_length: int, quick: bool) -> tuple[list[int], list[tuple[
 def _measure(
     settings: ProfileSettings, shard: ModelShape, keys: list[Key], on_progress: Callable[[int, int], None]
 ) -> dict[Key, Timing]:
-    """Seconds of every case over all layers of the model, and of "linear" and "block" with what surrounds them."""
+    """Seconds of every case over all layers; "linear" and "block" include the "ends" around the blocks."""
     if settings.device.type == "cpu":
         keep_freed_memory()  # as ranks do
     else:

@@ -1,6 +1,6 @@
-"""Seconds of many small pieces of work, measured in turns: as a machine's speed drifts, every round measures each.
+"""Seconds of many small pieces of work. Every round measures all of them, because the speed of a machine drifts.
 
-The median over rounds is kept. Calls that warm up say how often each piece of work is repeated in a round.
+The result is the median over rounds. Warm-up calls decide how often a round repeats each piece of work.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from wlb.runtime.clock import Clock
 
-_SAMPLE_SECONDS, _MOST_CALLS = 2e-3, 20  # work shorter than this is repeated within a round, at most so often
+_SAMPLE_SECONDS, _MOST_CALLS = 2e-3, 20  # a round repeats shorter work up to 20 times
 
 K = TypeVar("K")
 Timing = NDArray[np.float64]  # seconds of one call: forward, backward
 
 
 class Case(NamedTuple):
-    """Work to be timed; ``backward`` is given what ``forward`` returned."""
+    """Work to be timed; ``backward`` takes the result of ``forward``."""
 
     forward: Callable[[], Any]
     backward: Callable[[Any], Any]
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 def measure_in_turns(
     cases: Mapping[K, Case], clock: Clock, rounds: int, on_progress: Callable[[int, int], None] = lambda *counts: None
 ) -> dict[K, Timing]:
-    """Median seconds of a call of each case; ``on_progress`` is told how many samples are taken, and of how many."""
+    """Median seconds per call of each case; ``on_progress`` receives the samples taken, and their total."""
     calls: dict[K, int] = {}
     samples: dict[K, list[Timing]] = {name: [] for name in cases}
     for number in range(1 + rounds):
@@ -45,9 +45,9 @@ def measure_in_turns(
 
 
 def _time(case: Case, clock: Clock, calls: int) -> Timing:
-    """Of every call, its seconds forward and backward; shape (calls, 2)."""
+    """Forward and backward seconds of every call; shape (calls, 2)."""
     if calls > 1:
-        case.forward()  # what only a first call does, such as copying run lengths, waits for the GPU
+        case.forward()  # work of the first call only, such as copying run lengths, waits for the GPU
         clock.get_ready(calls)
     marks = []
     for _ in range(calls):
@@ -56,5 +56,5 @@ def _time(case: Case, clock: Clock, calls: int) -> Timing:
         middle = clock.mark()
         case.backward(result)
         marks.append((begin, middle, clock.mark()))
-    # Only now, as reading a GPU's clock waits for it, and the next call would then find it idle.
+    # Only now, because reading a GPU's clock waits for the GPU, and the next call would find it idle.
     return np.array([(clock.between(middle, begin), clock.between(end, middle)) for begin, middle, end in marks])

@@ -1,7 +1,7 @@
-"""The work that is measured: attention on the back end itself, the trainer's own block, and what surrounds the blocks.
+"""The work to measure: attention on the back end itself, the trainer's block, and the layers around the blocks.
 
-Short documents are measured many at a time, as they come in a packed micro-batch; alone they would not fill a GPU.
-All inputs are cut from the same few buffers, so that a long document needs its memory once.
+Many short documents are measured at a time, as in a packed micro-batch, because one alone would not fill a GPU. All
+inputs are cut from the same few buffers, so that a long document needs its memory only once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from wlb.profiling.timing import Case
 from wlb.training.parallel.pipeline import LossTarget, token_loss
 from wlb.workload.shapes import ModelShape
 
-_FILL_TOKENS = {"cpu": 4096, "cuda": 16_384}  # of documents measured together
-_MOST_SCORES = 2**28  # that the output head makes at once; more tokens are extrapolated, in proportion
+_FILL_TOKENS = {"cpu": 4096, "cuda": 16_384}  # tokens of documents measured together
+_MOST_SCORES = 2**28  # of the output head at once; more tokens are extrapolated in proportion
 
-Key = tuple[str, tuple[int, ...]]  # what ``Workbench.case`` takes
+Key = tuple[str, tuple[int, ...]]  # the arguments of ``Workbench.case``
 
 
 class Workbench:
-    """One block of ``shape``, which is what a tensor-parallel rank holds, with inputs of up to ``max_tokens`` tokens.
+    """One block of ``shape``, the part of one tensor-parallel rank, with inputs of up to ``max_tokens`` tokens.
 
     Raises ``UserError`` if this device has no flash attention for this type.
     """
@@ -58,10 +58,11 @@ class Workbench:
             initialise_weights(module.to(device, dtype), layers=shape.layers, seed=0)
 
     def case(self, kind: str, tokens: tuple[int, ...]) -> tuple[Case, float]:
-        """Work of some ``tokens``, and how many times it is done, or which share of it.
+        """The work of ``kind`` on ``tokens``, and how many times (or which fraction of) it the case runs.
 
-        "documents" is attention over documents of a length, "prefix" that of queries over keys before them, "linear" a
-        block without it, "block" one with segments of these lengths, "ends" rotary angles, embedding, head and loss.
+        "documents": attention over documents of one length. "prefix": attention of queries over keys before them.
+        "linear": a block without attention. "block": a block with segments of these lengths. "ends": rotary angles,
+        embedding, head and loss.
         """
         if kind == "documents":
             count = max(1, self._fill_tokens // tokens[0])
@@ -90,7 +91,7 @@ class Workbench:
             out: Tensor = self._block(self._stream[:tokens].detach().requires_grad_(), rotation, attend)
             return out
 
-        # Parameters keep their gradients from call to call, which adds up as over the micro-batches of a step.
+        # Parameters accumulate gradients from call to call, as over the micro-batches of a step.
         return Case(forward, lambda out: out.backward(self._grad_stream[:tokens]))
 
     def _ends(self, tokens: int) -> Tensor:
@@ -99,7 +100,7 @@ class Workbench:
 
 
 class _Skip(torch.autograd.Function):
-    """In place of attention: returns the query; gradients of key and value are some of their shape, for free."""
+    """Replaces attention: returns the query, and gradients of key and value of the right shape, at no cost."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Training: the smallest program over ``wlb.runtime``, from a token store to a trained model; see ``trainer``."""
+"""Training, a small program on top of ``wlb.runtime``: from a token store to a trained model; see ``trainer``."""

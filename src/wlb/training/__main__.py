@@ -3,7 +3,7 @@
 import signal
 
 if __name__ == "__main__":
-    # Held back until the rank listens: Python's own handlers would show a traceback from the middle of the import.
+    # Blocked until the rank listens, or Python's own handlers would print a traceback from the middle of the import.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
     from wlb.training.worker import main
 

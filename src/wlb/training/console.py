@@ -1,7 +1,7 @@
 """Lines on stderr while a job runs, and its summary on stdout.
 
-Training goes on without a console. Lines are lost where the reader of a pipe has ended, a terminal was closed, or the
-disk of a log is full; in the last case only until there is room again.
+Training goes on without a console. Lines are lost if the reader of a pipe has ended, if the terminal was closed, or
+while the disk of a log is full.
 """
 
 import errno
@@ -20,19 +20,19 @@ def say(line: str) -> None:
 
 
 def flush() -> None:
-    """Write out what was printed; a process that leaves with ``os._exit`` has to."""
+    """Flush stdout and stderr, which a process that leaves with ``os._exit`` has to do itself."""
     write(sys.stdout, "")
     write(sys.stderr, "")
 
 
 def write(stream: TextIO | None, text: str) -> None:
-    """Write ``text``; raises ``OSError`` where there is no room on stdout, as what is written there is a result."""
+    """Write ``text``; raises ``OSError`` if there is no room for stdout, because its lines are results."""
     try:
-        if stream is not None:  # it was open when Python started
+        if stream is not None:  # None if it was closed when Python started
             stream.write(text)
             stream.flush()
     except OSError as error:
-        if stream and error.errno in _NOBODY_READS:  # drop all that follows, or Python tries again at exit, and fails
+        if stream and error.errno in _NOBODY_READS:  # drop all that follows, or Python tries again at exit and fails
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)

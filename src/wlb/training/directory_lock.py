@@ -1,4 +1,4 @@
-"""One job at a time in a directory: two that write the same files would destroy each other's."""
+"""One job at a time in a directory: two jobs that write the same files would destroy them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LOCK_NAME = ".lock"
 
 @contextmanager
 def directories_of(config: JobConfig) -> Iterator[None]:
-    """Hold ``metrics.dir`` and ``checkpoint.dir`` for this job; ends with this process at the latest, however it ends.
+    """Lock ``metrics.dir`` and ``checkpoint.dir`` for this job, until this process ends at the latest.
 
-    Called by rank 0, which is the one that writes. Raises ``UserError`` when another job holds one of them.
+    Rank 0 calls this, because it is the rank that writes. Raises ``UserError`` if another job holds one of them.
     """
     directories = {"metrics.dir": config.metrics.dir, "checkpoint.dir": config.checkpoint.dir}
     names = {directory.resolve(): name for name, directory in directories.items() if directory is not None}
@@ -27,7 +27,9 @@ def directories_of(config: JobConfig) -> Iterator[None]:
                 directory.mkdir(parents=True, exist_ok=True)
                 descriptor = open_locked(directory / LOCK_NAME)
             except OSError as error:
-                raise UserError(f"{name} {directory} cannot be written: {error.strerror}") from error
+                raise UserError(
+                    f"{name} {directory} cannot be written: {error.strerror}; choose another {name}"
+                ) from error
             if descriptor is None:
                 raise UserError(
                     f"another job is writing to {name} {directory}; wait for it or choose another directory"
@@ -37,7 +39,9 @@ def directories_of(config: JobConfig) -> Iterator[None]:
 
 
 def check_shared(config: JobConfig) -> None:
-    """Raise ``UserError`` on a rank that does not see the ``checkpoint.dir`` that rank 0 holds, but one of its own."""
+    """Raise ``UserError`` on a rank whose ``checkpoint.dir`` is not the one that rank 0 has locked."""
     directory = config.checkpoint.dir
     if directory is not None and not (directory / LOCK_NAME).exists():
-        raise UserError(f"checkpoint.dir {directory.absolute()} must be shared by all machines, and is not")
+        raise UserError(
+            f"checkpoint.dir {directory.absolute()} is not shared by all machines; choose a directory that all see"
+        )

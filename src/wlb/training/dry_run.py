@@ -1,7 +1,7 @@
-"""The dry run of a job: what would stop it at its start, its memory and its first steps, predicted without running it.
+"""The dry run of a job: predict what would stop it at its start, its memory, and its first steps.
 
-It starts no process and changes no file, so a job of any size can be tried on any machine. Where the job's token store
-is elsewhere, synthetic documents stand for it: their tokens are all zero and take no memory.
+It starts no process and changes no file, so a job of any size can be tried on any machine. If the job's token store is
+elsewhere, synthetic documents take its place; their tokens are all zero and take no memory.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from wlb.training.preflight import CheckedJob, checked, memory_limit
 from wlb.workload import hardware_preset
 
 _FIRST_STEPS = 4
-_DOCUMENTS_PER_WINDOW = 100  # twice as many as fill a context window on average
-_MOST_DOCUMENTS = 2**20  # more steps begin with them again
+_DOCUMENTS_PER_WINDOW = 100  # on average 50 fill a context window
+_MOST_DOCUMENTS = 2**20  # later steps repeat them
 _TOKEN_TYPE = np.dtype("<i4")
 
 _T = TypeVar("_T")
 
 
 class SyntheticStore(TokenStore):
-    """Stands for the store of a job where that is elsewhere; lengths are those of ``wlb.documents.synthetic``."""
+    """Takes the place of a store that is elsewhere; its lengths come from ``wlb.documents.synthetic``."""
 
     identity = "synthetic"
 
     def __init__(self, documents: int, context_window: int, vocab_size: int, stores: int = 1) -> None:
-        """``stores`` stores of so many documents each."""
+        """``stores`` stores of ``documents`` documents each."""
         lengths = sample_lengths(documents, context_window)
         ends = np.cumsum(lengths)
         pointers, firsts = (ends - lengths) * _TOKEN_TYPE.itemsize, np.arange(documents + 1)
@@ -63,7 +63,7 @@ def synthetic_store(config: JobConfig) -> SyntheticStore:
 
 @dataclass(frozen=True)
 class FoundJob(CheckedJob):
-    """A checked job, whether synthetic documents stand for its own, and what would stop it."""
+    """A checked job, what would stop it, and whether its documents are ``synthetic``."""
 
     hardware: str
     problems: tuple[str, ...]
@@ -71,9 +71,9 @@ class FoundJob(CheckedJob):
 
 
 def find_problems(config: JobConfig, hardware: str) -> FoundJob:
-    """Find all that would stop ``config`` on machines of ``hardware``, a preset's name, with the files of this machine.
+    """Find everything that would stop ``config`` on machines of preset ``hardware``, with the files of this machine.
 
-    Raises ``UserError`` where so much is wrong that no job can be made of it.
+    Raises ``UserError`` if no job can be made of ``config`` at all.
     """
     problems: dict[str, None] = {}
 
@@ -100,8 +100,8 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
 class DryRun:
     """The problems of a job, the memory of its worst step, and the simulation of its first steps.
 
-    ``speed`` is that at equal work over plain-4d, on the job's own documents. It and ``simulated`` are None for the
-    reason ``not_simulated``, such as documents that do not fill a step.
+    ``speed`` is the speed over plain-4d in predicted work per second, on the job's own documents. Both ``speed`` and
+    ``simulated`` may be None; ``not_simulated`` says why, such as documents that do not fill a step.
     """
 
     found: FoundJob
@@ -135,7 +135,7 @@ def dry_run(config: JobConfig, hardware: str = "h100") -> DryRun:
     simulated = speed = reason = None
     try:
         simulated = simulate(found.job, lengths, min(_FIRST_STEPS, config.training.steps or _FIRST_STEPS))
-        if not found.synthetic:  # then it is what ``wlb simulate`` says
+        if not found.synthetic:  # the same figure as from ``wlb simulate``
             job = Job.from_config(config, hardware, vocab_size=found.model.shape.vocab_size)
             speed = judge_config(config, job, lengths).speed(CONFIGURED)
     except UserError as error:

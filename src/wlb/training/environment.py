@@ -1,4 +1,4 @@
-"""The surroundings of a rank: its device and process group, and the model and hardware the configuration names."""
+"""The environment of a rank: its device and process group, and the model and hardware that the job names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 @contextmanager
 def joined_job(config: JobConfig) -> Iterator[torch.device]:
-    """Join the process group of ``torchrun``'s environment, or be a job of one process; yields this rank's device.
+    """Join the process group in ``torchrun``'s environment, or run as one process; yields this rank's device.
 
     Raises ``UserError`` if the number of processes is not the product of ``parallel.*``.
     """
@@ -60,31 +60,31 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
         keep_freed_memory()
     timeout = timedelta(seconds=config.training.timeout_seconds)
     store, rank = _meeting_place(timeout)
-    # Without device_id, with which messages between two ranks would wait for each other (pytorch#154132).
+    # Without device_id, because with it messages between two ranks would wait for each other (pytorch#154132).
     dist.init_process_group(_BACKENDS[device.type], timeout=timeout, store=store, rank=rank, world_size=world_size)
     yield device
     dist.destroy_process_group()  # not after an error: peers may be gone, and the process ends anyway
 
 
 def bound_compiled_products() -> None:
-    """Keep fewer matrix products compiled, where the environment does not say how many; before the first product."""
+    """Keep fewer compiled matrix products, unless the environment says how many. Call it before the first product."""
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(variable, _COMPILED_PRODUCTS)
 
 
 def keep_freed_memory() -> None:
     """Keep freed tensors of over 32 MiB, which glibc would return to the system, unless the environment forbids it."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc only
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)  # unsigned, so never
 
 
 def set_gpu_defaults() -> None:
-    """Set what PyTorch and NCCL read when CUDA starts, where the environment says nothing about it.
+    """Set what PyTorch and NCCL read when CUDA starts, unless the environment sets it.
 
-    Every micro-batch has another length, which would leave gaps between segments of fixed sizes. A rank uses several
-    communicators at once, and ranks that launch their kernels in different orders wait for each other forever.
+    Micro-batches differ in length, which would leave gaps between memory segments of fixed sizes. A rank uses several
+    communicators at once, and ranks that launch their kernels in different orders would wait for each other forever.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -92,7 +92,7 @@ def set_gpu_defaults() -> None:
 
 
 def compute_deterministically() -> None:
-    """Have every kernel of this process give the same bits each time, or raise; call it before CUDA starts."""
+    """Make every kernel of this process give the same bits each time, or raise. Call it before CUDA starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Nothing here reads memory that it has not written.
@@ -100,9 +100,9 @@ def compute_deterministically() -> None:
 
 
 def activate_fast_attention(device: torch.device) -> None:
-    """Have FlashAttention 3 attend on a Hopper GPU where it is installed; ``attention_note`` tells where not.
+    """Use FlashAttention 3 on a Hopper GPU if it is installed; otherwise ``attention_note`` says so.
 
-    Not under deterministic algorithms, which its backward ignores.
+    Deterministic algorithms rule it out, because its backward ignores them.
     """
     if _prefers_fa3(device):
         with suppress(ImportError, RuntimeError, ValueError):
@@ -110,7 +110,7 @@ def activate_fast_attention(device: torch.device) -> None:
 
 
 def attention_note(dtype: torch.dtype, device: torch.device) -> str | None:
-    """What to tell the user where a faster attention kernel than the one that runs exists for this GPU, or None."""
+    """A note for the user if a faster attention kernel exists for this GPU than the one that runs, or None."""
     if device.type == "cuda" and dtype != torch.bfloat16:
         return (
             f"wlb: warning: training.dtype = '{str(dtype).removeprefix('torch.')}' on CUDA runs attention on the dense "
@@ -130,9 +130,9 @@ def _prefers_fa3(device: torch.device) -> bool:
 
 
 def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:
-    """The store in which the ranks find each other, and this process's rank.
+    """The store through which the ranks find each other, and this process's rank.
 
-    On one machine every attempt has its own keys, as torchrun's store keeps the addresses of killed ranks.
+    On one machine every attempt has its own keys, because torchrun's store keeps the addresses of killed ranks.
     """
     if "RANK" not in os.environ:
         return dist.HashStore(), 0
@@ -144,13 +144,13 @@ def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:
 
 
 def device_type(config: TrainingConfig, local_processes: int) -> str:
-    """``"cuda"`` or ``"cpu"``, as ``training.device`` asks and this machine allows: one GPU per process."""
+    """``"cuda"`` or ``"cpu"``, as ``training.device`` asks; CUDA needs one GPU per process."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < local_processes:
         raise UserError(
-            f"{local_processes} processes on this machine need a GPU each, it has {gpus}; reduce parallel.* or set "
+            f"{local_processes} processes need a GPU each, but this machine has {gpus}; reduce parallel.* or set "
             "training.device = 'cpu'"
         )
     return "cuda"
@@ -159,27 +159,27 @@ def device_type(config: TrainingConfig, local_processes: int) -> str:
 def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
     """The model that ``config`` trains on ``store``.
 
-    Raises ``UserError`` where neither says how large the vocabulary is, for a model that is only priced, and as
+    Raises ``UserError`` if neither gives the size of the vocabulary, for a model that can only be priced, and as
     ``configured_model`` does.
     """
     model = config.model
     if model.pretrained is None and model.vocab_size is None and store.vocab_size is None:
-        raise UserError(f"token store {store.prefix} does not say how large its vocabulary is; set model.vocab_size")
+        raise UserError(f"token store {store.prefix} does not give the size of its vocabulary; set model.vocab_size")
     configured = configured_model(model, store.vocab_size)
     check_built(configured.shape)
     return configured
 
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
-    """CPU threads of each process: ``training.threads``, or else what ``OMP_NUM_THREADS`` says, or else an equal share
-    of the cores that this job may use; never more than the machine has."""
+    """CPU threads of each process: ``training.threads``, else ``OMP_NUM_THREADS``, else an equal share of the usable
+    cores; never more than the machine has."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
     wanted = config.threads or parse_count(given) or usable_cores() // local_processes
     return min(max(1, wanted), os.cpu_count() or 1)
 
 
 def tokenizer_warning(model: ModelConfig, store: TokenStore) -> str | None:
-    """What to tell the user where ``store`` was not prepared with the tokenizer of the pretrained model, or None."""
+    """A warning if ``store`` was not prepared with the tokenizer of the pretrained model, or None."""
     file = model.pretrained / "tokenizer.json" if model.pretrained is not None else None
     if store.tokenizer is None or file is None or not file.is_file():
         return None
@@ -187,12 +187,12 @@ def tokenizer_warning(model: ModelConfig, store: TokenStore) -> str | None:
         return None
     return (
         f"wlb: warning: {store.prefix} was prepared with the tokenizer {store.tokenizer.get('name')}, not with {file}; "
-        "unless both give the same tokens, the pretrained weights are of no use"
+        "unless both give the same tokens, the pretrained weights are useless"
     )
 
 
 def hardware_name(device: torch.device) -> str:
-    """The hardware preset that this GPU is named after, such as "NVIDIA H200", or else H100's; of a CPU, "cpu"."""
+    """The hardware preset in this GPU's name, such as "NVIDIA H200", or else "h100"; for a CPU, "cpu"."""
     if device.type == "cpu":
         return "cpu"
     words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(device).lower())

@@ -1,4 +1,4 @@
-"""How a rank fails and how its launcher tells it: once, and in one line where that is enough."""
+"""How a rank fails, and how its launcher reports it: once, in one line if possible."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class HungError(TrainingError):
 
 
 class Terminated(Exception):
-    """The job was asked to end; the message says after which step it did and whether that was saved."""
+    """The job was asked to end; the message says after which step it ended, and whether that step was saved."""
 
 
-# What is told in one line, with the status of a rank that leaves with it; 124 as timeout(1) has it. The rest are bugs.
+# Errors reported in one line, and the exit status of each; 124 as in timeout(1). All others are bugs.
 _STATUSES = {UserError: 2, HungError: 124, TrainingError: 1, Terminated: TERMINATED_STATUS}
 
 
 class Ending(NamedTuple):
-    """How a job failed: what the user is told (nothing if a rank has), the exit status, whether to start again."""
+    """How a job failed: the message (empty if a rank has printed it), the exit status, and whether to restart."""
 
     text: str
     status: int
@@ -41,9 +41,9 @@ class Ending(NamedTuple):
 
 
 def leave(error: BaseException) -> NoReturn:
-    """Hand ``error`` to the launcher, or print it where there is none, and end this process.
+    """Hand ``error`` to the launcher, or print it if there is none, and end this process.
 
-    Rank 0 prints in any case that the job was terminated, as a launcher that was asked to end does not look.
+    Rank 0 always prints that the job was terminated, because a launcher that was asked to end does not look.
     """
     status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 0)
     try:
@@ -61,9 +61,9 @@ def leave(error: BaseException) -> NoReturn:
 
 
 def ending_of(rank: int, failure: ProcessFailure) -> Ending:
-    """What to make of the first ``failure`` of a job, that of ``rank``."""
+    """The ending of a job whose first ``failure`` was on ``rank``."""
     status: int = failure.exitcode
-    message: Any = failure.message  # a string that torch makes, or what the rank has recorded
+    message: Any = failure.message  # a string from torch, or the record of the rank
     if status < 0:
         name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
         return Ending(f"wlb: error: rank {rank} (process {failure.pid}) was killed by {name}", 1, restart=True)

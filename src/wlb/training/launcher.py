@@ -1,7 +1,7 @@
-"""Trains on this machine: checks the job, and starts its ranks with torchrun's engine, again where that helps.
+"""Trains on this machine: checks the job, starts its ranks with torchrun's engine, and restarts them if that helps.
 
-Ranks are forked from a server that has imported what they need, and so is the check before them. The server uses none
-of it: it has one thread and no CUDA. Where a rank was killed or the job hung, all start again from a checkpoint.
+Ranks, and the check before them, are forked from a server that has imported what they need. The server itself uses none
+of it, so it has one thread and no CUDA. If a rank was killed or the job hung, all ranks restart from a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from wlb.training.worker import as_rank, train_as_rank
 
 START_METHOD = "forkserver"
 _MOST_RESTARTS = 3  # in a row without a newer checkpoint
-_BEYOND_GRACE_SECONDS = 5.0  # ranks leave by themselves when training.grace_seconds are over; then they are killed
+_BEYOND_GRACE_SECONDS = 5.0  # ranks leave by themselves after training.grace_seconds; later they are killed
 
 
 def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = False) -> int:
     """Train ``config_path`` with ``parallel.*`` processes on this machine; returns the exit status.
 
-    With ``summary``, prints one JSON object on stdout at the end. Raises ``UserError`` for a configuration that is
-    wrong by itself, and ``KeyboardInterrupt`` on Ctrl-C once all processes have ended.
+    With ``summary``, prints one JSON object on stdout at the end. Raises ``UserError`` for an invalid configuration,
+    and ``KeyboardInterrupt`` on Ctrl-C once all processes have ended.
     """
     config = load_config(config_path, overrides, auto_dp=_dp_of_this_machine)
     if START_METHOD == "forkserver":
-        # Signals stay blocked in the server and all that it forks, so that none is too early for a rank.
-        resource_tracker.ensure_running()  # which unblocks them, and does so for the server if it starts it
+        # Signals stay blocked in the server and all that it forks, so that no signal reaches a rank too early.
+        resource_tracker.ensure_running()  # first, because starting it unblocks signals
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
         forkserver.set_forkserver_preload(["wlb.training.trainer", "wlb.training.worker"])
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    logging.disable()  # what torch's engine logs is told in one line
+    logging.disable()  # we report in one line what torch's engine logs
     try:
         return _train(config, summary)
     except SignalException as ended:
@@ -57,10 +57,10 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
 
 
 def _train(config: JobConfig, summary: bool) -> int:
-    """Check the job and start its ranks, until they end in a way that another start would not change."""
-    started_from = restarts = 0  # step of the checkpoint; restarts since a newer one
+    """Check the job and start its ranks, again and again until another start would not help."""
+    started_from = restarts = 0  # step of the checkpoint; restarts without a newer one
     while True:
-        # Checked before each start: a file may have shrunk since, and to read it kills who has it mapped.
+        # Checked before each start: a file may have shrunk, and reading a mapped file beyond its end kills the process.
         unfit: Ending | None = _run(1, _check, config)
         if unfit:
             say(unfit.text.replace("rank 0 (process", "the check before the start (process"))
@@ -79,7 +79,7 @@ def _train(config: JobConfig, summary: bool) -> int:
 
 
 def _step_to_continue_from(config: CheckpointConfig) -> int | None:
-    """0 where there is no checkpoint yet, None where the job does not continue by itself."""
+    """0 if there is no checkpoint yet, None if the job must not continue by itself."""
     if config.dir is None or not config.resume:
         return None
     try:
@@ -91,7 +91,7 @@ def _step_to_continue_from(config: CheckpointConfig) -> int | None:
 
 
 def _dp_of_this_machine(of_one_rank: int) -> int:
-    """As many data-parallel ranks as there are GPUs for; one on a machine without GPUs."""
+    """As many data-parallel ranks as the GPUs suffice for; one on a machine without GPUs."""
     gpus: int = require("torch", "train").cuda.device_count()
     return max(1, gpus // of_one_rank)
 
@@ -103,9 +103,9 @@ def _check(config: JobConfig) -> None:
 
 
 def _run(processes: int, work: Callable[[JobConfig], Any], config: JobConfig) -> Any:
-    """What ``work`` returns in the first of so many processes; the ``Ending`` of the first that fails.
+    """Run ``work`` in ``processes`` processes; returns the first one's result, or the ``Ending`` of the first failure.
 
-    Raises ``SignalException`` where this process was asked to end, once they have.
+    Raises ``SignalException`` if this process was asked to end, once the others have ended.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

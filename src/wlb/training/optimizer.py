@@ -1,4 +1,4 @@
-"""AdamW, its learning rate at every step, and the norm of gradients that are spread over the whole job."""
+"""AdamW, its learning rate at every step, and the norm of gradients that are sharded over the whole job."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from wlb.job.config import TrainingConfig
 from wlb.models.transformer import Transformer
 from wlb.training.parallel.tied_embeddings import is_second_copy
 
-_FINAL_FRACTION = 0.1  # of the peak learning rate, once it has fallen
-_DECAY_FRACTION = 0.2  # the last part of all steps, in which wsd decays
+_FINAL_FRACTION = 0.1  # of the peak learning rate, at the end of the decay
+_DECAY_FRACTION = 0.2  # of all steps, the last ones, in which wsd decays
 
 
 def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over one model stage; weight decay acts on matrices, not on norms and other vectors."""
+    """AdamW for one model stage; weight decay acts on matrices, not on norms and other vectors."""
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay * decays}
@@ -42,7 +42,7 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
       line to a tenth over the last fifth of all steps;
     - ``constant`` stays at the peak.
 
-    The end is ``training.steps``; without it the rate stays at the peak. A resumed job needs no state for it.
+    The end is ``training.steps``; without it the rate stays at the peak. Resuming needs no state for this.
     """
     peak = config.learning_rate
     if step <= config.warmup_steps:
@@ -66,8 +66,8 @@ def _progress(step: int, first: float, last: int) -> float:
 def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
     """Scale all gradients of the job so that their global 2-norm is at most ``largest``; 0 only measures.
 
-    Every rank contributes the squares of what it holds: its pipeline stages, of those its shards. Returns the norm
-    before clipping, the same on every rank.
+    Every rank contributes the squares of its shards of its pipeline stages. Returns the norm before clipping, the same
+    on every rank.
     """
     counted = [(p.grad, _share(stage, p)) for stage in stages for p in stage.parameters() if p.grad is not None]
     gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad, _ in counted]
@@ -82,9 +82,9 @@ def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
 
 
 def _share(stage: nn.Module, parameter: Tensor) -> float:
-    """What this rank counts of its part, so that the ranks that hold the same part count it once.
+    """The weight of this rank's part in the sum, so that parts which several ranks hold count once.
 
-    Tensor-parallel ranks do of the weights that they do not split, the first and the last stage of a tied embedding.
+    All tensor-parallel ranks hold the weights that they do not split; the first and last stage hold a tied embedding.
     """
     if isinstance(stage, Transformer) and is_second_copy(stage, parameter):
         return 0.0

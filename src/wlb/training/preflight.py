@@ -1,4 +1,4 @@
-"""What is decided and checked before a job starts, so that a mistake costs a second and not a queue slot."""
+"""Decide and check everything before a job starts, so that a mistake costs a second and not a queue slot."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from wlb.training.failures import TrainingError
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """``job``, in which nothing is left to decide, and what its ranks train: ``model`` on the documents of ``store``.
+    """A ``job`` with nothing left to decide, whose ranks train ``model`` on the documents of ``store``.
 
-    ``config`` is as it was given. What its [parallel] and [packing] come to is said by ``job``, and nothing reads these
-    sections from here on. The job continues from the loader's state ``saved``, or begins anew.
+    ``config`` is as the user gave it. ``job`` has the settings decided from its [parallel] and [packing], which nothing
+    reads from here on. The job continues from the loader's state ``saved``, or starts anew if that is None.
     """
 
     config: JobConfig
@@ -45,15 +45,15 @@ class CheckedJob:
     saved: dict[str, Any] | None
 
     def check_data(self) -> None:
-        """Raise ``UserError`` where the job continues on other documents, or in another order, than it was saved on."""
+        """Raise ``UserError`` if the job was saved with other documents or another order."""
         if self.saved is not None:
             check_identity(self.saved, self.store, self.job)
 
 
 def memory_limit(device_type: str, local_processes: int) -> MemoryLimit:
-    """What one of ``local_processes`` on this machine may hold, where ``training.memory_gib`` does not say.
+    """The memory that one of ``local_processes`` on this machine may use, if ``training.memory_gib`` is not set.
 
-    A number that does not change from start to start.
+    The number is the same at every start.
     """
     if device_type == "cuda":
         return limit_of_gpu(min(torch.cuda.get_device_properties(i).total_memory for i in range(local_processes)))
@@ -62,13 +62,13 @@ def memory_limit(device_type: str, local_processes: int) -> MemoryLimit:
 
 
 def least_limit(device_type: str, local_processes: int) -> MemoryLimit:
-    """The least ``memory_limit`` of any rank, by which all decide alike; called on every rank."""
+    """The smallest ``memory_limit`` of all ranks, so that all decide alike; called on every rank."""
     limits = gathered(memory_limit(device_type, local_processes))
     return min(limits, key=lambda limit: limit.number_of_bytes)
 
 
 def check_agreed(job: Job) -> None:
-    """Raise ``TrainingError`` where ranks decided on different jobs; called on every rank."""
+    """Raise ``TrainingError`` if ranks decided on different jobs; called on every rank."""
     decided = f"{job.layout} {job.packing.in_use()} {job.profile}"
     if len(set(gathered(hashlib.sha256(decided.encode()).hexdigest()))) > 1:
         raise TrainingError(
@@ -80,7 +80,7 @@ def check_agreed(job: Job) -> None:
 def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None = None) -> CheckedJob:
     """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine.
 
-    Each may hold ``limit``, by default what this machine lets it.
+    Each may use memory up to ``limit``, by default ``memory_limit`` of this machine.
     """
     device = torch.device(device_type(config.training, local_processes))
     limit = limit or memory_limit(device.type, local_processes)
@@ -97,13 +97,13 @@ def checked(
     limit: MemoryLimit,
     tried: Callable[[Callable[[], Any]], Any],
 ) -> CheckedJob:
-    """The job that ``config`` comes to on ``store`` and ``hardware``.
+    """Make the job of ``config`` for ``store`` and ``hardware``.
 
-    ``tried`` makes each check: it returns what the check does, or None where it keeps its ``UserError`` for later.
+    ``tried`` runs each check: it returns the result, or None if it keeps the check's ``UserError`` for later.
     """
     model = trained_model(config, store)
     job = Job.from_config(config, hardware, vocab_size=model.shape.vocab_size, limit=limit)
-    tried(lambda: DocumentStream(store.stored_lengths, config.data))  # refuses what leaves nothing to train on
+    tried(lambda: DocumentStream(store.stored_lengths, config.data))  # refuses a store that leaves nothing to train on
     tried(store.check_labels)
     tried(lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size))
     if config.packing.method == "fixed_solver":
@@ -123,7 +123,7 @@ def checked(
 
 
 def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str, Any] | None:
-    """The loader's state in the checkpoint that the job continues from, None for a new job.
+    """The loader's state in the checkpoint to continue from, None for a new job.
 
     Raises ``UserError`` for a checkpoint of another model, and for pretrained weights that do not fit.
     """
@@ -139,7 +139,7 @@ def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str
 
 
 def _as_saved(job: Job, identity: dict[str, Any]) -> Job:
-    """With the L_max that the job was started with, where documents that wait in the packer were measured by it."""
+    """``job`` with the L_max that it was started with, if waiting documents in the packer were measured by it."""
     measured = "max_length_factor" in job.packing.identity(job.context_window)
     factor = identity.get("packing.max_length_factor") if measured else None
     if job.packing.max_length_factor != "auto" or factor is None:
@@ -153,10 +153,10 @@ def _check_memory(job: Job, *, resumes: bool) -> None:
 
 
 def _check_could_write(name: str, directory: Path) -> None:
-    """Raise ``UserError`` unless ``directory`` can be written, or made where it does not exist."""
+    """Raise ``UserError`` unless ``directory`` can be written, or made if it does not exist."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         what = "" if existing == directory.absolute() else f": {existing} is not a directory that can be written"
-        raise UserError(f"{name} {directory} cannot be written{what}")
+        raise UserError(f"{name} {directory} cannot be written{what}; choose another {name}")

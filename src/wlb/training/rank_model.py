@@ -1,4 +1,4 @@
-"""What a rank holds of the model, built by every rank together."""
+"""The part of the model that a rank holds; all ranks build theirs together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from wlb.training.preflight import CheckedJob
 
 @dataclass(frozen=True)
 class RankModel:
-    """What a rank holds of the model of ``checked``, its place among the ranks, and how it computes.
+    """A rank's part of the model of ``checked``, its place among the ranks, and how it computes.
 
-    The ranks continue from the newest of ``checkpoints`` that is whole, if there are any. Weights have their initial
-    values, unless they are yet to come from a checkpoint or from a pretrained model.
+    The ranks continue from the newest undamaged one of ``checkpoints``, if any. Weights have their initial values,
+    unless they will be loaded from a checkpoint or a pretrained model.
     """
 
     checked: CheckedJob
@@ -37,7 +37,7 @@ class RankModel:
 
 
 def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
-    """Arrange the ranks, agree on where the job starts from, and build this rank's stages and their optimizers."""
+    """Arrange the ranks, agree on the checkpoints to start from, and build this rank's stages and their optimizers."""
     config, job, training = checked.config, checked.job, checked.config.training
     execution = Execution(device, getattr(torch, compute_type(training, job.hardware.device_type)))
     mesh = build_mesh(job.layout, device.type)

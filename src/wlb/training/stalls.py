@@ -1,8 +1,9 @@
-"""Names the ranks that others wait for when a collective times out.
+"""Finds the ranks that hold up the others when a collective times out.
 
-A rank that times out knows that it waits, not for whom. So it rings an alarm in the rendezvous store, and a thread of
-every rank answers with the place of its main thread. Who is in no collective, or does not answer, is missing. NCCL ends
-a process that times out, and leaves its last collectives in PyTorch's flight recorder.
+A rank that times out does not know which rank it waits for. So it sets an alarm in the rendezvous store, and a thread
+of every rank answers with the place of its main thread in the code. The message names each rank that is in no
+collective or does not answer. NCCL ends a process that times out, and leaves its last collectives in PyTorch's flight
+recorder.
 """
 
 import os
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from wlb.training.failures import HungError, TrainingError
 
 _ANSWER_SECONDS = 5.0
-# As gloo, its sockets and the store put it in torch 2.11 to 2.13; none has a type of its own for it.
+# The words of gloo, its sockets and the store in torch 2.11 to 2.13; none has an exception type for it.
 _TIMED_OUT = re.compile(r"\btim(ed|ing) out\b|\btimeout\b", re.IGNORECASE)
 _COLLECTIVE = re.compile(r"/torch/distributed/(?!checkpoint/)|/wlb/attention/exchange\.py$")
 _INNERMOST = 3  # frames: a collective may be called through torch/_ops.py and a decorator
@@ -29,7 +30,7 @@ _SILENT, _WAITS = b"does not answer (stopped, or its machine is gone)", b"waits"
 
 
 class BegunStep:
-    """The ``number`` of the step that the main thread has begun; ``lost`` when a collective in it has failed."""
+    """The ``number`` of the step that the main thread has begun; ``lost`` once a collective in it has failed."""
 
     number = 0
     lost = False
@@ -44,7 +45,7 @@ def record_flight(directory: Path) -> None:
 
 @contextmanager
 def stalls_named(limit_seconds: float, begun: BegunStep) -> Iterator[None]:
-    """Raise ``HungError`` where a collective inside the block times out; all ranks enter it after they have met."""
+    """Raise ``HungError`` if a collective inside the block times out; all ranks enter it after the rendezvous."""
     # Connections of their own: the main thread may hang while it uses the store.
     store, alarm = (dist.distributed_c10d._get_default_store().clone() for _ in range(2))  # type: ignore[attr-defined]
     threading.Thread(target=_answer, args=(alarm, threading.get_ident(), begun), daemon=True).start()
@@ -68,7 +69,7 @@ def _answer(store: dist.Store, main_thread: int, begun: BegunStep) -> None:
 
 
 def _missing(store: dist.Store) -> str:
-    """Which ranks are missing, and where they are."""
+    """Which ranks hold up the others, and where they are."""
     keys = {rank: f"answer/{rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()}
     missing: dict[bytes, list[str]] = {}
     try:
@@ -82,4 +83,4 @@ def _missing(store: dist.Store) -> str:
         return "the rendezvous store does not answer either: its machine is stopped or gone"
     missing.pop(_WAITS, None)
     named = [f"rank {', '.join(ranks)} {place.decode()}" for place, ranks in missing.items()]
-    return "; ".join(named) or "all ranks wait: they were suspended, or cannot reach each other"
+    return "; ".join(named) or "all ranks wait in collectives: they were suspended, or cannot reach each other"

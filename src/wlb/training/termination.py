@@ -1,6 +1,6 @@
-"""SIGTERM, SIGHUP and Ctrl-C: finish the step, save it, leave within the grace time.
+"""SIGTERM, SIGHUP and Ctrl-C: finish the step, save it, and leave within the grace time.
 
-A thread waits for the signals, so that neither a collective nor a long kernel in the main thread delays the answer.
+A thread waits for the signals, so that neither a collective nor a long kernel in the main thread delays them.
 """
 
 import signal
@@ -11,13 +11,13 @@ from wlb.training.failures import Terminated, leave
 
 
 def signals_to_end() -> set[signal.Signals]:
-    """The signals that ask a job to end; not those that it was started to ignore, as ``nohup`` does."""
+    """The signals that ask a job to end, without those that it was started to ignore, as under ``nohup``."""
     asking = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     return {asked for asked in asking if signal.getsignal(asked) != signal.SIG_IGN}
 
 
 class Termination:
-    """Whether this rank was asked to end. ``listen`` is called in the main thread, before other threads start."""
+    """Whether this rank was asked to end. Call ``listen`` in the main thread, before other threads start."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -25,17 +25,17 @@ class Termination:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come. The trainer shares it with all ranks before a step, so they stop together."""
+        """Whether a signal has arrived. The trainer shares this with all ranks before a step, so all stop together."""
         return self.asked.is_set()
 
     def listen(self) -> None:
-        """Start to answer the signals. They stay blocked in every thread, so nothing is interrupted by them."""
+        """Start to answer the signals. They stay blocked in every thread, so they interrupt nothing."""
         asked = signals_to_end()
         signal.pthread_sigmask(signal.SIG_BLOCK, asked)
         threading.Thread(target=self._answer, args=(asked,), name="wlb-termination", daemon=True).start()
 
     def allow(self, seconds: float, kept: str) -> None:
-        """From now on a signal leaves ``seconds`` to end in good order; ``kept`` says what stands if not."""
+        """From now on a signal leaves ``seconds`` to finish and save; ``kept`` says what remains otherwise."""
         self._grace_seconds, self._kept = seconds, kept
 
     def _answer(self, asked: set[signal.Signals]) -> None:
@@ -44,5 +44,5 @@ class Termination:
         if self._grace_seconds is None:
             leave(Terminated("terminated before the first step"))
         time.sleep(self._grace_seconds)
-        few = f"training.grace_seconds = {self._grace_seconds:g} were too few to finish the step and save it"
+        few = f"training.grace_seconds = {self._grace_seconds:g} was too short to finish the step and save it"
         leave(Terminated(f"terminated: {few}; {self._kept}"))

@@ -1,9 +1,9 @@
-"""Training, from the first step to the last, as one rank sees it.
+"""Training as one rank, from the first step to the last.
 
-All ranks read the same document lengths and plan the same steps; each takes its share of its data-parallel rank's
-micro-batches through its part of its pipeline stages. After the backward passes the ranks agree on the loss and the
-gradient norm, step the optimizer, and rank 0 writes the metrics. Every ``checkpoint.every`` steps all of it is saved,
-the loader included.
+All ranks read the same document lengths and plan the same steps. Each runs its share of its data-parallel rank's
+micro-batches through its pipeline stages. After the backward passes the ranks agree on the loss and the gradient norm
+and step the optimizer, and rank 0 writes the metrics. Every ``checkpoint.every`` steps the ranks save everything,
+including the loader's state.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _DOCUMENTS_NAMED = 50  # in a message
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     """Train the job to its end as one of its ranks; returns the summary on rank 0.
 
-    Raises ``UserError`` for invalid user input, ``TrainingError`` where training cannot go on and ``Terminated``
-    where any rank was asked to end.
+    Raises ``UserError`` for invalid user input, ``TrainingError`` if training cannot go on, and ``Terminated`` if any
+    rank was asked to end.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     begun, limit = BegunStep(), config.training.timeout_seconds
@@ -120,22 +120,22 @@ class Trainer:
     def steps(self) -> Iterator[int]:
         """Train step after step, yielding the number of each; checkpoints as they fall due and at the end.
 
-        Raises ``Terminated``, with everything saved, where a rank was asked to end.
+        Raises ``Terminated``, after saving everything, if a rank was asked to end.
         """
         saved = self.step
         terminated = False
         self.termination.allow(self.config.training.grace_seconds, self._kept)
         with self.loader, self.monitor.trace:
-            self._evaluate()  # what the job before this one was asked to end in
+            self._evaluate()  # the evaluation that a signal may have stopped in the job before this one
             while loaded := self._next_step():
                 self.begun.number = self.step + 1
                 if terminated := not agree_to_train(self.step + 1, loaded, self.model, self.termination.requested):
-                    break  # what was loaded is not trained, so it is not in self._trained
+                    break  # the loaded step is not trained, so self._trained leaves it out
                 self.step += 1
                 self._train_step(loaded)
                 self._calibrate()
                 self._trained = self.loader.state_dict()
-                self._evaluate()  # before the checkpoint, so that it is on record where a job continues from it
+                self._evaluate()  # before the checkpoint, so that a job which continues from it has it on record
                 if self.checkpointer.is_due(self.step):
                     self._save()
                     saved = self.step
@@ -163,10 +163,10 @@ class Trainer:
         if self.calibration is not None and self.calibration.end_step():
             self.loader.plan_again()
             if self.reporter:
-                say(f"planning by what was measured up to step {self.step}: {self.calibration}")
+                say(f"planning from now on with prices measured up to step {self.step}: {self.calibration}")
 
     def _evaluate(self, *, last: bool = False) -> bool:
-        """Evaluate where that is due; whether it was broken off, as a rank was asked to end."""
+        """Evaluate if it is due; returns whether it stopped early because a rank was asked to end."""
         if self.evaluator is None:
             return False
         evaluation = self.evaluator.after(self.step, last=last, asked_to_end=lambda: self.termination.requested)
@@ -180,9 +180,9 @@ class Trainer:
 
 
 def agree_to_train(step: int, loaded: LoadedStep, model: RankModel, asked_to_end: bool) -> bool:
-    """Whether the ranks train ``loaded`` as step ``step``: not where any of them was ``asked_to_end``.
+    """Whether the ranks train ``loaded`` as step ``step``; False if any of them was ``asked_to_end``.
 
-    Raises ``TrainingError`` where they planned different steps, or shards of them.
+    Raises ``TrainingError`` if they planned different steps or shards.
     """
     row = (loaded.fingerprint, loaded.shard_fingerprint, asked_to_end)
     with record_function("plan agreement"):
@@ -204,9 +204,9 @@ def train_step(
     runner: PipelineRunner,
     monitor: Monitor,
 ) -> tuple[StepOutcome, NDArray[np.float64]]:
-    """Train ``loaded`` as step ``step``; what came of it, and the seconds that each rank computed, shape (ranks,).
+    """Train ``loaded`` as step ``step``; returns its outcome and the seconds that each rank computed, shape (ranks,).
 
-    Raises ``TrainingError``, with weights as they were, where the loss or the gradient norm is not finite.
+    Raises ``TrainingError`` and leaves the weights unchanged if the loss or the gradient norm is not finite.
     """
     training = model.checked.config.training
     rate = learning_rate(step, training)
@@ -227,7 +227,7 @@ def train_step(
 
 
 def _documents_to_blame(plan: StepPlan, model: RankModel, losses: Sequence[Tensor]) -> str:
-    """Those of micro-batches whose loss is not finite; ``losses`` are this rank's, on ranks of the last stage."""
+    """The documents of micro-batches whose loss is not finite; ``losses`` are this rank's, if it has the last stage."""
     mine = zip(own_micro_batches(plan, model.share.dp_rank, model.share.cp_rank), losses, strict=False)
     found = [segment.document for part, loss in mine if not torch.isfinite(loss) for segment in part.segments]
     documents = {document for of_rank in gathered(found) for document in of_rank}

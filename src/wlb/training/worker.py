@@ -1,6 +1,6 @@
 """One rank of a training job: ``torchrun -m wlb.training CONFIG [--set section.key=value]...``, or of ``wlb train``.
 
-A rank keeps nothing worth saving outside its checkpoints, so it ends at once: on any error, and when its launcher is
+A rank keeps nothing worth saving outside its checkpoints, so it ends at once on any error and when its launcher is
 gone. Only a signal leaves it time to save (``termination``).
 """
 
@@ -26,17 +26,17 @@ from wlb.training.failures import TrainingError, leave
 from wlb.training.termination import Termination
 
 _WATCH_SECONDS = 0.2
-_LOST_PEER_SECONDS = 10.0  # until a rank that has lost another one fails too: that one is to be seen to fail first
+_LOST_PEER_SECONDS = 10.0  # a rank that has lost another one waits so long, so that the other one fails first
 
 
 def main() -> None:
-    """Be the rank that the command line and the environment describe."""
+    """Run the rank that the command line and the environment describe."""
     as_rank(_train_from_arguments)
     os._exit(0)  # without waiting for peers that may be gone
 
 
 def as_rank(work: Callable[[Termination], Any]) -> Any:
-    """What ``work`` returns. Leaves on any error, on a signal, and when the launcher ends."""
+    """Run ``work`` and return its result. Leaves on any error, on a signal, and when the launcher ends."""
     termination = Termination()
     termination.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -58,7 +58,7 @@ def train_as_rank(config: JobConfig) -> dict[str, Any] | None:
 
 
 def dp_of(processes: int, of_one_rank: int) -> int:
-    """What ``parallel.dp = "auto"`` is where ``processes`` were started."""
+    """The value of ``parallel.dp = "auto"`` if ``processes`` processes were started."""
     if processes % of_one_rank:
         raise UserError(
             f"parallel.dp = 'auto': {processes} processes were started, no multiple of pp x cp x tp = {of_one_rank}; "
@@ -70,8 +70,8 @@ def dp_of(processes: int, of_one_rank: int) -> int:
 def _train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     from wlb.training.trainer import train
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler says on stderr that it starts and stops
-    gc.freeze()  # or every full collection while planning walks all that torch has imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints on stderr when it starts and stops
+    gc.freeze()  # or every full garbage collection while planning walks through all of torch
     return train(config, termination)
 
 
@@ -85,12 +85,12 @@ def _train_from_arguments(termination: Termination) -> None:
 
 
 def _end_with_launcher(termination: Termination) -> None:
-    """End this process when its launcher has ended; orphans would go on writing into the run.
+    """End this process when its launcher has ended, because orphans would go on writing into the run.
 
-    A launcher that dies while ranks save after a signal leaves them their grace time.
+    If the launcher dies while ranks save after a signal, they still have their grace time.
     """
     launcher, parent = multiprocessing.parent_process(), os.getppid()
-    if launcher is None and _store_is_gone():  # torchrun died before this line, and the parent is who adopts orphans
+    if launcher is None and _store_is_gone():  # torchrun has died, and another process has adopted this one
         os._exit(1)
 
     def watch() -> None:
@@ -105,7 +105,7 @@ def _end_with_launcher(termination: Termination) -> None:
 
 
 def _store_is_gone() -> bool:
-    """Whether the store that torchrun keeps on this machine, if it keeps one here, has closed its port."""
+    """Whether torchrun keeps its store on this machine and has closed the port."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_RANK", "0") == "0":
         try:
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5.0).close()

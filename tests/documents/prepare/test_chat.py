@@ -114,12 +114,12 @@ def test_what_cannot_be_labelled_is_counted(tmp_path, line, template, reason):
     directory = tokenizer_directory(tmp_path, template)
     tokenizer = load_tokenizer(str(directory))
     chat = ChatFormat.of_tokenizer(str(directory), tokenizer.special_tokens)
-    with pytest.raises(UserError, match=f"no documents are left of 1: 1 {reason.replace('_', ' ')}"):
+    with pytest.raises(UserError, match=f"1 document read, none can be stored: 1 {reason.replace('_', ' ')}"):
         prepared(tmp_path, [line], tokenizer, chat)
 
 
 def test_a_broken_template_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="chat template of the tokenizer is not valid"):
+    with pytest.raises(UserError, match="tokenizer's chat template is not valid"):
         ChatFormat("{% for %}").encode(CHAT, BytesTokenizer())
 
 

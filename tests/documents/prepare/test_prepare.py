@@ -107,12 +107,12 @@ def test_a_trained_tokenizer_lies_beside_the_store_and_loads(tmp_path, words):
 
 def test_a_corpus_without_documents_makes_no_store(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": ""}\n{\n{\n')
-    with pytest.raises(UserError, match="no documents are left of 3: 2 bad json, 1 empty"):
+    with pytest.raises(UserError, match="3 documents read, none can be stored: 2 bad json, 1 empty"):
         prepare_store(FileCorpus([tmp_path / "d.jsonl"]), tmp_path / "s", BytesTokenizer())
     (tmp_path / "d.jsonl").write_text('3\n{"content": "a", "id": 1}\n')
     with pytest.raises(
         UserError,
-        match="2 missing field; the first entry without field 'text' has content, id; choose one with --text",
+        match="2 missing field; the first entry without the field 'text' has: content, id; choose one with --text",
     ):
         prepare_store(FileCorpus([tmp_path / "d.jsonl"]), tmp_path / "s", BytesTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["d.jsonl"]
@@ -156,7 +156,7 @@ def test_what_is_left_out_of_lengths_is_told(tmp_path, capsys):
     source, many = text_lengths(write_lines(tmp_path / "d.jsonl", ["a"] * 50_000), BytesTokenizer())
     assert 20_000 <= len(many) < 30_000
     assert source == f"the beginning of {tmp_path / 'd.jsonl'} (one document per line)"
-    assert f"those of the first {len(many):,} documents of {tmp_path / 'd.jsonl'}" in capsys.readouterr().err
+    assert f"counted only the first {len(many):,} documents of {tmp_path / 'd.jsonl'}" in capsys.readouterr().err
     with pytest.raises(UserError, match="the sources contain no documents"):
         text_lengths(write_lines(tmp_path / "d.jsonl", []), BytesTokenizer())
 
@@ -297,7 +297,9 @@ def test_a_shard_is_made_whole_or_not_at_all_and_once(tmp_path, corpus):
     assert json.loads((tmp_path / "s-2-of-3.json").read_text())["shard"] == "2/3"
     with pytest.raises(UserError, match=r"s-2-of-3\.bin exists; choose another --out or pass --overwrite"):
         prepare_store(corpus, prefix, BytesTokenizer(), shard=shard)
-    with pytest.raises(UserError, match=r"s-2-of-3\.idx is one of another number of shards than 4; remove those, or"):
+    with pytest.raises(
+        UserError, match=r"s-2-of-3\.idx belongs to another number of shards than 4; remove those shards, or"
+    ):
         prepare_store(corpus, prefix, BytesTokenizer(), shard=CorpusShard(1, 4))
 
 
@@ -314,7 +316,7 @@ def test_shards_without_documents_are_empty(tmp_path, capsys):
         TokenStore.open(tmp_path / "s-2-of-2")
     bad = prepare_store(FileCorpus([tmp_path / "bad.jsonl"]), tmp_path / "t", BytesTokenizer(), shard=CorpusShard(1, 1))
     assert (bad.documents_out, bad.rejects) == (0, {"bad_json": 1})
-    assert capsys.readouterr().err.count("has no documents; its store is empty, which a glob passes over") == 2
+    assert capsys.readouterr().err.count("has no documents; its store is empty, and a glob skips it") == 2
 
 
 def test_shards_are_named():

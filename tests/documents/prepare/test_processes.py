@@ -109,7 +109,7 @@ def test_a_process_killed_on_ray_loses_nothing(tmp_path, corpus, ray, kills):
         (lives / str(number)).touch()
     tokenizer = DeadlyTokenizer(str(lives))
     if kills > 1:  # more than Ray retries
-        with pytest.raises(UserError, match=r"Ray lost a task, and again in 3 retries.*goes on from here$") as caught:
+        with pytest.raises(UserError, match=r"Ray lost a task, and again in 3 retries.*continues from here$") as caught:
             prepare_shards(corpus, prefix, tokenizer, ray="auto")
         assert "\n" not in str(caught.value)
         assert len(list(lives.iterdir())) == kills - 4

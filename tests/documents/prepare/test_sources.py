@@ -212,7 +212,7 @@ def test_missing_empty_and_unsuitable_sources(tmp_path):
     with pytest.raises(UserError, match=r"source .*nowhere does not exist"):
         FileCorpus([tmp_path / "nowhere"])
     (tmp_path / "picture.png").write_bytes(b"")
-    with pytest.raises(UserError, match="no text, JSON Lines or Parquet files in"):
+    with pytest.raises(UserError, match="holds no text, JSON Lines or Parquet files; name other"):
         FileCorpus([tmp_path])
     pq.write_table(pa.table({"length": [1, 2]}), tmp_path / "n.parquet")
     with pytest.raises(UserError, match=r"no column 'text', only length; choose one with --text-field"):

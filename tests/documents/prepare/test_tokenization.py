@@ -96,8 +96,8 @@ def test_the_configured_end_token_comes_first(tmp_path, eos):
     [
         ({}, "gpt5", None, "'gpt5' is neither 'bytes' nor an existing file"),
         ({}, "bytes", END, "no effect for bytes"),
-        ({"a/tokenizer.json": b"{}"}, "a", None, "is not a tokenizers file"),
-        ({"b/tokenizer.json": b"\xff\xfe"}, "b", None, "no UTF-8 text"),
+        ({"a/tokenizer.json": b"{}"}, "a", None, "is not a tokenizer.json"),
+        ({"b/tokenizer.json": b"\xff\xfe"}, "b", None, "is not UTF-8 text"),
         ({"c/tokenizer.model": b"x"}, "c", None, "holds no tokenizer.json"),
         ({"tokenizer_config.json": b"{"}, ".", None, r"tokenizer_config\.json is not valid JSON"),
         ({"words.json": WORDS}, "words.json", None, "does not say which token ends a document; name it with --end-to"),

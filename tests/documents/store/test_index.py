@@ -89,7 +89,7 @@ def damage(path: Path, place: int, code: str, value: int) -> None:
             34 + 4 * 40 + 8 * 20,
             "<q",
             2,
-            "document (19|20) has 3 tokens of 2 bytes each, and lies at bytes (114 to 2$|2)",
+            "document (19|20) has 3 tokens of 2 bytes each, and lies at bytes (114 to 2;|2)",
         ),
         (34 + 12 * 40 + 8 * 20, "<q", 41, "its documents do not cover its 40 sequences in order"),
     ],

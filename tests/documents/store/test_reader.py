@@ -65,7 +65,7 @@ def test_a_directory_a_glob_and_a_list_are_one_store(corpus):
 def test_names_that_are_no_store_are_refused(corpus, tmp_path):
     (tmp_path / "empty").mkdir()
     for source, message in (
-        (tmp_path / "empty", "is a directory; name a token store in it, or '.*' for all that are further below"),
+        (tmp_path / "empty", "is a directory; name a token store in it, or '.*' for all below it"),
         (corpus / "x*.idx", "no token store matches .*; make one with wlb prepare"),
         ([corpus, corpus / "2_tokens"], "a token store is named twice, as .*2_tokens and as .*2_tokens; name it once"),
         ([corpus / "2_tokens", corpus / "3_tokens"], "3_tokens.idx does not exist"),
@@ -100,7 +100,10 @@ def test_shards_must_be_alike(tmp_path):
     assert TokenStore.open(tmp_path / "a").tokenizer == tokenizer("x")
     for other, message in (
         (write(tmp_path / "b", [[1]], tokenizer=tokenizer("y")), "the tokenizer .*'y'.*, .*a/1 .*'x'"),
-        (write(tmp_path / "c", [[1]], 51), "c has a vocabulary of 51, .*a/1 50; prepare all with the same tokenizer"),
+        (
+            write(tmp_path / "c", [[1]], 51),
+            "c has a vocabulary of 51, but .*a/1 has 50; prepare all with the same tokenizer",
+        ),
     ):
         with pytest.raises(UserError, match=f".*{message}"):
             TokenStore.open([tmp_path / "a", other])
@@ -160,7 +163,7 @@ def test_a_shard_that_changes_while_it_is_used_is_refused(corpus, monkeypatch):
     for use in (store.check_unchanged, store.lengths_of):
         with pytest.raises(UserError, match=r"10_tokens\.bin changed while it was in use: it had 12 bytes"):
             use(np.array([2]))
-    with pytest.raises(UserError, match=r"10_tokens\.bin has 2 bytes where its index asks for 12"):
+    with pytest.raises(UserError, match=r"10_tokens\.bin has 2 bytes, but its index asks for 12"):
         TokenStore.open(corpus)
 
 
@@ -181,7 +184,7 @@ def test_masks_of_some_shards(tmp_path):
     with TokenStoreWriter(tmp_path / "a/2", vocab_size=50, masked=True) as writer:
         writer.add([1, 2, 3], np.array([False, False, False]))
     store = TokenStore.open(tmp_path / "a")
-    with pytest.raises(UserError, match="so nothing would be learnt"):
+    with pytest.raises(UserError, match="so there is nothing to learn"):
         store.check_labels()
     with TokenStoreWriter(tmp_path / "a/3", vocab_size=50, masked=True) as writer:
         writer.add([1, 2, 3], np.array([False, False, True]))

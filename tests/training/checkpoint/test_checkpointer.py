@@ -183,7 +183,9 @@ def test_resuming_a_job_that_was_changed_trains_every_document_once(straight, sa
 
 
 def test_another_preset_is_refused_before_anything_starts(straight):
-    with pytest.raises(UserError, match=r"was written with packing\.method = 'balanced', this job has 'sequential'"):
+    with pytest.raises(
+        UserError, match=r"was written with packing\.method = 'balanced', but this job has 'sequential'"
+    ):
         check_job(configure(straight["dp"], "dp", packing={"method": "sequential"}), 1)
 
 
@@ -276,7 +278,7 @@ def test_without_a_usable_checkpoint_nothing_starts(straight, tmp_path):
     shutil.copytree(straight["dp"], tmp_path, dirs_exist_ok=True)
     for step, how in ((2, "flipped"), (4, ".metadata")):
         damage(tmp_path / "checkpoints" / f"step-{step:08d}", how)
-    message = r"none of the 2 checkpoints in .* can be used, .* does not have its checksum"
+    message = r"all 2 checkpoints in .* are damaged, .* does not have its checksum"
     with pytest.raises(RankFailure, match=message):
         train(configure(tmp_path, "dp"))
     assert read_steps(tmp_path) == read_steps(straight["dp"])

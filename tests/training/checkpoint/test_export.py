@@ -93,7 +93,7 @@ def _check_refusals(config: Path, folder: Path, capsys, monkeypatch) -> None:
 
     assert "exists and is not overwritten" in said("--out", folder / "out")
     new = ("--out", folder / "new")
-    assert "holds no checkpoint of step 1; it has 2, 3" in said(*new, "--step", 1)
+    assert "holds no checkpoint of step 1; choose one of 2, 3" in said(*new, "--step", 1)
     assert "holds no checkpoint" in said(*new, "--set", f"checkpoint.dir={folder}")
     assert "another model than the configuration: tied_embeddings true -> false;" in said(
         *new, "--set", "model.tied_embeddings=false"

@@ -49,7 +49,7 @@ def test_a_disk_without_room_for_one_checkpoint_ends_the_job_at_the_first(folder
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert line == (
         f"wlb: error: the checkpoint of step 2 could not be written to {folder / 'checkpoints'}: No space left on "
-        "device (rank 0); mend that or choose another checkpoint.dir, and start again"
+        "device (rank 0); correct that or choose another checkpoint.dir, and start again"
     )
     assert [row["step"] for row in read_steps(folder)] == [1, 2]
     assert done.stdout.split() == [".lock"]
@@ -74,7 +74,9 @@ def test_a_read_only_directory_is_named_before_anything_starts(folder):
     config = write_config(folder, checkpoint=checkpoints_every(2, folder))
     done = train_where('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"', folder, config)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"wlb: error: checkpoint.dir {folder / 'checkpoints'} cannot be written"]
+    assert done.stderr.splitlines() == [
+        f"wlb: error: checkpoint.dir {folder / 'checkpoints'} cannot be written; choose another checkpoint.dir"
+    ]
 
 
 def _train_with_small_files(config: JobConfig, steps: range, said: Path) -> None:
@@ -91,7 +93,7 @@ def _train_with_small_files(config: JobConfig, steps: range, said: Path) -> None
 def test_the_last_checkpoint_must_be_written(folder, first):
     config = job(folder, parallel={"dp": 2}, checkpoint=checkpoints_every(2, folder))
     with pytest.raises(
-        RankFailure, match=r"checkpoint of step \d could not be .*: File too large \(rank 1\); mend that"
+        RankFailure, match=r"checkpoint of step \d could not be .*: File too large \(rank 1\); correct that"
     ):
         run_ranks(2, _train_with_small_files, config, range(first, 9), folder / "said")
     assert steps_saved(folder) == ([2] if first == 3 else [])

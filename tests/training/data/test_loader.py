@@ -95,7 +95,7 @@ def test_a_state_is_refused_on_other_settings_and_data(folder, tmp_path):
     with open_loader(folder) as loader:
         state = loader.state_dict()
     refused: list[tuple[dict[str, dict[str, Any]], str]] = [
-        ({"data": {"seed": 1}}, "data.seed = 0, this job has 1"),
+        ({"data": {"seed": 1}}, "data.seed = 0, but this job has 1"),
         ({"packing": {"method": "sequential"}}, "packing.method = 'balanced'"),
         ({"data": {"seed": 1, "overlong": "drop"}}, r"overlong = 'split', .* 'drop' \(1 more settings differ\)"),
         ({"data": {"store": str(tmp_path / "store")}}, r"token store = .* start anew with another checkpoint\.dir"),
@@ -112,7 +112,7 @@ def test_a_mixture_is_continued_with_its_weights(folder):
     with open_loader(folder, changes) as loader:
         state = json.loads(json.dumps(loader.state_dict()))
     mixture[1]["weight"] = 2
-    with pytest.raises(UserError, match=r"data\.weights = \[3\.0, 1\.0\], this job has \[3\.0, 2\.0\]"):
+    with pytest.raises(UserError, match=r"data\.weights = \[3\.0, 1\.0\], but this job has \[3\.0, 2\.0\]"):
         open_loader(folder, changes, state=state)
 
 
@@ -123,5 +123,5 @@ def test_a_state_does_not_depend_on_how_settings_are_said(folder):
     assert not any("delay_price" in name for name in state["identity"])
     same = {"packing": {"method": "variable_length", "max_delay": 16, "outlier_thresholds": [24, 72]}}
     open_loader(folder, same, state=state).close()
-    with pytest.raises(UserError, match=r"packing.max_delay = 16, this job has 3"):
+    with pytest.raises(UserError, match=r"packing.max_delay = 16, but this job has 3"):
         open_loader(folder, {"packing": {"method": "variable_length", "max_delay": 3}}, state=state)

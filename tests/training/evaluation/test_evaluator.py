@@ -191,13 +191,13 @@ def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path
     check_job(_job(folder, metrics={"dir": str(tmp_path / "metrics")}), 1)
     refused("none", "does not exist")
     write_held_out(tmp_path / "large", tokens=100)
-    refused("large", r"evaluation.store .*large has a vocabulary of 100, the model one of 67")
+    refused("large", r"evaluation.store .*large has a vocabulary of 100, but the model has 67")
     with TokenStoreWriter(tmp_path / "empty", vocab_size=VOCABULARY) as writer:
         writer.add(np.arange(0))
     refused("empty", r"nothing to train on in token store .*empty")
     unlabelled = write_held_out(tmp_path / "unlabelled")
     (tmp_path / "unlabelled.mask").write_bytes(bytes(unlabelled.tokens))
-    refused("unlabelled", r"evaluation.store .*unlabelled has no label, so there is no loss to take")
+    refused("unlabelled", r"evaluation.store .*unlabelled has no labels, so it has no loss")
     for name, kind in (("ours", "a"), ("theirs", "b")):
         with TokenStoreWriter(tmp_path / name, vocab_size=VOCABULARY, details={"tokenizer": {"kind": kind}}) as writer:
             writer.add(np.arange(20))

@@ -1,8 +1,8 @@
-"""Documents into a token store: read, tokenise, write, and account for every document.
+"""Make a token store: read documents, tokenise them, write them, and account for every one.
 
-``prepare_store`` streams: a corpus gives batches of raw documents, worker processes tokenise them, and this process
-writes the results in their order, so the store is the same for any number of workers and memory does not grow with
-the corpus. Documents that cannot be taken are counted by reason; in = out + rejects, in the report and in the sidecar.
+``prepare_store`` streams: a corpus yields batches of raw documents, worker processes tokenise them, and this process
+writes the results in order. So the store is the same for any number of workers, and memory does not grow with the
+corpus. Rejected documents are counted by reason: in = out + rejects, in the report and in the sidecar.
 
 On many machines each process makes the store of one shard of the corpus; ``prepare_shards`` does so on Ray. A glob of
 these stores trains as one, with the documents in the same order.
@@ -32,8 +32,8 @@ from wlb.documents.store.writer import TokenStoreWriter, store_files, token_type
 from wlb.errors import UserError
 from wlb.terminal import number_of, tell
 
-_ADDED = ("documents_in", "documents_out", "tokens", "text_bytes")  # of the reports of shards
-_MOST_COUNTED = 20_000  # documents that are tokenised to know their lengths, and those of a batch
+_ADDED = ("documents_in", "documents_out", "tokens", "text_bytes")  # summed over the reports of shards
+_MOST_COUNTED = 20_000  # documents to tokenise for their lengths; the last batch may exceed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PrepareReport:
     vocab_size: int
     end_token: int
     files: list[str]
-    labelled_tokens: int | None = None  # of conversations
+    labelled_tokens: int | None = None  # for conversations only
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
@@ -57,9 +57,9 @@ class PrepareReport:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedBatch:
-    """Documents one after another in ``tokens``, each with its end token; ``lengths`` has one entry for each.
+    """Documents one after another in ``tokens``, each with its end token; ``lengths`` has one entry per document.
 
-    ``mask`` says of every token whether it is a label; None where all are.
+    ``mask`` is True for tokens that are labels; None if all are.
     """
 
     tokens: NDArray[Any]
@@ -99,11 +99,12 @@ def prepare_store(
 ) -> PrepareReport:
     """Write the documents of ``corpus`` to the token store ``prefix``, each followed by the end token.
 
-    With ``chat``, they are conversations, and the store has a mask in which only the assistant's tokens are labels.
-    ``save_tokenizer`` keeps a trained tokenizer beside the store; ``on_progress`` is called with the number of
-    documents just taken or rejected. With ``shard``, only its documents are written, to ``PREFIX-I-of-N``. The store
-    appears at the end, whole, or not at all. Raises ``UserError`` when it exists (without ``overwrite``), cannot be
-    written, a source is damaged, no document is left, or shards of another number are there. A shard may be empty.
+    With ``chat``, documents are conversations, and the store gets a mask in which only the assistant's tokens are
+    labels. ``save_tokenizer`` keeps a trained tokenizer beside the store. ``on_progress`` receives the number of
+    documents just stored or rejected. With ``shard``, only the documents of that shard are written, to
+    ``PREFIX-I-of-N``; a shard may be empty. The store appears at the end, whole, or not at all. Raises ``UserError`` if
+    it exists (without ``overwrite``) or cannot be written, if a source is damaged, if every document is rejected, or if
+    there are shards of another number.
     """
     if workers < 1:
         raise UserError(f"--workers must be at least 1, got {workers}")
@@ -126,8 +127,8 @@ def prepare_store(
             on_progress(batch.lengths.size + batch.rejects.total())
         if not writer.documents and shard is None:
             raise _nothing_left(corpus, rejects)
-        if not writer.documents:  # none may begin in it, as a share is a range of bytes
-            tell(f"wlb: note: shard {shard} has no documents; its store is empty, which a glob passes over")
+        if not writer.documents:  # a shard is a range of bytes, in which no document may begin
+            tell(f"wlb: note: shard {shard} has no documents; its store is empty, and a glob skips it")
         report = PrepareReport(
             documents_in=writer.documents + rejects.total(),
             documents_out=writer.documents,
@@ -158,11 +159,11 @@ def prepare_shards(
     on_progress: OnProgress = lambda documents: None,
     **options: Any,
 ) -> PrepareReport:
-    """``prepare_store`` of every shard on the Ray cluster at the address ``ray`` (see ``cluster``); what all came to.
+    """Run ``prepare_store`` for every shard on the Ray cluster at address ``ray`` (see ``cluster``); sum the reports.
 
-    There are ``shards`` of them, by default as many as the cluster has cores. Those that exist are kept, unless
-    ``overwrite`` is set, so the same arguments go on after a failure. All nodes must have the files of ``corpus`` and
-    ``prefix`` under the same paths. Raises ``UserError`` as ``prepare_store``, and where all exist.
+    There are ``shards`` of them, by default one per core of the cluster. Existing shards are kept unless ``overwrite``
+    is set, so the same call continues after a failure. All nodes must see the files of ``corpus`` and ``prefix`` under
+    the same paths. Raises ``UserError`` as ``prepare_store`` does, and if all shards exist.
     """
     with cluster(ray) as cores:
         count = shards or cores
@@ -172,8 +173,8 @@ def prepare_shards(
         if not todo:
             raise UserError(f"all {count} shards {prefix}-*-of-{count} exist; choose another --out or pass --overwrite")
         if len(todo) < count:
-            tell(f"wlb: note: {count - len(todo)} of {count} shards exist and are kept; --overwrite makes them anew")
-        # Ray may make a shard again whose process died after the store was there.
+            tell(f"wlb: note: {count - len(todo)} of {count} shards exist and are kept; --overwrite replaces them")
+        # Ray may repeat a shard whose process died after it had written the store.
         make = partial(prepare_store, corpus, prefix, tokenizer, overwrite=True, **options)
         reports = []
         with closing(map_on_ray(make, todo)) as done:
@@ -194,18 +195,19 @@ def prepare_shards(
 
 
 def _check_number(prefix: Path, count: int) -> None:
-    """Raise ``UserError`` where ``prefix`` has shards of another number, which a glob would train as well."""
+    """Raise ``UserError`` if ``prefix`` has shards of another number, which a glob would train too."""
     for path in prefix.parent.glob(f"{glob.escape(prefix.name)}-*-of-*.idx"):
         if not path.stem.endswith(f"-of-{count}"):
             raise UserError(
-                f"{path} is one of another number of shards than {count}; remove those, or choose another --out"
+                f"{path} belongs to another number of shards than {count}; remove those shards, or choose another --out"
             )
 
 
 def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> tuple[str, NDArray[np.int64]]:
-    """Tokens of the documents of ``corpus``, as they would be in a store; of a large one, of the first documents.
+    """The name of ``corpus`` and the token counts that its documents would have in a store.
 
-    Notes on stderr say what was left out. Raises ``UserError`` where there are no documents.
+    Only the first documents of a large corpus are counted. Notes on stderr say what was left out. Raises ``UserError``
+    if there are no documents.
     """
     lengths: list[int] = []
     rejects: Counter[str] = Counter()
@@ -223,14 +225,14 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
     name = corpus.name
     if next(batches, None) is not None:
         name = f"the beginning of {name}"
-        tell(f"wlb: note: lengths are those of the first {number_of(len(lengths), 'document')} of {corpus.name}")
+        tell(f"wlb: note: counted only the first {number_of(len(lengths), 'document')} of {corpus.name}")
     return name, np.array(lengths, np.int64)
 
 
 def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:
     if not rejects:
-        return UserError("the sources contain no documents")
-    why = f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}"
+        return UserError("the sources contain no documents; name other files")
+    why = f"{number_of(rejects.total(), 'document')} read, none can be stored: {describe_rejects(rejects)}"
     if rejects[Reject.NO_FIELD]:
         why += f"; {corpus.described_fields()}"
     return UserError(why)
@@ -243,7 +245,7 @@ def _tokenize(tokenizer: Tokenizer, chat: ChatFormat | None) -> Callable[[Batch]
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> Encoded | Reject:
-    """Tokenise a text, in which no token is special."""
+    """Tokenise a text, treating special tokens in it as plain text."""
     tokens = tokenizer.encode(text)
     return Encoded(text, tokens) if tokens.size else Reject.NO_TOKENS
 
@@ -251,7 +253,7 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> Encoded | Reject:
 def _tokenize_batch(
     batch: Batch, encode: Callable[[Any], Encoded | Reject], end_token: int, dtype: np.dtype[Any]
 ) -> TokenizedBatch:
-    """Tokenise the documents of a batch by ``encode``. An end token is no label of a document that has a mask."""
+    """Tokenise the documents of a batch with ``encode``. If a document has a mask, its end token is not a label."""
     rejects: Counter[str] = Counter()
     end, no_label = np.array([end_token], dtype), np.zeros(1, np.bool_)
     tokens: list[NDArray[Any]] = [np.empty(0, dtype)]

@@ -1,12 +1,12 @@
-"""Conversations as documents: messages become text by a chat template, and what the assistant says becomes labels.
+"""Conversations as documents: a chat template turns messages into text, and the assistant's turns become labels.
 
 A conversation is a list of objects with a ``role`` and a ``content``, as in chat datasets of Hugging Face. The template
-is the tokenizer's own (Jinja, as ``transformers`` renders it), or ChatML where it has none. What a template writes for
-an assistant's message after its generation prompt, the end of the turn included, is what the model has to learn; it is
-found by rendering the conversation up to each such message, so no template needs marks of its own.
+is the tokenizer's own (Jinja, as ``transformers`` renders it), or ChatML if it has none. The model learns what the
+template writes for an assistant's message after the generation prompt, including the end of the turn. Rendering the
+conversation up to each such message finds these spans, so templates need no marks for them.
 
-Conversations are rejected whose earlier turns the template changes once later ones follow, as those do that strip
-reasoning: no single text has all of their turns as they were generated.
+A conversation is rejected if the template changes earlier turns once later ones follow, as templates do that strip
+reasoning: then no single text has all turns as they were generated.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
-# Marks that some templates put around what the assistant says, for transformers; here they mean nothing.
+# Marks that some templates put around the assistant's turns for transformers; not needed here.
 _GENERATION_MARKS = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A chat template with the special tokens that it may name; ``marks`` may not be part of what is said."""
+    """A chat template with the special tokens that it may name; no message may contain one of ``marks``."""
 
     template: str = CHATML
     special_tokens: tuple[tuple[str, str], ...] = ()
@@ -44,7 +44,7 @@ class ChatFormat:
 
     @classmethod
     def of_tokenizer(cls, source: str | None, marks: Sequence[str]) -> ChatFormat:
-        """The format of the tokenizer in a directory or ``tokenizer.json``; ChatML for one without a template.
+        """The format of the tokenizer in a directory or ``tokenizer.json``; ChatML if it has no template.
 
         ``marks`` are the tokenizer's special tokens.
         """
@@ -68,12 +68,12 @@ class ChatFormat:
         return self.template == CHATML
 
     def encode(self, messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> Encoded | Reject:
-        """Tokenise a conversation, with a mask of what the assistant says, or say why it cannot be trained."""
+        """Tokenise a conversation, with a mask of the assistant's turns, or return why it cannot be trained."""
         if any(mark in message[part] for message in messages for part in ("role", "content") for mark in self.marks):
             return Reject.SPECIAL_TOKEN  # it would end the turn in which it is quoted
         if not any(message["role"] == "assistant" for message in messages):
             return Reject.NO_ASSISTANT
-        spans = []  # of characters, in which the assistant speaks
+        spans = []  # of characters: the assistant's turns
         try:
             text = self._text(messages)
             for number, message in enumerate(messages):
@@ -96,7 +96,7 @@ class ChatFormat:
 
 
 def as_messages(messages: Any) -> list[ChatMessage] | Reject:
-    """``messages`` where they are a conversation."""
+    """``messages`` if they are a conversation."""
     if not isinstance(messages, list) or not messages:
         return Reject.NOT_MESSAGES
     for message in messages:
@@ -116,9 +116,11 @@ def _compiled(template: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    # The day is the default of Llama 3.1's template; today's would change the store.
+    # The default date of Llama 3.1's template; today's date would change the store from day to day.
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": datetime(2024, 7, 26).strftime}
     try:
         return environment.from_string(_GENERATION_MARKS.sub(r"{#\1 \2#}", template))
     except (jinja.TemplateError, TypeError) as error:
-        raise UserError(f"the chat template of the tokenizer is not valid: {error}") from None
+        raise UserError(
+            f"the tokenizer's chat template is not valid: {error}; correct it in the tokenizer's directory"
+        ) from None

@@ -1,4 +1,4 @@
-"""Calls in other processes: of this machine, with results in order, or on any node of a Ray cluster.
+"""Calls in other processes: on this machine, with results in order, or on any node of a Ray cluster.
 
 https://docs.ray.io/en/latest/ray-core/fault_tolerance/tasks.html says what Ray does about failures.
 """
@@ -22,13 +22,13 @@ from wlb.errors import UserError, require
 
 T = TypeVar("T")
 R = TypeVar("R")
-_IN_FLIGHT = 2  # for each worker: one item in work, one waiting so that it does not pause
+_IN_FLIGHT = 2  # per worker: one item in work, and one waiting so that it never pauses
 _RETRIES = 3  # of a task whose process or node dies
 _CONNECT_SECONDS = 30.0
 
 
 def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
-    """``map(function, items)`` on ``workers`` processes; on this one when ``workers`` is 1.
+    """``map(function, items)`` on ``workers`` processes, or in this process if ``workers`` is 1.
 
     ``function`` is pickled once for each process. Items are taken as results are consumed, so memory does not grow
     with their number. Exceptions of ``function`` are raised here.
@@ -36,7 +36,7 @@ def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -
     if workers == 1:
         yield from map(function, items)
         return
-    # Spawned, not forked: this process may have threads (tokenizers has), which fork does not survive.
+    # Spawned, not forked: this process may have threads (tokenizers starts some), and forking with threads may hang.
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(workers, context, _start_worker, (function,))
     pending: deque[Future[R]] = deque()
@@ -69,7 +69,7 @@ def _call_started(item: Any) -> Any:
 
 
 def _leave_with_parent() -> None:
-    # A worker waiting for work would not notice that the main process was killed.
+    # A worker that waits for work would not notice that the main process was killed.
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -80,8 +80,8 @@ def _leave_with_parent() -> None:
 def cluster(address: str) -> Iterator[int]:
     """A connection to the Ray cluster at ``address``, as ``ray.init`` takes it; yields its number of cores.
 
-    ``auto`` is the running cluster that this machine belongs to, ``local`` a new one on this machine. Where Ray is
-    initialised already, it is used as it is. Raises ``UserError`` where there is no cluster.
+    ``auto`` is the running cluster that this machine belongs to, ``local`` a new one on this machine. If Ray is
+    initialised already, it is used as it is. Raises ``UserError`` if there is no cluster.
     """
     ray = require("ray", "ray")
     was_connected = ray.is_initialized()
@@ -97,16 +97,16 @@ def cluster(address: str) -> Iterator[int]:
             f"no Ray cluster at {address}: {_first_line(error)}; start one with ray start, or give --ray local"
         ) from error
     try:
-        yield max(1, int(ray.cluster_resources().get("CPU", 0)))  # one that grows on demand may begin without
+        yield max(1, int(ray.cluster_resources().get("CPU", 0)))  # a cluster that grows on demand may begin with none
     finally:
         if not was_connected:
             ray.shutdown()
 
 
 def map_on_ray(function: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
-    """``function(item)`` of every item, each on a core of the connected Ray cluster, as they get done.
+    """``function(item)`` for every item, each on a core of the connected Ray cluster, in the order of completion.
 
-    Raises ``UserError`` where ``function`` does, and where an item has lost its process again and again.
+    Raises ``UserError`` if ``function`` does, and if the process of an item dies again and again.
     """
     ray = require("ray", "ray")
     task, shared = ray.remote(num_cpus=1, max_retries=_RETRIES)(_call), ray.put(function)
@@ -127,7 +127,7 @@ def map_on_ray(function: Callable[[T], R], items: Iterable[T]) -> Generator[R, N
     except ray.exceptions.RayError as error:
         raise UserError(
             f"Ray lost a task, and again in {_RETRIES} retries, perhaps for lack of memory: {_first_line(error)}; "
-            "the same command goes on from here"
+            "the same command continues from here"
         ) from error
     finally:
         for unfinished in running:

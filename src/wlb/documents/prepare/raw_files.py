@@ -1,7 +1,7 @@
 """Reading one file of a corpus: text, JSON Lines or Parquet, plain or compressed.
 
-Readers yield what they find as a stream: a text, a list of messages, or a ``Reject`` where an entry is none. A damaged
-container is an error of the whole file.
+Readers stream what they find: a text, a list of messages, or a ``Reject`` for an entry that is neither. A damaged
+container makes the whole file an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wlb.errors import UserError, require
 from wlb.terminal import beginning_of
 
 COMPRESSED = (".gz", ".zst")
-_PARQUET_ROWS = 64  # read at a time; rows may be whole books
+_PARQUET_ROWS = 64  # read at a time; a row may be a whole book
 
 
 class Reject(StrEnum):
@@ -43,14 +43,14 @@ class Reject(StrEnum):
 
 
 def refuse_list(path: Path) -> None:
-    """Raise ``UserError`` where a .json file is one list instead of JSON Lines."""
+    """Raise ``UserError`` if a .json file is one list instead of JSON Lines."""
     with _open(path) as file:
         if file.read(1 << 10).decode("utf-8-sig", "replace").lstrip().startswith("["):
             raise UserError(f"{path} is a JSON list; write an entry per line: jq -c '.[]' {path} > NEW.jsonl")
 
 
 def has_lines(path: Path) -> bool:
-    """Whether there is text after the first line; also of a pipe, which cannot be looked into."""
+    """Whether there is text after the first line; True for a pipe, which cannot be read twice."""
     if not path.is_file():
         return True
     with _open(path) as file:
@@ -64,7 +64,7 @@ def read_text(path: Path) -> str | Reject:
 
 
 def utf8_text(content: bytes | None, encoding: str = "utf-8") -> str | Reject:
-    """UTF-8 bytes as a document; None (a null of a table) is none."""
+    """UTF-8 bytes as a document; None (a null in a table) is rejected."""
     try:
         return as_text(None if content is None else content.decode(encoding))
     except UnicodeDecodeError:
@@ -72,7 +72,7 @@ def utf8_text(content: bytes | None, encoding: str = "utf-8") -> str | Reject:
 
 
 def as_text(value: Any) -> str | Reject:
-    """``value`` as a document. JSON may escape half of a surrogate pair, which no encoding can write."""
+    """``value`` as a document. JSON may escape half a surrogate pair, which no encoding can write."""
     if not isinstance(value, str):
         return Reject.NOT_TEXT
     try:
@@ -83,10 +83,10 @@ def as_text(value: Any) -> str | Reject:
 
 
 def read_lines(path: Path, start: int, end: float, document: Callable[[bytes], Any]) -> Iterator[Any]:
-    """The lines of a file that begin at byte ``start`` or later and before byte ``end``, each made a ``document``."""
+    """``document`` of every line that begins at byte ``start`` or later and before byte ``end``."""
     with _open(path) as file:
         position = 0
-        if start:  # the line that holds the byte before it began earlier
+        if start:  # the line that holds the byte before ``start`` began earlier
             file.seek(start - 1)
             position = start - 1 + len(file.readline())
         for line in file:
@@ -97,12 +97,12 @@ def read_lines(path: Path, start: int, end: float, document: Callable[[bytes], A
 
 
 def line_text(line: bytes) -> str | Reject:
-    """A line of text as a document, without its end."""
+    """A line of text as a document, without its line ending."""
     return utf8_text(line.rstrip(b"\r\n"), "utf-8-sig")
 
 
 def json_line(line: bytes, document: Callable[[Any], Any]) -> Any:
-    """The ``document`` of what a line of JSON says."""
+    """``document`` of the value on a line of JSON."""
     try:
         return document(json.loads(line.decode("utf-8-sig")))
     except UnicodeDecodeError:
@@ -114,9 +114,9 @@ def json_line(line: bytes, document: Callable[[Any], Any]) -> Any:
 def read_parquet(
     path: Path, column: str, start: int, end: float, document: Callable[[Any], Any] | None
 ) -> Iterator[Any]:
-    """The texts of a column, in the row groups from byte ``start`` to ``end`` if all were of one size.
+    """The texts of a column in the row groups from byte ``start`` to ``end``, taking all groups as equally large.
 
-    Or the ``document`` of objects that have the column's value, as entries of JSON have.
+    With ``document``, yields ``document(value)`` for every value of the column instead.
     """
     arrow, parquet = require("pyarrow", "data"), require("pyarrow.parquet", "data")
     try:
@@ -132,14 +132,14 @@ def read_parquet(
             for batch in file.iter_batches(_PARQUET_ROWS, groups, columns=[column]):
                 if document:
                     yield from map(document, batch.to_pylist())
-                else:  # as bytes: text of a Parquet file need not be valid UTF-8, and a bad cell is not the file's end
+                else:  # as bytes: text in Parquet may be invalid UTF-8, and one bad cell must not end the file
                     yield from map(utf8_text, batch.column(0).cast(arrow.large_binary()).to_pylist())
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
 
 
 def choose_field(names: Collection[str]) -> str:
-    """What to do where none of the fields ``names`` was the one to read."""
+    """The remedy if none of the fields ``names`` was the one to read."""
     return "choose one with --text-field" + (", or read messages with --chat" if "messages" in names else "")
 
 
@@ -157,6 +157,6 @@ def _open(path: Path) -> Iterator[BinaryIO]:
                 file = io.BufferedReader(require("pyarrow", "data").CompressedInputStream(raw, "zstd"), 1 << 20)
             yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path} is damaged or no gzip file: {error}") from None
+        raise UserError(f"{path} is damaged or not a gzip file: {error}; replace it or leave it out") from None
     except OSError as error:  # of a damaged .zst too
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error

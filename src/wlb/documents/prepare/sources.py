@@ -1,8 +1,8 @@
 """Where raw documents come from: files and directories, or the standard library.
 
-Making a corpus is the survey: every path is checked, so that mistakes show before any work is done. Documents come
-always in the same order (arguments as given, directories sorted by name), as a stream that holds one batch at a time. A
-share of a corpus is a range of its bytes, and has the documents that begin there.
+Making a corpus checks every path, so that mistakes show before any work is done. Documents always come in the same
+order (arguments as given, directories sorted by name), as a stream that holds one batch at a time. A shard of a corpus
+is a range of its bytes, with the documents that begin there.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ TextDocuments = Literal["files", "lines"]
 # Documents: each a ``str``, a list of messages in a corpus of conversations, or a ``Reject``.
 Batch: TypeAlias = "list[Any]"
 
-# Enough that sending a batch to another process costs little beside tokenising it; a few are in memory at a time.
+# Large enough that tokenising a batch takes far longer than sending it to another process; a few are in memory at once.
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_ITEMS = 4096
-# How files are read that are not text. Megatron's and C4's corpora keep JSON Lines under plain .json names.
+# The formats that are not plain text. The corpora of Megatron and C4 keep JSON Lines under plain .json names.
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-# What directories are searched for. A file that is named itself is read as text whatever its name.
+# The text files that are read from directories. A file that is named itself is read whatever its suffix.
 _TEXT = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".cs", ".java", ".kt", ".scala", ".js", ".ts"),
     *(".go", ".rs", ".rb", ".sh", ".sql", ".jl", ".r", ".swift", ".lua", ".pl", ".php", ".hs", ".ml"),
 )
 _UNITS = {"text": "file", "lines": "line", "jsonl": "line", "parquet": "row"}
-# What of the standard library is no part of the corpus.
+# Parts of the standard library that are not in the corpus.
 _SKIPPED_DIRECTORIES = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
-_BUILD_PREFIXES = ("config-", "_sysconfigdata_", "lib-dynload")  # they hold paths of the machine that built this Python
+_BUILD_PREFIXES = ("config-", "_sysconfigdata_", "lib-dynload")  # they hold paths of the build machine
 _TOPICS = Path("pydoc_data", "topics.py")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class CorpusShard(NamedTuple):
-    """The ``number``-th of ``of`` shares of a corpus, from 1; in their order they have its documents in order."""
+    """Shard ``number`` of ``of``, from 1; all shards in order have the documents of the corpus in order."""
 
     number: int
     of: int
@@ -59,12 +59,12 @@ class CorpusShard(NamedTuple):
         return f"{self.number}/{self.of}"
 
     def prefix(self, prefix: Path) -> Path:
-        """``PREFIX-I-of-N``, the store of this share."""
+        """``PREFIX-I-of-N``, the store of this shard."""
         return Path(f"{prefix}-{self.number}-of-{self.of}")
 
     @classmethod
     def parse(cls, text: str) -> CorpusShard:
-        """Of ``I/N``. Raises ``UserError`` for anything else."""
+        """Parse ``I/N``. Raises ``UserError`` for anything else."""
         match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(f"--shard {text} is not I/N with I from 1 to N, such as 3/100")
@@ -72,10 +72,10 @@ class CorpusShard(NamedTuple):
 
 
 class Corpus:
-    """The documents of ``files``, each with how it is read; always in the same order, and divided in the same way.
+    """The documents of ``files``, given with the kind of each; always in the same order, with the same shards.
 
-    ``name`` says what is one document. A text, or a list of messages with ``chat``, stands in the field ``text_field``
-    of JSON and Parquet.
+    ``name`` says in messages what one document is. In JSON and Parquet, the field ``text_field`` holds the text, or the
+    list of messages with ``chat``.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Corpus:
         self.total_bytes = sum(self._sizes)
         self.skipped_files = 0
         self._field, self._chat = text_field, chat
-        self._other_fields: list[str] = []  # of the first entry without the field
+        self._other_fields: list[str] = []  # that the first entry without the field has
 
     def batches(self, shard: CorpusShard | None = None) -> Iterator[Batch]:
         """All documents in order, or those of ``shard``, in batches of about a megabyte."""
@@ -105,14 +105,13 @@ class Corpus:
             yield batch
 
     def described_fields(self) -> str:
-        """Which field was looked for in JSON, and which ones the first entry without it has that was read."""
+        """The field that was looked for in JSON, and the fields of the first entry without it."""
         names = beginning_of(self._other_fields) or "none"
-        return (
-            f"the first entry without field {self._field!r} has {names}; {raw_files.choose_field(self._other_fields)}"
-        )
+        remedy = raw_files.choose_field(self._other_fields)
+        return f"the first entry without the field {self._field!r} has: {names}; {remedy}"
 
     def _documents(self, first: int, stop: float) -> Iterator[Any]:
-        """Those that begin in bytes ``first`` to ``stop`` of all files, one file after another."""
+        """The documents that begin in bytes ``first`` to ``stop`` of all files joined."""
         begins = 0
         for (path, kind), size in zip(self.files, self._sizes, strict=True):
             start, end = max(0, first - begins), stop - begins  # in this file
@@ -124,7 +123,7 @@ class Corpus:
         if kind == "parquet":
             yield from raw_files.read_parquet(path, self._field, start, end, self._document if self._chat else None)
             return
-        if kind not in ("lines", "jsonl") or path.suffix.lower() in COMPRESSED:  # only read whole
+        if kind not in ("lines", "jsonl") or path.suffix.lower() in COMPRESSED:  # these are only read whole
             if start > 0:
                 return
             end = math.inf
@@ -137,7 +136,7 @@ class Corpus:
             yield from raw_files.read_lines(path, start, end, document)
 
     def _document(self, entry: Any) -> Any:
-        """What a JSON object has in the field, or a JSON string itself, where it is a document."""
+        """The document in the field of a JSON object, or a JSON string itself."""
         if isinstance(entry, dict):
             if self._field not in entry:
                 self._other_fields = self._other_fields or [*entry]
@@ -149,10 +148,10 @@ class Corpus:
 
 
 class StdlibCorpus(Corpus):
-    """The source code and prose of the running Python's own standard library: a corpus that is always there.
+    """The source code and prose of the running Python's standard library: a corpus that is always available.
 
-    It has documents of a few bytes to hundreds of kilobytes, the same on every machine with the same Python release:
-    one per top-level definition of its source, text files, and the articles behind ``help()`` (``pydoc_data.topics``).
+    Documents have a few bytes to hundreds of kilobytes, and are the same on every machine with the same Python release:
+    top-level definitions of the source, text files, and the articles behind ``help()`` (``pydoc_data.topics``).
     """
 
     def __init__(self) -> None:
@@ -164,9 +163,9 @@ class StdlibCorpus(Corpus):
 class FileCorpus(Corpus):
     """Text files, JSON Lines and Parquet, named one by one or found in directories; with ``chat``, conversations.
 
-    ``documents`` says whether a text file is a document or each of its lines is. Left out, it is the file where it lies
-    in a directory, is code or has markup. Raises ``UserError`` where that does not tell, when a source does not exist
-    or cannot be read, and when nothing is found. Conversations are read from JSON Lines and Parquet.
+    ``documents`` says whether a text file is one document or each of its lines is. By default a file in a directory, of
+    code or of markup is one document. Raises ``UserError`` for any other text file of several lines, if a source does
+    not exist or cannot be read, and if nothing is found. Conversations come from JSON Lines and Parquet only.
     """
 
     def __init__(
@@ -181,13 +180,13 @@ class FileCorpus(Corpus):
         files = [(path, _kind(path, documents, chat)) for path in found if path is not None]
         named = f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else str(sources[0])
         if not files:
-            raise UserError(f"no text, JSON Lines or Parquet files in {named}")
+            raise UserError(f"{named} holds no text, JSON Lines or Parquet files; name other files or directories")
         for source in sources if documents is None else ():
             suffix = _format(source)
             if not source.is_dir() and suffix not in (*_KINDS, *_TEXT[2:]) and raw_files.has_lines(source):
                 raise UserError(
                     f"{source} has several lines; give --documents lines if each is a document, or --documents files "
-                    "if they are one together"
+                    "if the file is one"
                 )
         units = " or ".join(dict.fromkeys(_UNITS[kind] for _, kind in files))
         description = {"kind": "files", "files": len(files), "text_field": text_field, "documents": documents}
@@ -196,7 +195,7 @@ class FileCorpus(Corpus):
 
 
 def _found(source: Path) -> Iterator[Path | None]:
-    """The files of a source, in order; None for each in a directory that is not read."""
+    """The files of a source, in order; None for each file in a directory that is skipped."""
     try:
         if not source.is_dir():
             source.stat()
@@ -207,17 +206,17 @@ def _found(source: Path) -> Iterator[Path | None]:
             if path.is_dir() and not path.is_symlink() and not is_hidden:
                 yield from _found(path)
             else:
-                # A plain .json among other files is more often a configuration than a corpus; name it to have it read.
+                # A plain .json in a directory is more often a configuration than a corpus; name it to have it read.
                 is_read = path.suffix.lower() != ".json" and _format(path) in (*_KINDS, *_TEXT)
                 yield path if path.is_file() and not is_hidden and is_read else None
     except FileNotFoundError:
-        raise UserError(f"source {source} does not exist") from None
+        raise UserError(f"source {source} does not exist; name a file or a directory of text") from None
     except OSError as error:
         raise UserError(f"source {source} cannot be read: {error.strerror}") from error
 
 
 def _format(path: Path) -> str:
-    """The suffix that tells the format, below a suffix that tells the compression."""
+    """The suffix of the format, in front of a suffix of compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -225,7 +224,7 @@ def _format(path: Path) -> str:
 
 
 def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
-    """How a file is read. Raises ``UserError`` where it cannot be."""
+    """The kind of a file. Raises ``UserError`` if it cannot be read."""
     suffix = _format(path)
     kind = _KINDS.get(suffix, "text")
     if suffix == ".json":
@@ -233,7 +232,9 @@ def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
     if suffix in (".csv", ".tsv"):
         raise UserError(f"{path} is a table; save it as Parquet or JSON Lines, with the text in a column")
     if chat and kind == "text":
-        raise UserError(f"--chat reads conversations from JSON Lines and Parquet, and {path} is neither; leave it out")
+        raise UserError(
+            f"--chat reads conversations from JSON Lines and Parquet, and {path} is neither; leave one of them out"
+        )
     if kind == "parquet":
         require("pyarrow", "data")
     return "lines" if kind == "text" and documents == "lines" else kind
@@ -274,11 +275,11 @@ def stdlib_documents(path: Path) -> list[str]:
 def _definitions(source: str, tree: ast.Module) -> list[str]:
     """Cut a module into its top-level definitions and the runs of statements between them.
 
-    The pieces joined are the module. Comments and blank lines belong to what follows them.
+    Joined, the pieces are the module. Comments and blank lines belong to the piece that follows them.
     """
     cuts = [0]
     for previous, node in pairwise(tree.body):
         if isinstance(node, _DEFINITIONS) or isinstance(previous, _DEFINITIONS):
             cuts.append(previous.end_lineno or 0)
-    lines = re.findall(r".*\n|.+$", source)  # str.splitlines would also cut at form feeds, which end no line for ast
+    lines = re.findall(r".*\n|.+$", source)  # str.splitlines also cuts at form feeds, which end no line for ast
     return ["".join(lines[first:end]) for first, end in pairwise([*cuts, len(lines)])]

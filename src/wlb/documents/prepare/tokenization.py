@@ -1,8 +1,8 @@
 """Tokenizers as ``wlb prepare`` needs them: text in, token ids out, and one id that ends every document.
 
-``load_tokenizer`` understands ``bytes`` (the 256 byte values, then the end token), a Hugging Face ``tokenizer.json``,
-or a directory that holds one; ``train_bpe`` makes a new ``tokenizer.json`` from text. Tokenizers pickle, so worker
-processes get their own copy.
+``load_tokenizer`` takes ``bytes`` (the 256 byte values, then the end token), a Hugging Face ``tokenizer.json``, or a
+directory that holds one. ``train_bpe`` trains a new one on text. Tokenizers can be pickled, so that worker processes
+get their own copy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError, require
 
-# Names under which published tokenizers keep the token that ends a document, when no configuration says which.
+# The usual names of the token that ends a document, tried if no configuration names it.
 _END_TOKEN_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "<｜end▁of▁sentence｜>", "[EOS]")
 # Byte-level BPE starts from all 256 bytes and the end token.
 _SMALLEST_BPE, _LARGEST_BPE = 257, 2**20  # several times the largest in use
 
 
 class Encoded(NamedTuple):
-    """A document, its tokens without the one that ends it, and which of them are labels; None where all are."""
+    """A document, its tokens without the end token, and which of them are labels (None if all are)."""
 
     text: str
     tokens: NDArray[np.int64]
@@ -39,25 +39,25 @@ class BytesTokenizer:
     """UTF-8 bytes as tokens 0 to 255; 256 ends a document. Needs no vocabulary file."""
 
     vocab_size = 257  # every id is below this
-    end_token = 256  # ends a document; it is not part of what ``encode`` returns
-    special_tokens: tuple[str, ...] = ()  # the tokens that are no text, by their names
+    end_token = 256  # ends a document; ``encode`` does not append it
+    special_tokens: tuple[str, ...] = ()  # names of tokens that are not text
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this tokenizer from others: its kind, name and the sha256 of its definition."""
+        """What distinguishes this tokenizer from others: kind, name and the sha256 of its definition."""
         return {"kind": "bytes", "name": "bytes", "end_token": "256"}
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Token ids of ``text``, shape (tokens,). Raises ``UnicodeEncodeError`` for text that is no Unicode."""
+        """Token ids of ``text``, shape (tokens,). Raises ``UnicodeEncodeError`` for text that UTF-8 cannot encode."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Token ids of ``text``, in which special tokens are tokens, and which of them begin inside ``spans``.
+        """Token ids of ``text``, recognising special tokens, and which of them begin inside ``spans``.
 
-        ``spans`` are characters, from the first up to the second, in ascending order. Both results: shape (tokens,).
+        ``spans`` are ascending pairs of character positions, each [first, end). Both results: shape (tokens,).
         """
         tokens = self.encode(text)
-        starts_character = (tokens & 0xC0) != 0x80  # bytes 10xxxxxx go on with a character of UTF-8
+        starts_character = (tokens & 0xC0) != 0x80  # bytes 10xxxxxx continue a character of UTF-8
         return tokens, _inside(np.cumsum(starts_character) - 1, spans)
 
 
@@ -65,8 +65,8 @@ class BytesTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer defined by the text of a ``tokenizer.json`` of Hugging Face ``tokenizers``.
 
-    Its special tokens are never found inside a document's text (a document that quotes ``<|endoftext|>`` does not
-    end there), nothing is added around it, and the file's own truncation and padding are off.
+    ``encode`` treats special tokens in the text as plain text (a document that quotes ``<|endoftext|>`` does not end
+    there), adds nothing around it, and ignores the file's truncation and padding.
     """
 
     definition: str
@@ -102,14 +102,16 @@ class HuggingFaceTokenizer:
         return np.array(encoding.ids, np.int64), _inside(starts, spans)
 
     def _encoding(self, text: str, is_plain: bool) -> Any:
-        """Without character offsets and special tokens where ``is_plain``."""
+        """Encode; with ``is_plain``, without character offsets and special tokens."""
         backend = _parsed(self.definition, self.name, encode_special_tokens=is_plain)
         try:
             if is_plain:  # the fast variant computes no offsets and exists for batches only
                 return backend.encode_batch_fast([text], add_special_tokens=False)[0]
             return backend.encode(text, add_special_tokens=False)
         except Exception as error:  # tokenizers raises bare Exception, for a word without an id and no unknown token
-            raise UserError(f"tokenizer {self.name} cannot encode a document: {error}") from None
+            raise UserError(
+                f"tokenizer {self.name} cannot encode a document: {error}; choose another --tokenizer"
+            ) from None
 
 
 Tokenizer: TypeAlias = BytesTokenizer | HuggingFaceTokenizer
@@ -125,8 +127,8 @@ def _inside(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> N
 def load_tokenizer(source: str, end_token: str | None = None) -> Tokenizer:
     """The tokenizer named ``bytes``, or the one in a ``tokenizer.json`` or in a directory that holds one.
 
-    ``end_token`` names the token that ends documents; without it, ``eos_token`` of a ``tokenizer_config.json`` beside
-    the file, or a well-known name, is taken. Raises ``UserError`` when there is no such file or token.
+    ``end_token`` names the token that ends documents; by default ``eos_token`` of a ``tokenizer_config.json`` beside
+    the file, or else a well-known name. Raises ``UserError`` if there is no such file or token.
     """
     if source == "bytes":
         if end_token is not None:
@@ -138,11 +140,14 @@ def load_tokenizer(source: str, end_token: str | None = None) -> Tokenizer:
     except FileNotFoundError:
         if os.path.isdir(source):
             raise UserError(f"{source} holds no tokenizer.json; save the tokenizer in the fast format first") from None
-        raise UserError(f"tokenizer {source!r} is neither 'bytes' nor an existing file or directory") from None
+        raise UserError(
+            f"tokenizer {source!r} is neither 'bytes' nor an existing file or directory; download one first: "
+            "hf download MODEL tokenizer.json tokenizer_config.json --local-dir DIR"
+        ) from None
     except OSError as error:
         raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not a tokenizers file (no UTF-8 text)") from None
+        raise UserError(f"{path} is not UTF-8 text, so it is not a tokenizer.json; name another --tokenizer") from None
     name = path.resolve().parent.name if path.name == "tokenizer.json" else path.name
     return HuggingFaceTokenizer(definition, _find_end_token(definition, path, end_token), name)
 
@@ -178,12 +183,12 @@ def _find_end_token(definition: str, path: Path, wanted: str | None) -> str:
         if backend.token_to_id(candidate) is not None:
             return candidate
     if wanted is not None:
-        raise UserError(f"--end-token {wanted!r} is not in the vocabulary of {path}")
+        raise UserError(f"--end-token {wanted!r} is not in the vocabulary of {path}; name a token that is")
     raise UserError(f"{path} does not say which token ends a document; name it with --end-token")
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """What ``tokenizer_config.json`` says; nothing where there is none. Raises ``UserError`` where it is not JSON."""
+    """The content of ``tokenizer_config.json``; empty without one. Raises ``UserError`` if it is not JSON."""
     path = directory / "tokenizer_config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -199,7 +204,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like; older files describe a token by an object with its properties."""
+    """``bos_token`` and the like; older files describe a token with an object of properties."""
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     plain = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return {name: token for name, token in plain.items() if isinstance(token, str)}
@@ -211,7 +216,9 @@ def _parsed(definition: str, name: str, encode_special_tokens: bool = False) -> 
     try:
         backend = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"{name} is not a tokenizers file: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{name} is not a tokenizer.json: {str(error).splitlines()[0]}; name another --tokenizer"
+        ) from None
     backend.encode_special_tokens = encode_special_tokens
     backend.no_truncation()
     backend.no_padding()

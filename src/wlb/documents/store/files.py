@@ -1,10 +1,10 @@
-"""The files of a token store, on a disk or at a URL of ``fsspec`` such as ``s3://bucket/corpus``, and what names them.
+"""The names and files of a token store, on a disk or at a URL of ``fsspec`` such as ``s3://bucket/corpus``.
 
-A store is named by its prefix, or by a directory, a glob or a list of stores that are one.
+A store is named by its prefix; a directory, a glob or a list names several shards that form one store.
 
-Files on a disk are mapped into memory. Of a file at a URL, ``RemoteArray`` reads blocks and keeps the last ones. A
-store must not change while it is in use: ``check_unchanged`` compares size and time of a file on a disk, and every
-request the size and version (ETag, checksum or date) of one at a URL, so that tokens of two versions are never mixed.
+Files on a disk are mapped into memory. ``RemoteArray`` reads a file at a URL in blocks and keeps the last ones. A store
+must not change while it is in use, so that tokens of two versions are never mixed: ``check_unchanged`` compares size
+and time of files on a disk, and every request to a URL compares size and version (ETag, checksum or date).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wlb.settings import check_path
 
 T = TypeVar("T")
 
-# Of .idx, .bin and .mask: size and time of change, in words; None where there is no such file, or it is at a URL.
+# Size and time of change, in words, of .idx, .bin and .mask; None for a file that is missing or at a URL.
 Stamps: TypeAlias = "tuple[str | None, ...]"
 
 _BYTE = np.dtype(np.uint8)
@@ -36,9 +36,9 @@ _STAMPED = (".idx", ".bin", ".mask")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
 _TRIES = 6
 _FIRST_DELAY = 1.0  # seconds before the second try; doubles with each
-_BLOCK = 2 << 20  # bytes read of a token file: no more takes the time that a request takes anyway, on 1 Gbit/s
-_BLOCKS = 64  # that are kept of a file
-# What file systems call the version of a file; all that are there are compared.
+_BLOCK = 2 << 20  # bytes per read of a token file: on 1 Gbit/s they take about as long as the request itself
+_BLOCKS = 64  # kept per file
+# The names under which file systems report the version of a file; all that exist are compared.
 _VERSIONS = (
     *("ETag", "etag", "Content-MD5", "content_md5", "md5Hash", "generation", "blob_id"),
     *("Last-Modified", "LastModified", "last_modified", "updated", "mtime", "created"),
@@ -67,8 +67,8 @@ StoreSetting = Annotated[
 def store_prefixes(source: StoreSource) -> list[str]:
     """The prefixes of all stores that ``source`` names, sorted by name, in which 10 comes after 9.
 
-    A prefix is returned whether or not there is a store, and nothing is asked of a server. Raises ``UserError`` for a
-    directory or a glob without stores, for one that is named twice, and for a URL that is a glob or one of a list.
+    The store of a prefix need not exist, and no server is asked. Raises ``UserError`` for a directory or a glob without
+    stores, for a store that is named twice, and for a URL that is a glob or part of a list.
     """
     prefixes = [prefix for part in source_parts(source) for prefix in _expanded(part)]
     if len(prefixes) > 1:
@@ -90,19 +90,19 @@ def names_store(source: StoreSource) -> bool:
 
 
 def source_name(source: StoreSource) -> str:
-    """``source`` in messages."""
+    """How messages name ``source``."""
     first, *others = source_parts(source)
     return f"{first} and {len(others)} more" if others else first
 
 
 def refuse_twice(prefixes: Sequence[str]) -> None:
-    """Raise ``UserError`` where two of ``prefixes`` are the same store."""
+    """Raise ``UserError`` if two of ``prefixes`` are the same store."""
     seen: dict[object, str] = {}
     for prefix in prefixes:
         index = f"{prefix}.idx"
         try:
             found = os.stat(index)
-            key: object = (found.st_dev, found.st_ino)  # also of a link to it, of either kind
+            key: object = (found.st_dev, found.st_ino)  # the same for a hard or symbolic link
         except OSError:
             key = index
         if key in seen:
@@ -127,7 +127,7 @@ def _expanded(path: str) -> list[str]:
         return [path]
     if os.path.isdir(path):
         pattern, missing = os.path.join(glob.escape(path), "*.idx"), f"{path} is a directory; name a token store in it"
-        missing += f", or '{Path(path, '**', '*.idx')}' for all that are further below"
+        missing += f", or '{Path(path, '**', '*.idx')}' for all below it"
     elif glob.has_magic(path) and not os.path.exists(path):
         pattern = path if path.endswith(".idx") else f"{path}.idx"
         missing = f"no token store matches {path}; make one with wlb prepare"
@@ -148,7 +148,7 @@ def is_url(name: str | Path) -> bool:
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file. Raises ``UserError`` where a server does not say."""
+    """Whether the file exists. Raises ``UserError`` if its server does not answer."""
     try:
         return bool(RemoteArray(path)) if is_url(path) else os.path.exists(path)
     except FileNotFoundError:
@@ -156,19 +156,19 @@ def exists(path: str) -> bool:
 
 
 def stamps_of(prefix: str) -> Stamps:
-    """Those of the store at ``prefix``, to be taken before it is opened."""
+    """The stamps of the store at ``prefix``; take them before opening it."""
     return tuple(_stamp(prefix + ending) for ending in _STAMPED)
 
 
 def check_unchanged(prefix: str, opened: Stamps) -> None:
-    """Raise ``UserError`` where a file of the store at ``prefix`` has other stamps than when it was ``opened``."""
+    """Raise ``UserError`` if a file of the store at ``prefix`` has changed since it was ``opened``."""
     for ending, before, now in zip(_STAMPED, opened, stamps_of(prefix), strict=True):
         if before is not None and now != before:
             raise _changed(prefix + ending, before, now)
 
 
 def read_bytes(path: str) -> Any:
-    """All of a file: mapped into memory, or read from a URL. Raises ``OSError`` or ``UserError``."""
+    """The whole file: mapped into memory, or read from a URL. Raises ``OSError`` or ``UserError``."""
     if is_url(path):
         file = RemoteArray(path)
         return file.read(0, file.size)
@@ -179,14 +179,15 @@ def read_bytes(path: str) -> Any:
 
 
 def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | RemoteArray | None:
-    """A file of ``size`` numbers; None without it. Raises ``UserError`` where it has more or fewer."""
+    """A file of ``size`` numbers; None if it does not exist. Raises ``UserError`` if it has more or fewer."""
     expected = size * dtype.itemsize
     try:
         remote = RemoteArray(path, dtype) if is_url(path) else None
         found = remote.size if remote else os.path.getsize(path)
         if found != expected:
             raise UserError(
-                f"{path} has {found} bytes where its index asks for {expected}: truncated or of another store"
+                f"{path} has {found} bytes, but its index asks for {expected}: it is truncated or belongs to another "
+                "store; make the store again"
             )
         if remote:
             return remote
@@ -198,10 +199,10 @@ def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | Rem
 
 
 class RemoteArray:
-    """The file at ``url`` in the version that it has now, ``size`` bytes, as a one-dimensional array to take slices of.
+    """The file at ``url`` in its present version, ``size`` bytes, as a one-dimensional array that can be sliced.
 
-    Safe to share between threads. Raises ``FileNotFoundError`` where there is no file, and ``UserError`` where the
-    server fails.
+    Safe to share between threads. Raises ``FileNotFoundError`` if there is no file, and ``UserError`` if the server
+    fails.
     """
 
     def __init__(self, url: str, dtype: np.dtype[Any] = _BYTE) -> None:
@@ -210,13 +211,13 @@ class RemoteArray:
         self._cache = require("fsspec.caching", "remote").BlockCache(_BLOCK, self.read, self.size, _BLOCKS)
 
     def __getitem__(self, places: slice) -> NDArray[Any]:
-        """A read-only copy. Raises ``UserError`` where it cannot be read, or the file has changed."""
+        """A read-only copy. Raises ``UserError`` if it cannot be read, or if the file has changed."""
         size = self._dtype.itemsize
         start, stop, _ = places.indices(self.size // size)
         return np.frombuffer(self._cache._fetch(start * size, stop * size), self._dtype)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes from ``start`` to ``stop``, or to the end. Raises ``UserError`` if the file is not what it was."""
+        """Bytes from ``start`` to ``stop``, or to the end. Raises ``UserError`` if the file has changed."""
         stop = min(stop, self.size)
         try:
             content, (_, now) = self._tried(lambda: self._range(start, stop)), self._tried(self._found)
@@ -229,14 +230,14 @@ class RemoteArray:
     def _range(self, start: int, stop: int) -> bytes:
         files, path = _file_system(self.url)
         content: bytes
-        if self.url.startswith("http"):  # cat_file takes in all of a file where the server ignores the range
+        if self.url.startswith("http"):  # cat_file reads the whole file if the server ignores the range
             with files.open(path, "rb", max(1, stop - start), size=self.size, cache_type="none") as file:
                 file.seek(start)
                 content = file.read(stop - start)
         else:
             content = files.cat_file(path, start=start, end=stop)
         if len(content) != stop - start:
-            raise OSError(f"got {len(content)} bytes from byte {start} on, asked for {stop - start}")
+            raise OSError(f"got {len(content)} bytes from byte {start} on, but asked for {stop - start}")
         return content
 
     def _found(self) -> tuple[int, str]:
@@ -253,14 +254,14 @@ class RemoteArray:
         return int(found["size"]), ", ".join([f"{found['size']} bytes", *marks])
 
     def _tried(self, ask: Callable[[], T]) -> T:
-        """The answer to ``ask``, several times if need be. Raises ``FileNotFoundError`` where that is the answer."""
+        """The answer to ``ask``, which is repeated if it fails. Raises ``FileNotFoundError`` if that is the answer."""
         for attempt in range(_TRIES):
             try:
                 return ask()
             except UserError:
                 raise
-            except Exception as error:  # of whatever kind the file system has
-                # For HTTP, fsspec says FileNotFoundError of all that goes wrong.
+            except Exception as error:  # every file system has its own kinds
+                # Over HTTP, fsspec raises FileNotFoundError whatever goes wrong.
                 cause = (self.url.startswith("http") and error.__cause__) or error
                 status = getattr(cause, "status", None)
                 if status in (404, 410) or isinstance(cause, FileNotFoundError):
@@ -278,7 +279,7 @@ class RemoteArray:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """The file system, which fsspec keeps for each process, and the path in it."""
+    """The file system, which fsspec caches per process, and the path in it."""
     core = require("fsspec.core", "remote")
     try:
         files, path = core.url_to_fs(url, use_listings_cache=False)

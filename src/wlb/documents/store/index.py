@@ -1,4 +1,4 @@
-"""The index file of a token store: where every document lies in the token file.
+"""The index file of a token store, which says where every document lies in the token file.
 
 The format is Megatron-Core's (``megatron.core.datasets.indexed_dataset``), little-endian throughout::
 
@@ -11,11 +11,11 @@ The format is Megatron-Core's (``megatron.core.datasets.indexed_dataset``), litt
     int64[S]  byte offset of each sequence in the token file
     int64[D]  first sequence of each document, then S
 
-A document is one or more whole sequences. Sequences follow each other without gaps, so a document is one
-run of tokens whatever its number of sequences.
+A document is one or more whole sequences. Sequences follow each other without gaps, so a document is one run of tokens
+whatever its number of sequences.
 
-The file is mapped into memory and read where a document is asked for. What is read of a document is checked: byte
-offsets against lengths of sequences. Opening a store checks a sample in this way, ``check`` everything.
+The file is mapped into memory and read only where a document is needed. Every read checks the document: its byte
+offsets must agree with the lengths of its sequences. Opening a store checks a sample this way, ``check`` checks all.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ TOKEN_TYPES = {
 MAX_VOCABULARY = 2**31
 _HEADER = struct.Struct("<9sQBQQ")
 _COUNTS = struct.Struct("<QQ")
-_CHUNK = 1 << 18  # entries converted or checked at a time: a few MiB of memory
-_BLOCK, _SAMPLED_BLOCKS = 1 << 11, 8  # documents that opening checks
-_IDENTIFIED_WHOLE, _IDENTIFIED = 1 << 16, 1 << 8  # entries in an identity: all of up to so many, or about so many
+_CHUNK = 1 << 18  # entries converted or checked at a time, in a few MiB of memory
+_BLOCK, _SAMPLED_BLOCKS = 1 << 11, 8  # documents that opening a store checks
+_IDENTIFIED_WHOLE, _IDENTIFIED = 1 << 16, 1 << 8  # entries in an identity: all, up to 65,536, else about 256
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIndex:
-    """What an index file says: the token type, and where documents lie.
+    """The content of an index file: the token type, and where documents lie.
 
-    The arrays are those of the file: ``sequence_lengths`` and ``pointers`` have the shape (sequences,), ``firsts`` has
-    (documents + 1,). All methods raise ``UserError`` where what they read contradicts itself.
+    The arrays are those of the file: ``sequence_lengths`` and ``pointers`` have shape (sequences,), ``firsts`` has
+    shape (documents + 1,). All methods raise ``UserError`` if what they read contradicts itself.
     """
 
     path: str
@@ -71,16 +71,16 @@ class TokenIndex:
 
     @property
     def identity(self) -> bytes:
-        """What it says of documents: their number and type, all tokens, and where documents begin.
+        """Number and type of documents, number of tokens, and where documents begin.
 
-        Of a large index that is taken at a few hundred places: another order of documents, or another length, changes
-        it, unless all lengths between two of these places add up alike.
+        A large index is sampled at a few hundred places. Another order of documents, or another length, changes the
+        identity unless the lengths between each two of these places have the same sum.
         """
         places = [_spaced(array).astype("<i8").tobytes() for array in (self.pointers, self.firsts)]
         return b"".join([f"{self.dtype.name} {self.documents} {self.tokens} ".encode(), *places])
 
     def runs(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The first token of each of ``documents`` in the token file, and its tokens; int64 of their shape."""
+        """The first token of each document in the token file, and its number of tokens; int64, shape (documents,)."""
         first, last = self.firsts[documents], self.firsts[documents + 1]
         if not ((first >= 0) & (first <= last) & (last <= len(self.pointers))).all():
             raise self._uncovered()
@@ -95,7 +95,7 @@ class TokenIndex:
             at = bad[0]
             raise UserError(
                 f"{self.path} is corrupt: document {documents[at]} has {tokens[at]} tokens of {size} bytes each, and "
-                f"lies at bytes {starts[at]} to {stops[at]}"
+                f"lies at bytes {starts[at]} to {stops[at]}; make the store again"
             )
         return starts // size, tokens
 
@@ -104,12 +104,12 @@ class TokenIndex:
         return np.concatenate([np.empty(0, np.int64), *self._chunks()])
 
     def check(self) -> None:
-        """Read all of it."""
+        """Read and check the whole index."""
         for _ in self._chunks():
             pass
 
     def check_sample(self) -> None:
-        """Read its ends and a few evenly spaced blocks of documents; all of it where it has no more than that."""
+        """Read and check both ends and a few evenly spaced blocks of documents."""
         self._check_ends()
         last = max(0, self.documents - 1) // _BLOCK
         for block in sorted({last * number // (_SAMPLED_BLOCKS - 1) for number in range(_SAMPLED_BLOCKS)}):
@@ -126,7 +126,7 @@ class TokenIndex:
             raise self._uncovered()
 
     def _begins(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The bytes at which ``sequences`` start, or after the last one the byte at which that ends."""
+        """The byte at which each of ``sequences`` starts; one past the last sequence, the end of the file."""
         count = len(self.pointers)
         if not count:
             return np.zeros(len(sequences), np.int64)
@@ -136,7 +136,9 @@ class TokenIndex:
 
     def _uncovered(self) -> UserError:
         sequences = len(self.pointers)
-        return UserError(f"{self.path} is corrupt: its documents do not cover its {sequences} sequences in order")
+        return UserError(
+            f"{self.path} is corrupt: its documents do not cover its {sequences} sequences in order; make it again"
+        )
 
 
 def _spaced(array: NDArray[Any]) -> NDArray[Any]:
@@ -144,12 +146,12 @@ def _spaced(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def store_path(prefix: str | Path, ending: str) -> Path:
-    """The file of a store on a disk with this ``ending``; the prefix may itself contain dots."""
+    """The file of a store on a disk with this ``ending``; the prefix may contain dots."""
     return Path(f"{prefix}{ending}")
 
 
 def read_index(path: str | Path) -> TokenIndex:
-    """Open an index file. Raises ``UserError`` when it is missing, foreign, truncated or holds floats."""
+    """Open an index file. Raises ``UserError`` if it is missing, foreign, truncated or holds floats."""
     try:
         content = read_bytes(str(path))
     except FileNotFoundError:
@@ -159,18 +161,25 @@ def read_index(path: str | Path) -> TokenIndex:
         raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
     header, size = content[: _HEADER.size], len(content)
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
-        raise UserError(f"{path} is not a Megatron index (no MMIDIDX header of {_HEADER.size} bytes)")
+        raise UserError(
+            f"{path} is not the index of a token store (no MMIDIDX header of {_HEADER.size} bytes); make one with "
+            "wlb prepare"
+        )
     _, version, code, sequences, starts = _HEADER.unpack(header)
     if version != VERSION:
-        raise UserError(f"{path} has index version {version}; only version {VERSION} is known")
+        raise UserError(f"{path} has index version {version}; make the store again in version {VERSION}")
     if code not in TOKEN_TYPES:
-        raise UserError(f"{path} has values of type code {code}; token ids have {', '.join(map(str, TOKEN_TYPES))}")
+        raise UserError(
+            f"{path} has values of type code {code}; make the store again with token ids, whose codes are "
+            f"{', '.join(map(str, TOKEN_TYPES))}"
+        )
     expected = _HEADER.size + 12 * sequences + 8 * starts
     if size != expected or not starts:
         raise UserError(
-            f"{path} has {size} bytes where its header asks for {expected}: truncated, corrupt or multimodal"
+            f"{path} has {size} bytes, but its header asks for {expected}, so it is truncated, corrupt or multimodal; "
+            "make the store again"
         )
-    if hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
+    if hasattr(content, "madvise"):  # else reading a document's few bytes loads 128 KiB
         content.madvise(mmap.MADV_RANDOM)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
@@ -179,10 +188,10 @@ def read_index(path: str | Path) -> TokenIndex:
 
 
 class IndexWriter:
-    """Writes an index whose documents are one sequence each, in memory that does not grow with their number.
+    """Writes an index whose documents are one sequence each, in constant memory.
 
-    Lengths go to the file as they come; ``finish`` reads them back in chunks to append byte offsets and document
-    starts, and last puts the counts into the header. Until then ``read_index`` refuses the file.
+    Lengths go to the file as they come. ``finish`` reads them back in chunks, appends byte offsets and document starts,
+    and puts the counts into the header last. Until then ``read_index`` refuses the file.
     """
 
     def __init__(self, file: BinaryIO, dtype: np.dtype[Any]) -> None:

@@ -1,12 +1,12 @@
 """Token stores: tokenised documents on disk, read without loading them.
 
 A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format.
-``wlb prepare`` adds a sidecar ``PREFIX.json`` that names the tokenizer, and where only some tokens are labels,
-``PREFIX.mask`` says which. All are mapped into memory, so a store of any size opens at once.
+``wlb prepare`` adds a sidecar ``PREFIX.json`` that names the tokenizer. If only some tokens are labels, ``PREFIX.mask``
+says which. All files are mapped into memory, so a store of any size opens at once.
 
-Several stores open as one, whose documents are counted through all of them: the shards of one, or the stores of a
-mixture. Opening reads a sample of every index. Afterwards a shard is mapped when one of its documents is asked for, and
-only a bounded number of them at a time. ``TokenStoreWriter`` makes stores.
+Several stores, shards or the parts of a mixture, open as one, and document ids count through all of them. Opening reads
+a sample of every index. Afterwards a shard is mapped when one of its documents is needed, and only a bounded number at
+a time. ``TokenStoreWriter`` makes stores.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from wlb.errors import UserError
 
 __all__ = ["TokenStore", "TokenStoreWriter"]
 
-_OPEN_SHARDS = 128  # that stay mapped; each takes up to three file handles, of which a process may often have 1,024
+_OPEN_SHARDS = 128  # that stay mapped; each takes up to three file handles, and 1,024 is a usual limit of a process
 # Sidecars have a few KiB; a larger PREFIX.json is somebody's data.
 _LARGEST_SIDECAR = 1 << 20
-_CHUNK = 1 << 16  # documents that are looked at together
+_CHUNK = 1 << 16  # documents read at a time
 _HASHED = 1 << 24  # values that are hashed together
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The files of one prefix: ``tokens`` are those of all documents; ``mask`` has as many bytes, 1 for labels."""
+    """The files of one prefix: the ``tokens`` of all documents, and a ``mask`` of as many bytes, 1 for labels."""
 
     index: TokenIndex
     tokens: NDArray[Any] | RemoteArray
@@ -52,7 +52,9 @@ class Shard:
         sidecar = _read_sidecar(prefix, index)
         tokens = files.open_array(f"{prefix}.bin", index.dtype, index.tokens)
         if tokens is None:
-            raise UserError(f"token file {prefix}.bin does not exist, only its index")
+            raise UserError(
+                f"token file {prefix}.bin does not exist, only its index; copy it there, or make the store again"
+            )
         mask = files.open_array(f"{prefix}.mask", np.dtype(np.uint8), index.tokens)
         if mask is None and "mask_sha256" in sidecar:
             raise UserError(f"{prefix}.mask does not exist, and the store was written with one; prepare it again")
@@ -60,10 +62,10 @@ class Shard:
 
     @property
     def identity(self) -> str:
-        """sha256 in hex over ``TokenIndex.identity`` and, where the sidecar has it, its sha256 of the tokens.
+        """sha256 in hex over ``TokenIndex.identity`` and, if the sidecar has it, the sha256 of the tokens.
 
-        The tokens are not read: the writer of the store hashed them, and their mask, if there is one. A store without
-        that, such as one made by Megatron-Core, keeps its identity when tokens change and lengths do not.
+        The tokens are not read, because the writer of the store hashed them, and their mask if there is one. A store
+        without a sidecar, such as one of Megatron-Core, keeps its identity if tokens change but lengths do not.
         """
         digest = hashlib.sha256(self.index.identity)
         digest.update(self.sidecar.get("content_sha256", "").encode())
@@ -72,7 +74,7 @@ class Shard:
         return digest.hexdigest()
 
     def has_labels(self) -> bool:
-        """Whether some document has a token that follows another and is a label; reads up to the first one."""
+        """Whether any document has a label after its first token; reads up to the first such document."""
         for first in range(0, self.index.documents, _CHUNK):
             starts, tokens = self.index.runs(np.arange(first, min(first + _CHUNK, self.index.documents)))
             if self.mask is None:
@@ -86,7 +88,7 @@ class Shard:
 
 
 class _Known(NamedTuple):
-    """What opening found of a shard."""
+    """What opening a shard found."""
 
     prefix: str
     documents: int
@@ -99,7 +101,7 @@ class TokenStore:
     """A read-only token store; safe to share between threads and to pickle (a copy re-opens the files)."""
 
     def __init__(self, stores: Sequence[Sequence[str]]) -> None:
-        """Open ``stores``, each by the prefixes of its shards; see ``open``."""
+        """Open ``stores``, each given as the prefixes of its shards; see ``open``."""
         self._stores = stores
         self._stamps: dict[str, files.Stamps] = {}
         self._opened = lru_cache(_OPEN_SHARDS)(self._open_shard)
@@ -114,11 +116,11 @@ class TokenStore:
 
     @classmethod
     def open(cls, *sources: StoreSource) -> TokenStore:
-        """The stores that ``sources`` name, as one: each by a prefix, a directory, a glob or a list of shards.
+        """Open all ``sources`` as one store; each is a prefix, a directory, a glob or a list of shards.
 
-        A prefix may be a URL, such as ``s3://bucket/corpus``. Raises ``UserError`` when a file is missing, truncated,
-        corrupt, does not belong to the others, or cannot be read; where a store has no documents, or is named twice;
-        where its shards have different vocabularies, and where any two were prepared with different tokenizers.
+        A prefix may be a URL, such as ``s3://bucket/corpus``. Raises ``UserError`` if a file is missing, truncated,
+        corrupt, unreadable, or does not belong to the others; if a store has no documents or is named twice; if its
+        shards have different vocabularies; and if any two stores were prepared with different tokenizers.
         """
         stores = [files.store_prefixes(source) for source in sources]
         if not stores:
@@ -134,13 +136,13 @@ class TokenStore:
 
     @property
     def firsts(self) -> list[int]:
-        """The first document of every store, and after the last one the number of all documents."""
+        """The first document of every store, then the number of all documents."""
         documents = [sum(shard.documents for shard in shards) for shards in self._by_store]
         return [0, *accumulate(documents)]
 
     @property
     def prefix(self) -> str:
-        """What names the stores in messages."""
+        """How messages name the stores."""
         return " + ".join(map(source_name, self._stores))
 
     @property
@@ -150,23 +152,23 @@ class TokenStore:
 
     @property
     def is_remote(self) -> bool:
-        """Whether tokens of some store come from a server, where one read at a time would be slow."""
+        """Whether any store is on a server, from which single reads are slow."""
         return any(files.is_url(shard.prefix) for shard in self._shards)
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids are below this; None where a store has no sidecar."""
+        """Token ids are below this; None if a store has no sidecar."""
         sizes = [shard.sidecar.get("vocab_size") for shard in self._shards]
         return None if None in sizes else max(size for size in sizes if size is not None)
 
     @property
     def sidecar(self) -> dict[str, Any]:
-        """What the first ``PREFIX.json`` says; empty where there is none."""
+        """The content of the first ``PREFIX.json``; empty without one."""
         return self._shards[0].sidecar
 
     @property
     def tokenizer(self) -> dict[str, Any] | None:
-        """What the first sidecar that says it says of the tokenizer: kind, name, sha256 of its definition."""
+        """The tokenizer of the first sidecar that names one: kind, name, sha256 of its definition."""
         return next((shard.sidecar["tokenizer"] for shard in self._shards if shard.sidecar.get("tokenizer")), None)
 
     @property
@@ -182,7 +184,7 @@ class TokenStore:
 
     @property
     def stored_lengths(self) -> DocumentLengths:
-        """What a stream of these documents needs: lengths of one store, or of each in a list."""
+        """The lengths of the one store, or a list with those of every store, for ``DocumentStream``."""
         of_stores = [
             StoredLengths(self, first, stop - first, sum(shard.tokens for shard in shards))
             for (first, stop), shards in zip(pairwise(self.firsts), self._by_store, strict=True)
@@ -191,11 +193,11 @@ class TokenStore:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every document, its end token included; shape (documents,), 8 bytes for each in memory."""
+        """Tokens of every document, including its end token; shape (documents,), int64."""
         return np.concatenate([self._opened(shard.prefix).index.lengths() for shard in self._shards])
 
     def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of some documents, in any order; int64 of their shape."""
+        """Tokens of some documents, in any order; int64, shape (documents,)."""
         lengths = np.empty(len(documents), np.int64)
         for number, chosen in self._by_shard(documents):
             index = self._shard(number).index
@@ -203,15 +205,16 @@ class TokenStore:
         return lengths
 
     def tokens_by_store(self, documents: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[int, ...]:
-        """How many of ``tokens`` each store has, one number for each of ``documents`` (ids of any epoch)."""
+        """Sum ``tokens``, which has one number for each of ``documents`` (ids of any epoch), by store."""
         numbers = np.searchsorted(self.firsts, documents % len(self), side="right") - 1
         return tuple(np.bincount(numbers, tokens, len(self._stores)).astype(np.int64).tolist())
 
     def check_unchanged(self, documents: NDArray[np.int64]) -> None:
-        """Raise ``UserError`` where a file that holds any of ``documents`` has changed since the store was opened.
+        """Raise ``UserError`` if a file that holds any of ``documents`` has changed since the store was opened.
 
-        Called after a read, it says that what was read is of the store that was opened; called before, that no part of
-        a mapped file is missing, of which a read would kill the process. Remote files are compared by their reader.
+        Call it after a read to know that the tokens are those of the opened store, and before a read to know that no
+        mapped file was cut short, because reading beyond its end kills the process. ``RemoteArray`` checks files at
+        URLs by itself.
         """
         for number, _ in self._by_shard(documents):
             prefix = self._shards[number].prefix
@@ -220,7 +223,7 @@ class TokenStore:
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """``length`` tokens of a document from token ``start`` on (default: the rest), as a read-only view.
 
-        Raises ``UserError`` when the range is not inside the document or holds ids outside the vocabulary.
+        Raises ``UserError`` if the range is not inside the document or holds ids outside the vocabulary.
         """
         shard, prefix, run = self._place(document, start, length)
         view = shard.tokens[run]
@@ -228,12 +231,13 @@ class TokenStore:
         for token in (view.min(initial=0), view.max(initial=0)):
             if not 0 <= token < limit:
                 raise UserError(
-                    f"document {document} of {prefix} holds token {token}, outside the vocabulary of {limit}"
+                    f"document {document} of {prefix} holds token {token}, outside the vocabulary of {limit}; prepare "
+                    "the store again"
                 )
         return view
 
     def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None:
-        """Which of ``length`` tokens of a document from token ``start`` on are labels; None where all tokens are.
+        """Which of ``length`` tokens of a document from token ``start`` on are labels; None if all tokens are.
 
         Raises ``UserError`` for a byte of the mask that is neither 0 nor 1.
         """
@@ -249,18 +253,18 @@ class TokenStore:
         return labels
 
     def check_labels(self) -> None:
-        """Raise ``UserError`` unless every store has a token that follows another and is a label."""
+        """Raise ``UserError`` unless every store has a label after the first token of a document."""
         for prefixes, shards in zip(self._stores, self._by_store, strict=True):
             if not any(self._opened(shard.prefix).has_labels() for shard in shards):
                 raise UserError(
-                    f"token store {source_name(prefixes)} has no label (PREFIX.mask), or documents of one token only, "
-                    "so nothing would be learnt; prepare it again"
+                    f"token store {source_name(prefixes)} has no labels (PREFIX.mask) or only documents of one token, "
+                    "so there is nothing to learn; prepare it again"
                 )
 
     def check_content(self) -> None:
-        """Read all of the indexes, and tokens and masks where sidecars say what they are.
+        """Read all indexes, and all tokens and masks whose sha256 is known from a sidecar.
 
-        Raises ``UserError`` for whatever is damaged.
+        Raises ``UserError`` if anything is damaged.
         """
         for known in self._shards:
             shard = self._opened(known.prefix)
@@ -274,7 +278,7 @@ class TokenStore:
                     )
 
     def _place(self, document: int, start: int, length: int | None) -> tuple[Shard, str, slice]:
-        """The shard that has ``document``, its prefix, and where in its files these tokens are."""
+        """The shard that holds ``document``, its prefix, and the place of these tokens in its files."""
         if not 0 <= document < len(self):
             raise UserError(f"document {document} is not in {self.prefix}, which holds {len(self)} documents")
         number = int(np.searchsorted(self._ends, document, side="right")) - 1
@@ -286,7 +290,7 @@ class TokenStore:
         return shard, prefix, slice(first + start, first + stop)
 
     def _by_shard(self, documents: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-        """The shards that have any of ``documents``, and which of them."""
+        """The shards that hold any of ``documents``, each with a mask of those documents."""
         shards = np.searchsorted(self._ends, documents, side="right") - 1
         return ((number, shards == number) for number in np.unique(shards).tolist())
 
@@ -294,7 +298,7 @@ class TokenStore:
         return self._opened(self._shards[number].prefix)
 
     def _open_shard(self, prefix: str) -> Shard:
-        """A shard that is still what it was when it was first opened."""
+        """Open a shard that must not have changed since it was first opened."""
         files.check_unchanged(prefix, self._stamps[prefix])
         return Shard.open(prefix)
 
@@ -306,9 +310,9 @@ class TokenStore:
 
 
 class StoredLengths:
-    """Tokens per document of the ``documents`` of a store from ``first`` on, read when asked for; ``tokens`` of all.
+    """The lengths of ``documents`` documents of a store from ``first`` on, read on demand; ``tokens`` is their sum.
 
-    ``lengths[documents]`` are those of an int64 array of documents, in any order.
+    ``lengths[documents]`` takes an int64 array of documents, in any order.
     """
 
     def __init__(self, store: TokenStore, first: int, documents: int, tokens: int) -> None:
@@ -322,14 +326,14 @@ class StoredLengths:
         return self._store.lengths_of(self._first + documents)
 
 
-# Tokens per document of one store: an array of shape (documents,), or what stands for one.
+# Tokens per document of one store, shape (documents,): in memory, or read on demand.
 Lengths: TypeAlias = NDArray[np.int64] | StoredLengths
 # Those of one store, or of every store of a mixture.
 DocumentLengths: TypeAlias = Lengths | Sequence[Lengths]
 
 
 def stored_vocab_size(source: StoreSource) -> int | None:
-    """The vocabulary of the store that ``source`` names; None where there is no store, or it does not say."""
+    """The vocabulary size of the store ``source``; None if there is no store or no sidecar."""
     if not files.names_store(source):
         return None
     prefix = files.store_prefixes(source)[0]  # all shards have the same
@@ -337,18 +341,18 @@ def stored_vocab_size(source: StoreSource) -> int | None:
 
 
 def _tokenizer_identity(sidecar: dict[str, Any]) -> dict[str, Any] | None:
-    """What tells a sidecar's tokenizer from others: all but its name, which is only that of a file."""
+    """What distinguishes a sidecar's tokenizer from others: all but the name, which is only a file's."""
     tokenizer = sidecar.get("tokenizer") or {}
     return {key: value for key, value in tokenizer.items() if key != "name"} or None
 
 
 def _check_alike(shards: Sequence[_Known], what: str, values: Sequence[Any]) -> None:
-    """Raise ``UserError`` where shards say different things."""
+    """Raise ``UserError`` if the values of two shards differ."""
     known = [(shard.prefix, value) for shard, value in zip(shards, values, strict=True) if value is not None]
     for prefix, value in known:
         if value != known[0][1]:
             raise UserError(
-                f"{prefix} has {what} {value}, {known[0][0]} {known[0][1]}; prepare all with the same tokenizer"
+                f"{prefix} has {what} {value}, but {known[0][0]} has {known[0][1]}; prepare all with the same tokenizer"
             )
 
 
@@ -379,6 +383,7 @@ def _read_sidecar(prefix: str, index: TokenIndex) -> dict[str, Any]:
     for key, value in (("documents", index.documents), ("tokens", index.tokens), ("token_type", index.dtype.name)):
         if sidecar.get(key) != value:
             raise UserError(
-                f"sidecar {path} says {key} = {sidecar.get(key)!r}, the index {value!r}: it is of another store"
+                f"sidecar {path} says {key} = {sidecar.get(key)!r}, but the index says {value!r}, so they belong to "
+                "different stores; prepare the store again"
             )
     return sidecar

@@ -1,7 +1,7 @@
 """Writing a token store atomically.
 
-Files have the ending ``.part`` while documents arrive. At the end each is flushed to the disk and renamed, the index
-last: without ``PREFIX.idx`` nothing reads as a store. An old store that is being replaced loses its index first.
+While documents arrive, files end in ``.part``. At the end each is flushed to the disk and renamed, the index last,
+because nothing without ``PREFIX.idx`` reads as a store. An old store that is replaced loses its index first.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 
 def store_files(prefix: Path, with_tokenizer: bool = True, with_mask: bool = True) -> list[Path]:
-    """The files of a store, in the order in which they appear: the index last."""
+    """The files of a store in the order in which the writer makes them, the index last."""
     endings = ".bin", *[".mask"] * with_mask, ".json", *[".tokenizer.json"] * with_tokenizer, ".idx"
     return [store_path(prefix, ending) for ending in endings]
 
 
 def check_target(prefix: Path, overwrite: bool) -> None:
-    """Raise ``UserError`` when a store cannot be made at ``prefix``, or is there already and not to be replaced."""
+    """Raise ``UserError`` if no store can be made at ``prefix``, or if one exists and ``overwrite`` is off."""
     if prefix.parts[:1] and prefix.parts[0].endswith(":"):
         raise UserError(f"{prefix} is a URL; make the store on a disk and copy its files there")
     with _disk_errors(prefix):
@@ -49,19 +49,19 @@ def check_target(prefix: Path, overwrite: bool) -> None:
         existing = next(path for path in (prefix.parent, *prefix.parent.parents) if os.path.exists(path))
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             why = "not writable" if existing.is_dir() else "not a directory"
-            raise UserError(f"{existing} is {why}, so the store {prefix} cannot be made")
+            raise UserError(f"{existing} is {why}, so the store {prefix} cannot be made; choose another --out")
         for path in store_files(prefix):
             if path.exists() and not overwrite:
                 raise UserError(f"{path} exists; choose another --out or pass --overwrite")
 
 
 class TokenStoreWriter:
-    """A context manager: documents are added inside it, and leaving it without an exception makes the store.
+    """A context manager: add documents inside it; leaving it without an exception makes the store.
 
-    ``details`` is merged into the sidecar and may be filled until the end; ``tokenizer_json`` becomes
-    ``PREFIX.tokenizer.json``. With ``masked``, documents come with a mask that says which tokens are labels, and the
-    store has a ``PREFIX.mask``. Raises ``UserError`` when the store exists (and ``overwrite`` is off), when another
-    process is writing it, and when the disk refuses.
+    ``details`` is merged into the sidecar, and may be filled until the end. ``tokenizer_json`` becomes
+    ``PREFIX.tokenizer.json``. With ``masked``, documents come with a mask of the tokens that are labels, and the store
+    has a ``PREFIX.mask``. Raises ``UserError`` if the store exists (and ``overwrite`` is off), if another process is
+    writing it, and if the disk refuses.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TokenStoreWriter:
         overwrite: bool = False,
     ) -> None:
         if vocab_size < 1:
-            raise UserError(f"vocab_size {vocab_size} is not positive")
+            raise UserError(f"vocab_size is {vocab_size}; it must be at least 1")
         self.prefix = Path(prefix)
         self.vocab_size = vocab_size
         self.details = dict(details or {})
@@ -98,7 +98,7 @@ class TokenStoreWriter:
             self._idx = opened.enter_context(_open_part(index))
             self._mask = opened.enter_context(_open_part(mask)) if self._masked else None
             for stale in (sidecar, tokenizer, *([] if self._masked else [mask])):
-                _part(stale).unlink(missing_ok=True)  # of a run that was killed, as the locks say that none is writing
+                _part(stale).unlink(missing_ok=True)  # of a killed run: we hold the locks, so nobody writes them
             self._index = IndexWriter(self._idx, self._dtype)
             opened.pop_all()
         return self
@@ -111,7 +111,7 @@ class TokenStoreWriter:
                 with _disk_errors(self.prefix):
                     self._commit()
         finally:
-            # Parts go while their locks are held. Closing flushes, which fails again on a full disk.
+            # Delete parts while their locks are held. Closing flushes, which fails again on a full disk.
             for target in self._targets:
                 _part(target).unlink(missing_ok=True)
             for file in filter(None, (self._bin, self._idx, self._mask)):
@@ -126,10 +126,9 @@ class TokenStoreWriter:
     def add_documents(
         self, tokens: NDArray[Any], lengths: NDArray[np.int64], mask: NDArray[np.bool_] | None = None
     ) -> None:
-        """Append documents whose tokens stand one after another in ``tokens``, of ``lengths`` each.
+        """Append documents of the given ``lengths``, whose tokens follow each other in ``tokens``.
 
-        ``mask`` has the shape of ``tokens`` and is True for labels; without it, all tokens of these documents are
-        labels.
+        ``mask`` has the shape of ``tokens`` and is True for labels; without it, all tokens are labels.
         """
         self._check(tokens, lengths, mask)
         stored = np.ascontiguousarray(tokens, self._dtype).data
@@ -153,11 +152,13 @@ class TokenStoreWriter:
         if lengths.size and lengths.max() > MOST_TOKENS:
             raise UserError(
                 f"document {self.documents + int(lengths.argmax())} has {lengths.max()} tokens; "
-                f"the format holds at most {MOST_TOKENS}"
+                f"the format holds at most {MOST_TOKENS}; split the document"
             )
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             bad = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise UserError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
+            raise UserError(
+                f"token {bad} is outside the vocabulary of {self.vocab_size}; raise vocab_size or correct the token"
+            )
 
     def _commit(self) -> None:
         *others, index = self._targets
@@ -184,7 +185,7 @@ class TokenStoreWriter:
         for target in others:
             if _part(target).exists():
                 os.replace(_part(target), target)
-            else:  # of the store that is replaced
+            else:  # a file of the store that is replaced
                 target.unlink(missing_ok=True)
         sync(index.parent)
         move(_part(index), index)
@@ -207,4 +208,4 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write token store {prefix}: {error.strerror}") from error
+        raise UserError(f"token store {prefix} cannot be written: {error.strerror}; choose another --out") from error

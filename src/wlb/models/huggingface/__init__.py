@@ -1,1 +1,1 @@
-"""Importing and exporting Hugging Face checkpoints, without the package ``transformers``."""
+"""Import and export of Hugging Face checkpoints, without the package ``transformers``."""

@@ -1,8 +1,7 @@
-"""``config.json`` of a Hugging Face directory: all that training needs is read from it, and it is written.
+"""Read and write ``config.json`` of a Hugging Face directory, with all that training needs.
 
-Families that can be trained are those whose mathematics ``wlb.models.transformer`` has. Keys are read as
-``wlb.workload.model_json`` reads those of the shape: whatever would make the model compute something else is refused by
-name.
+Only families that ``wlb.models.transformer`` implements can be trained. ``wlb.workload.model_json`` reads the keys of
+the shape. Any key that would make the model compute something else is refused by name.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _COMPUTED = {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "q
 def read_config(path: Path) -> TransformerConfig:
     """The model that ``config.json`` describes, in the directory ``path`` or at it.
 
-    Raises ``UserError`` for one that we do not compute.
+    Raises ``UserError`` for a model that we do not implement.
     """
     document = read_config_json(path)
     with naming(path):
@@ -39,8 +38,8 @@ def read_config(path: Path) -> TransformerConfig:
 def to_config_json(config: TransformerConfig, *, longest: int, dtype: str) -> dict[str, Any]:
     """``config.json`` of the first family that computes the same as ``config``, for any version of ``transformers``.
 
-    ``longest`` is the context in tokens and ``dtype`` the type of the weights, by its name in torch. Raises
-    ``UserError`` for biases, q/k norms and windows that no family has together.
+    ``longest`` is the context in tokens and ``dtype`` the torch name of the weights' type. Raises ``UserError`` for a
+    combination of biases, q/k norms and windows that no family has.
     """
     shape, scaling = config.shape, config.rope_scaling
     for family, model_class in _TRAINED.items():
@@ -72,7 +71,7 @@ def to_config_json(config: TransformerConfig, *, longest: int, dtype: str) -> di
     parts = [name for name in ("qkv_bias", "o_bias", "qk_norm") if getattr(config, name)]
     parts += [name for name in ("sliding_window", "full_attention_layers") if getattr(shape, name)]
     has = ", ".join(f"model.{name}" for name in parts)
-    raise UserError(f"no Hugging Face family has together {has}; train with less of it")
+    raise UserError(f"no Hugging Face family combines {has}; train without one of them")
 
 
 def _trained(document: Keys) -> TransformerConfig:
@@ -105,16 +104,16 @@ def _trained(document: Keys) -> TransformerConfig:
 
 
 def _rotary(document: Keys) -> tuple[float, RopeScalingConfig | None]:
-    """Base and scaling, whether all of it stands in one object (transformers 5) or some of it beside the others."""
+    """Base and scaling, whether they are in one object (transformers 5) or at the top level."""
     rope: dict[str, Any] = {}
     beside = {name: document.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     for name, part in [("", beside), *((name, document.get(name)) for name in ("rope_scaling", "rope_parameters"))]:
         if not isinstance(part, dict | None):
             raise UserError(f"{name} = {part!r} is not an object; correct it")
         for given, value in (part or {}).items():
-            key = "rope_type" if given == "type" else given  # as it was named first
+            key = "rope_type" if given == "type" else given  # its earlier name
             if value is not None and key in rope and rope[key] != value:
-                raise UserError(f"{key} is given twice, as {rope[key]!r} and as {value!r}; keep one of them")
+                raise UserError(f"{key} is given twice, as {rope[key]!r} and as {value!r}; keep one")
             if value is not None:
                 rope[key] = value
     theta = _number(rope, "rope_theta", 10_000.0)

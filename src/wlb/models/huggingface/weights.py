@@ -1,4 +1,4 @@
-"""Weights from safetensors files, by torch's reader of them: every rank reads the slices that it holds.
+"""Weights from safetensors files, read by torch's own reader: every rank reads the slices that it holds.
 
 Pickled weights (``.bin``) are not read.
 """
@@ -26,11 +26,11 @@ from wlb.models.transformer import Transformer, TransformerConfig
 INDEX_FILE = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _NAMED = 3  # tensors, in an error message
-_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # others are quantised, and need their scales
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # all other types are quantised, and need scales
 _ROWS_COMPARED = 4096  # at once
-_BUFFERS = ".rotary_emb.inv_freq"  # of early Llama checkpoints; follows from config.json
+_BUFFERS = ".rotary_emb.inv_freq"  # in early Llama checkpoints; computed from config.json
 
-# Our names of modules and theirs; the matrices are laid out alike.
+# Our names of modules and Hugging Face's; both lay matrices out alike.
 _OUTSIDE_BLOCKS = {"embedding.weight": EMBEDDING, "head.norm.weight": "model.norm.weight", "head.output.weight": HEAD}
 _INSIDE_BLOCKS = {
     "attention_norm": "input_layernorm",
@@ -58,7 +58,7 @@ def hugging_face_name(name: str) -> str:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let ``torch.distributed.checkpoint`` save and load in this process without a warning that there is no other."""
+    """Silence the warning of ``torch.distributed.checkpoint`` that this process is alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
         yield
@@ -67,7 +67,7 @@ def alone() -> Iterator[None]:
 class PretrainedWeights:
     """The tensors of a Hugging Face ``directory``; opening it reads the headers of all files.
 
-    Raises ``UserError`` where there are no safetensors or one is damaged, and for a ``config.json`` that
+    Raises ``UserError`` if there are no safetensors, if a file is damaged, and for a ``config.json`` that
     ``read_config`` refuses.
     """
 
@@ -76,7 +76,7 @@ class PretrainedWeights:
         try:
             held = HuggingFaceStorageReader(str(directory)).read_metadata()
             names = held.state_dict_metadata.keys()
-            if index.is_file():  # beside which there may be files of another format
+            if index.is_file():  # there may also be files of another format
                 names &= json.loads(index.read_bytes())["weight_map"].keys()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, unreadable) as error:
             raise UserError(f"weights in {directory} cannot be read ({error}); download them again") from error
@@ -87,9 +87,9 @@ class PretrainedWeights:
         self._files = {place.fqn: info.relative_path for place, info in held.storage_data.items()}
 
     def check(self, config: TransformerConfig) -> None:
-        """Raise ``UserError`` unless the tensors are those of a model with ``config``, in name, shape and type.
+        """Raise ``UserError`` unless names, shapes and types of the tensors are those of a model with ``config``.
 
-        With tied embeddings, a head that is there all the same must be equal to the embedding.
+        If embeddings are tied and the files hold a head all the same, it must equal the embedding.
         """
         with torch.device("meta"):
             model = Transformer(config)
@@ -108,8 +108,8 @@ class PretrainedWeights:
             if found != shape or kind not in _TYPES:
                 types = ", ".join(map(str, _TYPES))
                 raise UserError(
-                    f"{self._directory} has {name} of type {kind} and shape {tuple(found)}; its config.json asks for "
-                    f"{tuple(shape)}, and types are {types}: save the model that it describes as one of them"
+                    f"{self._directory} has {name} of type {kind} and shape {tuple(found)}, but its config.json asks "
+                    f"for {tuple(shape)}, and the type must be one of {types}; save the model again that way"
                 )
         if tied_head and self._head_differs():
             raise UserError(
@@ -118,7 +118,7 @@ class PretrainedWeights:
             )
 
     def load(self, *modules: nn.Module) -> None:
-        """Fill the parameters of a ``Transformer``, or of stages of it, sharded or not; ``check`` came before."""
+        """Fill the parameters of a ``Transformer``, or of stages of it, sharded or not; call ``check`` first."""
         reader = HuggingFaceStorageReader(str(self._directory))
         for module in modules:
             parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -131,7 +131,7 @@ class PretrainedWeights:
                     raise UserError(f"weights in {self._directory} cannot be read; download them again") from error
 
     def _source(self, name: str) -> str:
-        """Where the parameter ``name`` comes from: a head of its own starts as the embedding that it was tied to."""
+        """The tensor that fills the parameter ``name``; an untied head starts as the embedding that it was tied to."""
         source = hugging_face_name(name)
         return EMBEDDING if source == HEAD and self._tied and HEAD not in self._tensors else source
 

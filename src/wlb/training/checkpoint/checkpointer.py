@@ -1,7 +1,7 @@
-"""Save and restore a whole job with ``torch.distributed.checkpoint`` (DCP), in the background.
+"""Save a whole job with ``torch.distributed.checkpoint`` (DCP) in the background, and restore it.
 
-Training stands still only while tensors are copied to host memory. They are saved under their fully qualified names,
-which other parallel sizes can read as well.
+Training pauses only while tensors are copied to host memory. They are saved under their fully qualified names, which
+other layouts can read as well.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from wlb.training.checkpoint.files import Progress, check_model, model_record, n
 from wlb.training.console import say
 from wlb.training.failures import TrainingError
 
-_LONGEST_WRITE = timedelta(hours=1)  # of one rank while the others wait, in the background
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded
+_LONGEST_WRITE = timedelta(hours=1)  # the longest time that a rank may write while the others wait, in the background
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that DCP can reshard it
 
 
 class Checkpointer:
@@ -53,9 +53,9 @@ class Checkpointer:
         self._writing: tuple[Path, Future[Metadata]] | None = None
         self._failure: str | None = None  # why the last checkpoint could not be written
         if self.enabled:
-            # The writing thread's own: collectives of two threads in one group would meet the wrong partners.
+            # For the writing thread alone: collectives of two threads in one group would be matched wrongly.
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
-            # Into pinned memory on CUDA, kept from one time to the next; it returns when the copy is made.
+            # On CUDA it copies to pinned memory, which it reuses; it returns once the copy is made.
             cuda = torch.cuda.is_available()
             options = {"use_shared_memory": False, "use_async_staging": False}
             self._stager = DefaultStager(StagingOptions(cuda, use_non_blocking_copy=cuda, **options))
@@ -68,11 +68,11 @@ class Checkpointer:
         return self.enabled and step % self._config.every == 0
 
     def save(self, progress: Progress) -> None:
-        """Begin to write the checkpoint of ``progress.step``, after the one before it; older than ``keep`` are deleted.
+        """Start to write the checkpoint of ``progress.step`` once the one before is written; keep the newest ``keep``.
 
-        Returns when the job may train on; the first checkpoint is waited for, so that a job that can write none stops
-        at once. A failure shows in the next ``save`` or ``finish``: as a line on stderr where there is another good
-        checkpoint, as ``TrainingError`` otherwise.
+        Returns when the job may train on. It waits for the first checkpoint, so that a job that can write none stops at
+        once. The next ``save`` or ``finish`` reports a failure: as a line on stderr if there is another good
+        checkpoint, otherwise as ``TrainingError``.
         """
         assert self._config.dir is not None, "saving needs checkpoint.dir"
         self._wait()
@@ -85,15 +85,15 @@ class Checkpointer:
             self._wait()
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written. Raises ``TrainingError`` if the last one could not be."""
+        """Wait for the checkpoint being written. Raises ``TrainingError`` if the last one could not be written."""
         self._wait()
         if self._failure is not None:
             raise TrainingError(self._failure)
 
     def load(self, candidates: list[Path]) -> Progress:
-        """Restore model and optimizers in place from the newest of ``candidates`` that is whole; where that stands.
+        """Restore model and optimizers in place from the newest undamaged one of ``candidates``; returns its progress.
 
-        Newer ones are set aside. Raises ``UserError`` for another model, and where no checkpoint can be used.
+        Newer ones are set aside. Raises ``UserError`` for another model, and if no checkpoint can be used.
         """
         self._good = checkpoint = newest_usable(candidates, self._load)
         assert checkpoint is not None, "there are candidates"
@@ -103,7 +103,7 @@ class Checkpointer:
         return Progress(manifest["step"], manifest["loader"])
 
     def _state(self) -> dict[str, Any]:
-        """Weights and moments by name; without the optimizers' settings, which are the configuration's on resume."""
+        """Weights and moments by name, without the optimizers' settings, which the configuration sets on resume."""
         state: dict[str, Any] = {}
         for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
             for part in get_state_dict(stage, optimizer, options=_FLAT):
@@ -111,7 +111,7 @@ class Checkpointer:
         return state
 
     def _load(self, checkpoint: Path) -> str | None:
-        """Restore ``checkpoint``, whose files the ranks check first; what is wrong with it, as all ranks know."""
+        """Check the files of ``checkpoint`` on all ranks and restore it; returns its damage, the same on all ranks."""
         share = dist.get_rank(), dist.get_world_size()
         damage = next(filter(None, gathered(files.find_damage(checkpoint, contents=True, share=share))), None)
         if damage is None:
@@ -125,7 +125,7 @@ class Checkpointer:
         return damage
 
     def _wait(self) -> None:
-        """Wait for the checkpoint being written, and delete what is outdated or unfinished."""
+        """Wait for the checkpoint being written, and delete outdated and unfinished ones."""
         problem, (checkpoint, future), self._writing = None, self._writing or (Path(), None), None
         try:
             if future is not None:
@@ -136,12 +136,12 @@ class Checkpointer:
         if self._config.dir is not None:
             if dist.get_rank() == 0:
                 files.clean_up(self._config.dir, self._config.keep)
-            dist.barrier(self._group)  # nobody writes yet, nor stops and takes rank 0 along
+            dist.barrier(self._group)  # nobody writes before rank 0 is done, or stops and ends rank 0 too
         if problem is None:
             return
         step = files.step_of(checkpoint)
         text = f"the checkpoint of step {step} could not be written to {checkpoint.parent}: {problem}"
-        self._failure = f"{text}; mend that or choose another checkpoint.dir, and start again"
+        self._failure = f"{text}; correct that or choose another checkpoint.dir, and start again"
         if self._good is None:
             raise TrainingError(self._failure)
         if dist.get_rank() == 0:
@@ -157,11 +157,11 @@ class _Writer(dcp.FileSystemWriter):
         self._checkpoint, self._manifest = checkpoint, manifest
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
-        """The results of this rank, the last of which are the sums of its files."""
+        """The results of this rank, followed by the checksums of its files."""
         try:
             written = super().write_data(plan, planner)
         except Exception as error:
-            cause = error.__context__  # in place of which torch may have raised one that does not name it
+            cause = error.__context__  # torch may have raised another error in its place, which does not name it
             raise (cause if isinstance(cause, OSError) else error) from None
         sums = files.sums_of(Path(self.path), {result.storage_data.relative_path for result in written.value()})
         return written.then(lambda done: [*done.value(), sums])

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face directory, in one process without a process group."""
+"""Export a checkpoint to a Hugging Face directory, in one process without a process group."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from wlb.training.checkpoint.files import (
 )
 from wlb.workload.model_json import read_config_json
 
-_LARGEST_FILE = 5_000_000_000  # bytes; where transformers starts another file, unless asked otherwise
+_LARGEST_FILE = 5_000_000_000  # bytes; by default transformers starts another file here
 
-# What lies beside the weights of a published model and stays true of a trained one.
+# The files beside the weights of a published model that still hold for a trained one.
 _KEPT_FILES = (
     "added_tokens.json chat_template.jinja chat_template.json generation_config.json merges.txt "
     "special_tokens_map.json tokenizer.json tokenizer.model tokenizer_config.json vocab.json"
@@ -46,10 +46,10 @@ _KEPT_FILES = (
 
 
 def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Write the model of the checkpoint of ``step``, or of the newest, into the new directory ``out``.
+    """Write the model of the checkpoint of ``step``, by default the newest, into the new directory ``out``.
 
-    Returns ``checkpoint``, ``step``, number of ``parameters`` and names of ``tokenizer_files``. Raises ``UserError``
-    where there is no such checkpoint, it is damaged or holds another model, or ``out`` exists.
+    Returns ``checkpoint``, ``step``, the number of ``parameters`` and the names of ``tokenizer_files``. Raises
+    ``UserError`` if there is no such checkpoint, if it is damaged or holds another model, or if ``out`` exists.
     """
     refuse_existing(out)
     checkpoint, others = _chosen(config.checkpoint, step)
@@ -80,7 +80,7 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
 
 
 def _chosen(config: CheckpointConfig, step: int | None) -> tuple[Path, str]:
-    """The checkpoint to export, and the steps of the others."""
+    """The checkpoint to export, and the steps of the other ones for messages."""
     if config.dir is None:
         raise UserError("the configuration has no checkpoint.dir; add --set checkpoint.dir=DIR")
     named = complete_checkpoints(config.dir)
@@ -89,7 +89,7 @@ def _chosen(config: CheckpointConfig, step: int | None) -> tuple[Path, str]:
     checkpoint = named[-1] if step is None else checkpoint_path(config.dir, step)
     steps = ", ".join(str(step_of(path)) for path in named if path != checkpoint) or "none"
     if checkpoint not in named:
-        raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint of step {step}; it has {steps}")
+        raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint of step {step}; choose one of {steps}")
     return checkpoint, steps
 
 
@@ -100,7 +100,7 @@ def _companions(config: JobConfig) -> tuple[dict[str, bytes], dict[str, Any]]:
         return {path.name: path.read_bytes() for path in kept}, read_config_json(directory)
     prefixes: list[str] = []
     for source in config.data.stores:
-        with suppress(UserError):  # a store may be elsewhere by now
+        with suppress(UserError):  # the store may no longer be there
             prefixes += store_prefixes(source)
     prefix = next((prefix for prefix in prefixes if store_path(prefix, ".tokenizer.json").is_file()), None)
     if prefix is None:
@@ -123,12 +123,12 @@ def export_model(
     more_config: Mapping[str, Any],
     largest_file: int = _LARGEST_FILE,
 ) -> None:
-    """Write the model with ``tensors``, by our names and all of one type, into the new directory ``out``.
+    """Write ``tensors``, under our names and all of one type, as a model in the new directory ``out``.
 
-    ``longest`` is the context in tokens, and ``largest_file`` bytes are what a file of weights holds unless one tensor
-    alone is larger. ``companions`` are other files by name, and ``more_config`` are keys of ``config.json``, of which
-    those that describe the model give way to ours. Raises ``UserError`` where ``out`` exists or cannot be written, and
-    for a model that no Hugging Face family computes.
+    ``longest`` is the context in tokens. A file of weights holds at most ``largest_file`` bytes unless one tensor alone
+    is larger. ``companions`` are other files by name. ``more_config`` are further keys of ``config.json``; our keys
+    override those that describe the model. Raises ``UserError`` if ``out`` exists or cannot be written, and for a model
+    that no Hugging Face family computes.
     """
     require("safetensors", "train")
     refuse_existing(out)
@@ -145,7 +145,7 @@ def export_model(
                 (written / name).write_bytes(content)
             for path in (*written.iterdir(), written):
                 sync(path)
-            os.rename(written, out)  # fails if somebody made one with files in it meanwhile
+            os.rename(written, out)  # fails if ``out`` has appeared meanwhile and is not empty
         sync(out.parent)
     except (OSError, CheckpointException) as error:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -159,7 +159,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def _files(tensors: Mapping[str, Tensor], largest_file: int) -> dict[str, int]:
-    """The number of the file, from 1, that each tensor goes into, by its name there."""
+    """The number of the file, from 1, for each tensor, by its Hugging Face name."""
     files: dict[str, int] = {}
     number = filled = 0
     for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """The files of a checkpoint: those of ``torch.distributed.checkpoint``, and ``manifest.json``.
 
-The manifest has all that is not a tensor, and size and SHA-256 of every file: torch does not compare the checksums that
-are in its own files. A checkpoint is written in a hidden directory, which is renamed when it is complete.
+The manifest has everything that is not a tensor, and the size and SHA-256 of every file, because torch does not compare
+the checksums in its own files. A checkpoint is written in a hidden directory, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PREFIX = "step-"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a job stands: steps trained, and the loader's state after them; None before the first."""
+    """How far a job has got: steps trained, and the loader's state after them (None before the first)."""
 
     step: int
     loader: dict[str, Any] | None
@@ -49,7 +49,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in ``directory`` that were complete once, oldest first."""
+    """The checkpoints in ``directory`` that have been completed, oldest first; they may be damaged since."""
     named = [path for path in directory.glob(f"{_PREFIX}*") if parse_count(path.name.removeprefix(_PREFIX)) is not None]
     return sorted(named, key=step_of)
 
@@ -64,7 +64,7 @@ def sums_of(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def publish(checkpoint: Path, manifest: dict[str, Any]) -> None:
-    """Add ``manifest`` to the hidden directory of ``checkpoint``, and give that its name."""
+    """Add ``manifest`` to the hidden directory of ``checkpoint``, and rename that to ``checkpoint``."""
     hidden = hidden_path(checkpoint)
     write_synced(hidden / MANIFEST, json.dumps({"sha256": _digest(manifest), **manifest}))
     sync(hidden)
@@ -74,7 +74,7 @@ def publish(checkpoint: Path, manifest: dict[str, Any]) -> None:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest: ``step``, ``loader``, ``model``, and ``files`` with size and SHA-256 by name.
 
-    Raises ``OSError`` where it cannot be read and ``ValueError`` where it is not what was written.
+    Raises ``OSError`` if it cannot be read, and ``ValueError`` if it has changed since it was written.
     """
     content = (checkpoint / MANIFEST).read_bytes()
     with suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
@@ -85,9 +85,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0, 1)) -> str | None:
-    """What is wrong with ``checkpoint``, or None; ``contents`` compares checksums, otherwise only names and sizes.
+    """What is wrong with ``checkpoint``, or None; compares checksums if ``contents``, else only names and sizes.
 
-    With ``share = (i, n)`` the i-th of n readers looks at every n-th file.
+    With ``share = (i, n)``, reader i of n checks every n-th file.
     """
     first, readers = share
     try:
@@ -104,7 +104,7 @@ def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename a damaged ``checkpoint``, so that it counts no more and can still be looked at."""
+    """Rename a damaged ``checkpoint``, so that no job uses it and the user can still look at it."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)  # an earlier one
     with suppress(OSError):
@@ -112,19 +112,19 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def clean_up(directory: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` whole checkpoints, and what killed jobs have left; as far as possible."""
+    """Delete all but the newest ``keep`` undamaged checkpoints, and leftovers of killed jobs, as far as possible."""
     whole = [path for path in complete_checkpoints(directory) if find_damage(path, contents=False) is None]
     with suppress(OSError):
         for outdated in whole[:-keep]:
-            os.replace(outdated, hidden_path(outdated))  # first the name: a kill cannot leave half a checkpoint
+            os.replace(outdated, hidden_path(outdated))  # rename first, so that a kill cannot leave half a checkpoint
     for hidden in directory.glob(f"{HIDDEN}*"):
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def candidates(config: CheckpointConfig) -> list[Path]:
-    """What the job may continue from, whole or not, oldest first.
+    """The checkpoints that the job may continue from, damaged or not, oldest first.
 
-    Raises ``UserError`` if it may not resume: it would write among another job's checkpoints.
+    Raises ``UserError`` if there are any and the job must not resume, because it would write among them.
     """
     found = complete_checkpoints(config.dir) if config.dir is not None else []
     if found and not config.resume:
@@ -136,26 +136,26 @@ def candidates(config: CheckpointConfig) -> list[Path]:
 
 
 def newest_usable(found: list[Path], damage_of: Callable[[Path], str | None]) -> Path | None:
-    """The newest of ``found`` without damage, None if there are none; raises ``UserError`` if all are damaged."""
+    """The newest undamaged one of ``found``, None if it is empty. Raises ``UserError`` if all are damaged."""
     damage = None
     for path in reversed(found):
         if (damage := damage_of(path)) is None:
             return path
     if found:
         raise UserError(
-            f"none of the {len(found)} checkpoints in {found[0].parent} can be used, and of the oldest {damage}; "
+            f"all {len(found)} checkpoints in {found[0].parent} are damaged, the oldest because {damage}; "
             "restore one, or remove all of them to start anew"
         )
     return None
 
 
 def newest_checkpoint(config: CheckpointConfig, *, contents: bool = False) -> Path | None:
-    """The ``newest_usable`` of ``candidates`` by names and sizes of files, with ``contents`` by checksums too."""
+    """The ``newest_usable`` of ``candidates``, judged by sizes of files, and with ``contents`` also by checksums."""
     return newest_usable(candidates(config), partial(find_damage, contents=contents))
 
 
 def model_record(model: TransformerConfig) -> dict[str, Any]:
-    """``model`` as JSON-serialisable data, flat, under the names of ``[model]``; without the variants it has not."""
+    """``model`` as flat JSON-serialisable data under the names of ``[model]``, without variants that it lacks."""
     record = asdict(model)
     shape = {name: value for name, value in record.pop("shape").items() if value is not None}
     scaling = None if model.rope_scaling is None else model.rope_scaling.in_effect
@@ -163,7 +163,7 @@ def model_record(model: TransformerConfig) -> dict[str, Any]:
 
 
 def check_model(checkpoint: Path, saved: Mapping[str, Any], model: TransformerConfig) -> None:
-    """Raise ``UserError``, with all differences, unless ``saved`` of ``checkpoint``'s manifest is ``model``."""
+    """Raise ``UserError`` with all differences if ``saved``, the model of ``checkpoint``, is not ``model``."""
     record = model_record(model)
     differences = [
         f"{name} {json.dumps(saved.get(name))} -> {json.dumps(record.get(name))}"

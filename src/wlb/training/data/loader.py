@@ -1,12 +1,12 @@
 """The data loader: plans and tokens of the next steps, ready before training asks for them.
 
-One thread plans (lengths only, the same on every rank), a second shards the micro-batches of this data-parallel rank
-over its context-parallel ranks and reads this one's tokens from the memory-mapped store. ``StepLoader`` hands out
-``LoadedStep``s; its state belongs to the last step handed out, whatever the threads have prepared beyond it.
+One thread plans (from lengths only, the same on every rank). A second one shards the micro-batches of this
+data-parallel rank over its context-parallel ranks, and reads this rank's tokens from the memory-mapped store.
+``StepLoader`` returns ``LoadedStep``s; its state belongs to the last step returned, whatever the threads have prepared
+beyond it.
 
-The order in which documents train follows from the token store and some settings: the identity of a state. Where one of
-them differs from what a checkpoint was written with, continuing would repeat some documents and leave out others, so it
-is refused.
+The document order follows from the token store and some settings, the identity of a state. If one of them differs from
+the checkpoint's, the job would repeat some documents and leave out others, so it is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from wlb.runtime.sharded_batch import RankSlice, ShardedBatch
 
 T = TypeVar("T")
 
-_STEPS_AHEAD = 2  # of training, planned, and as many of these read
+_STEPS_AHEAD = 2  # planned ahead of training, and as many read
 
 
 def share_in(job: Job, dp_rank: int, cp_rank: int) -> RankSlice:
@@ -41,11 +41,11 @@ def share_in(job: Job, dp_rank: int, cp_rank: int) -> RankSlice:
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """One step, ready to train: ``batches`` are this rank's shares of its micro-batches, in pipeline order.
+    """One step, ready to train: ``batches`` are this rank's parts of its micro-batches, in pipeline order.
 
-    The plan covers all ranks and ``loss_tokens`` counts their labelled tokens. ``fingerprint`` is equal where plans are
-    equal, ``shard_fingerprint`` where the shard plans of all batches of a data-parallel rank are. ``wait_seconds`` is
-    how long training stood still for this step.
+    The plan covers all ranks, and ``loss_tokens`` counts their labelled tokens. Equal plans have equal
+    ``fingerprint``s; equal shard plans of all batches of a data-parallel rank have equal ``shard_fingerprint``s.
+    Training waited ``wait_seconds`` for this step.
     """
 
     planned: PlannedStep
@@ -63,9 +63,9 @@ class LoadedStep:
 class StepLoader(Iterator[LoadedStep]):
     """Iterates over the steps of ``job`` for the rank that trains ``share`` of each, from ``state`` if given.
 
-    Ends after one epoch if ``training.steps`` is unset and never otherwise. Close it, or use it as a context manager.
-    Steps are planned by what ``calibration`` found, which is part of the state.
-    Raises ``UserError`` if ``state`` was saved on other data or settings. Failures of the threads surface in ``next``.
+    It ends after one epoch if ``training.steps`` is unset, and never otherwise. Close it, or use it as a context
+    manager. Plans use the prices that ``calibration`` measured, which are part of the state. Raises ``UserError`` if
+    ``state`` was saved with other data or settings. Failures of the threads surface in ``next``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StepLoader(Iterator[LoadedStep]):
         self._begin(None if state is None else state["planner"])
 
     def plan_again(self) -> None:
-        """Plan what follows the last step handed out by what was calibrated since; steps planned ahead are dropped."""
+        """Plan again from the last step returned on, with the prices calibrated since; drop steps planned ahead."""
         self.close()
         self._begin(self._state)
 
@@ -114,14 +114,14 @@ class StepLoader(Iterator[LoadedStep]):
         return replace(step, wait_seconds=time.perf_counter() - started)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue with the step after the last one handed out; JSON-serialisable."""
+        """Everything needed to continue after the last step returned; JSON-serialisable."""
         found = {} if self._calibration is None else {"calibration": self._calibration.state_dict()}
         return {"identity": self._identity, "planner": self._state, **found}
 
     def totals(self) -> dict[str, Any]:
-        """What became of the documents taken in, from the job's first step to the last one handed out.
+        """What became of the documents read, from the job's first step to the last one returned.
 
-        ``overlong`` has the fields of ``OverlongReport``; of ``pending_documents`` a part still waits.
+        ``overlong`` has the fields of ``OverlongReport``; ``pending_documents`` are not wholly trained.
         """
         return {"overlong": self._state["stream"]["overlong"], "pending_documents": self._pending_documents}
 
@@ -139,7 +139,7 @@ class StepLoader(Iterator[LoadedStep]):
     def _read(self, planned: PlannedStep) -> LoadedStep:
         plan = planned.plan
         loss_tokens = labelled_tokens(plan, self._store)
-        # Last, as this notices where a file was changed before it was read to the end.
+        # Last, because this notices if a file changed before it was read to the end.
         batches = self._share.batches(plan, lambda part: read_batch(part, self._store, self._job.shape.vocab_size))
         shards = [] if names_ranks(plan) else [[table.tolist() for table in b.shard_plan.pieces] for b in batches]
         return LoadedStep(
@@ -147,8 +147,8 @@ class StepLoader(Iterator[LoadedStep]):
             batches=batches,
             loss_tokens=loss_tokens,
             fingerprint=fingerprint_of(plan),
-            # Where micro-batches name their ranks, these have different ones. All cut them alike where the plans are
-            # equal: by whole numbers that follow from lengths, without prices, which two machines may round apart.
+            # If micro-batches name their ranks, ranks have different ones. Equal plans give equal shards, because
+            # shards follow from whole lengths, without prices, which two machines may round differently.
             shard_fingerprint=digest_of(shards),
         )
 
@@ -156,8 +156,8 @@ class StepLoader(Iterator[LoadedStep]):
 def data_identity(store: TokenStore, job: Job) -> dict[str, Any]:
     """What a loader state is valid for: the data, and every setting that decides which document trains when.
 
-    Parallel sizes, micro-batches, the model, the dealing of micro-batches to ranks and settings that the packing method
-    has no use for are absent: they may change.
+    Parallel sizes, micro-batches, the model, the assignment of micro-batches to ranks, and settings that the packer
+    does not read are left out, because they may change.
     """
     data = job.data.model_dump(mode="json", exclude={"store", "mixture"})
     if job.data.mixture:
@@ -172,20 +172,20 @@ def data_identity(store: TokenStore, job: Job) -> dict[str, Any]:
 
 
 def check_identity(state: dict[str, Any], store: TokenStore, job: Job) -> None:
-    """Raise ``UserError`` where the identity of ``store`` and ``job`` is not what loader ``state`` is valid for."""
+    """Raise ``UserError`` if ``state`` is not valid for the identity of ``store`` and ``job``."""
     saved, current = state["identity"], data_identity(store, job)
     changed = [name for name, value in current.items() if saved.get(name) != value]
     if changed:
         name, *others = changed
         more = f" ({len(others)} more settings differ)" if others else ""
         raise UserError(
-            f"the checkpoint was written with {name} = {saved.get(name)!r}, this job has {current[name]!r}{more}; "
-            "resume with what it was written with, or start anew with another checkpoint.dir"
+            f"the checkpoint was written with {name} = {saved.get(name)!r}, but this job has {current[name]!r}{more}; "
+            "go back to the old setting, or start anew with another checkpoint.dir"
         )
 
 
 def _ahead(source: Iterator[T], thread: ThreadPoolExecutor) -> Iterator[T]:
-    """``source``, made ahead of its consumer in ``thread``, which has no other work."""
+    """``source``, computed ahead of its consumer in ``thread``, which has no other work."""
     end = object()
     coming: deque[Future[Any]] = deque(thread.submit(next, source, end) for _ in range(_STEPS_AHEAD))
     while (item := coming.popleft().result()) is not end:

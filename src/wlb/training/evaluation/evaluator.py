@@ -1,7 +1,7 @@
-"""The loss on held-out documents, in every layout, by forward passes that change no training state.
+"""The loss on held-out documents, in every layout, from forward passes that change no training state.
 
-Losses of single tokens are added up in float64 on the ranks of the last stage, one sum for every bucket of documents of
-similar length (``held_out``), then over all ranks. So the result depends on the layout by rounding only.
+Ranks of the last stage sum the losses of tokens in float64, separately for every bucket of documents of similar length
+(``held_out``); then all ranks add their sums. So the layout changes the result only by rounding.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Evaluator:
         self._model = model
         self._held_out = HeldOut(model.checked.config.evaluation, model.checked.job)
         self._evaluated = gathered(recorded)[0]  # the step of the newest evaluation on record, as rank 0 knows it
-        self.broken_off = False  # the last evaluation, as a rank was asked to end
+        self.broken_off = False  # whether the last evaluation stopped early because a rank was asked to end
 
     def after(self, step: int, *, last: bool, asked_to_end: Callable[[], bool]) -> dict[str, Any] | None:
-        """What ``run`` finds, where an evaluation after ``step`` is due: at the ``last`` one too, and no step twice."""
+        """The result of ``run`` if one is due after ``step``, as after the ``last``; no step is evaluated twice."""
         due = last or step % self._model.checked.config.evaluation.every == 0
         if not due or step in (0, self._evaluated):
             return None
@@ -49,9 +49,9 @@ class Evaluator:
         return evaluation
 
     def run(self, asked_to_end: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-        """Score every document once; ``HeldOut.result`` of it, the same on every rank, and this rank's seconds.
+        """Score every document once; returns ``HeldOut.result``, the same on every rank, with this rank's seconds.
 
-        None where ``asked_to_end`` becomes true on a rank before all are scored: they stop together.
+        None if ``asked_to_end`` becomes true on any rank before all are scored; all ranks stop together.
         """
         started, device = time.perf_counter(), self._model.execution.device
         sums = torch.zeros(2, len(self._held_out.buckets), dtype=torch.float64, device=device)  # losses, labels
@@ -62,7 +62,7 @@ class Evaluator:
             for micro_batch in plan.ranks[self._model.share.dp_rank]:
                 self._score(micro_batch, sums)
         for unit in (unit for stage in self._model.stages for unit in fsdp_units(stage)):
-            unit.reshard()  # or the weights that it has gathered stay; training gathers them anew
+            unit.reshard()  # free the gathered weights; training gathers them again
         if self.broken_off:
             return None
         dist.all_reduce(sums)
@@ -77,7 +77,7 @@ class Evaluator:
         scores = self._forward(batch)
         if scores is None:
             return
-        with loss_parallel() if isinstance(scores, DTensor) else nullcontext():  # it may be split by vocabulary
+        with loss_parallel() if isinstance(scores, DTensor) else nullcontext():  # scores may be split by vocabulary
             scores = scores.to(master_dtype(model.execution.dtype))
             losses = F.cross_entropy(scores, batch.labels, ignore_index=IGNORE_LABEL, reduction="none")
         losses = losses.to_local() if isinstance(losses, DTensor) else losses
@@ -91,7 +91,7 @@ class Evaluator:
     def _forward(self, batch: ShardedBatch) -> Tensor | None:
         """The scores (T, V) of a micro-batch on ranks of the last stage, None elsewhere.
 
-        One micro-batch at a time, because PyTorch's schedules hold the scores of all of a step.
+        It runs one micro-batch at a time, because PyTorch's schedules hold the scores of a whole step.
         """
         mesh = self._model.mesh
         group, attend = mesh.group("pp"), batch.attention(mesh.group("cp"))

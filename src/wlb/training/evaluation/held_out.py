@@ -1,7 +1,8 @@
-"""Which held-out documents an evaluation scores, in which micro-batches, and what is reported of their losses.
+"""The held-out documents that an evaluation scores, their micro-batches, and the report of their losses.
 
-Every document of ``evaluation.store`` comes once, cut as in training where it is longer than the context window, in
-micro-batches that are even by the job's own prices: the same at every step. Documents of similar length share a bucket.
+Every document of ``evaluation.store`` is scored once. Documents longer than the context window are cut as in training.
+Micro-batches are balanced by the job's own prices, and are the same at every step. Documents of similar length share a
+bucket.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from wlb.runtime.batch import labels_of_segments
 
 
 class HeldOut:
-    """The held-out documents of a job, packed by its prices; ``plans`` are dealt to data-parallel ranks.
+    """The held-out documents of a job, packed by its prices into ``plans`` for the data-parallel ranks.
 
     ``buckets`` names ranges of document lengths that end at 256, 1,024, 4,096, ... tokens, up to the context window.
-    Raises ``UserError`` where there is nothing to score.
+    Raises ``UserError`` if there is nothing to score.
     """
 
     def __init__(self, evaluation: EvaluationConfig, job: Job) -> None:
@@ -45,7 +46,7 @@ class HeldOut:
         self.buckets.append(f"{self._boundaries[-1]}+")
 
     def buckets_of(self, micro_batch: MicroBatch) -> NDArray[np.int64]:
-        """The bucket of every token of a micro-batch, (tokens,); of the one token of a micro-batch without segments."""
+        """The bucket of every token of a micro-batch, (tokens,); a micro-batch without segments has one token."""
         documents = np.array([segment.document for segment in micro_batch.segments], np.int64)
         if not len(documents):
             return np.zeros(1, np.int64)
@@ -53,7 +54,7 @@ class HeldOut:
         return np.repeat(buckets, micro_batch.lengths)
 
     def result(self, losses: Sequence[float], labels: Sequence[float]) -> dict[str, Any]:
-        """What evaluation.jsonl says of ``losses`` by bucket, added up over as many ``labels``; no mean is None."""
+        """The row of evaluation.jsonl from summed ``losses`` and numbers of ``labels`` per bucket; no mean is None."""
         sums = zip([math.fsum(losses), *losses], [sum(labels), *labels], strict=True)
         means = [{"loss": s / n if n and math.isfinite(s) else None, "tokens": int(n)} for s, n in sums]
         documents = {segment.document for plan in self.plans for segment in plan.segments}
@@ -62,13 +63,13 @@ class HeldOut:
 
 
 def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: TokenStore, vocab_size: int) -> None:
-    """Raise ``UserError`` for documents that a model of ``vocab_size``, trained on ``trained``, cannot be scored on."""
+    """Raise ``UserError`` for documents that a model of ``vocab_size``, trained on ``trained``, cannot score."""
     if evaluation.store is None:
         return
     store = TokenStore.open(evaluation.store)
     if store.vocab_size is not None and store.vocab_size > vocab_size:
         raise UserError(
-            f"evaluation.store {store.prefix} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; "
+            f"evaluation.store {store.prefix} has a vocabulary of {store.vocab_size}, but the model has {vocab_size}; "
             "prepare both stores with the same tokenizer"
         )
     if store.tokenizer and trained.tokenizer and store.tokenizer_identity != trained.tokenizer_identity:
@@ -77,7 +78,7 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: To
             "prepare both with the same"
         )
     if not labels_of_segments(_segments(store, evaluation, data), store).any():
-        raise UserError(f"evaluation.store {store.prefix} has no label, so there is no loss to take; prepare it again")
+        raise UserError(f"evaluation.store {store.prefix} has no labels, so it has no loss; prepare it again")
 
 
 def _segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig) -> list[Segment]:

@@ -1,7 +1,7 @@
 """The files of a job's metrics: ``steps.jsonl``, ``evaluation.jsonl`` and TensorBoard's, as rank 0 writes them.
 
-A file never holds a step twice: a resumed job first cuts off what was written past its checkpoint, a new job sets an
-older file aside. Only the end of a file is read for that.
+A file never holds a step twice: a resumed job first removes the lines after its checkpoint, and a new job renames an
+older file. Both read only the end of the file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ STEPS = "steps.jsonl"  # in metrics.dir
 
 
 class MetricsFiles:
-    """Files of a job that continues after ``last_step`` (0 for a new job); ``evaluated`` is the last step evaluated.
+    """The files of a job that continues after ``last_step`` (0: a new job); ``evaluated`` is the last step evaluated.
 
-    Raises ``UserError`` if they cannot be made.
+    Raises ``UserError`` if they cannot be written.
     """
 
     def __init__(self, config: MetricsConfig, last_step: int) -> None:
@@ -44,10 +44,12 @@ class MetricsFiles:
 
                 self._tensorboard = SummaryWriter(str(config.dir), purge_step=last_step + 1)
         except OSError as error:
-            raise UserError(f"metrics.dir {config.dir} cannot be written: {error.strerror}") from error
+            raise UserError(
+                f"metrics.dir {config.dir} cannot be written: {error.strerror}; choose another metrics.dir"
+            ) from error
 
     def write(self, file: Literal["steps", "evaluation"], row: dict[str, Any]) -> None:
-        """Add a row of what ``row["step"]`` came to; raises ``TrainingError`` where that fails."""
+        """Append the row of step ``row["step"]``. Raises ``TrainingError`` if that fails."""
         path = self._directory / f"{file}.jsonl"
         try:
             with path.open("a", encoding="utf-8") as lines:
@@ -61,13 +63,13 @@ class MetricsFiles:
             ) from error
 
     def close(self) -> None:
-        """Write out what TensorBoard has not been given yet."""
+        """Flush and close the TensorBoard files."""
         if self._tensorboard is not None:
             self._tensorboard.close()
 
 
 def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a row, nested names joined by "/"; lists of documents and of ranks are not plotted."""
+    """The numbers of a row, with nested names joined by "/"; lists are not plotted."""
     for name, value in row.items():
         if isinstance(value, dict):
             yield from _scalars(value, f"{prefix}{name}/")
@@ -76,7 +78,7 @@ def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float
 
 
 def continue_file(path: Path, last_step: int) -> str | None:
-    """Make ``path`` end with ``last_step``, or set it aside for a new job (0); what was done, if anything was."""
+    """Make ``path`` end with ``last_step``, or rename it for a new job (0); returns a note if it did anything."""
     if not path.exists() or path.stat().st_size == 0:
         return None
     if last_step == 0:
@@ -96,7 +98,7 @@ def last_step_in(path: Path) -> int:
 
 
 def _lines_from_end(path: Path) -> Iterator[tuple[int, float]]:
-    """Where each line begins, the last one first, and its step; infinity for a line that a killed writer cut short."""
+    """The start of each line and its step, last line first; infinity for a line that a killed writer cut short."""
     if not path.exists() or not (end := path.stat().st_size):
         return
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:

@@ -1,4 +1,4 @@
-"""What each rank measures of its steps, which all ranks exchange when the backward passes are done."""
+"""What each rank measures in a step; ranks exchange it after the backward passes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from wlb.job.config import MetricsConfig
 from wlb.runtime.clock import ComputeClock
 from wlb.runtime.collectives import gathered_rows
 
-_STEPS_3_AND_4 = schedule(wait=1, warmup=1, active=2, repeat=1)  # of a run; starting to trace takes time, in step 2
+_STEPS_3_AND_4 = schedule(wait=1, warmup=1, active=2, repeat=1)  # of a run; starting the profiler slows step 2
 
 
 class Monitor:
-    """One rank's; every rank calls every method. ``clock`` is for the pipeline to start and stop.
+    """The monitor of one rank; every rank calls every method. The pipeline starts and stops ``clock``.
 
-    ``trace`` is the profiler around the steps, to be told when one ends: with ``metrics.profile`` it leaves a Chrome
-    trace of steps 3 and 4 of a run in ``metrics.dir``/trace, where ``record_function`` names what a step does.
+    ``trace`` is the profiler around the steps; call its ``step`` after each. With ``metrics.profile`` it writes a
+    Chrome trace of steps 3 and 4 of a run to ``metrics.dir``/trace, with the regions named by ``record_function``.
     """
 
     def __init__(self, metrics: MetricsConfig, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Monitor:
         )
 
     def exchange(self, loss_share: Tensor) -> tuple[float, NDArray[np.float64]]:
-        """After the backward passes of a step: its loss, and the seconds that each rank computed, shape (ranks,).
+        """After the backward passes of a step, return its loss and the seconds that each rank computed, shape (ranks,).
 
         ``loss_share`` is a scalar; the loss is the sum of all ranks' shares.
         """

@@ -1,4 +1,4 @@
-"""Rank 0's reports: the start of a job, every step, every evaluation, and what they came to."""
+"""Rank 0's reports: the start of a job, every step, every evaluation, and the summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wlb.workload.flops import model_flops
 
 
 class StepOutcome(NamedTuple):
-    """What a step came to; the seconds include waiting for data."""
+    """The result of a step; the seconds include waiting for data."""
 
     loss: float
     grad_norm: float
@@ -29,9 +29,9 @@ class StepOutcome(NamedTuple):
 
 
 class Reporter:
-    """Says where a job continues, after ``step``, and reports on what follows. On rank 0 only.
+    """Reports, on rank 0 only, that a job continues after ``step``, and everything that follows.
 
-    ``evaluated`` is the last step up to it whose evaluation is on record.
+    ``evaluated`` is the last step before that whose evaluation is on record.
     """
 
     def __init__(self, checked: CheckedJob, execution: Execution, step: int) -> None:
@@ -55,7 +55,7 @@ class Reporter:
         longest = self._job.max_tokens // (self._job.layout.cp if self._job.levels_steps else 1)
         say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
         if config.training.calibrate and not (self._job.levels_steps and self._job.layout.tp == 1):
-            say("wlb: note: training.calibrate needs level steps without tensor parallelism; this job keeps its prices")
+            say("wlb: note: training.calibrate needs level steps without tensor parallelism; it stays off here")
         if config.training.steps and self._first >= config.training.steps:
             say(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
         note = attention_note(execution.dtype, execution.device)
@@ -63,7 +63,7 @@ class Reporter:
             say(warning)
 
     def record(self, step: int, loaded: LoadedStep, outcome: StepOutcome, computed: NDArray[np.float64]) -> None:
-        """Write down a step that was trained (docs/training.md has the fields); ranks ``computed`` so many seconds."""
+        """Record a trained step (docs/training.md has the fields); ``computed`` has the seconds of every rank."""
         plan, planned, listed = loaded.plan, loaded.planned, self._config.metrics.document_ids
         row = {
             "step": step,
@@ -93,7 +93,7 @@ class Reporter:
         self._summary |= {name: self._summary[name] + value for name, value in done.items()}
         self._summary |= {"last_step": step, "last_loss": outcome.loss}
         if loaded.loss_tokens == 0 and not self._unlabelled_reported:
-            self._unlabelled_reported = True  # the others are in steps.jsonl
+            self._unlabelled_reported = True  # steps.jsonl has all further ones
             say(
                 f"wlb: warning: step {step} has no labelled token among its {plan.tokens:,}, so its loss and gradients "
                 "are zero; look at the masks of its documents (metrics.document_ids)"
@@ -101,7 +101,7 @@ class Reporter:
         say(live_line(row))
 
     def record_evaluation(self, step: int, evaluation: dict[str, Any]) -> None:
-        """Write down what ``Evaluator.run`` returned after ``step``."""
+        """Record the result of ``Evaluator.run`` after ``step``."""
         self._files.write("evaluation", {"step": step} | evaluation)
         self._summary["evaluation_loss"] = evaluation["loss"]
         scored = {"loss": evaluation, **evaluation["buckets"]}
@@ -110,7 +110,7 @@ class Reporter:
         say(f"evaluation after step {step}  {documents}  {shown or 'loss nan'}  {evaluation['seconds']:.1f} s")
 
     def finish(self) -> dict[str, Any]:
-        """Close the files, print what the steps of this run came to and where files are; returns that in one object."""
+        """Close the files, print the summary of this run and where its files are, and return the summary."""
         self._files.close()
         done, metrics, checkpoints = self._summary, self._config.metrics.dir, self._config.checkpoint.dir
         if done["steps"]:
@@ -124,7 +124,7 @@ class Reporter:
 
 
 def live_line(row: dict[str, Any]) -> str:
-    """A step in one line; of the slowest over the mean rank it shows what was predicted and measured."""
+    """A step in one line; "slowest rank" is predicted/measured compute of the slowest rank over the mean rank."""
     slowest = "/".join(f"{factor:.2f}" for factor in row["slowest_rank"].values())
     return (
         f"step {row['step']}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  "

@@ -1,4 +1,4 @@
-"""The processes of a job, arranged as pp x dp x cp x tp, and the place of each among them."""
+"""The processes of a job, arranged as pp x dp x cp x tp, and the rank of each in every dimension."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")
 class JobMesh:
     """All processes of a job, pp x dp x cp x tp.
 
-    Weights are sharded over ``weights``, dp and cp as one dimension: context-parallel ranks see different tokens and
-    the same weights, just as data-parallel ranks do.
+    Weights are sharded over ``weights``, which joins dp and cp into one dimension, because context-parallel ranks see
+    different tokens and the same weights, just as data-parallel ranks do.
     """
 
     work: DeviceMesh
     weights: DeviceMesh
 
     def rank(self, dimension: str) -> int:
-        """This process's place in a dimension of ``work``."""
+        """This process's rank in a dimension of ``work``."""
         return self.work.get_local_rank(dimension)
 
     def size(self, dimension: str) -> int:
@@ -43,8 +43,9 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
     """
     work = init_device_mesh(device_type, mesh_shape(layout), mesh_dim_names=MESH_DIMENSIONS)
     mesh = JobMesh(work, work["dp", "cp"]._flatten("dp_cp"))
-    # NCCL sets up a group in its first call, for which all of its ranks must be there. That of a context-parallel group
-    # may be an exchange of only some of them; that of a pipeline group, the sum of tied embeddings on its two ends.
+    # NCCL sets up a group in its first call, in which all ranks must take part. But the first call of a
+    # context-parallel group may be an exchange among only some ranks, and of a pipeline group the sum of tied
+    # embeddings at both ends.
     for dimension in ("cp", "pp"):
         if mesh.size(dimension) > 1:
             dist.all_reduce(torch.zeros(1, device=device_type), group=mesh.group(dimension))

@@ -1,8 +1,8 @@
-"""Everything that is done to a plain ``Transformer`` to train it in parallel, applied from outside.
+"""Parallel training of a plain ``Transformer``, applied from outside.
 
-``build_stage_modules`` cuts the model into this rank's pipeline stages, splits each over tensor-parallel ranks, has its
-blocks compiled and recomputed, shards what is left over all data- and context-parallel ranks with FSDP2, and only then
-gives it memory and weights. Parameters keep the names that they have in the plain model.
+``build_stage_modules`` cuts the model into this rank's pipeline stages, splits each over tensor-parallel ranks,
+compiles and recomputes its blocks, shards it over all data- and context-parallel ranks with FSDP2, and only then
+allocates memory and fills in weights. Parameters keep their names from the plain model.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def build_stage_modules(
     activation_checkpointing: Checkpointing = "none",
     compiled: bool = False,
 ) -> list[Transformer]:
-    """Build this rank's pipeline stages, sharded and initialised: ``pp_rank`` and every pp-th after it.
+    """Build this rank's pipeline stages, sharded and initialised: stage ``pp_rank`` and every pp-th after it.
 
-    Weights and optimizer state are of the ``master_dtype``, in which gradients are reduced too. Initial weights depend
-    on ``seed`` alone; with None the memory is left as it is, for weights that are loaded.
+    Weights, optimizer state and reduced gradients have the ``master_dtype``. Initial weights depend on ``seed`` alone;
+    with None the memory stays uninitialised, for weights that will be loaded.
     """
     splits = split_layers(config.shape, layout)
     modules = []
@@ -76,11 +76,11 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def compile_blocks(module: Transformer, backend: str = "inductor") -> None:
-    """Have every block of ``module`` compiled when it first runs; call it before ``apply_activation_checkpointing``.
+    """Compile every block of ``module`` when it first runs; call it before ``apply_activation_checkpointing``.
 
-    The token count is dynamic, so a block is compiled for its first micro-batch and never again, except that PyTorch
-    may compile once more for a length of 1 and one that equals a width of the model. Attention stays outside, because
-    its runs and exchanges follow from each plan. ``backend`` is one of ``torch.compile``.
+    The token count is dynamic, so a block is compiled for its first micro-batch only, except that PyTorch may compile
+    once more for a length of 1 and for one that equals a width of the model. Attention is not compiled, because its
+    runs and exchanges follow from each plan. ``backend`` is one of ``torch.compile``.
     """
     for block in _blocks(module):
         block.forward = _compiled(block.forward, backend)  # type: ignore[method-assign]
@@ -92,8 +92,8 @@ def _compiled(forward: _BlockForward, backend: str) -> _BlockForward:
     @wraps(forward)
     def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
         if type(x_TD) is not Tensor:
-            # Still on its way from a tensor-parallel collective. Compiled code (torch 2.13) would run on it and give it
-            # a wrong gradient; a copy has arrived.
+            # A tensor-parallel collective may still be filling it. Compiled code (torch 2.13) would run on it and give
+            # a wrong gradient; a copy is complete.
             x_TD = x_TD.clone()
         out: Tensor = compiled(x_TD, rotation, torch.compiler.disable(attend))
         return out
@@ -108,7 +108,7 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
     a second time right before its backward pass. Under ``keep_attention`` it also keeps the output of attention and its
     log-sum-exp, so attention and the exchange of keys and values are not repeated (Korthikanti et al., arXiv
     2205.05198, section 5, recompute attention instead, whose scores flash attention never stores). The attention
-    function must take ``cache`` as ``context_parallel_attention`` does. ``docs/simulation.md`` says what each kind keeps.
+    function must take ``cache`` as ``context_parallel_attention`` does. ``docs/simulation.md`` has what each kind keeps.
 
     Only the block's ``forward`` is replaced, so FSDP's and tensor-parallel hooks stay around it.
     """
@@ -132,17 +132,16 @@ def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForwar
 def shard_weights(module: Transformer, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
     """Apply FSDP2, one unit per block and one for the rest; gradients are summed over ``mesh``, not averaged.
 
-    The sum is what the loss needs: it is already divided by the token count of all ranks. A pipeline stage
-    keeps its gathered weights over the whole step (``reshard_after_forward=False``), or every micro-batch
-    would gather them anew.
+    They are summed because the loss is already divided by the token count of all ranks. A pipeline stage keeps its
+    gathered weights for the whole step (``reshard_after_forward=False``), or every micro-batch would gather them again.
     """
-    # Inputs are not cast: embeddings and received activations have the right type, rotary angles their own.
+    # Inputs are not cast: embeddings and received activations have the right type, and rotary angles have their own.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype(dtype), cast_forward_inputs=False)
     for unit in (*_blocks(module), module):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
-        # Unless a plain sum is forced, even a factor of 1 becomes a premultiplied sum, which only NCCL has.
+        # Without this, even a factor of 1 becomes a premultiplied sum, which only NCCL has.
         unit.set_force_sum_reduction_for_comms(True)
 
 

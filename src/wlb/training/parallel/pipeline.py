@@ -1,13 +1,13 @@
 """Forward and backward of one optimizer step on this rank's stages.
 
-``PipelineRunner`` is given this rank's share of its data-parallel rank's micro-batches, the same on every pipeline
-rank. With one stage it runs them one after another; with several in the order of the plan's operations, or in that of
-the layout's schedule where the plan has none. Micro-batches that name their ranks differ in number from rank to rank
+``PipelineRunner`` gets this rank's part of its data-parallel rank's micro-batches, the same on every pipeline rank.
+With one stage it runs them one after another. With several it follows the plan's operations, or the layout's schedule
+if the plan has none. If micro-batches name their ranks, every rank has its own number of them
 (``wlb.runtime.own_lists``).
 
-The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of the whole step, over all
-ranks, so that how documents are packed and sharded cannot change a gradient. Gradients are summed over micro-batches
-and, once per step, over data- and context-parallel ranks; they are left in ``.grad``.
+The loss is the cross entropy summed over labelled tokens, divided by the labelled tokens of the whole step on all
+ranks, so packing and sharding cannot change a gradient. Gradients accumulate over micro-batches and are summed once per
+step over data- and context-parallel ranks, into ``.grad``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from wlb.training.parallel.tied_embeddings import sum_tied_gradients
 
 
 class LossTarget(NamedTuple):
-    """What the loss of a micro-batch is computed from, beside the scores."""
+    """What the loss of a micro-batch needs beside the scores."""
 
     labels: Tensor
     loss_tokens: int
@@ -46,9 +46,9 @@ class LossTarget(NamedTuple):
 
 
 def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
-    """Cross entropy summed over labelled tokens, in float32 or better, over the step's ``loss_tokens``.
+    """Cross entropy summed over labelled tokens, in float32 or better, divided by the step's ``loss_tokens``.
 
-    ``scores_TV`` may be split over tensor-parallel ranks by vocabulary; every one of them then gets the loss.
+    ``scores_TV`` may be split over tensor-parallel ranks by vocabulary; then all of them get the loss.
     """
     if isinstance(scores_TV, DTensor):  # under ``loss_parallel``
         wide = scores_TV.to(master_dtype(scores_TV.dtype))
@@ -62,8 +62,8 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 class PipelineRunner:
     """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
 
-    ``Job`` has checked that the schedule can run so few. ``clock`` measures the compute of each step; ``calibration``
-    times micro-batches of level steps.
+    ``Job`` has checked that the schedule can run this many. ``clock`` measures the compute of each step, and
+    ``calibration`` times micro-batches of level steps.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PipelineRunner:
     def run_step(
         self, batches: Sequence[ShardedBatch], loss_tokens: int, operations: Sequence[RankOperations] = ()
     ) -> Tensor:
-        """Run all micro-batches of this data-parallel rank forward and backward, from gradients that are zero.
+        """Run all micro-batches of this data-parallel rank forward and backward; gradients must be zero before.
 
         Args:
             batches: This rank's share of each, the same on every pipeline and tensor-parallel rank; as many as the
@@ -125,7 +125,7 @@ class PipelineRunner:
                 losses = run_order(self._pipeline, mine, [batch.tokens for batch in batches], rows, keywords, targets)
                 sum_tied_gradients(self._modules, self._mesh.group("pp"))
         self.losses = [loss.detach() for loss in losses]
-        # A new tensor every time, also without losses: the caller may reduce it in place.
+        # A new tensor every time, even without losses, because the caller may reduce it in place.
         nothing = torch.zeros((), dtype=master_dtype(self._execution.dtype), device=self._execution.device)
         return sum(self.losses, nothing) if self._mesh.rank("tp") == 0 else nothing  # the others computed the same
 

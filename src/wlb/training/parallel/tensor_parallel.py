@@ -1,11 +1,11 @@
 """Tensor parallelism with sequence parallelism, applied to a plain ``Transformer`` from outside.
 
-Every block's projections are split over the tensor-parallel ranks: the first of a pair by its outputs (heads, columns
-of the feed-forward layer), the second by its inputs, so that a pair needs one all-gather of tokens before and one
-reduce-scatter after it (Megatron-LM, arXiv 1909.08053, section 3; with tokens split between them, arXiv 2205.05198,
-section 4.2.2). Between the pairs every rank holds an equal part of the tokens, norms included: T must be a multiple of
-the group, which ``shard_batch`` takes care of. The embedding is split by vocabulary, the head as well, and the loss is
-computed on scores that stay split.
+Tensor-parallel ranks split the projections of every block in pairs: the first by its outputs (heads, columns of the
+feed-forward layer), the second by its inputs. So a pair needs one all-gather of tokens before it and one reduce-scatter
+after it (Megatron-LM, arXiv 1909.08053, section 3; with tokens split in between, arXiv 2205.05198, section 4.2.2).
+Between the pairs, norms included, every rank holds an equal part of the tokens, so T must be a multiple of the group
+size; ``shard_batch`` sees to that. Embedding and head are split by vocabulary, and the loss is computed on split
+scores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def apply_tensor_parallel(module: Transformer, mesh: DeviceMesh) -> None:
         plan |= {f"layers.{layer}.{name}": style for name, style in _block_plan(module.config.qk_norm).items()}
     if module.head is not None:
         plan["head.norm"] = SequenceParallel(sequence_dim=0)
-        # Scores stay split by vocabulary, as a DTensor for ``loss_parallel``. A tied matrix is split that way already.
+        # Scores stay split by vocabulary, as a DTensor for ``loss_parallel``. A tied matrix is already split that way.
         own = ColwiseParallel(input_layouts=_TOKENS, output_layouts=Shard(-1), use_local_output=False)
         plan["head.output"] = _all_tokens(inputs=2) if module.config.tied_embeddings else own
     parallelize_module(module, mesh, plan)
@@ -48,7 +48,7 @@ def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
     return {
         **(head_norms if qk_norm else {}),
         "attention_norm": SequenceParallel(sequence_dim=0),
-        "attention": _all_tokens(inputs=3),  # x, and the rotation and attention function that stay as they are
+        "attention": _all_tokens(inputs=3),  # x, then rotation and attention function, which stay as they are
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
@@ -64,8 +64,9 @@ def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
 def _all_tokens(inputs: int) -> PrepareModuleInput:
     """Gather the tokens of the first input for all projections of the module at once.
 
-    What is gathered stays a DTensor, so that backward adds the projections' gradients, each a part of the sum over
-    ranks, and reduces and scatters them once. As a plain tensor each projection would reduce its own over all ranks.
+    The gathered tokens stay a DTensor, so that backward first adds the gradients of the projections, each a partial
+    sum, and reduce-scatters them once. With a plain tensor every projection would reduce its own gradient over all
+    ranks.
     """
     others = (None,) * (inputs - 1)
     return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))

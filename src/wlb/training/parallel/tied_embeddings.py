@@ -1,8 +1,9 @@
 """One matrix for embedding and head, on two pipeline ranks.
 
-With tied embeddings the first and the last stage each hold ``embedding.weight``, equal from the start as initial values
-follow from the name. Each computes the gradient of its own use; both get the sum, as in Megatron-LM, so the optimizer
-changes both copies alike and they stay equal to the last bit. A checkpoint has the matrix once, under its one name.
+With tied embeddings the first and the last stage each hold ``embedding.weight``. Both start equal, because initial
+values follow from the name. Each computes the gradient of its own use, and both get the sum, as in Megatron-LM. So the
+optimizer changes both copies alike, and they stay equal to the last bit. A checkpoint has the matrix once, under its
+one name.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from wlb.models.transformer import Transformer
 
 
 def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
-    """Add to the gradient of a tied embedding that of its other copy, where the ranks of ``group`` hold two.
+    """Add the gradients of both copies of a tied embedding, if the ranks of ``group`` hold two.
 
-    ``group`` holds the pipeline ranks, in order; call it on all of them, once when a step's gradients are complete.
+    ``group`` holds the pipeline ranks in order. Call it on all of them, once per step when gradients are complete.
     """
     shared = next((stage.embedding for stage in stages if _has_other_copy(stage)), None)
     if shared is None or shared.weight.grad is None:
@@ -42,7 +43,7 @@ def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) 
 
 
 def is_second_copy(stage: Transformer, parameter: Tensor) -> bool:
-    """Whether ``parameter`` is the last stage's copy of what the first stage holds as well."""
+    """Whether ``parameter`` is the last stage's copy of the tied embedding."""
     return (
         _has_other_copy(stage) and stage.is_last and stage.embedding is not None and parameter is stage.embedding.weight
     )
