@@ -271,7 +271,7 @@ def bars(notes: Sequence[Note], times: Sequence[float]) -> list[Bar]:
 def draw(base: Measured, ours: Measured, path: Path) -> None:
     """Draw the ranks of one step of both presets: the step whose speed is nearest to that of all steps."""
     step = int(np.abs(base.seconds / ours.seconds - ours.speed(base)).argmin())
-    figure, axes = pyplot_without_display().subplots(2, 1, figsize=(6.4, 4), sharex=True, constrained_layout=True)
+    figure, axes = pyplot_without_display().subplots(2, 1, figsize=(5.6, 3.8), sharex=True, constrained_layout=True)
     ends = float(base.seconds[step])
     faster = f" ({ends / float(ours.seconds[step]):.2f}x as fast)"
     for axis, result, note in zip(axes, (base, ours), ("", faster), strict=True):
@@ -301,14 +301,14 @@ def _draw_ranks(axis: Any, result: Measured, step: int) -> None:
             axis.vlines(right, rank - 0.4, rank + 0.4, color="white")
             if sum(bar.ends - bar.starts for bar in mine) < 0.95 * (right - left):  # the rank waits inside
                 _, left, right = max((bar.ends - bar.starts, bar.starts, bar.ends) for bar in mine)
-            _write(axis, rank, left, right, ends, label, "black")
+            _write(axis, rank, left, right, ends, f"longest document: {label}", "black")
         for bar, following in pairwise([*made, Bar(ends, ends, None)]):
             _write(axis, rank, bar.ends, following.starts, ends, "waiting", "white")
 
 
 def _write(axis: Any, rank: int, left: float, right: float, ends: float, label: str, colour: str) -> None:
-    """Write ``label`` between ``left`` and ``right`` if it fits: about 55 letters do in a whole step."""
-    if right - left > len(label) * ends / 55:
+    """Write ``label`` between ``left`` and ``right`` if it fits: about 50 letters do in a whole step."""
+    if right - left > len(label) * ends / 50:
         axis.text((left + right) / 2, rank, label, ha="center", va="center", fontsize=12, color=colour)
 
 

@@ -160,7 +160,8 @@ def sharding() -> None:
     parts = [text(MARGIN, 34, "Five documents in a window of 128K, on two ranks", "bold")]
     parts += [text(MARGIN, 60, "Width: tokens. Height: keys a token attends. Area: attention.")]
     parts += [text(MARGIN, 86, "Bars: simulated seconds of Llama 3 8B on H100, to one scale.")]
-    for x, kind_of_bar, name in ((0, "rank0", "rank 0"), (110, "rank1", "rank 1"), (220, "wait", "waiting")):
+    legend = {"rank0": (0, "rank 0"), "rank1": (110, "rank 1"), "wait": (220, "waiting for the other rank, or for K/V")}
+    for kind_of_bar, (x, name) in legend.items():
         parts += [box(MARGIN + x, 104, 18, 18, kind_of_bar), text(MARGIN + x + 26, 119, name)]
     top = 162.0
     for name, does in STRATEGIES.items():
