@@ -1,7 +1,7 @@
 """Pictures of results, drawn with Matplotlib into files, and the colours of all pictures.
 
-In every picture, and in the HTML report, baselines are grey and balanced systems are green. In timelines of this
-project's own pictures computing is blue-grey and waiting is red.
+In every picture, and in the HTML report, baselines are grey and balanced systems are green. In timelines computing is
+blue-grey and waiting is red.
 """
 
 from __future__ import annotations
