@@ -70,7 +70,7 @@ def test_a_hostile_report_is_drawn_without_errors_or_requests(hostile_page: str,
     pixels, console, requests = show(path, dark=dark)
     assert (console, requests) == ([], [])
     assert tuple(pixels[0, 0]) == (DARK_PAGE if dark else LIGHT_PAGE)
-    assert area(pixels, DARK_WAITING if dark else LIGHT_WAITING) > 1000
+    assert area(pixels, DARK_WAITING if dark else LIGHT_WAITING) > 300
 
 
 def test_a_report_on_runs_is_drawn(tmp_path: Path):
