@@ -155,7 +155,7 @@ _NOTES = {
     "token\ndelay": "token delay: mean (longest), in steps that tokens wait",
     "step\nspread": "step spread: standard deviation over mean of tokens per step",
     "pipeline\ncost": "pipeline cost: a step's seconds over those of a perfectly balanced one",
-    "attention\nkept": "attention kept: share of query-key pairs computed; cutting documents skips the others",
+    "attention\nkept": "attention kept: share of query-key pairs computed; cutting skips the others",
     "tokens/s": "tokens/s: over row one; skipped attention counts as a gain",
 }
 

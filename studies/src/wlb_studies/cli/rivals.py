@@ -110,7 +110,7 @@ def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
     }
     notes = {
         "speed at\nequal work": f"speed at equal work: over {base.policy}; median of {draws}",
-        "exchange\nGB/GPU": "exchange: bytes that a GPU receives in a step, for attention and for switching strategies",
+        "exchange\nGB/GPU": "exchange: received by a GPU in a step, for attention and switching strategies",
     }
     show_columns(policies | columns, title=title, notes=notes)
     layouts = {"tried": [f"{o.tried}" for o in outcomes], "its best layout": [o.layout for o in outcomes]}

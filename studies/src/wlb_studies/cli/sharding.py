@@ -94,7 +94,7 @@ def _show(results: Sequence[StrategyResult], title: str) -> None:
         title=title,
         notes={
             "strategy": "means over micro-batches; imbalance: largest over mean rank",
-            "group over\nbest": "group: predicted seconds of both passes; ranks wait for each other in every layer",
+            "group over\nbest": "group: predicted seconds of both passes; ranks synchronise in every layer",
             "K/V\ngathered": "K/V gathered: tokens whose keys and values another rank attends",
         },
         wide_only=("group,\nseconds", "planning\nms", "chosen\nper document"),
