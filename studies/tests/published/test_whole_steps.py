@@ -114,7 +114,7 @@ def test_names_are_read_as_tables_write_them():
     assert published_shape("Qwen3-235B") == published_shape("Qwen3_235B_a22B (tokendrop)")
     assert published_shape("Qwen3-30B") == published_shape("Qwen3-30B3A") == published_shape("qwen3-30b-a3b")
     assert published_shape("DeepSeekV3 (w/o MTP)") == published_shape("DeepSeek V3 671B")
-    with pytest.raises(UserError, match="Nemotron_3_Super is not known"):
+    with pytest.raises(UserError, match="Nemotron_3_Super is unknown"):
         published_shape("Nemotron_3_Super")
 
 
@@ -307,15 +307,15 @@ def test_the_kernel_is_that_of_the_scripts_beside_a_table():
         ({"tp": 3}, "not a multiple of its tp"),
         ({"dp_printed": 2}, "its printed layout is of 4 GPUs, not of 16"),
         ({"global_batch": 24}, "not a multiple of its micro-batch"),
-        ({"model": "Nemotron_3_Nano"}, "shape of Nemotron_3_Nano is not known"),
+        ({"model": "Nemotron_3_Nano"}, "shape of Nemotron_3_Nano is unknown"),
         ({"repo": "nobody/nothing"}, "it is unknown how nobody/nothing trains; add a stack to the row"),
         ({"stack": {"attention": "fa9"}}, "its stack has attention = 'fa9'; a stack has attention: ('fa2', "),
         ({"stack": {"compild": True}}, "its stack has compild = True"),
         ({"lengths": [[8192, "8K"]]}, "its lengths are not lists of positive tokens"),
         ({"lengths": [[8192]] * 12}, "its lengths have 12 micro-batches, not a multiple of its 8 data-parallel ranks"),
-        ({"hardware": "TPU"}, "hardware is not known"),
+        ({"hardware": "TPU"}, "hardware is unknown"),
         ({"precision": None}, "its precision is not published"),
-        ({"precision": "int4"}, "precision int4 is not known"),
+        ({"precision": "int4"}, "precision int4 is unknown"),
         ({"kind": "LoRA Performance"}, "LoRA"),
         ({"repo": "NVIDIA-NeMo/Automodel", "note": "TE + triton"}, "LoRA"),
         ({"note": "FSDP, LoRA rank 16"}, "LoRA"),

@@ -178,7 +178,7 @@ def _predicted(run: dict[str, Any], batches: Sequence[_MeasuredBatch], longest: 
             f"packer not recovered from how measured seconds follow predicted ones: under each of {len(spreads)} "
             f"settings their ratio varies by {spreads[setting]:.1%} or more from batch to batch, over {_RECOVERED:.0%}"
         )
-    chosen = f" (chosen from {len(spreads)} settings: measured over predicted seconds vary least)"
+    chosen = f" (of {len(spreads)} settings, measured over predicted seconds vary least under this one)"
     return candidates[setting], (
         f"{setting}{chosen if len(spreads) > 1 else ''}; H200, FlashAttention-2, "
         f"{'eager' if described.eager else 'fused'} kernels, no recomputation, weights kept whole on every rank"
