@@ -41,7 +41,7 @@ from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
+from wlb.report.plots import COMPUTING, WAITING, pyplot_without_display, save
 from wlb.training.preflight import check_job
 from wlb_studies.filling import cut_at_windows
 
@@ -53,7 +53,6 @@ MODEL = ("hidden=64", "layers=2", "heads=4", "kv_heads=4", "head_dim=16", "ffn_h
 ATTENTION = 10.0  # seconds of a window-long document's attention over those of everything else, about; 8B at 128K: 5
 ORDERS = 16  # of the documents, of which one is trained
 CHECK = ("check", "synthetic:20000:128K:0")
-WAITING = "#c0392b"
 TOO_BUSY = 1.2  # times the CPU seconds that the clock may take and still say something
 
 console = Console(width=80, highlight=False)
@@ -270,51 +269,47 @@ def bars(notes: Sequence[Note], times: Sequence[float]) -> list[Bar]:
 
 
 def draw(base: Measured, ours: Measured, path: Path) -> None:
-    """The step of both presets whose speed is nearest to that of all steps, as a timeline of its ranks."""
+    """Draw the ranks of one step of both presets: the step whose speed is nearest to that of all steps."""
     step = int(np.abs(base.seconds / ours.seconds - ours.speed(base)).argmin())
-    figure, axes = pyplot_without_display().subplots(2, 1, figsize=(8.4, 3.1), sharex=True, constrained_layout=True)
+    figure, axes = pyplot_without_display().subplots(2, 1, figsize=(5.6, 3.8), sharex=True, constrained_layout=True)
     ends = float(base.seconds[step])
-    for axis, result, colour in zip(axes, (base, ours), (BASELINE, BALANCED), strict=True):
-        _draw_ranks(axis, result, step, colour)
+    faster = f" ({ends / float(ours.seconds[step]):.2f}x as fast)"
+    for axis, result, note in zip(axes, (base, ours), ("", faster), strict=True):
+        _draw_ranks(axis, result, step)
         seconds = float(result.seconds[step])
-        axis.axvline(seconds, color="black", linewidth=1.2)
+        axis.axvline(seconds, color="black", linewidth=1.5)
         axis.set(xlim=(0, 1.005 * ends), ylim=(RANKS - 0.5, -0.5), yticks=range(RANKS))
         axis.set_yticklabels([f"rank {rank}" for rank in range(RANKS)])
-        axis.set_title(f"{result.preset}: the step takes {seconds:.2f} s", fontsize=10, loc="left")
+        axis.set_title(f"{result.preset}: {seconds:.2f} s{note}", fontsize=14, loc="left", weight="bold")
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
-    axes[0].set_title(f"measured, one of {len(base.plans)} steps", fontsize=8, loc="right", color="dimgrey")
-    axes[1].set_title(
-        f"{ends / float(ours.seconds[step]):.2f} times as fast, the same documents",
-        fontsize=10,
-        loc="right",
-        color=BALANCED,
-    )
-    axes[1].set_xlabel("CPU seconds; a bar is a micro-batch, with its longest document", fontsize=9)
+        axis.tick_params(labelsize=12)
+    axes[1].set_xlabel(f"CPU seconds, measured: one of {len(base.plans)} steps", fontsize=12)
     save(figure, path)
 
 
-def _draw_ranks(axis: Any, result: Measured, step: int, colour: str) -> None:
+def _draw_ranks(axis: Any, result: Measured, step: int) -> None:
     notes, ends = result.notes[step], float(result.seconds[step])
     for rank, (of_rank, times) in enumerate(zip(notes, played(notes), strict=True)):
         made = bars(of_rank, times)
-        axis.barh(rank, ends, height=0.8, color="none", edgecolor=WAITING, hatch="////", linewidth=0, alpha=0.45)
+        axis.barh(rank, ends, height=0.8, color=WAITING, linewidth=0)
         for bar in made:
-            axis.barh(rank, bar.ends - bar.starts, left=bar.starts, height=0.8, color=colour, linewidth=0)
+            axis.barh(rank, bar.ends - bar.starts, left=bar.starts, height=0.8, color=COMPUTING, linewidth=0)
         for number, label in enumerate(longest_documents(result.plans[step], rank)):
             mine = [bar for bar in made if bar.micro_batch == number]
             left, right = mine[0].starts, mine[-1].ends
             axis.vlines(right, rank - 0.4, rank + 0.4, color="white")
-            if sum(bar.ends - bar.starts for bar in mine) < 0.95 * (right - left):  # it waits inside
+            if sum(bar.ends - bar.starts for bar in mine) < 0.95 * (right - left):  # the rank waits inside
                 _, left, right = max((bar.ends - bar.starts, bar.starts, bar.ends) for bar in mine)
-            _write(axis, rank, left, right, ends, label, "black" if colour == BASELINE else "white")
+            _write(axis, rank, left, right, ends, f"longest document: {label}", "black")
         for bar, following in pairwise([*made, Bar(ends, ends, None)]):
-            _write(axis, rank, bar.ends, following.starts, ends, "waits", WAITING)
+            _write(axis, rank, bar.ends, following.starts, ends, "waiting", "white")
 
 
 def _write(axis: Any, rank: int, left: float, right: float, ends: float, label: str, colour: str) -> None:
-    if right - left > 0.1 * ends:
-        axis.text((left + right) / 2, rank, label, ha="center", va="center", fontsize=9, color=colour)
+    """Write ``label`` between ``left`` and ``right`` if it fits: about 50 letters do in a whole step."""
+    if right - left > len(label) * ends / 50:
+        axis.text((left + right) / 2, rank, label, ha="center", va="center", fontsize=12, color=colour)
 
 
 def longest_documents(plan: StepPlan, rank: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Pictures of results, drawn with Matplotlib into files, and the colours of all pictures.
 
-In every picture, of files and of the HTML report alike, baselines are grey and what balances workloads is green.
+In every picture, and in the HTML report, baselines are grey and balanced systems are green. In timelines computing is
+blue-grey and waiting is red.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from wlb.workload.flops import ATTENTION_BACKWARD_FACTOR, attention_flops
 from wlb.workload.profile import WorkloadProfile
 
 BASELINE, BALANCED = "#aab3bd", "#1b7f5c"  # on light paper
+COMPUTING, WAITING = "#a9bdd0", "#e03131"
 
 QUOTED = "#b8bfc7"
 COLOURS = ("#c2571a", "#6a7fb5", BALANCED, "#d4a017", "#a3496f", "#8a7a2b")

@@ -1,1 +1,1 @@
-"""Studies of WLB-LLM: comparisons, the paper's evaluation, published measurements. They import the library."""
+"""Studies of WLB-LLM: comparisons, the paper's evaluation and published measurements, on top of the library."""

@@ -4,7 +4,7 @@ from wlb.__main__ import main as run
 
 
 def main() -> None:
-    """Run the command line; interrupted and terminated as ``wlb`` is."""
+    """Run the command line; interruption and termination work as in ``wlb``."""
     run("wlb_studies.app")
 
 

@@ -1,4 +1,4 @@
-"""The ``wlb-studies`` command: what argues for the library, and compares it with others."""
+"""The ``wlb-studies`` command: comparisons, the paper's evaluation and published measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMANDS = {
 }
 app = application(
     "wlb-studies",
-    "Comparisons with published policies, the paper's evaluation, and the simulator beside measurements.",
+    "Compare WLB with published policies, the paper's evaluation and published measurements.",
     f"wlb-studies {__version__}",
     "wlb_studies.cli",
     COMMANDS,

@@ -1,6 +1,6 @@
-"""What every experiment takes and gives: ``Settings`` in, a ``Report`` of tables, findings and one picture out.
+"""The interface of every experiment: ``Settings`` in, a ``Report`` of tables, findings and one picture out.
 
-Most pictures are of two kinds: ``grouped_bars``, often of a table's columns, and ``lines_over_tokens``.
+Most pictures are ``grouped_bars``, often of a table's columns, or ``lines_over_tokens``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Value = str | float | None
 
 
 class Column(NamedTuple):
-    """``kind`` says where the numbers are from; columns that name things have none."""
+    """``kind`` says where the numbers come from; columns of names have none."""
 
     name: str
     kind: Kind = ""
@@ -38,7 +38,7 @@ class Table(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something that the paper states, whether it holds here (None: unknown), and the numbers that say so."""
+    """A statement of the paper, whether it holds here (None: unknown), and the numbers for it."""
 
     statement: str
     holds: bool | None
@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may choose; ``None`` is the experiment's default. ``on_progress`` gets what is being done."""
+    """What a user may choose; ``None`` is the experiment's default. ``on_progress`` gets the current activity."""
 
     lengths: str | None = None
     steps: int | None = None
@@ -61,9 +61,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Report:
-    """``draw`` writes the picture to a path; ``notes`` say what is assumed and what differs from the paper.
+    """``draw`` writes the picture to a path; ``notes`` list assumptions and differences from the paper.
 
-    ``more`` are further keys of the JSON, for what is too long to print.
+    ``more`` holds further keys of the JSON, for data too long to print.
     """
 
     title: str
@@ -94,7 +94,7 @@ def grouped_bars(
     label: str,
     origin: float = 1.0,
 ) -> None:
-    """A group of bars for each of ``groups``; bars start at ``origin``. Quoted series, by their name, are grey."""
+    """Draw a group of bars for each of ``groups``, from ``origin``. Series named as quoted are grey."""
     figure, axis = pyplot_without_display().subplots(figsize=(3 + 1.25 * len(groups), 4.4), constrained_layout=True)
     width = 0.84 / len(series)
     colours = iter(COLOURS)
@@ -116,7 +116,7 @@ def grouped_bars(
 
 
 def bars_of(table: Table, series: Mapping[str, int], *, title: str, label: str) -> Callable[[Path], None]:
-    """Draws columns of ``table``, which ``series`` names by their place: a group of bars for each row."""
+    """Draw columns of ``table`` as a group of bars for each row; ``series`` names them by position."""
     groups = [str(row[0]).replace(" (", "\n(").replace(", ", "\n").replace(" = ", "\n= ") for row in table.rows]
     values = {name: column_of(table, place) for name, place in series.items()}
     return partial(grouped_bars, title=title, groups=groups, series=values, label=label)

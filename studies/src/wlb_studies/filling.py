@@ -20,10 +20,10 @@ def documents_for(
     overlong: str = "split",
     steps: int | None = None,
 ) -> tuple[list[Segment], OverlongReport]:
-    """The documents of ``lengths`` as segments that fit the window; with ``steps``, only as many as fill those steps.
+    """The documents of ``lengths`` as segments that fit in the window; with ``steps``, only enough for those steps.
 
     A step takes ``micro_batches`` windows. ``overlong`` is a policy of ``wlb.documents.segments``, or "cut" for
-    ``cut_at_windows``. Raises ``UserError`` where ``check_filling`` does.
+    ``cut_at_windows``. Raises ``UserError`` like ``check_filling``.
     """
     if overlong not in (known := (*POLICIES, "cut")):
         raise UserError(f"overlong policy {overlong!r} is unknown; {choose_from(overlong, known)}")
@@ -38,9 +38,9 @@ def documents_for(
 
 
 def cut_at_windows(documents: Iterable[Segment], window: int) -> list[Segment]:
-    """``documents`` in their order, each cut where a window of ``window`` tokens of the stream ends.
+    """``documents`` in order, cut wherever a window of ``window`` tokens of the stream ends.
 
-    This is how the paper's data loader cuts them (WLB-LLM, section 2.1), before they are packed.
+    The paper's data loader cuts documents this way before packing (WLB-LLM, section 2.1).
     """
     pieces: list[Segment] = []
     room = window
@@ -55,5 +55,5 @@ def cut_at_windows(documents: Iterable[Segment], window: int) -> list[Segment]:
 
 
 def documents_filling(lengths: NDArray[np.int64], tokens: int) -> int:
-    """How many documents from the front hold at least ``tokens`` tokens, or all of them."""
+    """The number of leading documents that hold at least ``tokens`` tokens, or of all documents."""
     return min(len(lengths), int(np.searchsorted(np.cumsum(lengths), tokens)) + 1)

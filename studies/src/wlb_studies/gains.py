@@ -1,6 +1,6 @@
-"""Who gains, and who does not: ``wlb check`` by model, context window and number of GPUs, 8K to 128K and 8 to 256.
+"""Who gains: ``wlb check`` by model, context window (8K to 128K) and number of GPUs (8 to 256).
 
-Each system is in its own fastest layout, on documents that fill the steps of all draws without a repeat.
+Each system runs in its own fastest layout, on enough documents for the steps of all draws without repeats.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MODELS = ("llama3-8b", "llama3-70b")
 WINDOWS = (8 * _K, 16 * _K, 32 * _K, 64 * _K, 128 * _K)
 GPUS = (8, 64, 256)
 _SYSTEMS = (BASELINE, PER_DOCUMENT, BALANCED)
-_TOKENS_PER_WINDOW = 0.0195  # of a document of ``sample_lengths``, on average
+_TOKENS_PER_WINDOW = 0.0195  # mean length of a document from ``sample_lengths``
 
 
 def documents_of(window: int) -> int:
-    """As many documents as fill the steps of a draw, warm-up included, with some to spare."""
+    """Enough documents for the steps of a draw, including warm-up, with some to spare."""
     tokens = 2.2 * usual_steps(BATCH_TOKENS // window) * BATCH_TOKENS
     return int(tokens / (_TOKENS_PER_WINDOW * window))
 
@@ -56,19 +56,19 @@ def run(settings: Settings) -> Report:
     kept = [row for row in rows if row[-1] == BASELINE]
     found = [row for row in rows if row[-1] is not None]
     return Report(
-        title="Speed at equal work over plain-4d, each system in its own fastest layout: median of three draws",
+        title="Speed over plain-4d for the same work, each system in its own fastest layout: median of three draws",
         documents="synthetic, as many as fill the steps",
         tables=[Table("by model, context window and GPUs", columns, rows)],
         draw=partial(
             grouped_bars,
-            title="speed at equal work over plain-4d, simulated",
+            title="speed over plain-4d for the same work, simulated",
             groups=[f"{window}\n{gpus} GPUs" for _, window, gpus, *_ in rows[: len(WINDOWS) * len(GPUS)]],
             series={f"{model}, balanced": [_number(row[5]) for row in rows if row[0] == model] for model in MODELS},
             label="speed over plain-4d",
         ),
         findings=[
             Finding(
-                f"some gain under {LEAST_GAIN:.0%}, and should keep what they have",
+                f"some jobs gain under {LEAST_GAIN:.0%} and should keep their setup",
                 bool(kept),
                 f"{len(kept)} of {len(found)} jobs",
             )

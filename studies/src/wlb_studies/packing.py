@@ -1,10 +1,10 @@
-"""Packing methods side by side on the same documents: balance, delay, planning time and what their steps take.
+"""Packing methods side by side on the same documents: balance, delay, planning time and step time.
 
-Each method plans the whole stream, by the prices that a job with this packer packs by. Its steps are simulated in that
-job (``wlb.simulate.step``), once as packed and once with balanced assignment and the order searched for
-(``wlb.packing.arrange``); everything else, sharding too, is the same for all. Only whole steps count for balance and
-cost; the tail that ``drain`` leaves is shorter than a step. Speeds count the tail too: every method has trained all
-documents by then, so none looks fast because its long ones still wait.
+Each method plans the whole stream with the prices of a job that uses this packer. Its steps are simulated in that job
+(``wlb.simulate.step``), once as packed and once with micro-batches assigned to ranks and ordered by work
+(``wlb.packing.arrange``). Everything else, including sharding, is the same for all. Balance and cost count only whole
+steps; the tail that ``drain`` leaves is shorter than a step. Speeds include the tail: by then every method has trained
+all documents, so no method looks fast because its long documents still wait.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _FIXED_LENGTH = ("sequential", "fixed_greedy", "fixed_solver")  # the packing of
 class SimulatedSteps(NamedTuple):
     """Steps with their micro-batches as packed, or arranged.
 
-    ``pipeline_cost`` is the seconds of whole steps over those with micro-batches that are all alike. The rest counts
-    the tail too: ``work_rate`` is predicted seconds of work done in a second, as in ``wlb.simulate``, tokens are of all
-    GPUs, and ``busy_share`` is the part of the GPUs' time in which they compute.
+    ``pipeline_cost`` is the seconds of whole steps over the seconds with equal micro-batches. The other fields include
+    the tail: ``work_rate`` is predicted seconds of work done per second, as in ``wlb.simulate``; tokens are summed over
+    all GPUs; ``busy_share`` is the share of GPU time spent computing.
     """
 
     pipeline_cost: float
@@ -56,9 +56,9 @@ class SimulatedSteps(NamedTuple):
 class MethodResult:
     """One row of the comparison.
 
-    ``imbalance_degree`` is the heaviest over the mean micro-batch of whole steps, by the prices a method packs by.
-    ``attention_kept`` is the share of the documents' query-key pairs that is computed: what cutting documents leaves
-    out makes a method faster, not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
+    ``imbalance_degree`` is the heaviest over the mean micro-batch of whole steps, by the method's prices.
+    ``attention_kept`` is the share of query-key pairs that is computed: cutting documents skips pairs, which makes a
+    method faster, but not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
     """
 
     method: str
@@ -86,10 +86,10 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A row as it is shown: ``result`` with its micro-batches as packed, or arranged, over the first row.
+    """A row as shown: ``result`` with its micro-batches as packed, or arranged, over the first row.
 
-    ``speed_at_equal_work`` is predicted seconds of work done in a second. ``speed_in_tokens`` is tokens instead; it
-    flatters a method that cuts documents, because it skips part of their attention.
+    ``speed_at_equal_work`` compares predicted seconds of work done per second. ``speed_in_tokens`` compares tokens; it
+    flatters a method that cuts documents, because cutting skips part of their attention.
     """
 
     name: str
@@ -107,7 +107,7 @@ class ComparedRow:
 
 
 def compared_rows(results: Sequence[MethodResult]) -> list[ComparedRow]:
-    """The first method as packed, which the others are compared with; then every method arranged, the first too."""
+    """The first method as packed, which is the baseline; then every method arranged, including the first."""
     first, *others = results
     base = first.as_packed
     return [
@@ -118,7 +118,7 @@ def compared_rows(results: Sequence[MethodResult]) -> list[ComparedRow]:
 
 
 def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
-    """One object a method, with its speed at equal work over the first method's as packed: arranged, and as packed."""
+    """One object per method, with its speed over the first method as packed: arranged, and as packed."""
     base = results[0].as_packed.work_rate
     return [
         result.to_json()
@@ -130,16 +130,16 @@ def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
     ]
 
 
-# ARGUMENT of ``variable_length:ARGUMENT``, beside a number of queues.
+# words allowed as ARGUMENT of ``variable_length:ARGUMENT``, besides a number of queues
 _WORDS: dict[str, dict[str, Any]] = {"auto": {"outlier_thresholds": "auto"}, "paper": {"early_release": False}}
 
 
 def packer_for(method: str, job: Job, *, solver_seconds: float | None = None, **overrides: object) -> Packer:
     """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``; ARGUMENT stands for options of that packer.
 
-    It packs micro-batches of ``job``, by the prices that the job would pack by with this packer. ``overrides`` are
-    options for methods that read them; None leaves an option as it is. ``solver_seconds`` bounds a solve. Raises
-    ``UserError`` for an unknown method, and for an argument that it does not take.
+    It packs micro-batches of ``job`` with the prices that the job would use with this packer. ``overrides`` are options
+    for methods that read them; None keeps an option. ``solver_seconds`` bounds a solve. Raises ``UserError`` for an
+    unknown method or an argument that it does not take.
     """
     name, separator, argument = method.partition(":")
     known = METHODS[checked_method(name)]
@@ -157,14 +157,14 @@ def packer_for(method: str, job: Job, *, solver_seconds: float | None = None, **
 
 
 def options_read_by(methods: Iterable[str]) -> set[str]:
-    """What any of ``methods`` reads of the overrides of ``packer_for``. Raises ``UserError`` for an unknown method."""
+    """The overrides of ``packer_for`` that any of ``methods`` reads. Raises ``UserError`` for an unknown method."""
     names = {checked_method(method.partition(":")[0]) for method in methods}
     solver = {"solver_seconds"} if "fixed_solver" in names else set()
     return solver.union(*(METHODS[name] for name in names))
 
 
 def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
-    """The options that ``argument`` stands for: global batches packed together, queues, steps of delay, or a word's."""
+    """The options that ``argument`` stands for: global batches packed together, queues, steps of delay, or a word."""
     queues = "outlier_thresholds" in METHODS[name]
     if queues and argument in _WORDS:
         return _WORDS[argument]
@@ -189,9 +189,9 @@ def compare_packer(
     *,
     on_progress: Callable[[int], None] = lambda documents: None,
 ) -> MethodResult:
-    """Pack ``documents``, at least one, in arrival order with ``packer``, shown as ``method``; simulate the steps.
+    """Pack ``documents`` (at least one) in arrival order with ``packer`` and simulate the steps as ``method``.
 
-    ``on_progress`` is called with the number of documents just taken in.
+    ``on_progress`` gets the number of documents just taken in.
     """
     simulated = _Simulated(job)
     statistics = PackingStatistics()
@@ -232,10 +232,10 @@ def compare_packer(
 
 
 class PackingStatistics:
-    """Running totals over step plans; memory grows by two numbers a step.
+    """Running totals over step plans; memory grows by two numbers per step.
 
-    ``steps``, ``imbalance_degree`` and ``tokens_per_step_cv`` describe whole steps, what ``plan`` returns; tokens and
-    delays also count the tail, what ``drain`` returns.
+    ``steps``, ``imbalance_degree`` and ``tokens_per_step_cv`` describe whole steps (from ``plan``); tokens and delays
+    also include the tail (from ``drain``).
     """
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class PackingStatistics:
 
     @property
     def tokens_per_step_cv(self) -> float:
-        """Standard deviation over mean of the tokens that a step trains."""
+        """Standard deviation over mean of tokens per step."""
         return float(np.std(self._tokens) / np.mean(self._tokens)) if self._tokens else 0.0
 
     def _add_delay(self, plan: StepPlan) -> None:
@@ -328,7 +328,7 @@ class _Sums:
 
 
 class _TokenLedger:
-    """Tokens trained of every document, and query-key pairs computed over all."""
+    """Tokens trained of every document, and query-key pairs computed over all documents."""
 
     def __init__(self) -> None:
         self.pairs = 0.0
@@ -341,14 +341,14 @@ class _TokenLedger:
                 self._tokens[document] = self._tokens.get(document, 0) + length
 
     def complete(self, documents: Iterable[Segment]) -> int:
-        """How many documents were trained token for token, neither less nor more."""
+        """How many documents were trained in full, every token exactly once."""
         for document, _, length in documents:
             self._tokens[document] = self._tokens.get(document, 0) - length
         return sum(tokens == 0 for tokens in self._tokens.values())
 
 
 def is_baseline(method: str) -> bool:
-    """Whether packing ``method``, ``NAME`` or ``NAME:ARGUMENT``, is what others are compared with."""
+    """Whether ``method`` (``NAME`` or ``NAME:ARGUMENT``) is a baseline."""
     return method.partition(":")[0] in _FIXED_LENGTH
 
 

@@ -1,4 +1,4 @@
-"""The page of ``wlb-studies page``, which Streamlit runs from top to bottom whenever a choice changes."""
+"""The page of ``wlb-studies page``; Streamlit runs this file from top to bottom whenever a choice changes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from wlb.workload import HARDWARE, MODEL_SHAPES
 
 COMPUTING, WAITING = "computing", "waiting or communicating"
 AUTO = "auto"  # assumed as in ``wlb check``
-Answer = tuple[list[str], Estimate, dict[str, Timeline]]  # what was read; a usual step of the baseline and the fastest
+Answer = tuple[list[str], Estimate, dict[str, Timeline]]  # a typical step of the baseline and of the fastest
 WINDOWS = [AUTO, "4K", "8K", "16K", "32K", "64K", "128K", "256K", "512K", "1M"]
 BATCHES = [AUTO, "1M", "2M", "4M", "8M", "16M", "32M"]
 MOST_RANKS, RANK_HEIGHT, NAME_HEIGHT = 16, 11, 24  # ranks of a step; pixels
 
 
 class Asked(NamedTuple):
-    """A question to ``wlb check``, with its options; ``content`` is that of a file dropped on the page."""
+    """A question to ``wlb check`` with its options; ``content`` is the content of a file dropped on the page."""
 
     lengths: str
     options: tuple[tuple[str, str], ...]
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
 
 def asked_of_user() -> Asked:
-    """The job as the inputs have it; the address of the page holds it too."""
+    """The job chosen on the page; the page's address holds it too."""
     kept: dict[str, Any] = {"bind": "query-params"}
     models, machines, powers = [*MODEL_SHAPES], [*HARDWARE], [2**power for power in range(14)]
     with st.sidebar:
@@ -65,7 +65,7 @@ def asked_of_user() -> Asked:
 
 @st.cache_data(max_entries=64, show_spinner="Simulating every system in its fastest layout", show_time=True)
 def answered(asked: Asked, at: float) -> Answer:
-    """What ``wlb check`` says, asked ``at`` some time where the file may have changed since it was last asked."""
+    """The answer of ``wlb check``; a new ``at`` asks again, since the file may have changed."""
     options, source = dict(asked.options), asked.lengths
     if source == "-":
         raise UserError("lengths - is standard input, which the page does not read; name a file")
@@ -77,7 +77,7 @@ def answered(asked: Asked, at: float) -> Answer:
         lengths = read_lengths(source if asked.content is None else f"{folder}/{source}", keep_empty=True)
         job = options["--model"], options["--hardware"], int(options["--gpus"])
         question = question_of(*job, lengths, context_window=window, batch_tokens=batch, source=source)
-    # Where a choice has changed, Streamlit ends the run that next asks for its state.
+    # After a choice changes, Streamlit ends the old run when it next reads its state.
     found = estimate(question, lengths, source=source, on_progress=lambda *_: st.session_state.get("gpus"))
     read = [what_was_read(source, lengths, question.space.context_window), *notes.getvalue().splitlines()]
     shown = dict.fromkeys((found.verdict.base, found.verdict.fastest))
@@ -93,7 +93,7 @@ def show(read: list[str], found: Estimate, steps: Mapping[str, Timeline], asked:
         st.metric("GPU-hours saved a day", f"{found.gpu_hours_a_day:,.0f}", width="content")
     st.table(columns_of(verdict), border="horizontal", hide_index=True)
     st.subheader("One step of each")
-    st.text("A row is a rank: the GPUs of a tensor-parallel group. Steps are scaled to equal work.")
+    st.text("Each row is one rank (a tensor-parallel group of GPUs). Steps are scaled to the same work.")
     st.altair_chart(steps_chart(steps, verdict))
     st.subheader("The same in a terminal")
     st.code(shlex.join(["wlb", "check", asked.lengths, *chain.from_iterable(asked.options)]), "bash", wrap_lines=True)
@@ -105,7 +105,7 @@ def show(read: list[str], found: Estimate, steps: Mapping[str, Timeline], asked:
 
 
 def steps_chart(steps: Mapping[str, Timeline], verdict: Verdict) -> alt.Chart:
-    """For each rank a bar of the whole step, and over it one for each operation, in seconds."""
+    """A bar of the whole step for each rank, with bars for its operations on top, in seconds."""
     rows: list[dict[str, Any]] = []
     for name, step in steps.items():
         layout, seconds = step.job.layout, steps[verdict.base].seconds / verdict.speed(name)

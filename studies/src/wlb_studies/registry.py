@@ -1,7 +1,7 @@
-"""What ``wlb-studies paper`` knows. A new experiment is one new file and one line here.
+"""The experiments of ``wlb-studies paper``. A new experiment is one new file and one line here.
 
-An experiment takes ``Settings`` and gives a ``Report`` (``experiment``): tables whose columns say whether they are
-quoted, simulated or measured, the paper's findings and whether they hold, what is assumed, and a picture.
+An experiment takes ``Settings`` and returns a ``Report`` (``experiment``): tables with columns marked as quoted,
+simulated or measured, the paper's findings and whether they hold, the assumptions, and a picture.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How the strategies fare on micro-batches sampled from a corpus's lengths.
+"""Sharding strategies compared on micro-batches sampled from a corpus's lengths.
 
-Micro-batches are windows of the documents one after another, cut where the window ends, as sequential packing makes
-them. Every strategy shards the same ones.
+Micro-batches are consecutive windows of the documents, cut where the window ends, as in sequential packing. Every
+strategy shards the same micro-batches.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class StrategyResult:
     attention_imbalance: float  # of attended query-key pairs
     latency_imbalance: float  # of predicted seconds
     token_imbalance: float
-    kv_gather_fraction: float  # of tokens, whose keys and values another rank attends
+    kv_gather_fraction: float  # share of tokens whose keys and values another rank attends
     slowest_seconds: float  # predicted, of the slowest rank, forward and backward over all layers
     planning_ms: float  # CPU time
     micro_batches: int
-    chosen: dict[str, float] | None  # shares of micro-batches, of adaptive
+    chosen: dict[str, float] | None  # of adaptive: shares of micro-batches by strategy
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,7 +54,7 @@ def sample_micro_batches(
     windows = int(ends[-1]) // context_window
     if windows == 0:
         raise UserError(
-            f"the documents hold {ends[-1]} tokens, less than one context window of {context_window}; "
+            f"the documents hold {ends[-1]} tokens, which is less than one context window of {context_window}; "
             "give more documents or a smaller context window"
         )
     drawn = np.random.default_rng(seed).choice(windows, min(samples, windows), replace=False)
@@ -73,7 +73,7 @@ def compare_strategy(
     workload: Costs,
     on_progress: Callable[[], None] = lambda: None,
 ) -> StrategyResult:
-    """Shard every micro-batch and price the plans with the ``workload`` of one GPU without context parallelism.
+    """Shard every micro-batch; ``workload`` (of one GPU, without context parallelism) prices the plans.
 
     ``on_progress`` is called after each. Raises as ``make_shard_plan`` does.
     """
@@ -95,7 +95,7 @@ def compare_strategy(
 
 
 def _choice(plan: ShardPlan, lengths: NDArray[np.int64]) -> str:
-    """Which of its parts an adaptive plan is."""
+    """Which of its two strategies an adaptive plan chose."""
     per_document = make_shard_plan(lengths, plan.cp_size, "per_document")
     same = all(np.array_equal(mine, its) for mine, its in zip(plan.pieces, per_document.pieces, strict=True))
     return _CHOICES[not same]
@@ -106,7 +106,7 @@ def _imbalance(values: NDArray[np.int64]) -> float:
 
 
 def plot_shards(plans: Sequence[ShardPlan], path: Path) -> None:
-    """One panel a plan of the same micro-batch: the attended area of each rank over the mean, by document."""
+    """Draw one panel per plan of the same micro-batch: each rank's attended area over the mean, by document."""
     pyplot = pyplot_without_display()
     documents, areas = areas_by_document(plans)
     colours = [*pyplot.get_cmap("viridis")(np.linspace(0.05, 0.9, len(documents) - 1)), "#c9ced4"]

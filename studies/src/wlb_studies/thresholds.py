@@ -1,4 +1,4 @@
-"""Searches outlier thresholds and L_max of ``variable_length``: the best trade-off on a sample."""
+"""Search outlier thresholds and L_max of ``variable_length`` for the best trade-off on a sample."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from wlb_studies.filling import documents_filling
 
 MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
 
-_FINALISTS = 12  # as many of the best, and the trade-off curve, pack the whole sample
+_FINALISTS = 12  # this many of the best trials, and the trade-off curve, pack the whole sample
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one setting of ``variable_length`` does to a sample."""
+    """The result of one setting of ``variable_length`` on a sample."""
 
     outlier_thresholds: tuple[int, ...]
     max_length_factor: float
@@ -54,10 +54,10 @@ def search(
     """Try every pair of thresholds (and one, and none) with every factor; best trial first.
 
     Trials within ``max_token_delay`` (mean steps a token waits) come first, by imbalance degree; the others follow by
-    delay. ``lengths`` are document lengths in tokens, in arrival order, those over the window counted as one window;
-    all candidates pack the first part of them, then the best and those on the trade-off curve pack all and are
-    returned. ``options`` has what the trials do not vary. ``on_trial(done, total)`` reports the progress of either
-    round. Raises ``UserError`` where the lengths fill no step.
+    delay. ``lengths`` are document lengths in tokens, in arrival order; lengths over the window count as one window.
+    All candidates pack the first part; the best and the trade-off curve then pack everything and are returned.
+    ``options`` holds what the trials do not vary. ``on_trial(done, total)`` reports progress in both rounds. Raises
+    ``UserError`` if the lengths do not fill a step.
     """
     sample = np.minimum(np.asarray(lengths, np.int64), context_window)
     step_tokens = micro_batches * context_window
@@ -96,7 +96,7 @@ def _trial(plans: Sequence[StepPlan], thresholds: tuple[int, ...], factor: float
 
 
 def trade_off(trials: Iterable[Trial]) -> list[Trial]:
-    """The trials that no other beats in both imbalance degree and token delay, by rising delay."""
+    """The trials that no other beats in both imbalance degree and token delay, by increasing delay."""
     front: list[Trial] = []
     for trial in sorted(trials, key=lambda t: (t.mean_token_delay, t.imbalance_degree, t.max_length_factor)):
         if not front or trial.imbalance_degree < front[-1].imbalance_degree:

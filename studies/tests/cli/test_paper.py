@@ -33,7 +33,7 @@ def test_json_goes_to_stdout(tmp_path: Path):
     ("arguments", "message"),
     [
         (["paper", "figure7"], "experiment 'figure7' is unknown; choose from imbalance"),
-        (["paper", "speedups", "--profile", "p.json"], "--profile is shown by kernel"),
+        (["paper", "speedups", "--profile", "p.json"], "--profile works only with kernel"),
         (["paper", "kernel", "--profile", "missing.json"], "missing.json"),
         (["paper", "kernel", "--seeds", 3], "--seeds is for convergence"),
         (["validate", "--measured", "missing.json"], "missing.json cannot be read"),

@@ -105,7 +105,7 @@ def test_dp_balanced_rounds_to_groups_and_with_interleaved_stages_to_groups_by_p
     assert dp_balanced(lengths, ranks(4, capacity=6, window=12, **pipeline)).slots == 1
     plan = dp_balanced(lengths, ranks(4, capacity=6, window=12, **INTERLEAVED))
     assert described(plan) == [(0, (0, 1), [4, 8]), (0, (2, 3), [4]), (1, (0, 1), [4]), (1, (2, 3), [4])]
-    with pytest.raises(UserError, match="2 documents make no multiple of 4 micro-batches"):
+    with pytest.raises(UserError, match="2 documents cannot fill a multiple of 4 micro-batches"):
         dp_balanced(lengths_of(8, 8), ranks(4, capacity=6, window=12, **INTERLEAVED))
 
 

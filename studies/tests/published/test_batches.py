@@ -110,9 +110,7 @@ def test_a_run_that_no_packer_explains_has_no_prediction():
     rows = rows_of(run)
     assert {row.predicted_seconds for row in rows} == {None}
     (reason,) = {row.reason for row in rows}
-    assert reason.startswith(
-        "packer not recovered, by how well measured seconds follow predicted ones: under each of 2"
-    )
+    assert reason.startswith("packer not recovered from how measured seconds follow predicted ones: under each of 2")
 
 
 @pytest.mark.parametrize(
@@ -120,10 +118,10 @@ def test_a_run_that_no_packer_explains_has_no_prediction():
     [
         ({"mode": "other"}, "mode 'other' is not simulated"),
         ({"mode": ["baseline"]}, "mode \"['baseline']\" is not simulated"),
-        ({"model_path": "some/model"}, "the shape of some/model is not known here"),
+        ({"model_path": "some/model"}, "the shape of some/model is unknown here"),
         ({"num_layers": None}, "its num_layers is not published"),
-        ({"dp_size": 0}, "its dp_size is no size: 0"),
-        ({"mode": "wlbllm", "cp_size": "8"}, "its cp_size is no size: 8"),
+        ({"dp_size": 0}, "its dp_size is not a size: 0"),
+        ({"mode": "wlbllm", "cp_size": "8"}, "its cp_size is not a size: 8"),
         ({"tp_size": 3}, "tp = 3 does not divide 32 query heads and 8 key/value heads; choose a tp that divides both"),
     ],
 )

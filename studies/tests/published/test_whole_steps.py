@@ -114,7 +114,7 @@ def test_names_are_read_as_tables_write_them():
     assert published_shape("Qwen3-235B") == published_shape("Qwen3_235B_a22B (tokendrop)")
     assert published_shape("Qwen3-30B") == published_shape("Qwen3-30B3A") == published_shape("qwen3-30b-a3b")
     assert published_shape("DeepSeekV3 (w/o MTP)") == published_shape("DeepSeek V3 671B")
-    with pytest.raises(UserError, match="Nemotron_3_Super is not known"):
+    with pytest.raises(UserError, match="Nemotron_3_Super is unknown"):
         published_shape("Nemotron_3_Super")
 
 
@@ -214,7 +214,7 @@ def test_a_release_decides_whether_the_exchange_of_experts_is_hidden(changes, hi
     row = {**ROW, "repo": "NVIDIA-NeMo/Megatron-Bridge", "model": "qwen3-30b-a3b", "ep": 8, "micro_batch": 1, **changes}
     step = published_step(row)
     assert software_of(step.job).overlaps_experts is hidden
-    assert ("the exchange of experts hidden" in step.assumed) is hidden
+    assert ("the exchange of experts is hidden" in step.assumed) is hidden
 
 
 def test_the_host_of_hugging_faces_trainer_takes_time_for_every_micro_batch():
@@ -304,18 +304,18 @@ def test_the_kernel_is_that_of_the_scripts_beside_a_table():
     ("changes", "reason"),
     [
         ({"tp": None}, "its tp is not published"),
-        ({"tp": 3}, "no multiple of its tp"),
+        ({"tp": 3}, "not a multiple of its tp"),
         ({"dp_printed": 2}, "its printed layout is of 4 GPUs, not of 16"),
-        ({"global_batch": 24}, "no multiple of its micro-batch"),
-        ({"model": "Nemotron_3_Nano"}, "shape of Nemotron_3_Nano is not known"),
-        ({"repo": "nobody/nothing"}, "how nobody/nothing trains is not known here; add to the row a stack"),
+        ({"global_batch": 24}, "not a multiple of its micro-batch"),
+        ({"model": "Nemotron_3_Nano"}, "shape of Nemotron_3_Nano is unknown"),
+        ({"repo": "nobody/nothing"}, "it is unknown how nobody/nothing trains; add a stack to the row"),
         ({"stack": {"attention": "fa9"}}, "its stack has attention = 'fa9'; a stack has attention: ('fa2', "),
         ({"stack": {"compild": True}}, "its stack has compild = True"),
-        ({"lengths": [[8192, "8K"]]}, "its lengths are no lists of positive tokens"),
-        ({"lengths": [[8192]] * 12}, "its lengths are of 12 micro-batches, no multiple of its 8 data-parallel ranks"),
-        ({"hardware": "TPU"}, "hardware is not known"),
+        ({"lengths": [[8192, "8K"]]}, "its lengths are not lists of positive tokens"),
+        ({"lengths": [[8192]] * 12}, "its lengths have 12 micro-batches, not a multiple of its 8 data-parallel ranks"),
+        ({"hardware": "TPU"}, "hardware is unknown"),
         ({"precision": None}, "its precision is not published"),
-        ({"precision": "int4"}, "precision int4 is not known"),
+        ({"precision": "int4"}, "precision int4 is unknown"),
         ({"kind": "LoRA Performance"}, "LoRA"),
         ({"repo": "NVIDIA-NeMo/Automodel", "note": "TE + triton"}, "LoRA"),
         ({"note": "FSDP, LoRA rank 16"}, "LoRA"),
@@ -333,4 +333,4 @@ def test_a_row_that_cannot_be_simulated_says_why(changes, reason):
 
 def test_what_is_no_seconds_has_no_measurement_either():
     one = whole_step_row({**ROW, "metric": "loss"})
-    assert (one.measured_seconds, one.predicted_seconds, one.reason) == (None, None, "loss is no metric of a step")
+    assert (one.measured_seconds, one.predicted_seconds, one.reason) == (None, None, "loss is not a metric of a step")

@@ -85,7 +85,9 @@ def test_without_watts_there_is_no_energy():
 
 def test_mistakes_name_the_remedy():
     measured = PrefillJob(np.array([100]), np.zeros(1), make_workload("tiny", "cpu"), 128, cp=2)
-    with pytest.raises(UserError, match="measured with tp = 1 and cp = 2, and prices no other layout; give --model"):
+    with pytest.raises(
+        UserError, match="measured with tp = 1 and cp = 2, and cannot price another layout; give --model"
+    ):
         policy("loongserve").check(measured)
     with pytest.raises(UserError, match="dynamollm chooses degrees and clocks, and a measured profile prices one"):
         policy("dynamollm").check(measured)

@@ -35,6 +35,7 @@ _NAMED_WIDTH = 13.0  # a box as wide as this has room for the number of its micr
 _ROWS_OF_ALL = 16  # up to as many rows all pipelines are drawn, beyond it the slowest only; of level steps the first
 _KINDS = ("idle", "forward", "backward")
 _NAMED_DOCUMENTS = 5
+_FIRST_DOCUMENT = 6  # among the colours of parts, after those of where time goes
 
 
 def heat_map(caption: Caption, panels: Sequence[tuple[str, NDArray[np.float64]]], unit: str) -> Markup:
@@ -149,7 +150,7 @@ def _outline(left: float, top: float, right: float, height: float) -> str:
 def shard_chart(caption: Caption, plans: Sequence[ShardPlan]) -> Markup:
     """What ranks attend under several plans of one micro-batch: attended area over the mean rank, by document."""
     documents, areas = areas_by_document(plans)
-    classes = [*(f"part-{n}" for n in range(len(documents) - 1)), "fill-before"]
+    classes = [*(f"part-{_FIRST_DOCUMENT + n}" for n in range(len(documents) - 1)), "fill-before"]
     left, right = 34.0, WIDTH - 10
     slot = (right - left) / len(plans)
     shapes, end = legend([*zip(classes, documents, strict=True)], left, 14, right)

@@ -11,7 +11,7 @@ from pathlib import Path
 from wlb.errors import UserError
 from wlb.report.html.diagrams import SHADES
 from wlb.report.html.escaping import Markup, join, tag
-from wlb.report.plots import BALANCED, BASELINE
+from wlb.report.plots import BALANCED, BASELINE, WAITING
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -27,27 +27,25 @@ _COLOURS = {
     "count": ("#aab3bd", "#6b7682"),
     "tokens": ("#3b7dd8", "#5b9df0"),
     "attention": ("#d1602b", "#f08a54"),
-    "forward": ("#7fb0ea", "#3f76b8"),
-    "backward": ("#f0b184", "#b5683a"),
-    "idle": ("#eceff2", "#262c33"),
+    "forward": ("#c6d4e2", "#41566c"),
+    "backward": ("#92acc6", "#637f9c"),
+    "idle": (WAITING, "#d64545"),
     "cold": ("#2f6fc4", "#6aa9ff"),  # of the heat map, as are the next two
     "mean": ("#f2efe9", "#2a2f36"),
     "hot": ("#c23b12", "#ff7a45"),
 }
 _PARTS = (
-    ("#1b7f5c", "#3fb68b"),
+    ("#e03131", "#ef5350"),  # where time goes: three kinds of waiting in reds,
+    ("#f0857d", "#c25b55"),
+    ("#f7c6c1", "#8a4a47"),
+    ("#3f4b57", "#b4bec8"),  # other overheads in greys,
+    ("#74869a", "#8595a6"),
+    ("#b9cadb", "#5a7590"),  # and computing in blue-grey
+    ("#2f4b7c", "#7f9fd6"),  # from here on documents
     ("#3b7dd8", "#5b9df0"),
-    ("#d1602b", "#f08a54"),
+    ("#1b7f5c", "#3fb68b"),
     ("#8a5cc2", "#b48ae6"),
     ("#c9a227", "#e0c04f"),
-    ("#b03a5b", "#e06a8c"),
-    ("#4ba3a8", "#6fcdd2"),
-    ("#7a8794", "#8995a1"),
-    ("#5d6b2f", "#a3b565"),
-    ("#e39bb0", "#f3c0cf"),
-    ("#2f4b7c", "#7f9fd6"),
-    ("#a5a58d", "#c7c7ae"),
-    ("#6d4c41", "#b08d80"),
 )
 
 _STYLE = """
@@ -55,14 +53,14 @@ _STYLE = """
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:860px;margin:0 auto;padding:32px 24px 64px}
 h1{font-size:1rem;font-weight:500;color:var(--muted);margin:0 0 4px}
-.verdict{font-size:1.6rem;line-height:1.25;font-weight:600;max-width:46ch;margin:0 0 12px}
+.verdict{font-size:1.3rem;line-height:1.35;font-weight:600;max-width:60ch;margin:0 0 12px}
 section{min-width:0}
 h2{font-size:1.3rem;margin:48px 0 4px;border-top:1px solid var(--grid);padding-top:24px}
 p{margin:6px 0 12px;max-width:72ch}
 .muted,figcaption{color:var(--muted);font-size:.9rem}
 .label-simulated,.label-measured{display:inline-block;border:1px solid currentColor;border-radius:99px;padding:0 10px;
 font-size:.8rem;color:var(--after)}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(136px,1fr));gap:12px;margin:20px 0}
 .facts div{background:var(--panel);border-radius:8px;padding:12px 14px}
 .facts b{display:block;font-size:1.35rem;line-height:1.3}
 .facts span{color:var(--muted);font-size:.85rem}
@@ -80,7 +78,8 @@ th:first-child{text-align:left;font-weight:500;white-space:nowrap}
 thead th{color:var(--muted);font-weight:500}
 pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;font-size:.88rem;user-select:all}
 .warning{border-left:4px solid var(--attention);padding-left:12px}
-@media screen and (max-width:600px){main{padding:20px 14px 48px}.verdict{font-size:1.3rem}th,td{padding:4px 6px}}
+@media screen and (max-width:600px){main{padding:20px 14px 48px}.verdict{font-size:1.15rem}th,td{padding:4px 6px}
+th:first-child{white-space:normal}.facts{grid-template-columns:1fr 1fr}}
 @media screen and (min-width:1300px){main{max-width:1720px;display:grid;grid-template-columns:1fr 1fr;column-gap:56px}
 table{font-size:.82rem}th,td{padding:5px 7px}
 main>:not(section),#rivals,#config{grid-column:1/-1}#rivals figure{max-width:860px}

@@ -1,4 +1,4 @@
-"""Options of the commands that compare packers on one job."""
+"""Options of commands that compare packers on one job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Methods = Annotated[str | None, list_of_names("Packing methods; see above.")]
 
 
 class AskedJob(NamedTuple):
-    """A job under preset ``balanced``, and what it is priced by."""
+    """A job under preset ``balanced``, and its prices."""
 
     job: Job
     priced_by: Mapping[str, str | int]
@@ -41,17 +41,17 @@ class PackedOptions(JobOptions):
     methods: Methods = None
     max_delay: Annotated[
         int | None,
-        typer.Option(min=0, metavar="STEPS", help="Most steps that a document is delayed before it goes first."),
+        typer.Option(min=0, metavar="STEPS", help="Most steps that a document may be delayed."),
     ] = None
 
     def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
-        """The job under preset ``balanced``, in the layout that is given or in which plain-4d is fastest."""
+        """The job under preset ``balanced``, in the given layout or in the fastest layout of plain-4d."""
         from wlb.simulate.filling import check_filling
         from wlb.simulate.job import preset_sections
         from wlb.simulate.verdict import BALANCED, BASELINE
 
         if self.micro_batches is not None and self.batch_tokens is not None:
-            raise UserError("--micro-batches and --batch-tokens both say the global batch; leave one of them out")
+            raise UserError("--micro-batches and --batch-tokens both set the global batch; leave one of them out")
         question = self.question(context, source, lengths, self.micro_batches)
         space = question.space
         check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
@@ -60,6 +60,6 @@ class PackedOptions(JobOptions):
         return AskedJob(replace(job, packing=packing, sharding=sharding), question.priced_by)
 
     def given_again(self, context: typer.Context, job: Job) -> list[str]:
-        """The options of ``job`` that stood on the command line, for a command without --micro-batches."""
+        """The options of ``job`` given on the command line, for a command without --micro-batches."""
         batch = ["--batch-tokens", f"{self.micro_batches * job.context_window}"] if self.micro_batches else []
         return given_again(context, names_of(JobOptions)) + batch

@@ -1,4 +1,4 @@
-"""``wlb-studies packing``: what each packing method would do to your documents."""
+"""``wlb-studies packing``: compare packing methods on your documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wlb_studies.packing import MethodResult
 
 _ALL = "all"
-_MANY_STEPS = 2000  # which take the methods together about half a minute
+_MANY_STEPS = 2000  # all methods together take about half a minute for this
 _DEFAULT_METHODS = (
     *("sequential", "fixed_greedy", "fixed_greedy:2", "fixed_greedy:4", "fixed_greedy:8"),
     *("variable_length:paper", "variable_length", "variable_length:auto", "balanced", "balanced:8"),
@@ -34,7 +34,7 @@ _DEFAULT_METHODS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(PackedOptions):
-    """What methods are compared on, and their own settings."""
+    """The job that methods are compared on, and their own settings."""
 
     max_length_factor: Annotated[
         float, typer.Option(min=1.0, max=1000.0, metavar="X", help="L_max of variable_length and balanced, in windows.")
@@ -119,7 +119,7 @@ def _compared_methods(
 def documents_of(
     tokens: NDArray[np.int64], steps: int | None, job: Job, overlong: str = "split"
 ) -> tuple[Sequence[Segment], OverlongReport]:
-    """The documents of as many steps as were asked for; all take minutes to plan where there are many."""
+    """The documents of the requested steps; planning many documents takes minutes."""
     from wlb_studies.filling import documents_for
 
     filled = int(tokens.sum()) // (job.global_batch * job.context_window)
@@ -150,18 +150,18 @@ def compare_packers(
 
 # What is explained below the table, by column.
 _NOTES = {
-    "speed at\nequal work": "speed at equal work: predicted seconds of work done in a second, over row one\n"
+    "speed at\nequal work": "speed at equal work: predicted seconds of work done per second, over row one\n"
     "all rows but the first are arranged: dealt to ranks and ordered by work",
-    "token\ndelay": "token delay: mean (longest), in steps",
-    "step\nspread": "step spread: of tokens a step",
+    "token\ndelay": "token delay: mean (longest), in steps that tokens wait",
+    "step\nspread": "step spread: standard deviation over mean of tokens per step",
     "pipeline\ncost": "pipeline cost: a step's seconds over those of a perfectly balanced one",
-    "attention\nkept": "attention kept: query-key pairs computed, the others are cut away",
-    "tokens/s": "tokens/s: over row one; counts what is cut away as a gain",
+    "attention\nkept": "attention kept: share of query-key pairs computed; cutting skips the others",
+    "tokens/s": "tokens/s: over row one; skipped attention counts as a gain",
 }
 
 
 def show_comparison(results: Sequence[MethodResult], title: str) -> None:
-    """Print the table, and whether all documents were trained."""
+    """Print the table and whether all documents were trained."""
     from wlb_studies.packing import compared_rows
 
     rows = compared_rows(results)

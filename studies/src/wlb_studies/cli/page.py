@@ -1,4 +1,4 @@
-"""``wlb-studies page``: the verdict of ``wlb check`` in a browser, while you move sliders."""
+"""``wlb-studies page``: the verdict of ``wlb check`` in a browser, as you change the job."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def page(
 ) -> None:
     """Open a page on this machine that shows the verdict of wlb check while you choose model, window and GPUs.
 
-    Name a file of lengths on it, or drop one. Nothing leaves this machine, no other machine can reach the page, and
-    only someone who knows its address can open it. Ctrl-C ends it.
+    Name or drop a file of lengths on the page. Nothing leaves this machine, no other machine can reach the page, and
+    only someone who knows its address can open it. Ctrl-C stops it.
 
     Example: wlb-studies page
     """
@@ -39,7 +39,7 @@ def page(
     settings = {
         "SERVER_ADDRESS": _ADDRESS,
         "SERVER_PORT": str(chosen),
-        "SERVER_BASE_URL_PATH": key,  # other users of this machine reach the port too; they do not see the environment
+        "SERVER_BASE_URL_PATH": key,  # other users of this machine can reach the port, but cannot see the environment
         "SERVER_ALLOWED_HOSTS": _ADDRESS,
         "SERVER_FILE_WATCHER_TYPE": "none",
         "SERVER_SHOW_EMAIL_PROMPT": "false",
@@ -54,7 +54,7 @@ def page(
 
 
 def _free(port: int | None) -> int:
-    """``port``, or any that is free. Raises ``UserError`` where it is not."""
+    """``port``, or any free port. Raises ``UserError`` if ``port`` is taken."""
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""``wlb-studies paper``: the paper's tables and figures beside ours."""
+"""``wlb-studies paper``: reproduce the paper's tables and figures."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def paper(
 ) -> None:
     """Reproduce the paper's evaluation, with quoted, simulated and measured numbers in columns of their own.
 
-    Prints each table and writes it, with a picture, to --out. gains says who gains, by model, window and GPUs. grid
-    searches layouts of 24 policies for 24 jobs, on all cores. level takes ingredients out of level steps. convergence
-    trains 12 small models, for over an hour. grid and convergence can be interrupted and continued.
+    Prints each table and writes it, with a picture, to --out. gains shows who gains, by model, window and GPUs. grid
+    searches layouts of all policies for 24 jobs, on all cores. level removes ingredients of level steps. convergence
+    trains 12 small models for over an hour. You can interrupt and continue grid and convergence.
 
     Example: wlb-studies paper speedups
 
@@ -66,11 +66,11 @@ def paper(
     if name != "all" and name not in EXPERIMENTS:
         raise UserError(f"experiment {name!r} is unknown; {choose_from(name, [*EXPERIMENTS, 'all'])}")
     if name == "gains":
-        refuse_unused(context, ["lengths"], "is not for gains, whose documents fill windows of many lengths")
+        refuse_unused(context, ["lengths"], "has no effect on gains, which makes its own documents for each window")
     if name != "convergence":
         refuse_unused(context, ["seeds"], f"is for convergence, and {name} has one seed, --seed")
     if profile is not None and name not in ("kernel", "all"):
-        raise UserError(f"--profile is shown by kernel; {name} is simulated on the H100 preset")
+        raise UserError(f"--profile works only with kernel; {name} is simulated on the H100 preset")
     settings = Settings(lengths, steps, seed, seeds, profile, out)
     chosen = OF_THE_PAPER if name == "all" else [name]
     show_experiments({experiment: EXPERIMENTS[experiment] for experiment in chosen}, settings, as_json=json)

@@ -1,4 +1,4 @@
-"""``wlb-studies prefill``: what each policy would make of a serving system's prefill."""
+"""``wlb-studies prefill``: compare prefill policies of a serving system on your prompts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from wlb_studies.serving.job import PrefillJob
     from wlb_studies.serving.result import GroupResult, PrefillResult
 
-_MOST_RANKS, _MOST_PASSES, _MOST_CHUNKS = 512, 20_000, 1_000_000  # what takes some minutes for each method
+_MOST_RANKS, _MOST_PASSES, _MOST_CHUNKS = 512, 20_000, 1_000_000  # takes some minutes per method
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(options.GpuOptions):
-    """GPUs that serve prompts, and how they do."""
+    """The GPUs that serve prompts, and their mode."""
 
     token_budget: Annotated[int, options.number_of_tokens("Tokens of a rank in one pass.")]
     dp: Annotated[int, options.number("Data-parallel size.")] = 1
@@ -37,7 +37,7 @@ class PrefillOptions(options.GpuOptions):
     load: Annotated[
         float,
         typer.Option(
-            min=0.0, metavar="X", help="Rate of arrivals, as a share of what ranks can sustain; 0: all at once."
+            min=0.0, metavar="X", help="Arrival rate, as a share of the rate that ranks can sustain; 0: all at once."
         ),
     ] = 0.0
     lock_step: Annotated[
@@ -52,9 +52,9 @@ def prefill(
     """Compare policies of a serving system's prefill on a list of prompt lengths.
 
     Simulates time to first token, throughput, GPU-seconds and energy of every method on the same number of GPUs
-    (dp x pp x tp x cp). count, tokens, workload and workload:shortest choose what a rank batches; loongserve has
-    elastic sequence parallelism over instances of tp GPUs; dynamollm has pools by prompt length, each with a degree and
-    a clock.
+    (dp x pp x tp x cp). count, tokens, workload and workload:shortest choose the batch of a rank; loongserve uses
+    elastic sequence parallelism over instances of tp GPUs; dynamollm uses pools by prompt length, each with its own tp
+    degree and clock.
 
     Example: wlb-studies prefill synthetic:2000:128K:0 --token-budget 8K --dp 8 --model llama3-8b --tp 1 --load 0.4
     """
@@ -89,7 +89,7 @@ def prefill(
 
 
 def _check_passes(prompts: NDArray[np.int64], asked: PrefillOptions) -> None:
-    """Raise ``UserError`` for what would take hours."""
+    """Raise ``UserError`` for a simulation that would take hours."""
     dp, budget, tokens = asked.dp, asked.token_budget, int(prompts.sum())
     if dp > _MOST_RANKS:
         raise UserError(f"--dp {dp} is over the {_MOST_RANKS} data-parallel ranks of a simulated prefill; lower it")
@@ -106,7 +106,7 @@ def _check_passes(prompts: NDArray[np.int64], asked: PrefillOptions) -> None:
 
 
 def _job(prompts: NDArray[np.int64], asked: PrefillOptions, gpu: options.PricedGpu) -> tuple[PrefillJob, float]:
-    """The job, and how many prompts arrive in a second; 0 where all are there at once."""
+    """The job and the prompts that arrive per second; 0 if all arrive at once."""
     import numpy as np
 
     from wlb.workload import hardware_preset
@@ -126,7 +126,7 @@ def _job(prompts: NDArray[np.int64], asked: PrefillOptions, gpu: options.PricedG
 
 
 def _methods(context: typer.Context, methods: str | None, job: PrefillJob) -> list[str]:
-    """The methods to simulate. Raises ``UserError`` for one that the job cannot price, and for an option none reads."""
+    """The methods to simulate. Raises ``UserError`` for a method without prices or an option that none reads."""
     from wlb_studies.serving.policies import POLICIES, policy
 
     names = []
@@ -171,8 +171,8 @@ def _show(
         f"simulated with {listed(priced_by)}",
         notes={
             "method": "p50 to longest: seconds to the first token",
-            "kJ": "kJ: of all GPUs until the last first token",
-            "busy": "busy: mean over slowest rank of each pass; GPU-s: GPU-seconds that passes hold",
+            "kJ": "kJ: energy of all GPUs until the last first token",
+            "busy": "busy: mean over slowest rank of each pass; GPU-s: GPU-seconds that passes occupy",
         },
         wide_only=("mean", "longest", "longest\npass", "busy", "GPU-s"),
     )
@@ -182,7 +182,7 @@ def _show(
 
 
 def _main_groups(result: PrefillResult) -> list[str]:
-    """Of a policy that chose groups of several kinds, those with at least 1% of the tokens."""
+    """The groups with at least 1% of the tokens, for a policy that chose several kinds."""
     tokens = sum(group.tokens for group in result.groups)
     return [f"{_group(g)} {g.tokens / tokens:.0%}" for g in result.groups if g.tokens >= 0.01 * tokens]
 

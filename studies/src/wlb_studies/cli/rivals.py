@@ -1,4 +1,4 @@
-"""``wlb-studies rivals``: published balancing policies beside ours, each in its best layout, on your documents."""
+"""``wlb-studies rivals``: compare published balancing policies with ours on your documents."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ def rivals(
     policies: Annotated[str | None, options.list_of_names("Policies; default: all (docs/rivals.md).")] = None,
     steps: Annotated[
         int | None,
-        options.number_of_steps("Steps of each draw, after some that warm up; default: of 256 windows, 4 to 16."),
+        options.number_of_steps(
+            "Steps of each draw, after warm-up; default: 256 windows, at least 4 and at most 16 steps."
+        ),
     ] = None,
     plot: options.Plot = None,
     json: options.Json = False,
 ) -> None:
     """Compare balancing policies on the same documents, model, GPUs and global batch, each in its best layout.
 
-    Everything is simulated, with one model of computing, links and pipelines for all; planning seconds are measured
-    here. Speed at equal work is over plain-4d, which is always included, and the median of several draws of the
-    documents, as in wlb check; --plot draws it.
+    Everything is simulated with the same prices for all policies; only planning seconds are measured, on this machine.
+    Speed at equal work is over plain-4d, which is always included: the median of several draws of the documents, as in
+    wlb check. --plot draws it.
 
     Example: wlb-studies rivals synthetic:20000:128K:0 --gpus 64 --context-window 128K --policies distca,balanced
     """
@@ -93,7 +95,7 @@ def rivals(
 
 
 def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
-    """What each policy comes to, in 80 columns; then in which layout, of how many that were tried."""
+    """Each policy's result in 80 columns, then its layout and how many layouts were tried."""
     base = outcomes[0]
     policies = {"policy": [o.policy for o in outcomes]}
     spreads = [outcome.spread(base) for outcome in outcomes]
@@ -108,7 +110,7 @@ def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
     }
     notes = {
         "speed at\nequal work": f"speed at equal work: over {base.policy}; median of {draws}",
-        "exchange\nGB/GPU": "exchange: received per GPU and step for attention and switching",
+        "exchange\nGB/GPU": "exchange: received by a GPU in a step, for attention and switching strategies",
     }
     show_columns(policies | columns, title=title, notes=notes)
     layouts = {"tried": [f"{o.tried}" for o in outcomes], "its best layout": [o.layout for o in outcomes]}

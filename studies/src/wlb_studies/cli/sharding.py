@@ -1,4 +1,4 @@
-"""``wlb-studies sharding``: what each sharding strategy would do to your documents."""
+"""``wlb-studies sharding``: compare sharding strategies on your documents."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def sharding(
 ) -> None:
     """Compare sharding strategies on micro-batches of a list of document lengths.
 
-    Packs the documents sequentially, divides sampled micro-batches over context-parallel ranks with every strategy and
-    prints how even the ranks are and how many keys and values they exchange. --plot draws one micro-batch: the attended
+    Packs the documents sequentially and shards sampled micro-batches over context-parallel ranks with every strategy.
+    Prints how even the ranks are and how many keys and values they exchange. --plot draws one micro-batch: the attended
     area of every rank.
 
     Example: wlb-studies sharding synthetic:20000:128K:0 --context-window 128K --cp 8
@@ -45,7 +45,7 @@ def sharding(
 
     options.check_picture(plot)
     check_group_size(cp)
-    # Shards are priced one by one, so the workload is that of a GPU without context parallelism.
+    # Shards are priced one by one, so the workload describes a GPU without context parallelism.
     priced = gpu.priced(context, context_window, 1, reads=["cp"])
     priced_by = {name: value for name, value in priced.described.items() if name != "cp"}
     micro_batches = sample_micro_batches(read_lengths(lengths), context_window, samples, seed)
@@ -94,7 +94,7 @@ def _show(results: Sequence[StrategyResult], title: str) -> None:
         title=title,
         notes={
             "strategy": "means over micro-batches; imbalance: largest over mean rank",
-            "group over\nbest": "group: predicted seconds, forward and backward; ranks wait in every layer",
+            "group over\nbest": "group: predicted seconds of both passes; ranks synchronise in every layer",
             "K/V\ngathered": "K/V gathered: tokens whose keys and values another rank attends",
         },
         wide_only=("group,\nseconds", "planning\nms", "chosen\nper document"),

@@ -1,4 +1,4 @@
-"""``wlb-studies thresholds``: outlier thresholds and L_max for your documents, beside packing without thresholds."""
+"""``wlb-studies thresholds``: find outlier thresholds and L_max for your documents."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from wlb_studies.thresholds import Trial
 
 _TUNED, _UNTUNED = "variable_length, tuned", "balanced"
-_DELAY = 8  # steps that a document may wait in the latter, if none are given
-_AS_FAST = 0.99  # of the tuned setting's speed: thresholds tuned on these documents fit others less well
+_DELAY = 8  # default of steps that a document may wait without thresholds
+_AS_FAST = 0.99  # of the tuned setting's speed, since tuned thresholds fit other documents less well
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(PackedOptions):
-    """What settings are tried on, and within which bounds."""
+    """The job for trials, and the bounds on settings."""
 
     max_length_factor: Annotated[
         float,
         typer.Option(
-            min=1.0, max=1000.0, metavar="X", help="Largest L_max to consider, in context windows: what memory allows."
+            min=1.0, max=1000.0, metavar="X", help="Largest L_max to consider, in context windows, as memory allows."
         ),
     ] = 2.0
-    max_token_delay: Annotated[float, typer.Option(min=0.0, metavar="STEPS", help="Bound on the mean token delay.")] = (
-        0.35
-    )
+    max_token_delay: Annotated[
+        float, typer.Option(min=0.0, metavar="STEPS", help="Largest mean token delay, in steps.")
+    ] = 0.35
 
 
 def thresholds(
@@ -45,10 +45,10 @@ def thresholds(
 ) -> None:
     """Choose outlier thresholds and L_max for variable_length packing, and see whether it is worth it.
 
-    Packs a sample of the documents with many settings, keeps those within the bounds on token delay and memory, and
-    prints the trade-off between balance and delay. Compares the tuned setting with other methods (--methods, as in
+    Packs a sample of the documents with many settings, keeps the settings within the bounds on token delay and memory,
+    and prints the trade-off between balance and delay. Compares the best with other methods (--methods, as in
     wlb-studies packing; default: sequential) and with balanced, which has no thresholds, at the same L_max. Recommends
-    balanced if it keeps the bound on token delay and is at most 1% slower at equal work.
+    balanced if it stays within the bound on token delay and is at most 1% slower for the same work.
 
     Example: wlb-studies thresholds synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
@@ -101,7 +101,7 @@ def thresholds(
 
 
 def _trials(documents: Sequence[Segment], asked: TuneOptions, job: Job) -> list[Trial]:
-    """Settings of variable_length, the best first."""
+    """Settings of variable_length, best first."""
     from wlb.packing.options import PackingOptions
     from wlb_studies.thresholds import MAX_LENGTH_FACTORS, search
 
@@ -144,7 +144,7 @@ def _show_trade_off(curve: Sequence[Trial], best: Trial) -> None:
         columns,
         title="variable_length: trade-off of balance against delay",
         notes={
-            "step\nspread": "simulated, without the documents left over at the end; the tuned setting is highlighted"
+            "step\nspread": "simulated, without the documents left over at the end; the best setting is highlighted"
         },
         highlighted=curve.index(best),
     )

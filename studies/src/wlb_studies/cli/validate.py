@@ -1,4 +1,4 @@
-"""``wlb-studies validate``: the simulator beside what others measured on GPUs."""
+"""``wlb-studies validate``: compare the simulator with published GPU measurements."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def validate(
     out: Out = Path("results"),
     measured: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measurements to hold the simulator against; default: published ones."),
+        typer.Option(metavar="FILE", help="Measurements to compare with; default: the published ones."),
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Hold the simulator against what others measured on GPUs; every row is in the JSON.
+    """Compare the simulator with GPU timings that others published; the JSON has every row.
 
     Example: wlb-studies validate
     """

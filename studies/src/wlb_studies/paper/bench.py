@@ -1,12 +1,12 @@
-"""The paper's systems, and ours, on one job and the same documents.
+"""The paper's systems and ours on one job and the same documents.
 
-One corpus serves all context windows of an experiment, because a corpus does not change with the window. Without a file
-it is this project's synthetic one (``wlb.documents.synthetic``) with its 128K parameters; where longer windows are
-simulated, its tail goes on to the longest.
+One corpus serves all context windows of an experiment, because a corpus does not change with the window. Without a
+file it is synthetic (``wlb.documents.synthetic``) with the 128K parameters; for longer windows its tail extends to the
+longest window.
 
-The paper's systems get global batches from a data loader: full windows, of which Plain-4D trains each as it is, while
-the others pack their documents anew (Algorithm 1 and section 7.1). A document that does not fit into a window has been
-cut by then, for all systems alike. ``cut_by_loader`` does the same, so that every system computes the same attention.
+The paper's systems get global batches from a data loader: full windows. Plain-4D trains each window as it is; the
+others repack its documents (Algorithm 1 and section 7.1). By then the loader has cut documents that do not fit in a
+window, for all systems alike. ``cut_by_loader`` does the same, so every system computes the same attention.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TAIL_START_TOKENS = _128K / 16
 
 
 class Documents(NamedTuple):
-    """Lengths in tokens, and where they are from."""
+    """Lengths in tokens, and their origin."""
 
     lengths: NDArray[np.int64]
     source: str
@@ -66,9 +66,9 @@ def grown_corpus(settings: Settings, context_window: int) -> Documents:
 
 
 def cut_by_loader(lengths: NDArray[np.int64], context_window: int, seed: int) -> NDArray[np.int64]:
-    """Pieces of documents in a random order that fill one window after another; the last, short window is left out.
+    """Pieces of documents in random order that fill one window after another, without the last, partial window.
 
-    Raises ``UserError`` where the documents do not fill a window.
+    Raises ``UserError`` if the documents do not fill a window.
     """
     ends = np.cumsum(np.random.default_rng(seed).permutation(lengths))
     whole = int(ends[-1]) // context_window * context_window
@@ -80,10 +80,10 @@ def cut_by_loader(lengths: NDArray[np.int64], context_window: int, seed: int) ->
 
 
 class Bench:
-    """One job's documents and number of steps; what differs between systems is given to ``run``.
+    """One job's documents and number of steps; ``run`` takes what differs between systems.
 
-    ``treatment`` says whether a data loader has cut documents at the window for every system alike, or each system gets
-    them whole, and only Plain-4D cuts them.
+    ``treatment`` says whether a data loader cuts documents at the window for every system, or every system gets them
+    whole and only Plain-4D cuts them.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Bench:
         self.lengths = cut_by_loader(lengths, job.context_window, settings.seed) if self._cut else lengths
 
     def run(self, preset: str, **settings: Any) -> SimulationResult:
-        """Simulate the job under ``preset``; ``settings`` are those of ``simulated_job``."""
+        """Simulate the job under ``preset``; ``settings`` go to ``simulated_job``."""
         return self.simulate(self.job(preset, **settings))
 
     def speedup(self, result: SimulationResult) -> float:
-        """Over Plain-4D, in tokens/s."""
+        """Speedup over Plain-4D, in tokens/s."""
         return result.tokens_per_second / self.plain.tokens_per_second
 
     @cached_property

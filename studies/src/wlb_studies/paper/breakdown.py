@@ -1,7 +1,7 @@
-"""Figure 13: what each remedy alone gives for 7B-128K, then ours one after another, and waiting without each of them.
+"""Figure 13: the gain of each remedy alone for 7B-128K, then ours added one by one, and waiting without each of them.
 
-With dp 1 and as many micro-batches as pipeline ranks, as in the paper, there is nothing to assign and little to order;
-so the same job is shown once more with four data-parallel ranks and four times as many micro-batches on each.
+With dp 1 and as many micro-batches as pipeline ranks, as in the paper, there is nothing to assign and little to order.
+So the same job is shown again with four data-parallel ranks and four times as many micro-batches on each.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]
 _WIDE = _JOB._replace(layout=replace(_JOB.layout, dp=4), micro_batches=16)
 Prices = Literal["own", "balanced's", "W_a + W_l"]
-_WIDE_SHARE = 4  # of the steps, each of which has 16 times as many documents
+_WIDE_SHARE = 4  # share of the steps, since each has 16 times as many documents
 
 
-# Ours where documents may wait: in the paper's groups, schedule and number of micro-batches, with the paper's L_max.
+# Ours with delay, in the paper's groups, schedule and number of micro-batches, with the paper's L_max.
 _WAITS: dict[str, Any] = {"max_delay": 8, "lookahead": 0.5, "max_length_factor": 1.5}
 
 
 class Variant(NamedTuple):
-    """A preset, what replaces its settings, and whose prices it packs by: its own, ``balanced``'s, or W_a + W_l."""
+    """A preset, changed settings, and the prices for packing: its own, those of ``balanced``, or W_a + W_l."""
 
     preset: str
     changed: dict[str, Any]
@@ -103,12 +103,12 @@ def run(settings: Settings) -> Report:
         [(name, paper.BREAKDOWN.get(name), narrow[name], wide[name]) for name in ONE_BY_ONE],
     )
     left_out = Table(
-        "balanced where documents may wait, without one of its ingredients: speed over all of them",
+        "balanced with delay, without one of its ingredients: speed over all of them",
         (Column("left out"), on_64, on_256),
         [(name, _over_all(narrow, name), _over_all(wide, name)) for name in LEFT_OUT],
     )
     return Report(
-        title="What each remedy gives, 7B-128K (paper: Figure 13)",
+        title="The gain of each remedy, 7B-128K (paper: Figure 13)",
         documents=documents.source,
         tables=[table, left_out],
         draw=bars_of(
@@ -121,7 +121,7 @@ def run(settings: Settings) -> Report:
         notes=[
             ASSUMED,
             "documents cut at the window by the data loader, for all systems alike",
-            "keys and values kept for the backward are part of our attention, and so of every system here",
+            "our attention keeps keys and values for the backward, and so does every system here",
         ],
     )
 
@@ -152,7 +152,7 @@ def _findings(gains: dict[str, float], wide: dict[str, float]) -> list[Finding]:
         Finding("packing gains more than sharding", packing > adaptive, f"{packing:.3f}, {adaptive:.3f}"),
         Finding("both together gain most", gains["WLB-LLM"] > max(packing, adaptive), f"{gains['WLB-LLM']:.3f}"),
         Finding(
-            "ours: where documents may wait it loses, on one of the two jobs or both, whatever is left out",
+            "ours: with delay, leaving out any ingredient loses speed on at least one of the two jobs",
             not idle,
             f"nothing lost without: {', '.join(idle)}" if idle else f"{len(left_out)} ingredients",
         ),

@@ -1,9 +1,8 @@
-"""Figure 14: speedup of WLB-LLM for 7B as the context window grows, and beyond the paper's longest.
+"""Figure 14: speedup of WLB-LLM for 7B as the context window grows, also beyond the paper's longest.
 
-Two readings of "a longer window": the same documents at every window, of up to 1M tokens, cut where they do not fit;
-and documents that grow with the window, in the same proportions (only without a file). Up to 256K the job runs in the
-paper's layout for 128K; longer windows get more context-parallel ranks, so that each still has at most 128K tokens of a
-micro-batch.
+"A longer window" has two readings: the same documents at every window, of up to 1M tokens, cut where they do not fit;
+or documents that grow in proportion to the window (only without a file). Up to 256K the job runs in the paper's layout
+for 128K. Longer windows get more context-parallel ranks, so that each still has at most 128K tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _TOKENS_OF_A_RANK = 128 * _1K
 
 
 class _OfWindow(NamedTuple):
-    """A row of the table. The last two are of documents that grow, None where a file gives the lengths."""
+    """A row of the table. The last two are for documents that grow; None if a file gives the lengths."""
 
     window: str
     gpus: int
@@ -41,7 +40,7 @@ class _OfWindow(NamedTuple):
 
     @property
     def ratios(self) -> list[float]:
-        """What balanced gains over WLB-LLM, each way."""
+        """Speedup of balanced over WLB-LLM, in both readings."""
         grown = [self.grown_balanced / self.grown_wlb] if self.grown_balanced and self.grown_wlb else []
         return [self.balanced / self.wlb, *grown]
 

@@ -1,9 +1,9 @@
 """Figure 16, measured: does packing change what a model learns?
 
 The same small model is trained on the source of Python's standard library with every packing method, on the same
-documents in the same order, from the same weights. The yardstick, which the paper lacks, is ``unpacked``: whole
-documents in the order in which they arrive. A difference counts as real when its mean over seeds is outside the 95%
-interval of Student's t around zero, whose spread is that of the paired differences of all methods, pooled.
+documents in the same order, from the same weights. The baseline, which the paper lacks, is ``unpacked``: whole
+documents in order of arrival. A difference counts as real if its mean over seeds is outside the 95% interval of
+Student's t around zero, with the pooled spread of the paired differences of all methods.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from wlb_studies.paper import paper
 from wlb_studies.paper.training_runs import MICRO_BATCHES, WINDOW, SeedRun, prepare_data, runs_of, train_all
 
 _STEPS = 400
-_LAST_SHARE = 0.1  # of all steps, over which the final training loss is averaged
-_POINTS = 50  # of a training curve
+_LAST_SHARE = 0.1  # last share of all steps, over which the final training loss is averaged
+_POINTS = 50  # points of a training curve
 _BASE = "unpacked"
-# Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom; beyond the table the normal one.
+# Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom; beyond the table, the normal quantile.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _NORMAL = 1.960
 
 
 class Trained(NamedTuple):
-    """What one run measured. Curves are (steps, losses); the training loss is averaged over equal runs of steps."""
+    """Results of one run. Curves are (steps, losses); the training loss is averaged over equal groups of steps."""
 
     training: tuple[list[float], list[float]]
     held_out: tuple[list[float], list[float]]
     final_training: float
     final_held_out: float
-    still_falling: float  # share by which held-out loss fell over the last tenth of the run
+    still_falling: float  # relative drop of the held-out loss over the last tenth of the run
     token_delay: float
     displaced_steps: float
     displaced_share: float
@@ -48,13 +48,13 @@ class Trained(NamedTuple):
 
 
 class Displacement(NamedTuple):
-    """Steps between a document's place in arrival order and the step that finished it, over all documents finished.
+    """Steps between a document's place in arrival order and the step that finished it, for finished documents.
 
-    In arrival order steps follow each other at the run's own pace, its mean tokens a step. ``moved`` is the share of
-    tokens that are trained more than a step away from their place.
+    Places in arrival order assume the run's mean tokens per step. ``moved`` is the share of tokens trained more than
+    one step away from their place.
     """
 
-    mean_steps: float  # without sign, each token counting once
+    mean_steps: float  # absolute, weighted by tokens
     moved: float
     longest: float
 
@@ -75,7 +75,7 @@ def run(settings: Settings) -> Report:
 
 
 def measured(run: SeedRun, lengths: NDArray[np.int64]) -> Trained:
-    """What a finished run wrote."""
+    """The results that a finished run wrote."""
     lines, evaluations = run.lines(), run.evaluations()
     losses = np.array([line["loss"] for line in lines])
     groups = np.array_split(np.arange(len(losses)), min(_POINTS, len(losses)))
@@ -96,7 +96,7 @@ def measured(run: SeedRun, lengths: NDArray[np.int64]) -> Trained:
 def displacement(
     finished: Sequence[Sequence[int]], tokens: Sequence[int], lengths: NDArray[np.int64], seed: int
 ) -> Displacement:
-    """From the ``finished`` documents and ``tokens`` of every step; ``lengths`` are those of the store."""
+    """Computed from the ``finished`` documents and ``tokens`` of every step and the store's ``lengths``."""
     documents = np.array([document for of_step in finished for document in of_step], np.int64)
     step = np.repeat(np.arange(len(finished)), [len(of_step) for of_step in finished])
     epochs = int(documents.max(initial=0)) // len(lengths) + 1
@@ -105,7 +105,7 @@ def displacement(
     order = np.concatenate(orders)
     ends = np.empty(len(order))
     ends[order] = np.cumsum(lengths[order % len(lengths)])
-    place = (ends[documents] - 1) // np.mean(tokens)  # the step in which its last token would be
+    place = (ends[documents] - 1) // np.mean(tokens)  # the step of its last token in arrival order
     weights = lengths[documents % len(lengths)]
     distance = np.abs(step - place)
     return Displacement(
@@ -135,7 +135,7 @@ def report(methods: dict[str, list[Trained]], steps: int, seeds: list[int]) -> R
 
 
 def outside_noise(differences: dict[str, list[float]]) -> dict[str, bool | None]:
-    """Whether each method's mean paired difference is outside what seeds alone make; None with one seed."""
+    """Whether each method's mean paired difference exceeds seed noise; None with one seed."""
     freedom = sum(len(of_method) - 1 for of_method in differences.values())
     if freedom == 0:
         return dict.fromkeys(differences)
@@ -148,13 +148,13 @@ def outside_noise(differences: dict[str, list[float]]) -> dict[str, bool | None]
 
 
 class _Loss(NamedTuple):
-    """Training loss, or held-out loss: of every method, by seed."""
+    """Training or held-out loss of every method, by seed."""
 
     name: str
     steps: list[float]
     curves: dict[str, NDArray[np.float64]]  # (seeds, steps)
     final: dict[str, NDArray[np.float64]]
-    differences: dict[str, list[float]]  # of the final ones, relative to unpacked training with the same seed
+    differences: dict[str, list[float]]  # final losses, relative to unpacked training with the same seed
     outside: dict[str, bool | None]  # seed noise
 
     @classmethod
@@ -246,7 +246,7 @@ def _by_seed(differences: list[float]) -> str:
 
 
 def _draw(losses: list[_Loss], path: Path) -> None:
-    """Both curves with their range over seeds, and what is left of them after taking unpacked training away."""
+    """Draw both curves with their range over seeds, and their difference from unpacked training."""
     figure, axes = pyplot_without_display().subplots(2, 2, figsize=(13, 7.5), constrained_layout=True)
     for loss, (top, bottom) in zip(losses, axes.T, strict=True):
         base = loss.curves[_BASE]

@@ -1,9 +1,9 @@
-"""Figures 1 and 4: how unevenly the GPUs of one large job are busy.
+"""Figures 1 and 4: how unevenly the GPUs of one large job are loaded.
 
-The paper's job trains a 405B model with a 128K window on 8,192 GPUs (tp 8, cp 16, pp 16, dp 4); it gives the layout,
-but not how many micro-batches a rank runs, nor over how many steps latency was added up. Here a rank runs as many as
-there are pipeline ranks, and each step is taken by itself. Latency is what a GPU computes, waiting left out;
-tensor-parallel ranks are alike.
+The paper's job trains a 405B model with a 128K window on 8,192 GPUs (tp 8, cp 16, pp 16, dp 4). It gives the layout,
+but neither the micro-batches per rank nor the number of steps in the latency sum. Here a rank runs as many
+micro-batches as there are pipeline ranks, and each step counts alone. Latency is the compute time of a GPU, without
+waiting; tensor-parallel ranks are alike.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from wlb_studies.experiment import Column, Finding, Report, Settings, Table
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import Bench, corpus
 
-_STEPS = 64  # over fewer, tokens/s favour systems in which many long documents still wait at the end
-_JOB = NAMED_JOBS["405b-128k"]  # 1F1B; 126 layers. What a GPU computes hardly depends on it
+_STEPS = 64  # with fewer steps, tokens/s favour systems in which many long documents still wait at the end
+_JOB = NAMED_JOBS["405b-128k"]  # 1F1B; 126 layers. Compute per GPU hardly depends on it
 SYSTEMS = ("plain-4d", "fixed-4d", "wlb-llm", "balanced")
-# What is compared, by its axes in (steps, pp, dp, cp); and the axes inside a pp, dp or cp rank.
+# Compared axes of (steps, pp, dp, cp), and the axes inside a pp, dp or cp rank.
 _TOGETHER = {"all GPUs": (1, 2, 3), "dp ranks": (2,), "pp ranks": (1,), "cp ranks of a group": (3,)}
 _INSIDE = {1: (2, 3), 2: (3,), 3: ()}
 Array = NDArray[np.float64]
@@ -35,7 +35,7 @@ Array = NDArray[np.float64]
 class Latency(NamedTuple):
     """Seconds that each GPU computes in each step, shape (steps, pp, dp, cp): everything, and attention alone.
 
-    ``seconds`` are those of the steps, with all waiting.
+    ``seconds`` are step times, including waiting.
     """
 
     all: Array
@@ -62,7 +62,7 @@ def run(settings: Settings) -> Report:
         notes=[
             "model llama3-405b; assumed: 16 micro-batches a rank, 1F1B, WLB-LLM's thresholds; means over steps of the "
             "slowest over the mean",
-            "the paper's 1.44 is the slowest GPU over the others, added up over a trace of unknown length",
+            "the paper's 1.44 is the slowest GPU over the others, summed over a trace of unknown length",
             "documents cut at the window by the data loader, for all systems alike",
         ],
     )
@@ -95,9 +95,9 @@ def _table(found: dict[str, Latency], rates: dict[str, float]) -> Table:
 
 
 def slowest_over_mean(latency: Array, axes: tuple[int, ...]) -> float:
-    """The largest over the mean along ``axes``, and of these the mean.
+    """Mean of the largest over the mean along ``axes``.
 
-    Of pp ranks and dp ranks the sums over what is inside them are compared, not single GPUs.
+    For pp and dp ranks this compares sums over their GPUs, not single GPUs.
     """
     if len(axes) == 1:
         latency = latency.sum(axis=_INSIDE[axes[0]], keepdims=True)
@@ -123,7 +123,7 @@ def _findings(plain: Latency, rates: dict[str, float]) -> list[Finding]:
 
 
 def _draw(found: dict[str, Latency], path: Path) -> None:
-    """All GPUs by rank, the same grouped by dp and pp, and one context-parallel group; of the median step."""
+    """Draw all GPUs by rank, grouped by dp and pp, and one context-parallel group, for the median step."""
     layout = _JOB.layout
     colours = dict(zip(found, (BASELINE, *COLOURS[:2], BALANCED), strict=True))
     figure, (sorted_axis, group_axis, cp_axis) = pyplot_without_display().subplots(

@@ -1,7 +1,7 @@
-"""Figures 7 and 10: what attention costs by length, and which FLOP/s it reaches.
+"""Figures 7 and 10: the cost of attention by length, and the FLOP/s that it reaches.
 
-Simulated: the H100 preset, one layer of 7B. Measured: a profile of this machine (``wlb profile``), if one is given; its
-model and machine differ from the paper's, so its shape counts, not its numbers.
+Simulated: the H100 preset, one layer of 7B. Measured: a profile of this machine (``wlb profile``), if given; its model
+and machine differ from the paper's, so compare the shape of the curve, not its numbers.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def run(settings: Settings) -> Report:
         draw=partial(_draw, curves, measured),
         findings=_findings(queries),
         notes=[
-            "forward only, as in the paper's Figure 10, whose values are printed nowhere",
-            "not modelled: tensor memory acceleration, which the paper names for the rise from 128 to 256 queries",
+            "forward only, as in the paper's Figure 10, which prints no values",
+            "not modelled: tensor memory acceleration, to which the paper attributes the rise from 128 to 256 queries",
             *([] if profile else ["measured tables need --profile FILE, from wlb profile --out FILE"]),
         ],
     )
 
 
 def _queries(workload: Costs, shape: ModelShape, queries: int, keys: int) -> _Point:
-    """Of the last ``queries`` tokens of a document of ``keys`` tokens, one layer."""
+    """Curve for the last ``queries`` tokens of a document of ``keys`` tokens, one layer."""
     seconds = float(workload.piece_seconds([keys - queries], [keys], "forward")[0])
     before, whole = attention_flops(shape, [keys - queries, keys], "forward").tolist()
     return _point(queries, seconds, whole - before, shape)
@@ -66,7 +66,7 @@ def _document(workload: Costs, shape: ModelShape, tokens: int) -> _Point:
 
 
 def _measured(profile: WorkloadProfile) -> dict[str, list[_Point]]:
-    """Of one layer, by what was measured."""
+    """Curve for one layer, from a measured profile."""
     shape, table = profile.model, profile.prefix_attention
     flops = attention_flops(shape, profile.attention.tokens, "forward") / profile.tp
     rows = zip(profile.attention.tokens, profile.attention.forward_seconds, flops, strict=True)
@@ -82,7 +82,7 @@ def _measured(profile: WorkloadProfile) -> dict[str, list[_Point]]:
 
 
 def _point(tokens: int, seconds: float, flops: float, shape: ModelShape) -> _Point:
-    """What all layers take in ``seconds``, told of one."""
+    """Convert ``seconds`` of all layers to one layer."""
     return int(tokens), 1e3 * float(seconds) / shape.layers, flops / float(seconds) / 1e12
 
 

@@ -1,8 +1,8 @@
-"""What the paper says, number by number: the quoted column of every table here.
+"""The paper's numbers: the quoted column of every table here.
 
-All of it is quoted from WLB-LLM (OSDI '25, proceedings pages 785-801; arXiv 2503.17924). Figures whose values are
-printed nowhere, neither in the text nor in a table, are left out rather than read off a plot. The layouts of its Table
-1 are in ``wlb.simulate.job``.
+All numbers are quoted from WLB-LLM (OSDI '25, proceedings pages 785-801; arXiv 2503.17924). Figures without printed
+values, in text or table, are left out rather than read off a plot. The layouts of its Table 1 are in
+``wlb.simulate.job``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WLB_LLM_SPEEDUP_BY_WINDOW = {65_536: 1.15, 131_072: 1.30}
 # Section 7.3 and Figure 13: speedups over Plain-4D for 7B-128K.
 BREAKDOWN = {"cp: per-document": 1.02, "cp: adaptive": 1.05, "pp: packing": 1.28, "WLB-LLM": 1.33}
 
-# Section 7.3 and Figure 14: speedups over Plain-4D of 7B, where the text gives them. Windows from 32K to 160K.
+# Section 7.3 and Figure 14: speedups over Plain-4D of 7B that the text gives. Windows from 32K to 160K.
 CONTEXT_WINDOWS = {131_072: 1.33, 163_840: 1.40}
 
 # Section 7.4 and Figure 15: speedups over per-sequence sharding by context window, one layer of 7B, cp 4. The gain of
@@ -56,5 +56,5 @@ CONVERGENCE_TOKEN_DELAY = 0.5
 
 
 def sizes(layout: Layout) -> str:
-    """A layout as Table 1 has it: tp, cp, pp, dp."""
+    """A layout in the order of Table 1: tp, cp, pp, dp."""
     return f"{layout.tp},{layout.cp},{layout.pp},{layout.dp}"

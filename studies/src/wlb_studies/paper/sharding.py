@@ -1,7 +1,7 @@
 """Figure 15: sharding strategies on one transformer layer of 7B, cp 4.
 
-The paper's ranks gather all keys and values, whatever the strategy; ours only those that another rank attends, which is
-most of what makes per-document sharding dearer than per-sequence sharding here. Both are shown.
+The paper's ranks gather all keys and values with every strategy; our ranks gather only those that another rank
+attends. This is the main reason that per-document sharding costs more than per-sequence sharding here. Both are shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wlb_studies.sharding import sample_micro_batches
 WINDOWS = (65_536, 131_072)
 CP = 4
 _SAMPLES = 200
-_TP = 8  # of the paper's 7B-128K; its case study does not say
+_TP = 8  # as in the paper's 7B-128K; its case study does not say
 _MODEL = "7b"
 _STATIC = ("per_sequence", "per_document")
 
@@ -63,7 +63,7 @@ def run(settings: Settings) -> Report:
         ),
         findings=_findings(gains),
         notes=[
-            "forward and backward of the slowest rank: attention, everything else, keys and values under way",
+            "forward and backward of the slowest rank: attention, everything else, K/V traffic",
             f"tp {_TP} (assumed), H100 preset; {_SAMPLES} windows of the data loader",
             "ideal: documents are not cut, nothing is gathered, ranks are equal; the paper's Optimal, the better of "
             "the two in hindsight, is adaptive here, as predictions are taken as truth",
@@ -77,7 +77,7 @@ def _strategies(window: int, documents: Documents, workload: Costs, settings: Se
     for lengths in micro_batches:
         for name in STRATEGIES:
             rows[name].append(_strategy(name, lengths, workload))
-        # The paper's selection gathers everything either way, so it compares what is left.
+        # The paper's selection gathers everything either way, so it compares only the rest.
         whole = min(rows[name][-1].gathering_all for name in _STATIC)
         rows["adaptive"][-1] = rows["adaptive"][-1]._replace(gathering_all=whole)
         linear = float(workload.linear_seconds(int(lengths.sum()) / CP))
@@ -97,7 +97,7 @@ def _strategy(name: str, lengths: NDArray[np.int64], workload: Costs) -> Strateg
 
 
 def _gains(strategies: dict[str, Strategy]) -> dict[str, tuple[float, float]]:
-    """Speedups over per-sequence sharding, all keys and values gathered or those attended."""
+    """Speedups over per-sequence sharding, gathering all keys and values or only attended ones."""
     base = strategies["per_sequence"]
     return {
         name: (base.gathering_all / one.gathering_all, base.gathering_attended / one.gathering_attended)

@@ -1,7 +1,7 @@
 """Table 1 and Figure 12: the paper's eight jobs under its three systems and ours.
 
-Besides the systems, each of the paper's two remedies alone: its packing with Plain-4D's sharding (the pipeline's
-part), and its sharding of Plain-4D's micro-batches (context parallelism's part).
+Also each of the paper's two remedies alone: its packing with Plain-4D's sharding (the pipeline's part), and its
+sharding of Plain-4D's micro-batches (context parallelism's part).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Val
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import ASSUMED, Bench, Documents, Treatment, corpus
 
-_STEPS = 200  # over fewer, tokens/s favour systems in which many long documents still wait at the end
+_STEPS = 200  # with fewer steps, tokens/s favour systems in which many long documents still wait at the end
 
 
 class Speedups(NamedTuple):
@@ -36,7 +36,7 @@ def run(settings: Settings) -> Report:
     rows = {treatment: _rows(treatment, documents, settings) for treatment in ("cut", "whole")}
     cut = rows["cut"]
     table = _table("documents cut at the window by the data loader, for all systems alike", cut, quoted=True)
-    whole = _table("whole documents, which Plain-4D cuts and the others do not", rows["whole"], quoted=False)
+    whole = _table("whole documents, which only Plain-4D cuts", rows["whole"], quoted=False)
     return Report(
         title="Speedups over Plain-4D (paper: Table 1, Figure 12)",
         documents=documents.source,
@@ -48,7 +48,7 @@ def run(settings: Settings) -> Report:
             label="speedup over Plain-4D",
         ),
         findings=findings(cut),
-        notes=[ASSUMED, "quoted values per job are printed nowhere in the paper but for 7B-128K"],
+        notes=[ASSUMED, "the paper prints the value of only one job, 7B-128K"],
     )
 
 
@@ -61,7 +61,7 @@ def _rows(treatment: Treatment, documents: Documents, settings: Settings) -> dic
 
 
 def _row(bench: Bench) -> Speedups:
-    """Fixed-4D with the better of both static shardings, as the paper compares it (section 7.1)."""
+    """Fixed-4D with the better of the two static shardings, as in the paper (section 7.1)."""
     runs = [bench.run("fixed-4d", sharding=sharding) for sharding in ("per_sequence", "per_document")]
     runs += [bench.run("wlb-llm"), bench.run("balanced"), bench.run("wlb-llm", sharding="per_sequence")]
     runs.append(bench.run("plain-4d", sharding="adaptive"))
@@ -95,7 +95,7 @@ def _table(title: str, rows: dict[str, Speedups], *, quoted: bool) -> Table:
 
 
 def findings(rows: dict[str, Speedups]) -> list[Finding]:
-    """The paper's findings (sections 7.2 and 7.3), in these numbers."""
+    """The paper's findings (sections 7.2 and 7.3), tested with these numbers."""
     models, windows = _mean_by("model", rows), _mean_by("context_window", rows)
     by_window = sorted(windows.items(), key=lambda item: int(item[0]))
     mean = _mean(rows.values())
@@ -137,7 +137,7 @@ def _mean(rows: Iterable[Speedups]) -> Speedups:
 
 
 def _mean_by(size: str, rows: dict[str, Speedups]) -> dict[str | int, float]:
-    """WLB-LLM's mean speedup over the jobs of each value of ``size``, in their order."""
+    """WLB-LLM's mean speedup over the jobs with each value of ``size``, in order."""
     jobs: dict[str | int, list[float]] = {}
     for name, row in rows.items():
         jobs.setdefault(getattr(PAPER_JOBS[name], size), []).append(row.wlb)

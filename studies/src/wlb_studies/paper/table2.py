@@ -20,7 +20,7 @@ _SOLVER_SECONDS = 2.0
 _JOB = PAPER_JOBS["7b-128k"].under("balanced")
 
 
-# By their name in ``wlb_studies.paper.paper.TABLE_2`` or, of ours, in ``wlb-studies packing``.
+# By name in ``wlb_studies.paper.paper.TABLE_2``; ours by name in ``wlb-studies packing``.
 METHODS = {
     "sequential": "original packing",
     **{f"fixed_greedy:{n}": f"fixed-length greedy, {n} global batches" for n in (1, 2, 4, 8)},
@@ -53,11 +53,11 @@ def run(settings: Settings) -> Report:
         ),
         findings=_findings(results),
         notes=[
-            "imbalance: heaviest over mean micro-batch, by the prices packed by; the paper's by measured latency",
+            "imbalance: heaviest over mean micro-batch, by the packer's prices; the paper uses measured latency",
             f"planning is measured on this CPU, one thread; the solver stops after {_SOLVER_SECONDS:g} s, and plans "
             f"{_SOLVER_STEPS} steps",
             "WLB-LLM is Algorithm 1 with L_max 1.5 windows; the paper's L_max and thresholds are not published",
-            "all methods are simulated in one job, sharded as in balanced, which packs by what sharded documents cost",
+            "all methods are simulated in one job, sharded as in balanced, with prices of sharded documents",
             "documents cut at the window by the data loader, for all methods alike",
         ],
     )
@@ -125,9 +125,9 @@ def _findings(results: dict[str, MethodResult]) -> list[Finding]:
             f"{queues[1]:.3f}, {greedy[3]:.3f}",
         ),
         Finding(
-            "ours: balanced with max_delay 8 balances better than WLB-LLM with any number of queues, and delays less",
+            "ours: balanced with max_delay 8 balances better and delays less than WLB-LLM with any number of queues",
             ours.imbalance_degree < min(queues) and ours.mean_token_delay < min(delays),
-            f"{ours.imbalance_degree:.3f} at a token delay of {ours.mean_token_delay:.2f}; least of WLB-LLM "
+            f"{ours.imbalance_degree:.3f} at a token delay of {ours.mean_token_delay:.2f}; lowest of WLB-LLM "
             f"{min(queues):.3f} and {min(delays):.2f}",
         ),
     ]

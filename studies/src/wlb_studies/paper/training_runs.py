@@ -1,8 +1,8 @@
-"""The small models that ``convergence`` trains: their data, their jobs, and running those that are not finished.
+"""The small models that ``convergence`` trains: their data and jobs, and running the unfinished ones.
 
-Each run is a ``wlb train`` with a directory of its own, ``OUT/convergence/STEPS-steps/METHOD-SEED``, with checkpoints:
-an interrupted experiment continues where it was, and finished runs are not repeated. As many runs go on at once as
-there are cores, one thread each.
+Each run is a ``wlb train`` with its own directory, ``OUT/convergence/STEPS-steps/METHOD-SEED``, and checkpoints: an
+interrupted experiment continues, and finished runs are not repeated. As many runs go on at once as there are cores,
+with one thread each.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ _CHECKPOINTS = 4
 _WARM_UP_SHARE = 20
 _LEARNING_RATE = 2e-3
 
-# What differs between methods. A micro-batch of all that a step may hold takes any document at once: nothing is cut,
-# delayed or put in another order, and the gradient is that of one document at a time (tests/training/
-# test_steps_equivalence.py).
+# The settings of each method. One micro-batch as large as the step takes any document at once: nothing is cut, delayed
+# or reordered, and the gradient equals training one document at a time (tests/training/test_steps_equivalence.py).
 METHODS: dict[str, dict[str, Any]] = {
     "unpacked": {
         "packing.method": "variable_length",
@@ -70,7 +69,7 @@ class SeedRun(NamedTuple):
         return self.folder / "log.txt"
 
     def lines(self) -> list[dict[str, Any]]:
-        """Those of steps.jsonl."""
+        """The rows of steps.jsonl."""
         return _json_lines(self.folder / "metrics" / "steps.jsonl")
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -78,7 +77,7 @@ class SeedRun(NamedTuple):
 
 
 def runs_of(out: Path, steps: int, seeds: Sequence[int]) -> list[SeedRun]:
-    """All runs, seed after seed, so that an early stop leaves whole comparisons."""
+    """All runs, seed by seed, so that an early stop leaves complete comparisons."""
     folder = out / "convergence" / f"{steps}-steps"
     return [
         SeedRun(method, seed, steps, folder / f"{method.replace(':', '')}-{seed}")
@@ -88,7 +87,7 @@ def runs_of(out: Path, steps: int, seeds: Sequence[int]) -> list[SeedRun]:
 
 
 def prepare_data(folder: Path) -> tuple[Path, Path]:
-    """Token stores of this Python's standard library, to train on and held out; made once."""
+    """Token stores of this Python's standard library, for training and held out; made once."""
     train, held_out = folder / "train", folder / "held-out"
     if held_out.with_suffix(".idx").exists():
         return train, held_out
@@ -107,7 +106,7 @@ def prepare_data(folder: Path) -> tuple[Path, Path]:
 
 
 def train_all(runs: Sequence[SeedRun], data: tuple[Path, Path], on_progress: Callable[[str], None]) -> None:
-    """Train the runs that are not finished. Raises ``UserError`` with the last line of the first that fails."""
+    """Train the unfinished runs. Raises ``UserError`` with the last line of the first run that fails."""
     waiting = deque(run for run in runs if not run.finished)
     done = len(runs) - len(waiting)
     running: dict[SeedRun, subprocess.Popen[bytes]] = {}
@@ -173,7 +172,7 @@ def _settings(run: SeedRun, data: tuple[Path, Path]) -> dict[str, Any]:
 
 
 def _to_toml(settings: dict[str, Any]) -> str:
-    """Dotted keys are valid TOML, and so are JSON's strings, numbers, booleans and lists of numbers."""
+    """Dotted keys are valid TOML, and so are JSON strings, numbers, booleans and lists of numbers."""
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
 
 

@@ -1,8 +1,8 @@
-"""Rivals in one simulator: published balancing policies beside ours, on the same documents, model, GPUs and links.
+"""Published balancing policies beside ours, in one simulator: same documents, model, GPUs and links.
 
-A policy is one small file that plans a step, and one line in ``POLICIES``. Plans are data (``plan``), priced in one
-place (``pricing``) by the simulator's own workload, links, FSDP and pipelines; ``compare`` finds each policy's best
-layout. Each file says its source and what was assumed; docs/rivals.md compares them.
+A policy is one small file that plans a step, and one line in ``POLICIES``. Plans are data (``plan``); ``pricing`` sums
+them up with the simulator's own workload, links, FSDP and pipelines, and ``compare`` finds each policy's best layout.
+Each file names its source and its assumptions; docs/rivals.md compares the policies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from wlb_studies.policies.policy import Outcome, Policy, RankPolicy
 from wlb_studies.policies.sliced import SlicedPolicy
 
 BASE = "plain-4d"
-_MANY = 6  # policies, for which processes of their own pay
+_MANY = 6  # fewest policies for which separate processes pay
 POLICIES: dict[str, Policy] = {
     BASE: PresetPolicy(),
     "per-document-4d": PresetPolicy(),
@@ -82,7 +82,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def chosen(names: str | None) -> list[str]:
-    """The policies of a comma-separated list, the base first; all where there is none. Raises ``UserError``."""
+    """The policies in a comma-separated list, the base first; all policies for None. Raises ``UserError``."""
     if names is None:
         return [*POLICIES]
     listed = [name.strip() for name in names.split(",")]
@@ -101,10 +101,10 @@ def compare(
     on_progress: Callable[[int], None] = lambda done: None,
     apart: Executor | None = None,
 ) -> tuple[list[Outcome], dict[str, str]]:
-    """Every policy in its best layout, on the same documents and global batch, and why others have none.
+    """Run every policy in its best layout on the same documents; also return why a policy has no layout.
 
-    ``steps`` are those of each draw, by default ``usual_steps``. ``on_progress`` gets how many policies are done, which
-    ``apart`` may run. Raises ``UserError`` where the base has no layout, and where the documents do not fill one step.
+    Each draw has ``steps`` steps, by default ``usual_steps``. ``on_progress`` gets the number of finished policies;
+    ``apart`` may run them. Raises ``UserError`` if the base has no layout or the documents do not fill one step.
     """
     steps = steps or usual_steps(space.micro_batches)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
@@ -125,7 +125,7 @@ def _found(
     if apart is None:
         yield from ((name, attempt(name)) for name in names)
         return
-    # The last, ours, take longest, so they begin first.
+    # Ours come last and take longest, so they start first.
     running = {apart.submit(attempt, name): name for name in reversed(names)}
     try:
         for future in as_completed(running):
@@ -143,7 +143,7 @@ def _attempt(name: str, space: SearchSpace, lengths: NDArray[np.int64], steps: i
 
 
 def workers(policies: int) -> AbstractContextManager[Executor | None]:
-    """Processes for ``compare``, one a core; None where starting them would take longer than they save."""
+    """Processes for ``compare``, one per core; None if starting them takes longer than they save."""
     cores = os.cpu_count() or 1
     if cores == 1 or policies < _MANY:
         return nullcontext()
@@ -151,7 +151,7 @@ def workers(policies: int) -> AbstractContextManager[Executor | None]:
 
 
 def epochs(space: SearchSpace, lengths: NDArray[np.int64], steps: int) -> int:
-    """Passes over the documents that ``steps`` steps of a draw begin; from 2 on documents are repeated."""
+    """How many passes over the documents ``steps`` steps of a draw start; with 2 or more, documents repeat."""
     return -(-(usual_steps(space.micro_batches) + steps) * space.batch_tokens // int(lengths.sum()))
 
 

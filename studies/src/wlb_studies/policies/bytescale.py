@@ -1,10 +1,10 @@
 """ByteScale: hybrid data parallelism over all ranks of a stage.
 
 Source: ByteScale (SIGCOMM '25, arXiv 2502.21231), sections 4 and 5; no code is published. A document of s tokens gets
-ceil(s / C) ranks, short ones are packed by best fit to C tokens, and ranks run different numbers of micro-batches, as
-the loss is normalised by tokens and all ranks are in one group.
+ceil(s / C) ranks; best fit packs short documents to C tokens. Ranks run different numbers of micro-batches, because the
+loss is normalised by tokens and all ranks form one group.
 
-Assumed: without and with a pipeline; no selective offloading, no hidden states on the host.
+Assumed: with and without a pipeline; no selective offloading, no hidden states on the host.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from wlb_studies.policies.plan import Group, GroupPlan, Ranks
 
 
 def hybrid_data_parallel(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """Micro-batches, dearest first, each to the ranks that are least loaded so far.
+    """Deal micro-batches, most expensive first, each to the ranks with the least load so far.
 
-    Dearest first puts micro-batches of like seconds beside each other in a pipeline. Ranks wait only for those that
-    share a document with them.
+    That order puts micro-batches of similar time beside each other in a pipeline. Ranks wait only for ranks that share
+    a document with them.
     """
     cost = ranks.job.costs.document_seconds(lengths)
     order = longest_first(lengths)

@@ -1,11 +1,11 @@
-"""ChunkFlow: chunks of equal tokens, of which only the last of a long document keep their activations.
+"""ChunkFlow: chunks of equal tokens; only the last chunks of a long document keep their activations.
 
-Source: ChunkFlow (ICML 2025, arXiv 2503.02356), abstract, read: short documents are packed and long ones split to
+Source: ChunkFlow (ICML 2025, arXiv 2503.02356), abstract, read: short documents are packed and long ones split into
 chunks of one size, scheduled so that memory depends on that size; integrated with 1F1B. Second hand: the chunks of a
-document go forward in order, the last K keep their activations, the others run forward again before their backward.
+document run forward in order, the last K keep their activations, the others run forward again before their backward.
 
-Assumed: the last chunk of a document is alone; short ones by best fit; documents with most tokens first, each to the
-pipeline with least; no interleaved stages, as none are described. K and the size are searched, as its authors do.
+Assumed: the last chunk of a document stays alone; best fit packs short ones; documents with the most tokens go first,
+each to the pipeline with the fewest; no interleaved stages, as none are described. K and the size are searched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETTINGS = [{"chunk": part, "keeps": keeps} for part in (8, 4, 16, 32) for keeps
 
 
 def equal_chunks(lengths: Integers, job: Job, chunk: int, keeps: int) -> SlicedPlan:
-    """Chunks of a ``chunk``-th of a window, of a long document ``keeps`` of them with their activations."""
+    """Chunks of 1/``chunk`` window; the last ``keeps`` chunks of a long document keep activations."""
     size = job.context_window // chunk
     order = longest_first(lengths)
     long = [document for document in order if lengths[document] > size]

@@ -1,18 +1,17 @@
-"""DistCA: attention disaggregated onto attention servers, every rank being one.
+"""DistCA: attention runs on attention servers, and every rank is one.
 
 Source: arXiv 2510.18121 (MLSys '26), sections 4 and 5, its authors' article at hao-ai-lab.github.io/blogs/distca, and
-``distca/planner`` of hao-ai-lab/DistCA. All ranks hold equally many tokens, documents one after another; of a document
-that several ranks hold, each has a head and a tail, the first rank the outermost. Servers are to attend an equal share
-each: those short of it by more than a tolerance take, from those over it, the items whose attention is largest for the
-bytes that move, as queries of the end of an item's head and of the start of its tail, so that its depth stays what it
-is. Servers that are short of less get nothing, and what nobody takes stays where it is.
+``distca/planner`` of hao-ai-lab/DistCA. All ranks hold equally many tokens, documents one after another. If several
+ranks hold a document, each has a head and a tail of it; the first rank has the outermost. Servers aim at equal shares
+of attention. A server that lacks more than a tolerance takes items from servers above their share: those with the most
+attention for the bytes that move, as queries of the end of an item's head and the start of its tail, so that its depth
+stays the same. Servers that lack less take nothing.
 
-In a pipeline all stages run in lockstep, forwards of several micro-batches and then backwards, and a tick's attention
-is shared among the ranks of all stages: with those that have no micro-batch while the pipeline fills and drains, or
-without.
+In a pipeline all stages run in lockstep, forwards of several micro-batches and then backwards. The ranks of all stages
+share the attention of a tick, with or without ranks that have no micro-batch while the pipeline fills and drains.
 
-Assumed: idle stages of a pipeline in lockstep serve (``distca``) or not (``distca-busy``); activations as of 1F1B,
-micro-batches even in attention, in its favour.
+Assumed: idle stages of a pipeline in lockstep serve (``distca``) or not (``distca-busy``); activations as in 1F1B.
+Assumed in its favour: micro-batches even in attention.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from wlb_studies.policies.filling import Integers, even_bins
 from wlb_studies.policies.plan import MovedPlan, Ranks, Tasks, joined, laid_in_a_row
 
 TOLERANCE = 0.1  # of a server's share; the published planner is run with 0.05 to 0.15
-TILE = 128  # of queries, which a head and a tail together are multiples of
+TILE = 128  # queries; a head and a tail together are a multiple
 
 
 def attention_servers(lengths: Integers, ranks: Ranks, *, idle_stages_serve: bool) -> MovedPlan:
-    """``serve`` of as few micro-batches as the capacity allows, even in attention."""
+    """``serve`` with as few micro-batches as the capacity allows, even in attention."""
     return serve(even_micro_batches(lengths, ranks), lengths, ranks, idle_stages_serve=idle_stages_serve)
 
 
@@ -44,9 +43,9 @@ def serve(
     idle_stages_serve: bool,
     tolerance: float = TOLERANCE,
 ) -> MovedPlan:
-    """Of documents of ``micro_batches``, laid out in the order given.
+    """Plan the documents of ``micro_batches``, laid out in the given order.
 
-    Slots are ticks of the pipeline, and ranks are those of all stages, stage after stage.
+    Slots are ticks of the pipeline; ranks are the ranks of all stages, stage by stage.
     """
     pp, of_stage = ranks.job.layout.pp, ranks.count
     servers = of_stage * pp
@@ -69,15 +68,15 @@ def serve(
 
 
 def even_micro_batches(lengths: Integers, ranks: Ranks) -> list[list[int]]:
-    """Documents of every micro-batch of all ranks: as few as the capacity allows, even in attention."""
+    """Documents of every micro-batch: as few micro-batches as the capacity allows, even in attention."""
     cost = attended_pairs(lengths).astype(np.float64)
     return [members for members in even_bins(lengths, cost, ranks.count * ranks.capacity, multiple=1) if members]
 
 
 def _laid_out(documents: Sequence[int], lengths: Integers, ranks: int, first_lane: int) -> Integers:
-    """``documents`` one after another over ``ranks`` ranks of equally many tokens, but for one.
+    """``documents`` one after another over ``ranks`` ranks with equal tokens, give or take one.
 
-    Columns of lane, document, and the bounds of head and tail; those of a document on one rank meet in its middle.
+    Columns: lane, document, bounds of head and tail. If one rank has the whole document, they meet in its middle.
     """
     row = laid_in_a_row(documents, lengths, ranks, first_lane)
     here, length = row.stop - row.start, lengths[row.document]
@@ -90,7 +89,7 @@ def _laid_out(documents: Sequence[int], lengths: Integers, ranks: int, first_lan
 
 
 class Items:
-    """A head and a tail of a document each, which a server attends; queries between them may be taken.
+    """Items that servers attend: a head and a tail of a document; queries between them may move.
 
     ``columns`` are lane, document, head's start and stop, and tail's start and stop.
     """
@@ -110,7 +109,7 @@ class Items:
         return np.asarray(head_stop - head + tail_stop - tail, np.float64)
 
     def level(self, serving: Integers, tolerance: float) -> None:
-        """Give every server, its lane one of ``serving``, that lacks more than the ``tolerance`` an equal share."""
+        """Fill up every server in ``serving`` (lanes) that lacks more than ``tolerance`` of an equal share."""
         loads = np.bincount(np.searchsorted(serving, self.lane), self.pairs, len(serving)).astype(np.float64)
         share = float(loads.sum()) / len(serving)
         surplus: NDArray[np.float64] = loads - share
@@ -126,9 +125,9 @@ class Items:
     def give(
         self, server: int, need: float, surplus: NDArray[np.float64], serving: Integers
     ) -> tuple[int, float] | None:
-        """Give ``server`` the queries with the most attention for their bytes; the giver, and pairs that moved.
+        """Give ``server`` the queries with the most attention per byte; returns the giver and the pairs moved.
 
-        Bytes are those of the queries and of the keys and values of the whole document; outputs are not counted.
+        Bytes count the queries and the keys and values of the whole document, but not outputs.
         """
         lane, document, head, head_stop, tail, tail_stop = self._columns
         owner, pairs, length = np.searchsorted(serving, lane), self.pairs, self._lengths[document]
@@ -150,7 +149,7 @@ class Items:
         return int(owner[best]), float(pairs[best] - self.pairs[best])
 
     def _cut(self, item: int, count: int, lane: int) -> None:
-        """Move the last ``count`` queries of the head of ``item`` and the first of its tail to ``lane``."""
+        """Move the last ``count`` queries of the head of ``item`` and the first ``count`` of its tail to ``lane``."""
         _, document, _, head_stop, tail, _ = self._columns[:, item].tolist()
         taken = np.array([lane, document, head_stop - count, head_stop, tail, tail + count])
         self._columns[3, item] -= count
@@ -158,7 +157,7 @@ class Items:
         self._columns = np.concatenate([self._columns, taken[:, None]], axis=1)
 
     def tasks(self) -> Tasks:
-        """Heads and tails, of which those that meet are one."""
+        """Heads and tails as tasks; a head and a tail that meet become one."""
         lane, document, head, head_stop, tail, tail_stop = self._columns
         meet, ones = head_stop == tail, np.ones(len(lane))
         heads = Tasks(lane, document, head, np.where(meet, tail_stop, head_stop), ones)

@@ -1,7 +1,7 @@
-"""The traffic of moved attention and of sequence parallelism over heads, and how far it overlaps with compute.
+"""Traffic of moved attention and of sequence parallelism over heads, and how far it overlaps with compute.
 
-Bytes are those of one layer and one tensor-parallel rank, of values as wide as activations. A query, a gradient of one
-and an output have ``heads`` x ``head_dim`` values, a key with its value twice ``kv_heads`` x ``head_dim``.
+Bytes are for one layer and one tensor-parallel rank, with values as wide as activations. A query, its gradient and an
+output each have ``heads`` x ``head_dim`` values; a key with its value has twice ``kv_heads`` x ``head_dim``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PARTS = 4  # in which Libra's heads, or keys and values, travel while others are
 
 
 class Moved(NamedTuple):
-    """Bytes that each rank receives and sends in a layer, and of these the keys and values; shape (ranks, slots).
+    """Bytes that each rank receives and sends in a layer, and the part for keys and values; shape (ranks, slots).
 
-    ``keys`` may travel beside attention even where the rest has to be there before it.
+    ``keys`` may travel during attention even if everything else must arrive before it.
     """
 
     received: Array
@@ -35,21 +35,20 @@ class Moved(NamedTuple):
 
 
 def query_bytes(job: Job) -> float:
-    """Of one token's query, or output, in one layer on one tensor-parallel rank."""
+    """Bytes of one token's query or output, in one layer on one tensor-parallel rank."""
     return job.shape.heads * job.shape.head_dim / job.layout.tp * job.hardware.bytes_per_value
 
 
 def kv_bytes(job: Job) -> float:
-    """Of one token's key and value."""
+    """Bytes of one token's key and value."""
     return 2 * job.shape.kv_heads * job.shape.head_dim / job.layout.tp * job.hardware.bytes_per_value
 
 
 def all_to_all_of_heads(job: Job, tokens: ArrayLike, size: int, nodes: int | None = None) -> tuple[Array, Array]:
     """Sequence parallelism over heads in groups of ``size`` (DeepSpeed-Ulysses, arXiv 2309.14509, section 3).
 
-    Of micro-batches of ``tokens`` tokens: the seconds of all layers in one direction, which nothing hides, and the
-    bytes that a rank receives in a layer. Where heads of keys and values are fewer than ranks, several ranks get the
-    same.
+    For micro-batches of ``tokens`` tokens: the exposed seconds of all layers in one direction, and the bytes that a
+    rank receives in a layer. With fewer key and value heads than ranks, several ranks get the same heads.
     """
     count = np.asarray(tokens, np.float64)
     heads = job.shape.heads / job.layout.tp
@@ -77,7 +76,7 @@ def moved_bytes(plan: MovedPlan, job: Job) -> dict[Phase, Moved]:
 
 
 def shown_seconds(moved: Moved, attention: Array, rest: Array, plan: MovedPlan, job: Job) -> Array:
-    """What an exchange adds to ranks that attend and compute the ``rest`` for so many seconds of all layers."""
+    """Seconds that an exchange adds to ranks with the given seconds of attention and of the ``rest``, all layers."""
     wire = moving_seconds(moved, plan, job)
     if plan.hidden_by == "everything":
         busy = attention + rest
@@ -93,7 +92,7 @@ def shown_seconds(moved: Moved, attention: Array, rest: Array, plan: MovedPlan, 
 
 
 def moving_seconds(moved: Moved, plan: MovedPlan, job: Job) -> Array:
-    """For how long the links of ranks carry what is moved, in all layers; shape (ranks, slots)."""
+    """Seconds that links are busy with moved attention, over all layers; shape (ranks, slots)."""
     return job.shape.layers * _pool_link(plan, job).seconds(np.maximum(moved.received, moved.sent))
 
 
@@ -107,7 +106,7 @@ def _beside(attention: Array, wire: Array) -> Array:
 
 
 def _queries(plan: MovedPlan) -> tuple[Array, Array]:
-    """Tokens whose queries each rank receives, and sends; shape (ranks, slots)."""
+    """Tokens whose queries each rank receives and sends; shape (ranks, slots)."""
     home, work = _moved_documents(plan)
     left, right = _of_one_document(home.document, work.document)
     overlap = np.minimum(home.stop[left], work.stop[right]) - np.maximum(home.start[left], work.start[right])
@@ -116,7 +115,7 @@ def _queries(plan: MovedPlan) -> tuple[Array, Array]:
 
 
 def _keys_from_home(plan: MovedPlan) -> tuple[Array, Array]:
-    """Tokens whose keys each rank receives, and sends: of every document up to its last query there, for its heads."""
+    """Tokens whose keys each rank receives and sends: of each document up to its last query there, for its heads."""
     home, work = _moved_documents(plan)
     places, place = np.unique(work.document * plan.pools.size + work.lane, return_inverse=True)
     document, lane = np.divmod(places, plan.pools.size)
@@ -130,7 +129,7 @@ def _keys_from_home(plan: MovedPlan) -> tuple[Array, Array]:
 
 
 def _largest_share(work: Tasks, place: NDArray[np.int64], places: int) -> Array:
-    """The heads of a document that each of its lanes, its ``place``, attends: the most that it attends of any query."""
+    """The heads of a document that each of its lanes (``place``) attends: the most for any of its queries."""
     heads = np.zeros(places)
     most = 1 + int(work.start.max(initial=0))
     queries, index = np.unique(place * most + work.start, return_inverse=True)
@@ -153,14 +152,14 @@ def _by_lane(lane: NDArray[np.int64], values: Array, plan: MovedPlan) -> Array:
 
 
 def _keys_served_at_work(plan: MovedPlan) -> tuple[Array, Array]:
-    """As ``_keys_from_home``, where keys lie with the queries of their tokens."""
+    """Like ``_keys_from_home``, with keys stored beside the queries of their tokens."""
     pieces = Pieces(*plan.work.at(np.lexsort((plan.work.start, plan.work.document)))[:4])
     where = locality(pieces, len(plan.lengths), plan.slots, plan.ranks)
     return where.received.T.astype(np.float64), where.sent.T.astype(np.float64)
 
 
 def _moved_documents(plan: MovedPlan) -> tuple[Tasks, Tasks]:
-    """Home and work of the documents that are not attended where all of them lies."""
+    """Home and work of the documents that are attended away from home."""
     pieces, owners = [], []
     for tasks in (plan.home, plan.work):
         pieces.append(np.bincount(tasks.document, minlength=len(plan.lengths)))

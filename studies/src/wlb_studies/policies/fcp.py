@@ -1,11 +1,11 @@
 """FCP: attention in blocks of 4K tokens, each on any rank.
 
-Source: arXiv 2605.08524 (MLSys '26), known here at second hand; no code is published. Longest document first, its
-blocks go in pairs from both ends to the rank with the least attention that has room. Data are reshuffled where
-attention begins and ends, and keys and values travel point to point, ordered so that no adapter serves two at once.
+Source: arXiv 2605.08524 (MLSys '26), known at second hand; no code is published. Documents are taken longest first;
+their blocks go in pairs from both ends to the rank with room that has the least attention. Data are reshuffled where
+attention begins and ends. Keys and values travel point to point, ordered so that no adapter serves two at once.
 
-Assumed: memory cap of 1.25 even shares; reshuffling is not hidden, keys and values in four parts; no adapter serves
-two at once, in its favour.
+Assumed: a memory cap of 1.25 even shares; reshuffling is not hidden; keys and values travel in four parts. Assumed in
+its favour: no adapter ever serves two at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEMORY = 1.25  # tokens that a rank may attend, over an even share; assumed
 
 
 def blocks(lengths: Integers, ranks: Ranks) -> MovedPlan:
-    """Every block whole on one rank, all ranks one pool."""
+    """Put each block whole on one rank; all ranks form one pool."""
     homes, rows = [], []
     micro_batches = even_micro_batches(lengths, ranks)
     for slot, documents in enumerate(micro_batches):

@@ -1,4 +1,4 @@
-"""Putting documents into bins, as several policies do: in order, by fit, into the lightest."""
+"""Bin packing that several policies share: in order, by fit, or into the lightest bin."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Integers = NDArray[np.int64]
 
 
 def longest_first(lengths: Integers) -> list[int]:
-    """Documents by falling length; equal lengths keep their order."""
+    """Documents by decreasing length; equal lengths keep their order."""
     order: list[int] = np.argsort(-lengths, kind="stable").tolist()
     return order
 
 
 def in_order(documents: Iterable[int], lengths: Integers, capacity: int) -> list[list[int]]:
-    """Bins filled one after another: a document that does not fit into the last one begins another."""
+    """Bins filled one after another: a document that does not fit into the last bin starts a new one."""
     bins: list[list[int]] = []
     room = -1
     for document in documents:
@@ -34,7 +34,7 @@ def in_order(documents: Iterable[int], lengths: Integers, capacity: int) -> list
 
 
 def first_fit(documents: Iterable[int], lengths: Integers, capacity: int) -> list[list[int]]:
-    """Each of ``documents``, in the order given, into the first bin with room, or into another bin."""
+    """Put each of ``documents``, in order, into the first bin with room, or into a new bin."""
     bins: list[list[int]] = []
     rooms = np.zeros(0, np.int64)
     for document in documents:
@@ -49,7 +49,7 @@ def first_fit(documents: Iterable[int], lengths: Integers, capacity: int) -> lis
 
 
 def best_fit(documents: Sequence[int], lengths: Integers, capacity: int) -> list[list[int]]:
-    """Each of ``documents``, in the order given, into the fullest bin with room, or into another bin."""
+    """Put each of ``documents``, in order, into the fullest bin with room, or into a new bin."""
     bins = bins_by_best_fit(lengths[list(documents)].tolist(), capacity)
     return [[documents[index] for index in members] for members in bins]
 
@@ -57,7 +57,7 @@ def best_fit(documents: Sequence[int], lengths: Integers, capacity: int) -> list
 def lightest(
     documents: Iterable[int], cost: Sequence[float] | NDArray[np.float64], bins: int, lengths: Integers, capacity: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Each of ``documents``, in the order given, into the bin of least cost that has room; and those that fit none."""
+    """Put each of ``documents``, in order, into the cheapest bin with room; also return documents that fit none."""
     order = list(documents)
     members: list[list[int]] = [[] for _ in range(bins)]
     left_over: list[int] = []
@@ -71,9 +71,9 @@ def lightest(
 def even_bins(
     lengths: Integers, cost: NDArray[np.float64], capacity: int, *, multiple: int, fewest: int = 1
 ) -> list[list[int]]:
-    """Bins even in ``cost``, longest document first into the cheapest: as few as hold all, a ``multiple``.
+    """Bins even in ``cost``, filled longest document first into the cheapest bin.
 
-    And no fewer than ``fewest``.
+    Uses as few bins as hold all, but a ``multiple`` and at least ``fewest``.
     """
     count = -(-max(fewest, -(-int(lengths.sum()) // capacity)) // multiple) * multiple
     while True:
@@ -84,7 +84,7 @@ def even_bins(
 
 
 def split_evenly(descending: Sequence[int], lengths: Integers, parts: int) -> list[list[int]]:
-    """Consecutive runs of ``descending``, at most ``parts``, whose largest has as few tokens as can be."""
+    """At most ``parts`` consecutive runs of ``descending`` that minimise the tokens of the largest run."""
     low, high = int(lengths[list(descending)].max()), int(lengths[list(descending)].sum())
     while low < high:
         middle = (low + high) // 2
@@ -93,5 +93,5 @@ def split_evenly(descending: Sequence[int], lengths: Integers, parts: int) -> li
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is at least ``count``."""
+    """The smallest power of two that is at least ``count``."""
     return 1 << max(0, count - 1).bit_length()

@@ -1,11 +1,11 @@
 """Flexible context parallelism: groups of any number of ranks, planned anew for every micro-batch.
 
-Source: arXiv 2602.21788 (its first version called DHP), at second hand. The tensor- and pipeline-parallel sizes stay;
-in every micro-batch documents are packed by best fit into groups of the fewest ranks whose memory holds them, and a
-dynamic program over groups and ranks gives away the ranks that are left, so that the slowest group is fastest.
+Source: arXiv 2602.21788 (its first version called DHP), at second hand. Tensor- and pipeline-parallel sizes stay. In
+every micro-batch best fit packs documents into groups of the fewest ranks whose memory holds them. A dynamic program
+over groups and ranks then hands out the remaining ranks so that the slowest group is as fast as possible.
 
-Assumed: micro-batches as few as hold all, even in predicted seconds; its estimator's exchange left out, so that
-giving ranks to the slowest group, one by one, is what the program finds; groups of one wait for nobody else.
+Assumed: as few micro-batches as hold all documents, even in predicted seconds. Its estimate of the exchange is left
+out, so giving ranks one by one to the slowest group finds the same; groups of one wait for no other rank.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from wlb_studies.policies.plan import Group, GroupPlan, Ranks
 
 
 class Atomic(NamedTuple):
-    """Documents that run together, and the fewest ranks that hold them."""
+    """Documents that run together and the fewest ranks that hold them."""
 
     least: int
     documents: list[int]
 
 
 def any_degree(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """As few micro-batches as the ranks hold, even in predicted seconds; groups of one are largest first.
+    """As few micro-batches as the ranks can hold, even in predicted seconds; groups of one come largest first.
 
-    Raises ``UserError`` for a document that all ranks together do not hold.
+    Raises ``UserError`` for a document that all ranks together cannot hold.
     """
     if ranks.needed(int(lengths.max())) > ranks.count:
-        raise UserError(f"{ranks.count} ranks of {ranks.capacity} tokens hold no document of {lengths.max()}")
+        raise UserError(
+            f"{ranks.count} ranks of {ranks.capacity} tokens cannot hold a document of {lengths.max()}; give more GPUs"
+        )
     cost = ranks.job.costs.document_seconds(lengths)
     packed, fewest = None, 1
     while packed is None:
@@ -55,7 +57,7 @@ def any_degree(lengths: Integers, ranks: Ranks) -> GroupPlan:
 
 
 def atomic_groups(documents: Sequence[int], lengths: Integers, ranks: Ranks) -> list[Atomic]:
-    """Longest first: a document over one rank's capacity begins a group; any other goes where it leaves least room."""
+    """Longest first: a document over the capacity of a rank starts a group; others go where they leave least room."""
     groups: list[Atomic] = []
     rooms: list[tuple[int, int]] = []  # of every group, ascending, with its number
     for document in sorted(documents, key=lambda document: -lengths[document]):
@@ -73,9 +75,9 @@ def atomic_groups(documents: Sequence[int], lengths: Integers, ranks: Ranks) -> 
 
 
 def shared_out(least: Sequence[int], cost: Sequence[float], ranks: int) -> list[int]:
-    """Ranks of every group, at least its ``least``, for which the largest cost over ranks is least.
+    """Ranks of every group, at least ``least``, that minimise the largest cost per rank.
 
-    Cost falls with every rank, so giving rank after rank to the slowest group finds what the dynamic program does.
+    Cost falls with every rank, so giving ranks one by one to the slowest group matches the dynamic program.
     """
     sizes = [*least]
     slowest = [(-of_group / size, index) for index, (of_group, size) in enumerate(zip(cost, sizes, strict=True))]

@@ -1,18 +1,17 @@
-"""FlexSP: sequence-parallel groups of different sizes, chosen by an integer program for every micro-batch.
+"""FlexSP: an integer program chooses sequence-parallel groups of different sizes for every micro-batch.
 
 Source: FlexSP (ASPLOS '25, arXiv 2412.01523), section 4, and the branch ``flexsp`` of PKU-DAIR/Hetu-Galvatron.
-Documents are sorted and cut into M micro-batches of like lengths and even tokens, M from the least that memory allows
-to four more. In each, lengths are rounded up to 16 buckets, and the program chooses how many groups of each
-power-of-two size there are and which bucket runs where, so that the slowest group is fastest.
+Documents are sorted and cut into M micro-batches of similar lengths and even tokens, with M from the smallest that
+memory allows to four more. In each, lengths are rounded up to 16 buckets, and the program chooses how many groups of
+each power-of-two size there are and which bucket runs where, to make the slowest group as fast as possible.
 
-The program is solved here for all groups of a size together, at a bound on the seconds that is bisected; documents are
-then dealt to the groups of their size, by cost and, where one finds no room, by best fit. That leaves a few thousand
-variables of the published program out and keeps its constraints: memory, ranks, sizes, and seconds of computing plus
-communication. Tokens of many documents together may fit a group that does not hold them one by one; then the program
-counts documents of a group in place of tokens, and a micro-batch for which it finds no groups at all is halved.
+We solve the program for all groups of a size together, with a bisected bound on the seconds. Documents are then dealt
+to the groups of their size by cost, and by best fit if one finds no room. That leaves out a few thousand variables of
+the published program and keeps its constraints: memory, ranks, sizes, and seconds of computing plus communication.
+Documents whose tokens fit a group together may not fit one by one. Then the program counts documents instead of
+tokens, and a micro-batch without any solution is halved.
 
-Assumed: the program takes groups of a size together, at a bisected bound; documents are dealt to them, or fitted best
-where costs leave one over; a micro-batch that fits no groups is halved; one layout tried; pipeline size 1.
+Assumed: the simplifications above; one layout is tried; pipeline size 1.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from wlb_studies.policies.filling import Integers, lightest, longest_first, spli
 from wlb_studies.policies.plan import Group, GroupPlan, Ranks
 
 BUCKETS = 16
-NODES = 200  # of branch and bound, in each solve; the same on every machine
+NODES = 200  # branch-and-bound nodes per solve; the same on every machine
 _MICRO_BATCHES_TRIED = 5
 _BISECTIONS = 5
 _GAP = 0.05
@@ -37,14 +36,14 @@ _HOPELESS = 5.0  # times the seconds that even ranks would need
 
 
 class _Grouped(NamedTuple):
-    """The groups of a micro-batch, and the seconds of the slowest."""
+    """The groups of a micro-batch and the seconds of the slowest group."""
 
     seconds: float
     groups: list[Group]
 
 
 def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """The fastest number of micro-batches by the program's own seconds. Raises ``UserError`` without SciPy."""
+    """The number of micro-batches that the program predicts fastest. Raises ``UserError`` without SciPy."""
     require("scipy.optimize", "solver")
     order = longest_first(lengths)
     least = max(1, -(-int(lengths.sum()) // (ranks.count * ranks.capacity)))
@@ -54,11 +53,11 @@ def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
         if grouped is None:
             break  # a document that no group holds
         if best and sum(one.seconds for one in grouped) >= sum(one.seconds for one in best):
-            break  # nor would more micro-batches be faster
+            break  # more micro-batches would not be faster either
         best = grouped
     if not best:
         raise UserError(
-            f"FlexSP finds no groups of {ranks.count} ranks of {ranks.capacity} tokens for documents of up to "
+            f"FlexSP finds no groups of {ranks.count} ranks with {ranks.capacity} tokens each for documents of up to "
             f"{lengths.max()}; give more GPUs"
         )
     groups_of_slots = [group._replace(slot=slot) for slot, one in enumerate(best) for group in one.groups]
@@ -66,13 +65,13 @@ def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
 
 
 def group_sizes(ranks: Ranks) -> list[int]:
-    """Powers of two up to the query heads that a rank has, and to all ranks."""
+    """Powers of two up to the query heads of a rank and the number of ranks."""
     most = min(ranks.count, ranks.job.shape.heads // ranks.job.layout.tp)
     return [2**exponent for exponent in range(most.bit_length())]
 
 
 def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> list[_Grouped] | None:
-    """The groups of all micro-batches, longest documents first; None where no group holds one of these."""
+    """The groups of all micro-batches, longest documents first; None if no group holds one of the documents."""
     solved = []
     left = runs[::-1]
     while left:
@@ -88,11 +87,11 @@ def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> li
 
 
 class _Program:
-    """``documents``, longest first, in buckets of like lengths.
+    """``documents``, longest first, in buckets of similar lengths.
 
-    ``longest`` is the longest of each bucket, shape (buckets, 1). Of shape (buckets, sizes of groups) are ``seconds``
-    and each of ``shares``: what a document takes of a group's memory, by its tokens and by how many fit; infinite
-    where none does.
+    ``longest`` is the longest document of each bucket, shape (buckets, 1). ``seconds`` and each of ``shares`` have
+    shape (buckets, sizes of groups). A share is the part of a group's memory that a document takes, by its tokens or
+    by how many fit; infinite if none fits.
     """
 
     def __init__(self, documents: list[int], lengths: Integers, ranks: Ranks) -> None:
@@ -108,13 +107,13 @@ class _Program:
         self.shares = [np.where(self.longest <= self.room, part, np.inf) for part in (mean / self.room, one_by_one)]
 
     def grouped(self) -> _Grouped | None:
-        """The fastest groups that the program finds; None where none fit."""
+        """The fastest groups that the program finds; None if none fit."""
         low = self._least_seconds()
         if low == np.inf:
             return None
         found = self._one_each()
         if found is not None and found.seconds <= (1 + _GAP) * low:
-            return found  # no program does better by more than its own gap
+            return found  # within the program's own gap of the optimum
         high = low if found is None else found.seconds
         for _ in range(_BISECTIONS):
             bound = 2 * high if found is None else (low + high) / 2
@@ -126,26 +125,26 @@ class _Program:
             elif solvable or bound <= _HOPELESS * low:
                 high = bound
             else:
-                return None  # memory, not seconds, stands against it
+                return None  # memory rules it out, not seconds
             if found is not None and high <= (1 + 2 * _GAP) * low:
                 break
         return found
 
     def _least_seconds(self) -> float:
-        """No groups are faster: those of ranks that are all as busy, and of the document that takes longest alone."""
+        """A lower bound on seconds: all ranks equally busy, and the slowest document alone."""
         possible = np.where(self.longest <= self.room, self.seconds, np.inf)
         even = float(((possible * self.sizes).min(axis=1) * self.counts).sum()) / self.ranks.count
         return max(even, float(possible.min(axis=1).max()))
 
     def _one_each(self) -> _Grouped | None:
-        """Every document on one rank, if that is possible."""
+        """Every document on one rank, if possible."""
         if self.lengths[self.documents].max() > self.ranks.capacity:
             return None
         groups, left_over = self._filled(self.documents, 1, self.ranks.count, 0)
         return None if left_over else self._slowest(groups)
 
     def _within(self, bound: float) -> tuple[bool, _Grouped | None]:
-        """Whether the program has a solution in ``bound`` seconds, and the groups that documents could be dealt to."""
+        """Whether the program has a solution within ``bound`` seconds, and the groups that documents fit into."""
         for shares in self.shares:
             solution = self._solution(shares, bound)
             if solution is None:
@@ -158,8 +157,8 @@ class _Program:
     def _solution(self, shares: NDArray[np.float64], bound: float) -> tuple[Integers, Integers] | None:
         """Documents of each bucket in groups of each size, (buckets, sizes), and the number of groups of each size.
 
-        None if impossible. A document takes ``shares`` of a group's memory; infinite ones are not allowed. Columns:
-        documents by bucket and size, bucket-major, then groups of each size. Fewest ranks, of what is possible.
+        None if impossible. A document takes ``shares`` of a group's memory; infinite shares are forbidden. Columns:
+        documents by bucket and size, bucket-major, then groups of each size. Minimises the ranks used.
         """
         optimize = require("scipy.optimize", "solver")
         buckets, kinds = shares.shape
@@ -188,9 +187,9 @@ class _Program:
         return whole[:-kinds].reshape(buckets, kinds), whole[-kinds:]
 
     def _dealt(self, shares: Integers, of_size: Integers) -> _Grouped | None:
-        """The groups of a solution; None where documents that were counted do not fit one by one."""
+        """The groups of a solution; None if documents do not fit one by one."""
         groups: list[Group] = []
-        left_over: list[int] = []  # of smaller groups, which larger ones may have room for
+        left_over: list[int] = []  # documents of smaller groups may fit into larger ones
         stops = np.cumsum(shares, axis=1)
         for kind, (size, count) in enumerate(zip(self.sizes.tolist(), of_size.tolist(), strict=True)):
             for bucket, taken, stop in zip(self.buckets, shares[:, kind], stops[:, kind], strict=True):
@@ -202,7 +201,7 @@ class _Program:
         return self._slowest(groups) if fits else None
 
     def _filled(self, documents: list[int], size: int, count: int, first: int) -> tuple[list[Group], list[int]]:
-        """Up to ``count`` groups of ``size`` ranks from rank ``first`` on, even in seconds; and what fits none."""
+        """Up to ``count`` groups of ``size`` ranks from rank ``first``, even in seconds; and the other documents."""
         cost = np.zeros(len(self.lengths))
         cost[documents] = _seconds(self.lengths[documents], np.array([size]), self.ranks)[:, 0]
         members, left_over = lightest(documents, cost, count, self.lengths, size * self.ranks.capacity)
@@ -213,7 +212,7 @@ class _Program:
         ], left_over
 
     def _fits_in_one(self, document: int, groups: list[Group]) -> bool:
-        """Add the document to the group that it leaves least room in, if one has room."""
+        """Add the document to the fullest group with room, if any."""
         rooms = [len(g.ranks) * self.ranks.capacity - int(self.lengths[list(g.documents)].sum()) for g in groups]
         length = int(self.lengths[document])
         room, index = min((room, index) for index, room in enumerate([*rooms, math.inf]) if room >= length)
@@ -228,7 +227,7 @@ class _Program:
 
 
 def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArray[np.float64]:
-    """Of a document of each length in a group of each size: computing over the ranks, and the all-to-all's bytes."""
+    """For a document of each length in a group of each size: compute seconds per rank, and all-to-all bytes."""
     compute = ranks.job.costs.document_seconds(lengths)[:, None] / sizes
     wire = [
         np.zeros(len(lengths)) if size == 1 else 2 * all_to_all_of_heads(ranks.job, lengths, size)[0]

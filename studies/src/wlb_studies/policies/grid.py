@@ -1,8 +1,8 @@
 """Every rival policy beside ours: 128K to 1M tokens, 8B and 70B parameters, 64 to 1,024 GPUs.
 
-Each policy's best layout is searched for each job (``wlb_studies.policies``), as many jobs at once as there are cores.
-A job that is done is written to ``OUT/rivals/`` and not computed again with the same settings, so an interrupted run
-goes on.
+For each job, the best layout of each policy is searched (``wlb_studies.policies``), with as many jobs at once as there
+are cores. A finished job is written to ``OUT/rivals/`` and reused with the same settings, so an interrupted run
+continues.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ JOBS = tuple(
     RivalJob(model, gpus, window * K) for model, window, gpus in product(MODELS, (128, 256, 512, 1024), (64, 256, 1024))
 )
 
-# Quoted: each publication's own figure, over what it compared with, on its own jobs.
+# Quoted: each publication's own figure, over its own baseline, on its own jobs.
 CLAIMS = {
     "wlb-llm": "1.23 mean, over plain-4D (arXiv 2503.17924, section 7.2)",
     "megatron-dynamic": "1.25 to 1.48, Llama 13B (NVIDIA, at second hand)",
@@ -77,13 +77,13 @@ CLAIMS = {
 
 @dataclass(frozen=True)
 class _Done:
-    """A job's outcomes, the base first; none, and why, where the model does not fit the GPUs."""
+    """A job's outcomes, the base first; or none and the reason, if the model does not fit."""
 
     outcomes: list[Outcome]
     without: dict[str, str]
 
     def speed(self, policy: str) -> float | None:
-        """At equal work, over the base."""
+        """Speed over the base for the same work."""
         speeds = {outcome.policy: outcome.speed(self.outcomes[0]) for outcome in self.outcomes}
         return speeds.get(policy)
 
@@ -121,19 +121,19 @@ def run(settings: Settings) -> Report:
         findings=findings,
         notes=[
             f"ours is the fastest in {sum(1 for one in findings if one.holds)} of {len(findings)} jobs",
-            f"{steps} steps of {BATCH_TOKENS:,} tokens in each of {DRAWS} draws of the documents, after those that "
-            "warm up, of each policy in its best layout, H100 preset; speeds are medians of the draws",
-            "we re-implemented each policy from its publication; wlb_studies.policies says what was assumed of each",
-            *([f"plain-4d finds no layout that fits the memory of {', '.join(too_large)}"] if too_large else []),
+            f"{steps} steps of {BATCH_TOKENS:,} tokens in each of {DRAWS} draws of the documents, after warm-up steps; "
+            "each policy in its best layout, H100 preset; speeds are medians of the draws",
+            "we re-implemented each policy from its publication; wlb_studies.policies lists the assumptions",
+            *([f"plain-4d fits in memory in no layout of {', '.join(too_large)}"] if too_large else []),
         ],
     )
 
 
 def _all_jobs(settings: Settings, steps: int) -> dict[RivalJob, _Done]:
-    """Every job's outcomes; those that are not known are computed, several at once."""
+    """Every job's outcomes; missing ones are computed, several at once."""
     done = {job: read for job in JOBS if (read := _read(_path(job, settings), _asked(settings, steps))) is not None}
     left = [job for job in JOBS if job not in done]
-    quiet = replace(settings, on_progress=print)  # what a process of its own can be sent; it is not called there
+    quiet = replace(settings, on_progress=print)  # picklable for another process, which does not call it
     with _workers() as workers:
         running = {workers.submit(_computed, job, quiet, steps): job for job in left}
         settings.on_progress(f"{len(done)} of {len(JOBS)} jobs")
@@ -160,7 +160,7 @@ def _computed(job: RivalJob, settings: Settings, steps: int) -> _Done:
 
 
 def documents_of(job: RivalJob, settings: Settings) -> Integers:
-    """Lengths of the documents that are given, or of some that grow with the window."""
+    """Lengths of the given documents, or of synthetic documents that grow with the window."""
     if settings.lengths is not None:
         return read_lengths(settings.lengths)
     return sample_lengths(DOCUMENTS, job.context_window, settings.seed)
@@ -171,13 +171,13 @@ def _path(job: RivalJob, settings: Settings) -> Path:
 
 
 def _asked(settings: Settings, steps: int) -> dict[str, object]:
-    """What a file must have been computed with."""
+    """The settings that a stored file must have been computed with."""
     documents = {"lengths": settings.lengths, "documents": DOCUMENTS, "seed": settings.seed}
     return documents | {"draws": DRAWS, "steps": steps, "policies": [*POLICIES]}
 
 
 def _read(path: Path, asked: dict[str, object]) -> _Done | None:
-    """The outcomes of an earlier run, where there is one with the same settings."""
+    """The outcomes of an earlier run with the same settings, if there is one."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -201,7 +201,7 @@ def _speeds(model: str, found: dict[RivalJob, _Done]) -> Table:
 
 
 def _shown(found: list[_Done]) -> list[str]:
-    """The policies of the picture: ours, and the rivals that are most often among the three fastest."""
+    """The policies in the picture: ours, and the rivals most often among the three fastest."""
     often = Counter(outcome.policy for of_job in found for outcome in of_job.ranking[:3])
     rivals = [policy for policy, _ in often.most_common() if policy not in _OURS]
     return [*_OURS, *rivals[: _PICTURED - len(_OURS)]]
@@ -214,7 +214,7 @@ def _finding(job: str, of_job: _Done) -> Finding:
 
 
 def _with_spread(outcome: Outcome, base: Outcome) -> str:
-    """Speed at equal work over ``base``, with the least and the largest of the draws."""
+    """Speed over ``base`` for the same work, with the smallest and largest of the draws."""
     low, high = outcome.spread(base)
     return f"{outcome.speed(base):.2f} ({low:.2f} to {high:.2f})"
 
@@ -242,7 +242,7 @@ def _details(job: RivalJob, of_job: _Done) -> Table:
 
 
 def draw_speeds(path: Path, outcomes: Sequence[Outcome], title: str) -> None:
-    """Bars of speed at equal work over the first outcome, with the least and the largest of the draws."""
+    """Bars of speed over the first outcome for the same work, with the smallest and largest of the draws."""
     figure, axis = pyplot_without_display().subplots(figsize=(7, 1 + 0.32 * len(outcomes)), constrained_layout=True)
     base = outcomes[0]
     for one in reversed(outcomes):

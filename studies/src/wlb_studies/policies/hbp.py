@@ -1,12 +1,12 @@
 """HBP: packing lengths for short and long documents, each with its own context parallelism and checkpointing.
 
-Source: Hierarchical Balance Packing (NeurIPS '25, arXiv 2503.07680), section 4 and appendices E, I and J. Every length
-that a micro-batch may be packed to is profiled with every context-parallel size. Of the packing lengths four are kept:
-the one that trains a token fastest, the longest, and what a single rank has of each. Documents are packed to the least
-of these that holds them, room that is left is filled with shorter ones, and micro-batches of like attention run side by
-side. Between packing lengths only groups and checkpointing change.
+Source: Hierarchical Balance Packing (NeurIPS '25, arXiv 2503.07680), section 4 and appendices E, I and J. Every packing
+length is profiled with every context-parallel size. Four packing lengths are kept: the one that trains a token fastest,
+the longest, and the share of a single rank in each. Each document goes to the smallest packing length that holds it,
+shorter documents fill the remaining room, and micro-batches of similar attention run side by side. Only groups and
+checkpointing differ between packing lengths.
 
-Assumed: 8,192 to the window doubled; profiles are simulated; kinds of checkpointing in place of numbers of layers;
+Assumed: 8,192 to the window, doubling; profiles are simulated; kinds of checkpointing in place of numbers of layers;
 ring exchange hidden as ours is, which it also allows; one step runs all lengths, no curriculum; pipeline size 1.
 """
 
@@ -24,13 +24,13 @@ from wlb_studies.policies.layouts import candidate_ranks, checkpointed
 from wlb_studies.policies.plan import GroupPlan, Ranks
 from wlb_studies.policies.policy import Outcome, Policy, batches_of_draws, best_of
 
-SHORTEST = 8192  # packing length that is profiled; all others are its doublings, up to the window
+SHORTEST = 8192  # smallest packing length profiled; the others double it, up to the window
 PROFILED = 10  # micro-batches of every group
 
 
 @dataclass(frozen=True)
 class PackingLevels(HotSwitching):
-    """A ``LayoutTrial``: ``longest`` are packing lengths, and groups those that the ``Ranks`` of each need for it."""
+    """A ``LayoutTrial``: ``longest`` has the packing lengths; ``Ranks`` of each determine its groups."""
 
     def plans(self, lengths: Integers) -> list[tuple[Ranks, GroupPlan]]:
         return [
@@ -41,9 +41,9 @@ class PackingLevels(HotSwitching):
 
 
 def filled(lengths: Integers, levels: tuple[int, ...]) -> list[list[list[int]]]:
-    """Micro-batches of every level, the shortest first: by best fit, then filled with documents of shorter levels.
+    """Micro-batches of every level, shortest first: packed by best fit, then filled with shorter documents.
 
-    The longest level fills its micro-batches first, one after another, from the next shorter level on.
+    The longest level fills its micro-batches first, one by one, starting with the next shorter level.
     """
     level_of = np.searchsorted(levels, lengths)
     left = [[d for d in longest_first(lengths) if level_of[d] == level] for level in range(len(levels))]
@@ -62,13 +62,13 @@ def filled(lengths: Integers, levels: tuple[int, ...]) -> list[list[list[int]]]:
 
 
 def balanced(packs: list[list[int]], lengths: Integers, ranks: Ranks, level: int) -> GroupPlan:
-    """Micro-batches by falling attention, as many at once as there are groups."""
+    """Micro-batches by decreasing attention, as many at once as there are groups."""
     falling = sorted(packs, key=lambda pack: -int((lengths[pack] ** 2).sum()))
     return GroupPlan.of_fixed_groups(lengths, falling, ranks, _size(level, ranks))
 
 
 class HbpPolicy(Policy):
-    """Its packing lengths in every tensor-parallel size; without a pipeline, as it was run."""
+    """Packing lengths in every tensor-parallel size; without a pipeline, as published."""
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         draws = batches_of_draws(lengths, space, steps)
@@ -80,7 +80,7 @@ class HbpPolicy(Policy):
 
 
 def selected(ranks: Ranks, documents: Integers, space: SearchSpace) -> PackingLevels | None:
-    """The packing lengths of a layout, profiled on ``documents``; None where no group holds a window."""
+    """The packing lengths of a layout, profiled on ``documents``; None if no group holds a window."""
     kinds = checkpointed(ranks, space)
     window = space.context_window
     doublings = max(0, (window - 1) // SHORTEST).bit_length()
@@ -107,7 +107,7 @@ def selected(ranks: Ranks, documents: Integers, space: SearchSpace) -> PackingLe
 
 
 def _ways(kinds: list[Ranks], level: int) -> Iterator[Ranks]:
-    """Every power of two of ranks for micro-batches of ``level`` tokens, each with the cheapest checkpointing."""
+    """Groups of every power of two of ranks for ``level`` tokens, each with the cheapest checkpointing."""
     for exponent in range(kinds[0].count.bit_length()):
         share = -(-level // 2**exponent)
         fitting = next((kind for kind in kinds if kind.capacity >= share), None)
@@ -120,7 +120,7 @@ def _size(level: int, ranks: Ranks) -> int:
 
 
 def _token_seconds(ranks: Ranks, level: int, documents: Integers) -> float:
-    """Of a token in the first micro-batches that documents of up to ``level`` tokens fill in order."""
+    """Seconds per token in the first micro-batches that documents of up to ``level`` tokens fill in order."""
     size = _size(level, ranks)
     short = np.flatnonzero(documents <= level)
     packs = in_order(short.tolist(), documents, level)[: PROFILED * (ranks.count // size)]

@@ -1,11 +1,11 @@
-"""HotSPa: a parallel strategy for every bucket of lengths, switched inside a step.
+"""HotSPa: a parallel strategy for every bucket of lengths, switched within a step.
 
 Source: HotSPa (SOSP '24), its abstract; the system is Hetu (PKU-DAIR/Hetu). Documents are divided into buckets by
-length; each bucket trains with the strategy that is fastest for it, on all GPUs, one bucket after another. Between two
-strategies weights move, and gradients, which are accumulated over all buckets.
+length. Each bucket trains with its fastest strategy on all GPUs, one bucket after another. Between two strategies
+weights move, and so do gradients, which accumulate over all buckets.
 
-Assumed: up to four buckets, whose bounds are the quartiles of tokens that make the step fastest; moves are not
-overlapped, and only of what a GPU lacks.
+Assumed: up to four buckets, with the quartiles of tokens as bounds that make the step fastest; moves are not
+overlapped, and a GPU receives only what it lacks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from wlb_studies.policies.plan import GroupPlan, Ranks
 from wlb_studies.policies.policy import Outcome, Policy, PricedStep, batches_of_draws, best_of
 from wlb_studies.policies.pricing import StepPrice, begun_together, group_seconds, price, step_seconds
 
-BOUNDS = (1 / 4, 1 / 2, 3 / 4)  # of the tokens are in documents up to the bounds that are tried; assumed
+BOUNDS = (1 / 4, 1 / 2, 3 / 4)  # share of tokens in documents up to each bound that is tried; assumed
 _GRADIENT_BYTES = 4
 
 
 def same_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """Groups of one size, the least that holds the longest document; short ones packed, dearest micro-batch first."""
+    """Groups of the smallest size that holds the longest document; most expensive micro-batch first."""
     size = power_of_two(ranks.needed(int(lengths.max())))
     cost = ranks.job.costs.document_seconds(lengths)
     packed = best_fit(longest_first(lengths), lengths, ranks.capacity * size)
@@ -54,7 +54,7 @@ class HotSwitching:
         )
 
     def plans(self, lengths: Integers) -> list[tuple[Ranks, GroupPlan]]:
-        """Strategies that are used, in order, and what each runs."""
+        """The strategies in use, in order, and what each runs."""
         return [
             (ranks, same_groups(documents, ranks))
             for ranks, documents in zip(self.strategies, in_buckets(lengths, self.longest), strict=True)
@@ -83,9 +83,9 @@ def in_buckets(lengths: Integers, longest: Sequence[int]) -> list[Integers]:
 
 
 def switched_bytes(strategies: Sequence[Ranks]) -> float:
-    """What a GPU receives of weights, and of gradients, over a step: its new share less what it already holds.
+    """Weights and gradients that a GPU receives over a step: its new share minus what it already holds.
 
-    After the last strategy the weights of the first come back; gradients are done by then.
+    After the last strategy the weights of the first return; gradients are finished by then.
     """
     total = 0.0
     for index, new in enumerate(strategies):
@@ -98,7 +98,7 @@ def switched_bytes(strategies: Sequence[Ranks]) -> float:
 
 
 class HotSpaPolicy(Policy):
-    """The buckets and their strategies that are fastest on the first steps."""
+    """The buckets and strategies that are fastest on the first steps."""
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         draws = batches_of_draws(lengths, space, steps)
@@ -117,7 +117,7 @@ class HotSpaPolicy(Policy):
 
 
 def bounds(lengths: Integers) -> list[int]:
-    """The longest document of every bucket that is tried but the last, which holds a window."""
+    """The longest document of every bucket to try, except the last, which holds a window."""
     ascending = np.sort(lengths)
     tokens = np.cumsum(ascending)
     found = ascending[np.searchsorted(tokens, np.array(BOUNDS) * tokens[-1])]
@@ -129,6 +129,6 @@ def _seconds(lengths: Integers, ranks: Ranks) -> float:
 
 
 def without_update(plan: GroupPlan, ranks: Ranks) -> float:
-    """Seconds of ``plan`` up to its last backward."""
+    """Seconds of ``plan`` until its last backward."""
     seconds, _ = group_seconds(plan, ranks)
     return step_seconds(seconds, begun_together(plan, ranks), ranks, updates_weights=False)

@@ -1,14 +1,14 @@
-"""Hydraulis: pipelines of different strategies side by side, documents dealt among them greedily.
+"""Hydraulis: pipelines with different strategies side by side; a greedy deals documents among them.
 
-Source: Hydraulis (arXiv 2412.07894) and PKU-DAIR/Hetu, ``examples/hydraulis/strategy/new_dynamic.py``. The GPUs are
-divided among pipelines of different tp, pp and context-parallel size. A greedy deals documents, in the best of 100
-random orders, so that the largest "sum of costs + (pp - 1) x largest cost" of all pipelines is least. Each pipeline
-packs what it got by an integer program. Every pipeline accumulates gradients of all weights, which are summed at the
-end of the step.
+Source: Hydraulis (arXiv 2412.07894) and PKU-DAIR/Hetu, ``examples/hydraulis/strategy/new_dynamic.py``. Pipelines of
+different tp, pp and context-parallel size share the GPUs. A greedy deals documents, in the best of 100 random orders,
+to minimise the largest "sum of costs + (pp - 1) x largest cost" of any pipeline. An integer program packs the
+documents of each pipeline. Every pipeline accumulates gradients of all weights, which are summed at the end of the
+step.
 
-Assumed: at most two strategies, with context parallelism; costs are the simulator's, of micro-batches full of like
-documents; the program (HiGHS) has 50 nodes and a gap of 1% in place of half a second, and over 2,000 variables it is
-longest first.
+Assumed: at most two strategies, with context parallelism; costs are simulated for micro-batches full of like
+documents. The program (HiGHS) has 50 nodes and a gap of 1% in place of half a second; with over 2,000 variables,
+longest first replaces it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from wlb_studies.policies.pricing import StepPrice, group_seconds, price
 
 SHUFFLES = 100  # of the documents that the greedy deals
 _SHORTEST = 256  # tokens of a document that is priced; shorter ones cost in proportion
-COUNTS = 16  # of micro-batches at most that are tried in a pipeline, from the least that the token cap allows
+COUNTS = 16  # most numbers of micro-batches tried in a pipeline, from the fewest that the token cap allows
 # Tokens of a micro-batch that keep the GPUs of a tensor-parallel group busy: of 13B (``generate_strategy_13b.py``).
 BUSY = {1: 640, 2: 896, 4: 1280, 8: 1536}
 # The program's bounds, in place of the published half second, which would depend on the machine: nodes of branch and
@@ -66,13 +66,13 @@ class Pipelines:
         return self.ranks.capacity * self.size
 
     def cost(self, lengths: Integers) -> NDArray[np.float64]:
-        """Seconds of a stage for each document, shape of ``lengths``; infinite for those too long."""
+        """Seconds of a stage for each document, in the shape of ``lengths``; infinite if the document is too long."""
         return np.where(lengths <= self.longest, np.interp(lengths, *_profile(self.ranks, self.size)), np.inf)
 
 
 @lru_cache(maxsize=256)
 def _profile(ranks: Ranks, size: int) -> tuple[Integers, NDArray[np.float64]]:
-    """Some lengths, and the slowest stage's seconds for each document of a micro-batch full of such documents."""
+    """Sample lengths, and for each the slowest stage's seconds per document in a micro-batch full of them."""
     longest = ranks.capacity * size
     halvings = max(0, (longest // _SHORTEST).bit_length() - 1)
     lengths = longest // 2 ** np.arange(halvings, -1, -1)
@@ -86,7 +86,7 @@ def _profile(ranks: Ranks, size: int) -> tuple[Integers, NDArray[np.float64]]:
 
 @dataclass(frozen=True)
 class Heterogeneous:
-    """A ``LayoutTrial``: kinds of pipelines that share the GPUs."""
+    """A ``LayoutTrial`` in which kinds of pipelines share the GPUs."""
 
     kinds: tuple[Pipelines, ...]
 
@@ -117,9 +117,9 @@ class Heterogeneous:
 
 
 def greedy(lengths: Integers, kinds: tuple[Pipelines, ...]) -> list[list[int]]:
-    """Documents of every pipeline, kind after kind: the best of ``SHUFFLES`` greedy deals in random orders.
+    """Documents of every pipeline, kind by kind: the best of ``SHUFFLES`` greedy deals in random orders.
 
-    Raises ``UserError`` where a pipeline gets none, which the published system does not run.
+    Raises ``UserError`` if a pipeline gets no document; the published system does not run that.
     """
     orders = np.stack([np.random.default_rng(seed).permutation(len(lengths)) for seed in range(SHUFFLES)])
     largest, owners = _deals(orders, _columns(lengths, kinds))
@@ -131,7 +131,7 @@ def greedy(lengths: Integers, kinds: tuple[Pipelines, ...]) -> list[list[int]]:
 
 
 class _Columns(NamedTuple):
-    """Of every pipeline: seconds of each document in a stage, infinite if too long, and stages but one."""
+    """For every pipeline: seconds of each document in a stage (infinite if too long), and its stages minus one."""
 
     cost: NDArray[np.float64]  # (pipelines, documents)
     depth: Integers
@@ -149,10 +149,10 @@ def _columns(lengths: Integers, kinds: tuple[Pipelines, ...]) -> _Columns:
 
 
 def _deals(orders: Integers, pipelines: _Columns) -> tuple[NDArray[np.float64], Integers]:
-    """Of every order, shape (orders, documents): the largest pipeline's seconds, and each document's pipeline.
+    """For every order: the largest pipeline's seconds, and each document's pipeline, (orders, documents).
 
-    Documents that one pipeline alone holds come first. Each document goes where the largest of all pipelines is least;
-    of equals to an empty pipeline, the last of them, or else to the first, those with the longest micro-batches first.
+    Documents that fit only one pipeline come first. Each document goes where the largest pipeline then is smallest.
+    Ties go to the last empty pipeline, or else to the first; pipelines with the longest micro-batches come first.
     """
     widest = np.argsort(-pipelines.longest, kind="stable")
     cost, depth = pipelines.cost[widest], pipelines.depth[widest]
@@ -182,7 +182,7 @@ def _deals(orders: Integers, pipelines: _Columns) -> tuple[NDArray[np.float64], 
 
 
 def packed(dealt: list[list[int]], lengths: Integers, kind: Pipelines) -> GroupPlan:
-    """Micro-batches of every pipeline of a kind, dearest first."""
+    """Micro-batches of every pipeline of a kind, most expensive first."""
     cost = kind.cost(lengths)
     groups = []
     for pipeline, documents in enumerate(dealt):
@@ -196,9 +196,9 @@ def packed(dealt: list[list[int]], lengths: Integers, kind: Pipelines) -> GroupP
 def _micro_batches(
     documents: list[int], cost: NDArray[np.float64], lengths: Integers, kind: Pipelines
 ) -> list[list[int]]:
-    """The number of micro-batches, and the program's, for which (pp - 1 + their number) x the dearest is least.
+    """The micro-batches that minimise (pp - 1 + their number) x the most expensive one.
 
-    A number is left out where no packing could be better than the best so far.
+    Skips a number if no packing with it could beat the best so far.
     """
     mine, prices = lengths[documents], cost[documents]
     tokens, busy = int(mine.sum()), BUSY[min(kind.ranks.job.layout.tp, max(BUSY))] * kind.size
@@ -224,7 +224,7 @@ def _micro_batches(
 
 
 def _solved(lengths: Integers, prices: NDArray[np.float64], count: int, capacity: int) -> Integers | None:
-    """The micro-batch of every document, the dearest of ``count`` as cheap as the program finds; None if none fit."""
+    """Each document's micro-batch, with the most expensive of ``count`` as cheap as found; None if none fit."""
     bins, left_over = lightest(longest_first(lengths), prices, count, lengths, capacity)
     if left_over:
         bins = best_fit(longest_first(lengths), lengths, capacity)
@@ -247,7 +247,7 @@ def _solved(lengths: Integers, prices: NDArray[np.float64], count: int, capacity
 
 
 class HydraulisPolicy(Policy):
-    """The best mixture of a strategy that holds a window and another one for shorter documents."""
+    """The best mixture of one strategy that holds a window and one for shorter documents."""
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         require("scipy.optimize", "solver")

@@ -1,12 +1,11 @@
-"""InfiniPipe: long documents in slices that take equally long, and what is left packed to chunks that do.
+"""InfiniPipe: long documents in slices of equal time, tails and short documents packed to as much.
 
-Source: InfiniPipe (arXiv 2509.21275), abstract, read: long sequences are split and short ones packed to even work, and
-each stage checkpoints a part of its chunks, chosen together with the schedule. Second hand: slices of equal seconds and
-unequal tokens; tails and short documents by best fit; 1F1B, the longest document first.
+Source: InfiniPipe (arXiv 2509.21275), abstract, read: it splits long sequences and packs short ones to even work, and
+each stage checkpoints some of its chunks, chosen together with the schedule. Second hand: slices of equal seconds and
+unequal tokens; tails and short documents by best fit; 1F1B, longest document first.
 
-Assumed in its favour: documents go to the pipeline with least work first; each rank recomputes no more than its memory
-needs, to any fraction; the number of chunks is found by simulation. Assumed: no interleaved stages; a chunk has the
-tail of one document at most.
+Assumed in its favour: each document goes to the pipeline with the least work; each rank recomputes exactly what its
+memory needs; simulation finds the number of chunks. Assumed: no interleaved stages; a chunk has at most one tail.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SETTINGS = [{"chunks": rounds} for rounds in (8, 4, 16, 6, 3)]
 
 
 def equal_seconds(lengths: Integers, job: Job, chunks: int) -> SlicedPlan:
-    """About ``chunks`` chunks for each pipeline rank."""
+    """Make about ``chunks`` chunks for each pipeline rank."""
     seconds, dp = job.costs.document_seconds(lengths), job.layout.dp
     of_columns, _ = lightest(longest_first(lengths), seconds, dp, lengths, int(lengths.sum()))
     most = float(seconds.sum()) / (dp * chunks * job.layout.pp)
@@ -31,7 +30,7 @@ def equal_seconds(lengths: Integers, job: Job, chunks: int) -> SlicedPlan:
 
 
 def _column(documents: list[int], lengths: Integers, job: Job, most: float) -> Column:
-    """Chunks of about ``most`` seconds, those of long documents first."""
+    """Chunks of about ``most`` seconds; chunks of long documents come first."""
     prices = job.costs.document_seconds
     sequences: list[list[Slice]] = []
     rooms: list[tuple[float, list[Piece]]] = []

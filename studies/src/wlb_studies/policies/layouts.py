@@ -1,8 +1,8 @@
-"""The layouts in which a policy without fixed context-parallel groups may run: tp, pp, checkpointing and token cap.
+"""The layouts that a policy without fixed context-parallel groups may run: tp, pp, checkpointing and token cap.
 
-All powers of two are considered, tp inside a node. How many tokens a rank may hold of a micro-batch follows from the
-memory model, with groups as large as a whole window then needs. Of all that fit, those are tried that would be fastest
-were every rank busy alike and nothing exchanged; a policy's own losses then decide among them. Without a pipeline, FSDP
+All powers of two are considered, tp inside a node. The memory model says how many tokens of a micro-batch a rank may
+hold, with groups as large as a whole window then needs. A bound that assumes even ranks and no exchange orders the
+layouts that fit; the most promising are tried, and the policy's own losses decide among them. Without a pipeline, FSDP
 may free weights after every micro-batch or keep them to the end of the step: both are tried.
 """
 
@@ -26,7 +26,7 @@ from wlb_studies.policies.plan import Integers, Ranks
 from wlb_studies.policies.pricing import ideal_seconds, peak_memory
 
 KEPT_OR_NOT = (False, True)  # weights
-_TRIED = 6  # layouts of a policy, of each of these; and then other token caps of the fastest
+_TRIED = 6  # layouts tried of each kind, before other token caps of the fastest
 _LEAST_TOKENS = 1024  # of a rank
 _PROBED = (4096, 2**18)  # tokens of a rank whose memory is predicted
 _FINER = (1.0, 0.5, 0.25)  # of the most tokens that fit: smaller micro-batches, documents on more ranks
@@ -41,9 +41,9 @@ def candidate_ranks(
     interleaves: bool = True,
     kept: Sequence[bool] = KEPT_OR_NOT,
 ) -> list[Ranks]:
-    """Layouts to try, each with its largest token cap, the most promising first; stages are dealt by seconds.
+    """Layouts to try with their largest token cap, most promising first; blocks go to stages by seconds.
 
-    Raises ``UserError`` where none fits the memory.
+    Raises ``UserError`` if none fits in memory.
     """
     of_all = documents.tobytes()
 
@@ -69,15 +69,15 @@ def _ideal_seconds(documents: bytes, ranks: Ranks) -> float:
 
 
 def no_layout(policy: str, space: SearchSpace) -> UserError:
-    """What to raise where nothing fits the memory."""
+    """The error to raise if nothing fits in memory."""
     return UserError(
-        f"{policy} finds no layout of {space.gpus} GPUs, in sizes that are powers of two, that fits their memory with "
+        f"{policy} finds no layout with power-of-two sizes on {space.gpus} GPUs that fits in memory with "
         f"windows of {space.context_window} tokens; give more GPUs or a shorter window"
     )
 
 
 def other_capacities(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
-    """The same layout with the other token caps that are worth trying, and with other kinds of checkpointing."""
+    """The same layout with other token caps and other activation checkpointing."""
     blocks, plain = ranks.job.layout.stage_blocks, _with_stages(ranks, None)
     same = [other for other in _fitting(space, ranks.keeps_weights) if other.job == plain.job and other != plain]
     same += [other for other in checkpointed(plain, space) if other.job != plain.job]
@@ -89,7 +89,7 @@ def _with_stages(ranks: Ranks, blocks: tuple[int, ...] | None) -> Ranks:
 
 
 def checkpointed(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
-    """The same layout with every kind of activation checkpointing under which it fits, the token cap the largest."""
+    """The same layout with each activation checkpointing that fits, at its largest token cap."""
     kind = ranks.job.activation_checkpointing
     return [
         other
@@ -99,7 +99,7 @@ def checkpointed(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
 
 
 def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
-    """Of the choices with the same job the one that holds most."""
+    """Of choices with the same job, keep the one with the largest token cap."""
     largest: dict[Job, Ranks] = {}
     for ranks in choices:
         known = largest.get(ranks.job)
@@ -127,9 +127,9 @@ def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
 
 
 def _capacities(job: Job, space: SearchSpace, *, keeps_weights: bool) -> Iterator[Ranks]:
-    """Token caps worth trying, each with the cheapest activation checkpointing under which it fits.
+    """Token caps worth trying, each with the cheapest activation checkpointing that fits.
 
-    Unlike a job's L_max (``wlb.job.memory.fit``), a cap is of one rank, whatever group it is in.
+    Unlike L_max of a job (``wlb.job.memory.fit``), a cap holds for one rank, whatever its group.
     """
     even = space.micro_batches * space.context_window // job.layout.dp
     least = -(-space.context_window // job.layout.dp)
@@ -149,7 +149,7 @@ def _capacities(job: Job, space: SearchSpace, *, keeps_weights: bool) -> Iterato
 
 
 def _most_tokens(job: Job, space: SearchSpace, keeps_weights: bool) -> int:
-    """The most tokens of a rank that fit, 0 if fewer than are worth trying do.
+    """The most tokens that fit on a rank; 0 if too few to be worth trying.
 
     Memory grows almost evenly with tokens, so the search starts on the line through two token counts.
     """

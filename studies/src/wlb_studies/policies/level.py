@@ -1,8 +1,8 @@
-"""Level steps, as a share of what even ranks without any exchange would take.
+"""Level steps against the ideal: even ranks that exchange nothing.
 
-A job runs in the layout in which level steps are fastest, of those that policies without fixed groups choose from and
-that have no pipeline. Its documents are planned again as if all ranks lay on one node; and the trainer's own lock-step
-pools run in the same layout.
+Each job runs in the layout without a pipeline in which level steps are fastest, among the layouts of policies without
+fixed groups. The same layout also runs level steps planned as if all ranks were on one node, and the trainer's
+lock-step pools.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(settings: Settings) -> Report:
         documents=settings.lengths or f"synthetic, {DOCUMENTS:,} documents that grow with the window",
         tables=[
             Table(
-                "seconds of steps in which ranks are equally busy and exchange nothing, over those of level steps",
+                "seconds of steps with even ranks and no exchange, over seconds of level steps",
                 (Column("steps"), *(Column(name, "simulated") for name in names)),
                 [(name, *of_jobs) for name, of_jobs in shares.items()],
             )
@@ -66,7 +66,7 @@ def run(settings: Settings) -> Report:
         ),
         notes=[
             f"{settings.steps or _STEPS} steps of {BATCH_TOKENS:,} tokens, H100 preset, all rows of a job in one "
-            "layout without a pipeline; the ideal is that of the layout in which it is fastest",
+            "layout without a pipeline; the ideal is taken in the layout in which it is fastest",
             "on any node: groups are planned as if all ranks lay on one node",
             "pools: in lock step, of the size and number of micro-batches that the trainer decides",
         ],
@@ -74,7 +74,7 @@ def run(settings: Settings) -> Report:
 
 
 def _shares(job: RivalJob, settings: Settings) -> dict[str, float | None]:
-    """Of the ideal speed, for each kind of steps."""
+    """Share of the ideal speed for each kind of step."""
     steps = settings.steps or _STEPS
     space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS)
     lengths = documents_of(job, settings)
@@ -94,7 +94,7 @@ def _ideal(space: SearchSpace, batches: list[Integers]) -> float:
 
 
 def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Job, Job]:
-    """The layout in which level steps are fastest, and the job there."""
+    """The layout in which level steps are fastest, and the job in it."""
     fitting = []
     for ranks in candidate_ranks(space, batch, pipelines=False, kept=(True,)):
         try:
@@ -114,14 +114,14 @@ def _prices(level: Job) -> LevelPrices:
 
 
 def _decided(layout: Job, space: SearchSpace, lengths: Integers, grouping: str) -> Job:
-    """What the trainer runs where the dp ranks of ``layout`` are in pools. Raises ``UserError`` where it cannot."""
+    """The job with the dp ranks of ``layout`` in pools. Raises ``UserError`` if the trainer cannot run it."""
     options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches, "grouping": grouping}
     packing, sharding = preset_sections("balanced", options)
     return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 
 
 def _seconds(job: Job, prices: StagePrices, batches: list[Integers]) -> float:
-    """Of the level steps of ``job`` that train ``batches``, planned by ``prices``."""
+    """Share of level steps of ``job`` that train ``batches``, planned with ``prices``."""
     return sum(float(simulate_step(_plan(job, prices, batch), job).seconds[0]) for batch in batches)
 
 
@@ -141,7 +141,7 @@ def _plan(job: Job, prices: StagePrices, batch: Integers) -> StepPlan:
 def _pooled(
     layout: Job, space: SearchSpace, lengths: Integers, batches: list[Integers], grouping: str, ideal: float
 ) -> float | None:
-    """The share of pools, at equal work."""
+    """Share of the ideal speed that pools reach, for the same work."""
     job = _decided(layout, space, lengths, grouping)
     if not fits(job):
         return None

@@ -1,10 +1,10 @@
-"""Libra: sequences dealt longest first into pools, attention in tiles shared by a pool's ranks.
+"""Libra: sequences are dealt longest first into pools, whose ranks share attention in tiles.
 
-Source: arXiv 2607.23250, its abstract and what is told of it; no code is published. Of the sequences of a step's global
-batch, each F = sum l^2, ``POOL`` at a time make a pool, even in F; nothing moves to another step. Inside a pool, tiles
-of a block of queries and a group of heads go, heads first, to the rank under a soft cap that adds the fewest bytes.
+Source: arXiv 2607.23250, its abstract and second-hand accounts; no code is published. ``POOL`` sequences of a global
+batch at a time make a pool; pools are even in F = sum l^2, and nothing moves to another step. Inside a pool, tiles of a
+block of queries and a group of heads go, heads first, to the rank under a soft cap that adds the fewest bytes.
 
-Assumed: cap 2%; tokens even inside a pool, in its favour; four chunks of heads; tiles of 8,192 queries.
+Assumed: a cap of 2%; four chunks of heads; tiles of 8,192 queries. Assumed in its favour: tokens even inside a pool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 8192  # queries of a tile at most; assumed
 
 
 def pools(lengths: Integers, ranks: Ranks) -> MovedPlan:
-    """Every pool of sequences runs on as many ranks as their tokens need, whole documents in each."""
+    """Every pool of sequences runs on as many ranks as its tokens need; pools hold whole documents."""
     size = min(ranks.count, POOL * power_of_two(ranks.needed(ranks.window)))
     numbers, filled = even_pools(lengths, ranks, size)
     homes = [laid_in_a_row(documents, lengths, size, first_lane) for first_lane, documents in filled]
@@ -32,7 +32,7 @@ def pools(lengths: Integers, ranks: Ranks) -> MovedPlan:
 
 
 def _tiled(home: Tasks, size: int, first_lane: int, ranks: Ranks) -> Tasks:
-    """Tiles of a pool: where their queries are, as far as the cap allows, else where they add the fewest bytes."""
+    """Place a pool's tiles with their queries as far as the cap allows, else where they add the fewest bytes."""
     job = ranks.job
     groups = math.gcd(job.shape.kv_heads // job.layout.tp, size) if job.shape.kv_heads >= job.layout.tp else 1
     tiles = _tiles(home, groups)

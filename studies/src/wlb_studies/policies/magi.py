@@ -1,12 +1,12 @@
-"""MagiAttention: equal chunks of a packed micro-batch, dealt by their attention to the ranks of a group.
+"""MagiAttention: cut a packed micro-batch into equal chunks and deal them to the ranks of a group by attention.
 
 Source: SandAI-org/MagiAttention, ``magi_attention/meta/solver/dispatch_solver.py`` (``MinHeapDispatchAlg``, the
-default) and ``_make_dispatch_meta.py``. A micro-batch is cut into equal chunks, wherever documents end. The chunk with
-the most attention goes to the rank with the least so far, of those that have fewer than ceil(chunks / ranks) chunks.
-Tokens lie where they are attended, so only the keys and values that a rank attends and does not hold are sent.
+default) and ``_make_dispatch_meta.py``. A micro-batch is cut into equal chunks, regardless of documents. The chunk with
+the most attention goes to the rank with the least so far, among ranks with fewer than ceil(chunks / ranks) chunks.
+Tokens lie where they are attended, so ranks send only the keys and values that another rank attends.
 
-Assumed: fixed groups, as large as a window needs; micro-batches even in attention, in its favour; keys and values in
-four parts.
+Assumed: fixed groups, as large as a window needs; keys and values in four parts. Assumed in its favour: micro-batches
+even in attention.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from wlb_studies.policies.filling import Integers, power_of_two
 from wlb_studies.policies.plan import MovedPlan, Ranks, even_pools, joined, laid_in_a_row
 
-CHUNKS = 8  # of a rank; the published least, from which the size of chunks follows
+CHUNKS = 8  # fewest chunks per rank, as published; the size of chunks follows from it
 
 
 def dispatched(lengths: Integers, ranks: Ranks) -> MovedPlan:
-    """Fixed groups, as large as a window needs; micro-batches even in attention, which is not published."""
+    """Fixed groups, as large as a window needs; micro-batches even in attention (assumed)."""
     size = power_of_two(ranks.needed(ranks.window))
     pools, filled = even_pools(lengths, ranks, size)
     tables = []
@@ -36,7 +36,7 @@ def dispatched(lengths: Integers, ranks: Ranks) -> MovedPlan:
 
 
 def dealt(areas: Sequence[float], ranks: int) -> Integers:
-    """The rank of every chunk, given its attention; of equal chunks the last goes first."""
+    """The rank of every chunk, given its attention; among equal chunks the last goes first."""
     most = -(-len(areas) // ranks)
     loads, chunks = [(0.0, rank) for rank in range(ranks)], [0] * ranks
     heapify(loads)

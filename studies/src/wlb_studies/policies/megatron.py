@@ -1,13 +1,11 @@
-"""Megatron-Core: ``dp_balanced`` packing, and dynamic context parallelism as shipped and as its ``dev`` branch has it.
+"""Megatron-Core: ``dp_balanced`` packing, and dynamic context parallelism as released and on its ``dev`` branch.
 
 Source: NVIDIA/Megatron-LM, ``core/datasets/data_schedule.py`` (``dp_balanced``), ``data_schedule_utils.py``
 (``next_hdp_group_packing_aware``, ``align_sample_id_groups``) and ``core/pipeline_parallel/hybrid_cp_schedule.py``
 (``BalancedCPScheduler``), read for what they do.
 
-Assumed of megatron-dynamic: ring exchange hidden as ours is; synchronising with the host and broadcasting for each
-document cost nothing, in its favour.
-
-Assumed of megatron-packing: ring exchange hidden as ours is.
+Assumed of both dynamic policies: ring exchange is hidden as ours is. Assumed of megatron-dynamic, in its favour:
+synchronising with the host and broadcasting for each document cost nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +21,16 @@ from wlb.errors import UserError
 from wlb_studies.policies.filling import Integers, in_order, longest_first, power_of_two
 from wlb_studies.policies.plan import Group, GroupPlan, Ranks
 
-SLACK = 0.05  # between ranks, with which a round is even enough to be closed; and over the cap of a packed round
+SLACK = 0.05  # slack between ranks at which a round may close; also over the cap of a packed round
 _BUCKET_EXCESS = 1.1  # of a bucket's even share of the work
 
 
 def dp_balanced(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """Fixed groups: micro-batches filled in arrival order up to the token cap, then as many for each group.
+    """Fixed groups: fill micro-batches in arrival order up to the token cap, then deal equally many to each group.
 
-    Where the number is no multiple of the groups (with interleaved stages, of groups x pp), single documents leave the
-    last micro-batches, from the end, for micro-batches of their own. Costs are not looked at. Groups are as large as a
-    window needs.
+    If their number is not a multiple of the groups (with interleaved stages, of groups x pp), single documents move
+    from the last micro-batches into micro-batches of their own. Costs are ignored. Groups are as large as a window
+    needs.
     """
     size = power_of_two(ranks.needed(int(ranks.window)))
     groups = ranks.count // size
@@ -41,7 +39,9 @@ def dp_balanced(lengths: Integers, ranks: Ranks) -> GroupPlan:
     place = len(packed) - 1
     while len(packed) % multiple:
         if place < 0:
-            raise UserError(f"{len(lengths)} documents make no multiple of {multiple} micro-batches; give more a step")
+            raise UserError(
+                f"{len(lengths)} documents cannot fill a multiple of {multiple} micro-batches; give more in a step"
+            )
         if len(packed[place]) > 1:
             packed.append([packed[place].pop()])
         else:
@@ -72,12 +72,12 @@ _Rounds = list[list[_Open]]
 
 
 def dynamic(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """Groups of as many ranks as a document needs, a power of two; rounds with a barrier after each.
+    """Groups sized to their documents (powers of two), in rounds with a barrier after each.
 
     A document costs s^2 over its ranks. Longest first, each goes to free ranks or to the lightest group of its size.
-    Once a document of a smaller size was placed, the round is closed as soon as all ranks are within ``SLACK``, and its
-    smallest groups grow onto ranks left empty. What is left over goes to the next round bucket by bucket, then what
-    was taken out again. Documents of a group run one after another, each a micro-batch of its own.
+    After the first document of a smaller size, the round closes as soon as all ranks are within ``SLACK``, and its
+    smallest groups grow onto empty ranks. Leftovers go to the next round bucket by bucket, then the documents that were
+    taken out. Documents of a group run one after another, each as its own micro-batch.
     """
     groups: list[Group] = []
     barriers, slot = [], 0
@@ -101,7 +101,7 @@ def _rounds(lengths: Integers, ranks: Ranks) -> _Rounds:
 
 
 class _Round:
-    """A round: its groups, and the documents that are left for later ones."""
+    """One round: its groups, and the documents left for later rounds."""
 
     def __init__(self, waiting: list[int], lengths: Integers, ranks: Ranks) -> None:
         self.opened: list[_Open] = []
@@ -124,7 +124,7 @@ class _Round:
         return size <= self._free or any(group.size == size for group in self.opened)
 
     def _group_for(self, size: int) -> _Open:
-        """A group of free ranks, or else the lightest of this size."""
+        """A group of free ranks, or else the lightest group of this size."""
         if size <= self._free:
             self._free -= size
             self.opened.append(_Open(size))
@@ -160,13 +160,13 @@ def _buckets(waiting: list[int], sizes: dict[int, int], lengths: Integers) -> li
 
 
 def _slack(opened: list[_Open]) -> float:
-    """Of the heaviest group's load, what the lightest lacks."""
+    """How much lighter the lightest group is, as a share of the heaviest group's load."""
     loads = [group.load for group in opened]
     return 1 - min(loads) / max(loads)
 
 
 def _trimmed(opened: list[_Open], lengths: Integers) -> list[int]:
-    """Take the last documents of the heaviest groups away while that makes ranks more even; returns them."""
+    """Remove the last documents of the heaviest groups while that evens out ranks; returns them."""
     taken = []
     while len(opened) > 1 and _slack(opened) > SLACK:
         loads = sorted(group.load for group in opened)
@@ -184,7 +184,7 @@ def _trimmed(opened: list[_Open], lengths: Integers) -> list[int]:
 
 
 def _grow(opened: list[_Open], free: int, ranks: int) -> int:
-    """Double the smallest group, again and again, while ranks are free for it; returns how many stay free."""
+    """Keep doubling the smallest group while ranks are free; returns how many stay free."""
     while free:
         smallest = min(opened, key=lambda group: group.size)
         more = min(2 * smallest.size, ranks) - smallest.size
@@ -196,16 +196,16 @@ def _grow(opened: list[_Open], free: int, ranks: int) -> int:
 
 
 def packing_aware(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """Rounds of groups that run their documents packed, up to the token cap, as micro-batches of a pipeline.
+    """Rounds of groups that pack their documents up to the token cap, as micro-batches of a pipeline.
 
     A rank's load, s^2 over the ranks, is capped at that of a rank full of the round's longest document, and ``SLACK``
-    more. The longest document gets the least ranks that hold it. Every other one goes where the round's largest load
-    grows least, to a group with room or to free ranks, which may be more than it needs; of equals to the smallest
-    group, then to the first. Groups grow onto ranks that are left empty; where they cannot, one group of all ranks runs
-    the round. With interleaved stages, rounds are split from the end until their number is a multiple of pp. Linear
-    work is not looked at, and ranks of different groups do not wait for each other.
+    more. The longest document gets the fewest ranks that hold it. Every other one goes where the round's largest load
+    grows least: to a group with room or to free ranks, perhaps more than it needs; ties go to the smallest, then the
+    first group. Groups grow onto empty ranks; if they cannot, one group of all ranks runs the round. With interleaved
+    stages, rounds are split from the end until their number is a multiple of pp. Linear work is ignored, and ranks of
+    different groups do not wait for each other.
 
-    Raises ``UserError`` where no round can be split, and for a document that needs more ranks than there are.
+    Raises ``UserError`` if no round can be split, or a document needs more ranks than there are.
     """
     waiting = longest_first(lengths)
     rounds: _Rounds = []
@@ -216,7 +216,7 @@ def packing_aware(lengths: Integers, ranks: Ranks) -> GroupPlan:
 
 
 def _packed_round(waiting: list[int], lengths: Integers, ranks: Ranks) -> tuple[list[_Open], list[int]]:
-    """The groups of the next round, and the documents that are left for later ones, longest first."""
+    """The groups of the next round, and the documents left for later rounds, longest first."""
     sizes = lengths[waiting]
     filled = _PackedRound(ranks, int(sizes[0]))
     filled.put(waiting[0], int(sizes[0]), 0, _least_size(int(sizes[0]), ranks))
@@ -234,7 +234,7 @@ def _packed_round(waiting: list[int], lengths: Integers, ranks: Ranks) -> tuple[
 
 
 class _PackedRound:
-    """A round that is being filled: its groups, and how many ranks are in none yet."""
+    """A round being filled: its groups, and how many ranks are still free."""
 
     def __init__(self, ranks: Ranks, longest: int) -> None:
         self.opened: list[_Open] = []
@@ -244,20 +244,20 @@ class _PackedRound:
         self._loads, self._rooms, self._widths = np.zeros((3, ranks.count))  # of each group
 
     def place(self, document: int, length: int) -> bool:
-        """Put the document where the largest load grows least; False where no place is under the cap."""
+        """Put the document where the largest load grows least; returns False if no place is under the cap."""
         least = _least_size(length, self._ranks)
         new = [least << doublings for doublings in range((self.free // least).bit_length())]
         loads, rooms, widths = self._places(new)
         after = np.maximum(self._loads.max(), loads + length**2 / widths)
         after[rooms < length] = np.inf
-        best = int(np.lexsort((widths, after))[0])  # of equals the smallest, and groups before free ranks
+        best = int(np.lexsort((widths, after))[0])  # ties: the smallest, and groups before free ranks
         if after[best] > self._cap:
             return False
         self.put(document, length, best, int(widths[best]))
         return True
 
     def put(self, document: int, length: int, index: int, size: int) -> None:
-        """Put the document into the group of this index; beyond the last one, into another of ``size`` free ranks."""
+        """Put the document into the group at this index; past the last, into a new group of ``size`` free ranks."""
         if index >= len(self.opened):
             index = len(self.opened)
             self.opened.append(_Open(size))
@@ -268,12 +268,12 @@ class _PackedRound:
         self._rooms[index] = group.size * self._ranks.capacity - group.tokens
 
     def longest_that_fits(self) -> float:
-        """No longer document has a place; rounded up."""
+        """The length of the longest document that has a place, rounded up."""
         loads, rooms, widths = self._places([1 << self.free.bit_length() >> 1])  # the largest power of two
         return float(np.minimum(rooms, np.sqrt(widths * np.maximum(0.0, self._cap - loads))).max()) * (1 + 1e-9)
 
     def _places(self, new: list[int]) -> tuple[NDArray[np.float64], ...]:
-        """Loads, rooms and widths of all groups, and of ``new`` ones of so many free ranks."""
+        """Loads, rooms and widths of all groups, and of ``new`` groups of free ranks."""
         count, width = len(self.opened), np.array(new, np.float64)
         of_new = (np.zeros(len(new)), width * self._ranks.capacity, width)
         held = (self._loads, self._rooms, self._widths)
@@ -281,7 +281,7 @@ class _PackedRound:
 
 
 def _on_all_ranks(waiting: list[int], lengths: Integers, ranks: Ranks) -> tuple[list[_Open], list[int]]:
-    """One group of all ranks with the documents, longest first, that fit it; and the others."""
+    """One group of all ranks with the documents that fit, longest first; and the other documents."""
     group, left = _Open(ranks.count), []
     for document in waiting:
         length = int(lengths[document])
@@ -293,9 +293,9 @@ def _on_all_ranks(waiting: list[int], lengths: Integers, ranks: Ranks) -> tuple[
 
 
 def _aligned(rounds: _Rounds, ranks: Ranks) -> _Rounds:
-    """Rounds, the last ones split between groups, as many as interleaved stages need.
+    """Split the last rounds between groups until there are as many as interleaved stages need.
 
-    The half with the larger groups goes to the end; groups grow until each half has all ranks.
+    The half with the larger groups comes last; groups grow until each half uses all ranks.
     """
     multiple = ranks.micro_batch_multiple
     place, failed = len(rounds) - 1, 0
@@ -319,7 +319,7 @@ def _aligned(rounds: _Rounds, ranks: Ranks) -> _Rounds:
 
 
 def _packed(rounds: _Rounds, lengths: Integers) -> GroupPlan:
-    """Every round a micro-batch, in which each group runs all its documents together."""
+    """Each round is one micro-batch, in which each group runs all its documents together."""
     return GroupPlan(
         lengths,
         tuple(

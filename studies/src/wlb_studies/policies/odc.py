@@ -1,13 +1,13 @@
-"""ODC: fully sharded data parallelism in which ranks fetch weights on their own and meet at the end of the step only.
+"""ODC: fully sharded data parallelism in which ranks fetch weights on their own and meet only at the end of the step.
 
 Source: ODC (ICLR '26, arXiv 2601.19362), sections 3, 4 and 6.1; sail-sg/odc, ``examples/llm_training/packing.py``
-(``DynamicDiffMicro``, in the paper LB-Mini). Shards of weights come point to point from the ranks that have them, and
-gradients go back so, so no layer waits for all ranks, and ranks may run different numbers of micro-batches. That leaves
-one thing to balance: what each rank computes in the whole step.
+(``DynamicDiffMicro``, in the paper LB-Mini). Shards of weights come point to point from the ranks that own them, and
+gradients return the same way. No layer waits for all ranks, so ranks may run different numbers of micro-batches, and
+only the compute of each rank over the whole step needs balancing.
 
-Assumed: costs are predicted seconds, parts not improved by exchanging documents; groups as large as a window needs,
-as it has no context parallelism; weights cross nodes by each GPU's own adapter, gradients stay whole through the
-step; pipeline size 1.
+Assumed: costs are predicted seconds; no further exchange of documents between parts; groups are as large as a window
+needs, as it has no context parallelism; weights cross nodes through each GPU's own adapter; gradients stay whole
+through the step; pipeline size 1.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _karmarkar_karp = partial(differenced, joined_last=True)
 
 
 def minibatch_balanced(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """Documents divided evenly in predicted seconds, and those of a group into as few micro-batches as hold them.
+    """Divide documents evenly in predicted seconds, and those of each group into as few micro-batches as hold them.
 
-    Both by Karmarkar-Karp, into parts of any number of documents; the dearest micro-batch runs first. Groups are as
-    large as a window needs.
+    Karmarkar-Karp does both, into parts of any number of documents. The most expensive micro-batch runs first. Groups
+    are as large as a window needs.
     """
     size = power_of_two(ranks.needed(ranks.window))
     cost = ranks.job.costs.document_seconds(lengths)

@@ -1,6 +1,6 @@
-"""The presets that this project runs: plain-4D, per-document-4D, fixed-4D, WLB-LLM and balanced.
+"""The presets of this project: plain-4D, per-document-4D, fixed-4D, WLB-LLM and balanced.
 
-Their layouts, steps and speeds are those of ``wlb check``: the same search, and the same simulation of each draw.
+Layouts, steps and speeds are the same as in ``wlb check``: the same search and the same simulation of each draw.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEASURED = 4  # steps whose planning is timed, and whose exchange is counted
 
 
 class PresetPolicy(Policy):
-    """The preset of the policy's name."""
+    """The preset with the policy's name."""
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         steps = steps or usual_steps(space.micro_batches)
@@ -55,7 +55,7 @@ def _pools_of(job: Job) -> str:
 
 
 def _measured(job: Job, lengths: Integers, steps: int) -> tuple[float, float]:
-    """Bytes that the mean GPU receives in a step, and the CPU seconds that planning a step takes here."""
+    """Bytes that the mean GPU receives in a step, and CPU seconds to plan a step on this machine."""
     warm_up = usual_steps(job.global_batch)
     began = time.process_time()
     plans = [*islice(StepPlanner(job, lengths).plans(warm_up), steps)]

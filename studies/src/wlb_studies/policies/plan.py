@@ -1,12 +1,12 @@
 """What a rival policy decides for one step: which ranks attend which documents, in which micro-batch.
 
-A pipeline stage has dp x cp ranks, each tp GPUs wide; a policy without fixed context-parallel groups shares the step's
-documents among them as it likes. Two kinds of plan say all that is priced:
+A pipeline stage has dp x cp ranks, each tp GPUs wide. A policy without fixed context-parallel groups shares the step's
+documents among them freely. Two kinds of plan describe everything that is priced:
 
 * ``GroupPlan``: in every micro-batch the ranks form groups, and each group shards its documents among its members.
-  Groups may differ in size, from one micro-batch to the next and within one.
-* ``MovedPlan``: every rank holds its tokens for all but attention, and attention of any piece of a document happens on
-  any rank of its pool.
+  Groups may differ in size within a micro-batch and between micro-batches.
+* ``MovedPlan``: every rank holds its tokens for everything but attention. Any rank of its pool may attend any piece of
+  a document.
 
 Documents are indices into ``lengths``, the whole documents of the step. Both kinds attend every document as a whole.
 """
@@ -32,8 +32,8 @@ Hidden = Literal["everything", "heads", "attention"]
 class Ranks:
     """The GPUs as a policy sees them: ``job`` has tp, pp and, as dp, all ranks of a stage.
 
-    A rank holds at most ``capacity`` tokens of a micro-batch. ``keeps_weights`` says that weights are gathered once a
-    step, as in a pipeline they always are, so that ranks may run different numbers of micro-batches.
+    A rank holds at most ``capacity`` tokens of a micro-batch. With ``keeps_weights`` weights are gathered once per
+    step, as always in a pipeline, so ranks may run different numbers of micro-batches.
     """
 
     job: Job
@@ -50,16 +50,16 @@ class Ranks:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the number of a pipeline's micro-batches must be a multiple of: pp if a rank has several stages."""
+        """A pipeline's micro-batches must be a multiple of this: pp if a rank has several stages, or 1."""
         return self.job.layout.pp if self.job.layout.virtual_pp > 1 else 1
 
     def needed(self, length: int) -> int:
-        """Ranks without which a document of ``length`` tokens is over the capacity."""
+        """The fewest ranks that hold a document of ``length`` tokens."""
         return -(-length // self.capacity)
 
 
 class Group(NamedTuple):
-    """``ranks`` that run ``documents`` together, sharded among them, as micro-batch ``slot``."""
+    """``ranks`` that share ``documents`` as micro-batch ``slot``."""
 
     slot: int
     ranks: tuple[int, ...]
@@ -68,11 +68,11 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """The groups of a step. Before a slot of ``barriers`` all ranks wait for each other.
+    """The groups of a step. Before a slot in ``barriers`` all ranks wait for each other.
 
     ``exchange`` says what members of a group send: keys and values of pieces (ring or gather, as ``sharding`` cuts), or
-    all heads' queries, keys, values and outputs (all-to-all, sequences there, heads here). With ``fetches_weights``
-    every rank gets weights on its own in every micro-batch, so it waits for its group only, without a pipeline too.
+    queries, keys, values and outputs of all heads (all-to-all between sequences and heads). With ``fetches_weights``
+    every rank fetches weights on its own in every micro-batch, so it waits only for its group.
     """
 
     lengths: Integers
@@ -86,7 +86,7 @@ class GroupPlan:
     def of_fixed_groups(
         cls, lengths: Integers, micro_batches: Sequence[Sequence[int]], ranks: Ranks, size: int, **rest: Any
     ) -> Self:
-        """Groups of ``size`` ranks, to which micro-batches, lists of documents, are dealt in turn; empty ones idle."""
+        """Groups of ``size`` ranks; micro-batches (lists of documents) are dealt in turn, and empty ones idle."""
         count = ranks.count // size
         groups = [
             Group(index // count, tuple(range(index % count * size, (index % count + 1) * size)), tuple(documents))
@@ -122,7 +122,7 @@ class Tasks(NamedTuple):
     share: NDArray[np.float64]
 
     def at(self, index: NDArray[Any] | slice) -> Tasks:
-        """Those that ``index`` chooses."""
+        """The tasks that ``index`` selects."""
         lane, document, start, stop, share = self
         return Tasks(lane[index], document[index], start[index], stop[index], share[index])
 
@@ -138,13 +138,13 @@ class MovedPlan:
     """Where tokens are (``home``) and where they are attended (``work``), and which ranks make a pool.
 
     ``pools`` numbers each rank's pool in each slot, shape (ranks, slots); ranks of a pool wait for each other in every
-    layer. Where ranks are those of all pipeline stages, slots are ticks in which all stages run in lockstep.
+    layer. If ranks span all pipeline stages, slots are ticks in which all stages run in lockstep.
 
-    ``hidden_by`` says what hides the exchange. Everything: two half-batches alternate, so all that one computes hides
-    what the other sends, but for the first half's. Heads: chunks of heads are attended while others travel. Attention:
-    what is moved before and after attention shows, keys and values travel beside it. ``reshuffled`` says that keys and
-    values, too, lie where their queries are attended, as all are moved there before attention; otherwise they come from
-    home. ``resent`` says that servers keep nothing, so the backward brings everything once more.
+    ``hidden_by`` says what hides the exchange. Everything: two half-batches alternate, so the compute of one hides the
+    exchange of the other, except for the first. Heads: some heads are attended while others travel. Attention: moves
+    before and after attention are exposed; keys and values travel beside it. With ``reshuffled`` keys and values are
+    moved to their queries before attention; otherwise they come from home. With ``resent`` servers keep nothing, so the
+    backward sends everything once more.
     """
 
     lengths: Integers
@@ -165,7 +165,7 @@ class MovedPlan:
 
     @property
     def trained(self) -> Integers:
-        """Lengths of all documents that lie anywhere; once, also where they lie on the ranks of several stages."""
+        """Lengths of all documents, each once, even if ranks of several stages hold it."""
         return self.lengths[np.unique(self.home.document)]
 
     @property
@@ -193,7 +193,7 @@ def tasks_of(rows: Sequence[tuple[int, int, int, int, float]]) -> Tasks:
 
 
 def laid_in_a_row(documents: Sequence[int], lengths: Integers, ranks: int, first_lane: int) -> Tasks:
-    """``documents`` one after another over ``ranks`` ranks that hold equally many tokens, but for one."""
+    """``documents`` one after another over ``ranks`` ranks with equal tokens, give or take one."""
     sizes = lengths[list(documents)]
     ends = np.cumsum(sizes)
     bounds = np.arange(1, ranks) * int(ends[-1]) // ranks
@@ -214,8 +214,8 @@ def laid_in_a_row(documents: Sequence[int], lengths: Integers, ranks: int, first
 def even_pools(lengths: Integers, ranks: Ranks, size: int) -> tuple[Integers, list[tuple[int, list[int]]]]:
     """As many pools of ``size`` ranks side by side as there is room for, even in squared lengths.
 
-    The number of every rank's pool, shape (ranks, slots), as in ``MovedPlan``; and of every pool of every slot the
-    first lane and the documents.
+    Returns the number of every rank's pool, shape (ranks, slots), as in ``MovedPlan``; and for every pool in every slot
+    its first lane and its documents.
     """
     beside = ranks.count // size
     members = even_bins(lengths, lengths.astype(np.float64) ** 2, size * ranks.capacity, multiple=beside)

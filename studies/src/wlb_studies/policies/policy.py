@@ -1,8 +1,8 @@
-"""A policy to compare, and its best layout: the fastest, on the first step of each draw, of those that it may run in.
+"""A policy to compare, and its best layout: the one that is fastest on the first step of each draw.
 
-``RankPolicy`` plans a step from whole documents and the ranks of a stage; a policy that switches strategies, or has
-several at once, makes its own ``LayoutTrial``s. What all of them train are the documents that begin in a step's global
-batch, whole: none waits, none is cut. Draws of the documents, and steps of each, are those of ``wlb check``.
+``RankPolicy`` plans a step from whole documents and the ranks of a stage. A policy that switches strategies, or runs
+several at once, makes its own ``LayoutTrial``s. All policies train the documents that begin in a step's global batch,
+whole and without delay. Draws of the documents and steps per draw are the same as in ``wlb check``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from wlb_studies.policies.layouts import KEPT_OR_NOT, candidate_ranks, layout_te
 from wlb_studies.policies.plan import Integers, Plan, Ranks
 from wlb_studies.policies.pricing import StepPrice, price
 
-_NEAR = 0.03  # of the fastest in the first draw: what the others may change
+_NEAR = 0.03  # of the fastest in the first draw: other draws may change the order within it
 _seconds = attrgetter("seconds")
 
 
 @dataclass(frozen=True)
 class PricedStep:
-    """A step's price, lengths of the documents that it trains, and the CPU seconds that planning it took here."""
+    """A step's price, lengths of its documents, and the CPU seconds that planning took on this machine."""
 
     price: StepPrice
     trained: Integers
@@ -55,12 +55,11 @@ class LayoutTrial(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What some steps of a policy come to, in its best layout. Seconds are simulated but for planning's, measured here.
+    """Results of a policy in its best layout. Seconds are simulated, except planning seconds, which are measured here.
 
-    ``steps`` are those of each draw. ``work_rates`` has the seconds of work done in a second in each draw; ``tokens``
-    and ``seconds`` are those of all draws together. ``exchanged_bytes`` are those of context parallelism, and of
-    weights and gradients that change places, which the mean GPU receives in a step. ``tried`` counts the layouts that
-    fit.
+    Each draw has ``steps`` steps. ``work_rates`` has the seconds of work done per second in each draw; ``tokens`` and
+    ``seconds`` add up all draws. ``exchanged_bytes`` is what the mean GPU receives in a step for context parallelism
+    and for weights and gradients that move. ``tried`` counts the layouts that fit.
     """
 
     policy: str
@@ -81,11 +80,11 @@ class Outcome:
         return self.tokens / self.seconds
 
     def speed(self, base: Outcome) -> float:
-        """At equal work, over ``base``: the median of the draws, as in ``wlb.simulate.verdict``."""
+        """Speed over ``base`` for the same work: the median of the draws, as in ``wlb.simulate.verdict``."""
         return median_low(self._speeds(base))
 
     def spread(self, base: Outcome) -> tuple[float, float]:
-        """The least and the largest speed of a draw."""
+        """The smallest and largest speed of a draw."""
         speeds = self._speeds(base)
         return min(speeds), max(speeds)
 
@@ -105,7 +104,7 @@ class Policy(ABC):
 
     @abstractmethod
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
-        """``steps`` steps of each draw, by default ``usual_steps``, in its best layout.
+        """Run ``steps`` steps of each draw, by default ``usual_steps``, in the best layout.
 
         Raises ``UserError`` where none fits the memory.
         """
@@ -113,7 +112,7 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class RankTrial:
-    """``plan`` on ``ranks``; ``limit`` says what bounds its solver."""
+    """``plan`` on ``ranks``; ``limit`` says what bounds its solver, for the table."""
 
     ranks: Ranks
     plan: Callable[[Integers, Ranks], Plan]
@@ -134,9 +133,9 @@ class RankTrial:
 class RankPolicy(Policy):
     """``plan`` turns whole documents into a plan for the ranks of a stage.
 
-    ``pipelines`` says that it runs with several stages, ``interleaves`` with several on a rank, ``kept`` whether its
-    weights are, as in ``Ranks``: both are tried. Of one that is tried in one layout only, as planning takes long, other
-    token caps are not tried. ``solver_nodes`` bound each of its integer programs.
+    With ``pipelines`` it may run several stages, with ``interleaves`` several per rank. ``kept`` lists the values of
+    ``keeps_weights`` to try (see ``Ranks``). If planning takes so long that only one layout is tried, so is only one
+    token cap. ``solver_nodes`` bounds each integer program.
     """
 
     plan: Callable[[Integers, Ranks], Plan]
@@ -158,7 +157,7 @@ class RankPolicy(Policy):
 
 
 def solver_limit(nodes: int) -> str:
-    """What a layout says of a policy whose integer programs end after so many nodes of branch and bound."""
+    """The note on layouts of a policy whose integer programs stop after ``nodes`` branch-and-bound nodes."""
     return f"; integer programs of at most {nodes} nodes"
 
 
@@ -167,7 +166,7 @@ def _with_other_capacities(trial: RankTrial, space: SearchSpace) -> list[RankTri
 
 
 class _Begun(NamedTuple):
-    """First steps of a trial that fits the memory."""
+    """First steps of a trial that fits in memory."""
 
     trial: LayoutTrial
     steps: list[PricedStep]
@@ -185,10 +184,10 @@ def best_of(
     like_it: Callable[[Any], Iterable[LayoutTrial]] | None = None,
     most: int | None = None,
 ) -> Outcome:
-    """All steps of the fastest of ``trials``, of which ``most`` are priced, by default all, and of those ``like_it``.
+    """All steps of the fastest of ``trials`` (at most ``most`` are priced) and of the trials ``like_it``.
 
-    The first step of the first draw says which are near, those of all draws which of them is the fastest. Raises
-    ``UserError`` where none fits the memory.
+    The first step of the first draw picks the trials near the fastest; the first steps of all draws pick the fastest of
+    them. Raises ``UserError`` if none fits in memory.
     """
     attempted = partial(_attempted, limit=limit_of_gpu(space.hardware.memory_bytes).number_of_bytes)
     first, *others = (batches[0] for batches in draws)
@@ -224,9 +223,9 @@ def best_of(
 def _attempted(
     trials: Iterable[LayoutTrial], batches: Sequence[Integers], limit: float, begun: Sequence[PricedStep] = ()
 ) -> Iterator[_Begun]:
-    """The steps in every trial in which the policy finds plans that fit; after those ``begun``."""
+    """The steps in every trial in which the policy finds plans that fit, after the steps ``begun``."""
     for trial in trials:
-        with suppress(UserError):  # for instance a group that would need more ranks than there are
+        with suppress(UserError):  # for instance, a group would need more ranks than there are
             steps = [*begun, *(trial.step(batch) for batch in batches)]
             if max(step.price.memory_bytes for step in steps) <= limit:
                 yield _Begun(trial, steps)
@@ -238,16 +237,16 @@ def _work_rate(steps: Sequence[PricedStep], prices: Costs) -> float:
 
 
 def batches_of_draws(lengths: Integers, space: SearchSpace, steps: int | None = None) -> list[list[Integers]]:
-    """Lengths of the documents of each step of each draw: the steps that ``wlb.simulate.verdict`` counts."""
+    """Lengths of the documents in each step of each draw, for the steps that ``wlb.simulate.verdict`` counts."""
     usual = usual_steps(space.micro_batches)
     return [[*islice(batches_of(lengths, space, draw), usual, usual + (steps or usual))] for draw in range(DRAWS)]
 
 
 def batches_of(lengths: Integers, space: SearchSpace, draw: int = 0) -> Iterator[Integers]:
-    """Lengths of the documents of step after step, as ``balanced`` packing has them.
+    """Lengths of the documents, step by step, as in ``balanced`` packing.
 
-    A step has those that begin in its global batch of the stream: in the trainer's order, epoch after epoch; longer
-    ones than the window are cut as the trainer cuts them.
+    A step has the documents that begin in its global batch of the stream, in the trainer's order, epoch after epoch.
+    Documents over the window are cut as the trainer cuts them.
     """
     config = DataConfig(store="documents", context_window=space.context_window, seed=draw)
     return global_batches(lengths, config, space.batch_tokens)

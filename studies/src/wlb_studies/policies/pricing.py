@@ -1,10 +1,9 @@
-"""What a rival's plan costs: the same workload, links, FSDP and pipeline as those of every simulated job.
+"""The price of a rival's plan, from the same workload, links, FSDP and pipeline as every simulated job.
 
-Groups are sharded and priced by the simulator itself (``wlb.simulate``), as context-parallel groups of their size that
-lie on as many nodes. Moved attention is priced piece by piece; what it exchanges, and what hides that, is in
-``exchange``. From the seconds of every rank in every micro-batch follows the step: ranks that run a micro-batch
-together begin it together, pipelines run their schedule, and a step ends when the slowest has reduced gradients and
-updated weights.
+The simulator itself (``wlb.simulate``) shards and prices groups, as context-parallel groups of their size on as many
+nodes. Moved attention is priced piece by piece; ``exchange`` prices its traffic and what hides it. The seconds of every
+rank in every micro-batch give the step: ranks that share a micro-batch start it together, pipelines run their schedule,
+and a step ends when the slowest rank has reduced gradients and updated weights.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepPrice:
-    """Seconds of a step, bytes that the mean GPU receives in it (FSDP's and tp's left out), and its peak memory."""
+    """Seconds of a step, bytes that the mean GPU receives in it (without FSDP and tp), and its peak memory."""
 
     seconds: float
     exchanged_bytes: float
@@ -45,10 +44,10 @@ class StepPrice:
 
 
 class SlotSeconds(NamedTuple):
-    """What every rank's stages take in every slot, shape (ranks, stages, slots), and its tokens, (ranks, slots).
+    """Seconds of every rank's stages in every slot, shape (ranks, stages, slots), and its tokens, (ranks, slots).
 
-    For ``moving`` of these seconds its links carry what ranks exchange for attention: of a forward, or where a backward
-    brings more, of a backward, before each of which weights are gathered.
+    For ``moving`` of these seconds its links are busy with attention traffic: in the forward, or in the backward if
+    that moves more. Weights are gathered before each.
     """
 
     forward: Array
@@ -62,7 +61,7 @@ def price(plan: Plan, ranks: Ranks) -> StepPrice:
     if isinstance(plan, GroupPlan):
         seconds, exchanged = group_seconds(plan, ranks)
         step = step_seconds(seconds, begun_together(plan, ranks), ranks, fetched=plan.fetches_weights)
-        # Sequence parallelism over heads holds whole sequences of few heads in place of its own part of all.
+        # Sequence parallelism over heads holds whole sequences of few heads, not a part of each sequence of all heads.
         largest = 1 if plan.exchange == "heads" else max(len(group.ranks) for group in plan.groups)
         exchanged /= ranks.count * ranks.job.layout.pp
     else:
@@ -74,7 +73,7 @@ def price(plan: Plan, ranks: Ranks) -> StepPrice:
 
 
 def begun_together(plan: GroupPlan, ranks: Ranks) -> NDArray[np.int64]:
-    """One number for ranks that begin a slot together, shape (ranks, slots): a group's, or all before a barrier."""
+    """Equal numbers for ranks that start a slot together, shape (ranks, slots): a group, or all at a barrier."""
     began = np.tile(np.arange(ranks.count)[:, None], plan.slots)
     for group in plan.groups:
         began[list(group.ranks), group.slot] = group.ranks[0]
@@ -83,7 +82,7 @@ def begun_together(plan: GroupPlan, ranks: Ranks) -> NDArray[np.int64]:
 
 
 def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
-    """Seconds of all ranks, and bytes that they receive, of all layers, each rank's one tensor-parallel share."""
+    """Seconds of all ranks and bytes that they receive, over all layers, for one tensor-parallel share per rank."""
     job, by_kind = ranks.job, defaultdict(list)
     for group in plan.groups:
         by_kind[len(group.ranks), nodes_of(group.ranks, job.ranks_per_node)].append(group)
@@ -103,7 +102,7 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
 
 
 def moved_seconds(plan: MovedPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
-    """Seconds of all ranks, once those of a pool have waited for each other, and bytes received by the mean GPU."""
+    """Seconds of all ranks after ranks of a pool waited for each other, and bytes that the mean GPU receives."""
     job, costs = ranks.job, own_costs(ranks.job)
     tokens = plan.by_lane((plan.home.stop - plan.home.start).astype(np.float64), plan.home)
     last_keys = np.zeros(plan.pools.size, np.int64)
@@ -131,7 +130,7 @@ def moved_seconds(plan: MovedPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
 
 
 def _lockstep_seconds(seconds: SlotSeconds, ranks: Ranks) -> float:
-    """A step of which all pipeline stages run a tick together: its slowest stage decides, forward and backward."""
+    """A step in which all pipeline stages run each tick together: the slowest stage sets the pace."""
     job, costs = ranks.job, own_costs(ranks.job)
     forward, backward = (
         np.stack([phase[s * ranks.count : (s + 1) * ranks.count, s].max(axis=0) for s in range(job.layout.pp)])
@@ -152,18 +151,18 @@ def step_seconds(
     updates_weights: bool = True,
     fetched: bool = False,
 ) -> float:
-    """The whole step, where ranks with the same number in ``began``, shape (ranks, slots), begin a slot together.
+    """The whole step. Ranks with the same number in ``began``, shape (ranks, slots), start a slot together.
 
-    Without ``updates_weights`` it ends with the last backward. ``fetched`` weights come to ranks on their own.
+    Without ``updates_weights`` it ends with the last backward. With ``fetched`` each rank fetches its own weights.
     """
     job = fetching(ranks.job) if fetched else ranks.job
     costs = own_costs(job)
     forward, backward = seconds.forward[None], seconds.backward[None]
     kept = job.layout.pp > 1 or ranks.keeps_weights
     if not kept and not fetched:
-        began = np.zeros_like(began)  # weights are gathered from all in every micro-batch
+        began = np.zeros_like(began)  # weights are gathered from all ranks in every micro-batch
     staged = with_gathers(costs, forward, backward, kept=kept, moving=seconds.moving)
-    if fetched:  # not by ranks that have no micro-batch left
+    if fetched:  # except by ranks without a micro-batch left
         forward_gathered, backward_gathered = (np.where(seconds.tokens[:, None] > 0, phase, 0.0) for phase in staged)
         staged = forward_gathered, backward_gathered
     slots = -(-forward.shape[-1] // job.layout.pp) * job.layout.pp if job.layout.virtual_pp > 1 else forward.shape[-1]
@@ -182,12 +181,12 @@ def step_seconds(
 
 
 def fetching(job: Job) -> Job:
-    """``job`` where every rank fetches weights and sends gradients on its own."""
+    """``job`` with every rank fetching weights and sending gradients on its own."""
     return replace(job, software=replace(job.software, fetches_shards=True))
 
 
 def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
-    """The step if every rank had the same documents in every micro-batch and nothing were exchanged."""
+    """The step if all ranks had the same documents in every micro-batch and exchanged nothing."""
     job, costs = ranks.job, own_costs(ranks.job)
     tokens = float(lengths.sum()) / ranks.count
     slots = -(-max(1, round(tokens)) // ranks.capacity)
@@ -201,7 +200,7 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
 
 
 def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
-    """Bytes of a GPU where every micro-batch leaves ``tokens`` tokens on a rank, in groups of so many ranks."""
+    """Bytes on a GPU if every micro-batch leaves ``tokens`` tokens on a rank, in groups of the given size."""
     return float(_peak(ranks.job, max(1, round(tokens)), min(group, ranks.count), ranks.keeps_weights))
 
 
@@ -220,8 +219,7 @@ def _peak(job: Job, tokens: int, members: int, keeps_weights: bool) -> int:
 
 
 _DIRECTIONS: tuple[Phase, Phase] = ("forward", "backward")
-# Micro-batches for each stage, of which memory is predicted: enough that a pipeline is full, and that gradients add up
-# over several of them.
+# Micro-batches per stage for which memory is predicted: enough to fill a pipeline and to accumulate gradients.
 _MANY = 4
 
 
@@ -233,7 +231,7 @@ class _Stages(NamedTuple):
 
 
 def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, plan: GroupPlan) -> _Stages:
-    """Groups of ``size`` ranks on so many nodes, with documents of ``lengths``."""
+    """Price groups of ``size`` ranks on the given number of nodes, with documents of ``lengths``."""
     if plan.exchange == "heads" and size > 1:
         return _priced_over_heads(lengths, size, nodes, job, plan.sharding)
     costs = own_costs(job, nodes)
@@ -244,7 +242,7 @@ def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, p
 
 
 def _priced_over_heads(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: Job, sharding: str) -> _Stages:
-    """Each rank has all tokens of a part of the heads for attention, and a part of the tokens for everything else."""
+    """Each rank has all tokens of some heads for attention, and some of the tokens for everything else."""
     costs = own_costs(job)
     shards = price_shards(lengths, 1, sharding, costs.rank)
     tokens = shards.tokens[:, 0]
@@ -263,10 +261,10 @@ def _priced_over_heads(lengths: Sequence[Sequence[int]], size: int, nodes: int, 
 
 
 def received_bytes(shards: Shards, job: Job) -> float:
-    """Keys, values and their gradients that context-parallel ranks receive in a step's micro-batches, of all layers."""
+    """Bytes of keys, values and their gradients that context-parallel ranks receive in a step, over all layers."""
     sent_again = np.where(
         shards.kept & (job.activation_checkpointing != "full"), 2, 3
-    )  # there, gradients back, and there again
+    )  # forward, gradients back, and forward again
     return float((shards.received.sum(axis=-1) * sent_again).sum()) * kv_bytes(job) * job.shape.layers
 
 
@@ -274,7 +272,7 @@ own_costs = lru_cache(maxsize=4096)(JobCosts)
 
 
 def _alone(costs: JobCosts, tokens: Array, forward: Array, backward: Array) -> Steps:
-    """Micro-batches of ranks that exchange nothing, each a group of its own; shapes (micro-batches,)."""
+    """Price micro-batches of single ranks, which exchange nothing; shapes (micro-batches,)."""
     none = np.zeros((len(tokens), 1), np.int64)
     shards = Shards(
         np.ceil(tokens).astype(np.int64)[:, None],

@@ -1,12 +1,12 @@
-"""Seq1F1B: every sequence in as many slices, in 1F1B.
+"""Seq1F1B: cut every sequence into the same number of slices and run them in 1F1B.
 
 Source: Seq1F1B (NAACL 2025, arXiv 2406.03488), abstract, and the code of thunlp/Seq1F1B (``schedules.py``,
-``sp_utils.py``, ``split_solver.py``), read: k slices of equal tokens or, where the work is to be even, of equal FLOPs
-of one document; slices go backward last in, first out; k - 1 more forwards warm up, interleaved stages too. A picture
-in its repository shows a backward in two parts; Megatron-LM PR 3116, which takes it up, has no packed sequences yet.
+``sp_utils.py``, ``split_solver.py``), read: k slices of equal tokens or, to even out work, of equal FLOPs of one
+document. Slices run backward last in, first out; k - 1 more forwards warm up, also with interleaved stages. A picture
+in its repository shows a backward in two parts. Megatron-LM PR 3116, which adopts it, has no packed sequences yet.
 
-Assumed in its favour: documents are packed whole to sequences of at most a window, by best fit, and dealt in turn;
-slices hold parts of packed documents; a backward in two parts runs as in ZB-H1, wherever nothing is recomputed.
+Assumed in its favour: best fit packs whole documents into sequences of at most a window, dealt in turn; slices hold
+parts of packed documents; a backward in two parts runs as in ZB-H1 wherever nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SETTINGS = [{"slices": slices, "cut": by} for slices in (4, 2, 8) for by in ("wo
 
 
 def even_slices(lengths: Integers, job: Job, slices: int, cut: str) -> SlicedPlan:
-    """Sequences of up to a window, each cut as a single document of its length would be."""
+    """Sequences of up to a window, each cut like a single document of the same length."""
     seconds = job.costs.document_seconds if cut == "work" else None
     sequences = [
         cut_at(documents, lengths, even_cuts(int(lengths[documents].sum()), slices, seconds))

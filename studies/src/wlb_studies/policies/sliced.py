@@ -1,12 +1,12 @@
-"""Pipelines through which long sequences go in slices: what their plans take and hold, and in which layout.
+"""Pipelines that run long sequences in slices: the time and memory of their plans, and their best layout.
 
-A ``SlicedPlan`` says which tokens are in every micro-batch. Slices of a sequence go forward in order and backward in
-reverse; a slice's keys and values are kept until it goes backward. Plans are priced by the simulator itself
-(``wlb.simulate.step``): the same kernels, links, FSDP and stages, dealt by seconds, as those of our own slices.
+A ``SlicedPlan`` says which tokens are in every micro-batch. Slices of a sequence run forward in order and backward in
+reverse; a slice's keys and values are kept until its backward. The simulator itself (``wlb.simulate.step``) prices
+plans, with the same kernels, links, FSDP and stages as our own slices.
 
 Assumed of all, in their favour where nothing is published: documents in a micro-batch are kept apart; context-parallel
 groups share every slice by document; ranks recompute no more than they have to. All run 1F1B over slices as Seq1F1B
-has it; where sequences have unequally many, ranks of one stage run ahead by no more than the next sequence needs.
+does; if sequences have different numbers of slices, ranks of a stage run ahead only as far as the next sequence needs.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from wlb_studies.policies.plan import Ranks
 from wlb_studies.policies.policy import Outcome, Policy, PricedStep, batches_of_draws, best_of
 from wlb_studies.policies.pricing import StepPrice, ideal_seconds, own_costs, received_bytes
 
-TILE = 128  # tokens: where slices of even work may begin
-_ROUNDS = 4  # micro-batches for each pipeline rank, with which layouts are ordered and memory is predicted
-_FINE = 16  # micro-batches for each pipeline rank, of which few bubbles are left
-_WITHOUT_HEAD = 0.75  # of a step's least seconds, which include a last stage that waits for its output head
+TILE = 128  # tokens; slices of even work start at multiples
+_ROUNDS = 4  # micro-batches per pipeline rank for ordering layouts and predicting memory
+_FINE = 16  # micro-batches per pipeline rank that leave few bubbles
+_WITHOUT_HEAD = 0.75  # of a step's lower bound, which includes a last stage that waits for its output head
 _KINDS: tuple[Checkpointing, ...] = ("none", "keep_attention")  # with "none", ranks recompute what they do not hold
 _NEAREST = 4  # layouts that are tried with every setting, and on every draw
-_ROOM = 0.96  # of the memory that a first step may need: others hold more, where ranks do not recompute what they must
+_ROOM = 0.96  # of memory that a first step may use; later steps may hold more
 _LEAST_TOKENS = 4096  # of a window, on each context-parallel rank
 
 
@@ -58,18 +58,18 @@ class Piece(NamedTuple):
 
 
 Setting = tuple[tuple[str, int | str], ...]
-Slice = Sequence[Piece]  # a micro-batch; only its first piece may begin inside a document
-Column = Sequence[Sequence[Slice]]  # what a pipeline runs: sequences, each of one slice or several
+Slice = Sequence[Piece]  # a micro-batch; only its first piece may start inside a document
+Column = Sequence[Sequence[Slice]]  # what a pipeline runs: sequences of one or more slices
 
 
 @dataclass(frozen=True, eq=False)
 class SlicedPlan:
     """A step of equal pipelines, one column each.
 
-    Of a sequence, the last slices that ``keeps`` counts keep their activations; the others run forward again before
-    their backward. With ``splits_backward`` a backward has two parts where nothing is recomputed. ``exchanges`` says
-    that the slices of a sequence share their attention evenly, and stages the output head. ``backward`` are columns
-    whose backwards run in place of those of ``columns``, where they are packed apart.
+    The last ``keeps`` slices of a sequence keep their activations; the others run forward again before their backward.
+    With ``splits_backward`` a backward has two parts if nothing is recomputed. With ``exchanges`` the slices of a
+    sequence share their attention evenly, and stages share the output head. If forward and backward are packed
+    separately, ``backward`` has the columns for the backwards.
     """
 
     lengths: Integers
@@ -87,12 +87,12 @@ class SlicedPlan:
 
 
 def packed_sequences(lengths: Integers, window: int) -> list[list[int]]:
-    """Documents packed whole to sequences of at most a window, longest first by best fit."""
+    """Pack whole documents into sequences of at most a window, longest first by best fit."""
     return best_fit(longest_first(lengths), lengths, window)
 
 
 def cut_at(documents: Sequence[int], lengths: Integers, cuts: Sequence[int]) -> list[Slice]:
-    """``documents`` one after another, cut between ``cuts``: 0, tokens of the sequence, all of its tokens."""
+    """``documents`` one after another, cut at ``cuts``, which run from 0 to the sequence's tokens."""
     ends = [*accumulate(lengths[list(documents)].tolist())]
     pieces = [(document, end - int(lengths[document]), end) for document, end in zip(documents, ends, strict=True)]
     return [
@@ -106,7 +106,7 @@ def cut_at(documents: Sequence[int], lengths: Integers, cuts: Sequence[int]) -> 
 
 
 def even_cuts(tokens: int, parts: int, seconds: Callable[[Integers], NDArray[np.float64]] | None = None) -> list[int]:
-    """Where a sequence is cut into at most ``parts``: of equal tokens, or of equal ``seconds`` of one document."""
+    """Cuts of a sequence into at most ``parts`` of equal tokens, or of equal ``seconds`` of one document."""
     tiles = np.append(np.arange(0, tokens, TILE), tokens)
     work = tiles if seconds is None else seconds(tiles)
     places = np.searchsorted(work, work[-1] * np.arange(1, parts) / parts)
@@ -117,10 +117,10 @@ def even_cuts(tokens: int, parts: int, seconds: Callable[[Integers], NDArray[np.
 def one_forward_one_backward(counts: tuple[int, ...], pp: int, stages: int, *, split: bool = False) -> RankOperations:
     """1F1B over the slices of sequences with ``counts`` slices; interleaved where a rank has several ``stages``.
 
-    Before a backward the last rank has run the forwards that the sequence needs, and those that the next one needs are
-    spread over it: one forward for each backward where all sequences have equally many slices. The others are ahead by
-    one forward for each rank after them, or two. With ``split`` backwards, rank r runs the weights' part r backwards
-    later, as ZB-H1 does (arXiv 2401.10241).
+    Before a sequence's backwards, the last rank has run its forwards; the next sequence's forwards are spread over
+    them, one per backward if all sequences have equally many slices. Each earlier rank is one or two forwards further
+    ahead. With ``split`` backwards, rank r runs the weight gradients r backwards later, as ZB-H1 does (arXiv
+    2401.10241).
     """
     bounds = _rounds(counts, pp) if stages > pp else [0, sum(counts)]
     ahead = [*range(sum(counts))]
@@ -148,7 +148,7 @@ def one_forward_one_backward(counts: tuple[int, ...], pp: int, stages: int, *, s
 
 
 def _rounds(counts: Sequence[int], pp: int) -> list[int]:
-    """Where rounds begin and end that interleaved stages take: of whole sequences, at least ``pp`` slices each."""
+    """Bounds of the rounds of interleaved stages: whole sequences, at least ``pp`` slices each."""
     bounds = [0]
     for end in accumulate(counts):
         if end - bounds[-1] >= pp:
@@ -157,7 +157,7 @@ def _rounds(counts: Sequence[int], pp: int) -> list[int]:
 
 
 def _forwards_before(forwards: Sequence[Operation], backwards: Sequence[Operation]) -> list[int]:
-    """How many of the last rank's ``forwards`` come before each of its ``backwards``: at most one more each time."""
+    """How many of the last rank's ``forwards`` precede each of its ``backwards``: at most one more each time."""
     last = backwards[0].stage
     number = {one.micro_batch: at + 1 for at, one in enumerate(forwards) if one.stage == last}
     places, needed = [0], [number[backwards[0].micro_batch]]
@@ -174,7 +174,7 @@ def _forwards_before(forwards: Sequence[Operation], backwards: Sequence[Operatio
 
 @dataclass(frozen=True)
 class _Taken(Steps):
-    """Steps whose stages take what is given."""
+    """Steps whose stages take the given seconds."""
 
     taken: Phases = field(kw_only=True)
 
@@ -184,10 +184,10 @@ class _Taken(Steps):
 
 
 def price(plan: SlicedPlan, job: Job, most: float = np.inf) -> StepPrice:
-    """The step of ``plan`` in the pipelines of ``job``, one a column.
+    """The step of ``plan`` in the pipelines of ``job``, one per column.
 
-    Ranks recompute what their memory does not hold, where ``job`` recomputes nothing. Seconds are infinite where a rank
-    alone has over ``most`` to do.
+    If ``job`` recomputes nothing, ranks recompute what their memory cannot hold. Seconds are infinite if one rank alone
+    needs more than ``most``.
     """
     layout = job.layout
     both = [*plan.columns, *(plan.backward or ())]
@@ -212,7 +212,7 @@ def price(plan: SlicedPlan, job: Job, most: float = np.inf) -> StepPrice:
 
 
 def _filled(columns: Sequence[Column], count: int) -> list[Column]:
-    """Columns of ``count`` micro-batches each, the last of them empty."""
+    """Columns padded to ``count`` micro-batches with empty ones."""
     return [[*column, *[[()]] * (count - sum(map(len, column)))] for column in columns]
 
 
@@ -239,7 +239,7 @@ def _steps(columns: Sequence[Column], job: Job, *, exchanges: bool = False) -> S
 def _held(
     plan: SlicedPlan, columns: Sequence[Column], lists: Sequence[RankOperations], job: Job
 ) -> tuple[NDArray[np.float64], float]:
-    """The part of every forward that its backward runs again, shape (1, dp, stages, micro-batches), and peak bytes."""
+    """The share of each forward that runs again, shape (1, dp, stages, micro-batches), and peak bytes."""
     layout, blocks = job.layout, job.stage_blocks.tolist()
     kept, recomputed = kept_share(job), _recomputed_share(job)
     again = np.zeros((1, layout.dp, layout.stages, sum(map(len, columns[0]))))
@@ -263,7 +263,7 @@ def _held(
                     held += blocks[stage] * left[micro_batch]
                     peaks[rank] = max(peaks[rank], held)
                     continue
-                if kind != WEIGHT:  # what runs again is held once more
+                if kind != WEIGHT:  # recomputed activations are held once more
                     peaks[rank] = max(peaks[rank], held + blocks[stage] * (whole[micro_batch] - left[micro_batch]))
                 if kind != INPUT:
                     held -= blocks[stage] * left[micro_batch]
@@ -279,7 +279,7 @@ def _held(
 
 @lru_cache(maxsize=512)
 def _recomputed_share(job: Job) -> float:
-    """What a micro-batch leaves that runs forward again, over what it leaves as ``job`` recomputes anyway."""
+    """Memory of a micro-batch that runs forward again, over its memory under the checkpointing of ``job``."""
     full, own = (
         LayerMemory(one, _LEAST_TOKENS).blocks(range(1))[0].held
         for one in (replace(job, activation_checkpointing="full"), job)
@@ -289,7 +289,7 @@ def _recomputed_share(job: Job) -> float:
 
 @lru_cache(maxsize=512)
 def _most_at_once(job: Job) -> NDArray[np.float64]:
-    """Micro-batches in blocks that each rank holds at once in the named schedule, by which memory is predicted."""
+    """Micro-batches (in blocks) that each rank holds at once in the named schedule, for predicting memory."""
     blocks = job.stage_blocks.tolist()
     changes = (
         [blocks[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
@@ -305,14 +305,14 @@ def _rank_memory(job: Job, rows: int, rank: int) -> int:
 
 @lru_cache(maxsize=512)
 def _most_rows(job: Job, rank: int) -> float:
-    """Rows of each micro-batch that fit a rank's memory, on the line through two predictions."""
+    """Rows of each micro-batch that fit in a rank's memory, by linear extrapolation from two predictions."""
     low, high = (_rank_memory(job, times * _LEAST_TOKENS, rank) for times in (1, 2))
     return _LEAST_TOKENS * (1 + (_ROOM * job.memory_limit.number_of_bytes - low) / (high - low))
 
 
 @dataclass(frozen=True)
 class SlicedTrial:
-    """A ``LayoutTrial``: ``plan`` with one of its ``settings``."""
+    """A ``LayoutTrial`` of ``plan`` with one of its ``settings``."""
 
     job: Job
     plan: Callable[..., SlicedPlan]
@@ -334,9 +334,9 @@ class SlicedTrial:
 class SlicedPolicy(Policy):
     """``plan`` turns whole documents into a ``SlicedPlan`` for a job with a pipeline.
 
-    The nearest layouts with the first of its ``settings`` are tried with all of them, and then all layouts with the
-    fastest of these. ``interleaves`` says that a rank may have several
-    stages, ``spreads_head`` that all stages have a part of the output head, as in plans that exchange.
+    The best layouts with the first of its ``settings`` are tried with all settings, then all layouts with the fastest
+    setting. With ``interleaves`` a rank may have several stages; with ``spreads_head`` all stages share the output
+    head, as in plans that exchange.
     """
 
     plan: Callable[..., SlicedPlan]
@@ -358,15 +358,15 @@ class SlicedPolicy(Policy):
 
 @dataclass(frozen=True)
 class _Search:
-    """What trials take for the first documents: each layout with one setting, then the nearest ones with every one."""
+    """Times of trials on the first documents: each layout with one setting, then the best with every setting."""
 
     plan: Callable[..., SlicedPlan]
     documents: Integers
-    jobs: Sequence[tuple[float, Job]]  # and what each would take at least, ascending
+    jobs: Sequence[tuple[float, Job]]  # and its lower bound, ascending
     seconds: dict[SlicedTrial, float] = field(default_factory=dict)
 
     def over_layouts(self, setting: Setting) -> list[SlicedTrial]:
-        """The fastest first; no layout is tried that would be slower were all of its micro-batches alike."""
+        """Trials, fastest first; a layout whose lower bound is slower is not tried."""
         for least, job in self.jobs:
             if least > min(self.seconds.values(), default=np.inf):
                 break
@@ -374,7 +374,7 @@ class _Search:
         return self.ranked([])
 
     def ranked(self, trials: Iterable[SlicedTrial]) -> list[SlicedTrial]:
-        """All trials so far and these, the fastest first, but for those that do not fit the memory."""
+        """All trials so far, fastest first, without those that do not fit in memory."""
         for trial in trials:
             if trial in self.seconds:
                 continue
@@ -387,7 +387,7 @@ class _Search:
 
 
 def _jobs(space: SearchSpace, documents: Integers, *, interleaves: bool, spreads_head: bool) -> list[tuple[float, Job]]:
-    """Pipelines, and what a step would take at least, ascending: as if all of its micro-batches were alike."""
+    """Pipelines and the lower bound of their step (even micro-batches), ascending."""
     found: list[tuple[float, Job]] = []
     for mesh in meshes(space):
         if mesh.cp > 1 or mesh.pp == 1 or (mesh.virtual_pp > 1 and not interleaves):

@@ -1,13 +1,13 @@
-"""SlimPack: slices packed evenly, for forward and backward apart.
+"""SlimPack: slices packed evenly, separately for forward and backward.
 
-Source: SlimPack (arXiv 2509.26246), abstract, read: documents are decomposed to slices, which are assembled to balanced
-units that differ between forward and backward; a solver in two phases is guided by a simulator. Second hand: the solver
-is an integer program and a search; documents that are too long for a pipeline are shared by several.
+Source: SlimPack (arXiv 2509.26246), abstract, read: documents are cut into slices, which are assembled into balanced
+units that differ between forward and backward; a two-phase solver is guided by a simulator. Second hand: the solver is
+an integer program and a search; several pipelines share documents that are too long for one.
 
-Assumed in its favour: units are as even as those of our own slices (``wlb.packing.slices``), forward by what a forward
-takes and backward by what a backward does; the i-th backward needs the i-th forward only, wherever its slices went
-forward; 1F1B over slices, interleaved too; the number of units is found by simulation. Assumed: pipelines that are too
-few for a document have it in context-parallel groups.
+Assumed in its favour: units are as even as our own slices (``wlb.packing.slices``), forward by forward seconds and
+backward by backward seconds; the i-th backward needs only the i-th forward, wherever its slices ran forward; 1F1B over
+slices, also interleaved; simulation finds the number of units. Assumed: if one pipeline is too small for a document,
+context-parallel groups hold it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from wlb_studies.policies.filling import Integers, lightest, longest_first
 from wlb_studies.policies.sliced import Column, Piece, Slice, SlicedPlan
 
 SETTINGS = [{"units": rounds} for rounds in (8, 4, 16, 6, 3)]
-_LARGE = 2**20  # tokens, of which one costs what each of many costs
+_LARGE = 2**20  # tokens: at this size the cost per token is constant
 
 
 @dataclass(frozen=True)
 class _OfPass:
-    """Prices of documents in forwards, or in backwards, on a single pipeline."""
+    """Prices of documents in forwards or in backwards, on one pipeline."""
 
     costs: Costs
     phase: Direction
@@ -45,7 +45,7 @@ class _OfPass:
 
 
 def asymmetric_units(lengths: Integers, job: Job, units: int) -> SlicedPlan:
-    """``units`` for each pipeline rank, forward and backward."""
+    """Plan ``units`` for each pipeline rank, forward and backward."""
     seconds, dp = job.costs.document_seconds(lengths), job.layout.dp
     of_columns, _ = lightest(longest_first(lengths), seconds, dp, lengths, int(lengths.sum()))
     count = units * job.layout.pp
@@ -60,7 +60,7 @@ def _column(documents: Sequence[int], lengths: Integers, count: int, prices: _Of
     mine = lengths[list(documents)]
     (planned,), left = sliced_columns(mine.tolist(), count, int(mine.sum()) or 1, prices)
     if left:
-        raise UserError(f"{len(left)} documents find no room in {count} units; give more")
+        raise UserError(f"{len(left)} documents find no room in {count} units; allow more units")
     sequences: list[list[Slice]] = []
     for unit in planned:
         if not unit.start:

@@ -1,10 +1,10 @@
-"""verl and slime: Karmarkar-Karp over data-parallel ranks and micro-batches, of a step that must be trained whole.
+"""verl and slime: Karmarkar-Karp over data-parallel ranks and micro-batches, for steps that must be trained whole.
 
 Source: verl-project/verl, ``verl/utils/seqlen_balancing.py`` and its trainers' ``balance_batch``; THUDM/slime,
-``slime/utils/dp_schedule.py``. A reinforcement-learning step must train what it sampled, so nothing waits. Groups are
-fixed; a micro-batch holds at most a group's token cap, and all ranks run equally many.
+``slime/utils/dp_schedule.py``. A reinforcement-learning step must train its own samples, so no document may wait.
+Groups are fixed; a micro-batch holds at most a group's token cap, and all ranks run equally many.
 
-Assumed: where a balanced micro-batch is over the token cap, all ranks run more.
+Assumed: if a balanced micro-batch exceeds the token cap, all ranks run more micro-batches.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from wlb_studies.policies.filling import Integers, first_fit, lightest, power_of
 from wlb_studies.policies.plan import Group, GroupPlan, Ranks
 
 _karmarkar_karp = partial(differenced, joined_last=True)
-_TOKEN_COST = 24_576  # over a squared token: 6 x the hidden size of 4,096, for every model
+_TOKEN_COST = 24_576  # relative to a squared token: 6 x the hidden size of 4,096, for every model
 
 
 def karmarkar_karp_twice(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """verl: first over ranks, as many documents on each, then over a rank's micro-batches.
+    """verl: first over ranks, with equally many documents on each, then over a rank's micro-batches.
 
-    A document of s tokens costs 24,576 s + s^2. A rank's heaviest micro-batch is in the middle, the lightest ones at
-    both ends, where a pipeline fills and drains. Where a balanced micro-batch is over the cap, which verl does not
-    look at, all ranks run more.
+    A document of s tokens costs 24,576 s + s^2. A rank's heaviest micro-batch runs in the middle and the lightest ones
+    at both ends, where a pipeline fills and drains. verl does not check the cap; if a balanced micro-batch exceeds it
+    here, all ranks run more.
     """
     size = power_of_two(ranks.needed(ranks.window))
     groups, most = ranks.count // size, ranks.capacity * size
@@ -46,7 +46,7 @@ def karmarkar_karp_twice(lengths: Integers, ranks: Ranks) -> GroupPlan:
         count += multiple
     raise UserError(
         f"{len(lengths)} documents do not fill {count} micro-batches of {most} tokens on each of {groups} "
-        "data-parallel ranks; give more a step"
+        "data-parallel ranks; use a larger global batch"
     )
 
 
@@ -56,11 +56,11 @@ def _light_ends(micro_batches: list[NDArray[np.int64]], cost: NDArray[np.float64
 
 
 def packed_then_dealt(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """slime: first fit over all of the step's documents, then Karmarkar-Karp of micro-batches over ranks.
+    """slime: first fit over all documents of the step, then Karmarkar-Karp of micro-batches over ranks.
 
-    Where their number is no multiple of the ranks (with interleaved stages, of ranks x pp), those of most tokens are
-    halved, longest document first to the half of fewer tokens. Micro-batches cost their operations, and every rank gets
-    as many.
+    If their number is not a multiple of the ranks (with interleaved stages, of ranks x pp), the micro-batches with the
+    most tokens are halved, longest document first to the half with fewer tokens. A micro-batch costs its FLOPs, and
+    every rank gets equally many.
     """
     size = power_of_two(ranks.needed(ranks.window))
     groups = ranks.count // size
@@ -69,7 +69,9 @@ def packed_then_dealt(lengths: Integers, ranks: Ranks) -> GroupPlan:
     while len(packed) % multiple:
         tokens, index = max((int(lengths[part].sum()) * (len(part) > 1), i) for i, part in enumerate(packed))
         if not tokens:
-            raise UserError(f"{len(lengths)} documents make no multiple of {multiple} micro-batches; give more a step")
+            raise UserError(
+                f"{len(lengths)} documents cannot fill a multiple of {multiple} micro-batches; give more in a step"
+            )
         descending = sorted(packed[index], key=lambda document: -lengths[document])
         (packed[index], other), _ = lightest(descending, lengths.astype(np.float64), 2, lengths, tokens)
         packed.append(other)
@@ -80,7 +82,7 @@ def packed_then_dealt(lengths: Integers, ranks: Ranks) -> GroupPlan:
 
 
 def _of_ranks(lengths: Integers, micro_batches: Sequence[Sequence[Sequence[int] | Integers]], size: int) -> GroupPlan:
-    """The micro-batches of every data-parallel rank, each rank a group of ``size``."""
+    """The micro-batches of every data-parallel rank; each rank is a group of ``size``."""
     return GroupPlan(
         lengths,
         tuple(

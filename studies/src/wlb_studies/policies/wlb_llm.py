@@ -1,11 +1,11 @@
-"""WLB-LLM that delays nothing, as DistCA's paper runs it; with delay it is one of the simulator's own systems.
+"""WLB-LLM without delay, as DistCA's paper runs it; the preset ``wlb-llm`` is the version with delay.
 
 Source: arXiv 2510.18121, section 6 (its own reimplementation, "WLB-ideal"), and ``distca/planner/wlb_planner.py`` of
-hao-ai-lab/DistCA, whose behaviour this is; WLB-LLM, arXiv 2503.17924, Algorithm 1 without outlier queues, and section 5
-for adaptive sharding.
+hao-ai-lab/DistCA, whose behaviour this reproduces; WLB-LLM, arXiv 2503.17924, Algorithm 1 without outlier queues, and
+section 5 for adaptive sharding.
 
-Assumed: b is 64,000 tokens up to the width of 8B models, 131,072 beyond, as for 34B; more micro-batches where one is
-over a rank's capacity.
+Assumed: b is 64,000 tokens up to the width of 8B models and 131,072 beyond, as for 34B; if a micro-batch exceeds a
+rank's capacity, there are more micro-batches.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from wlb.workload.shapes import ModelShape
 from wlb_studies.policies.filling import Integers, longest_first, power_of_two
 from wlb_studies.policies.plan import GroupPlan, Ranks
 
-# The length at which a document's attention costs as much as everything else does, in tokens. Quoted: those that
-# DistCA's WLB-LLM is run with, of models of 8B and 34B parameters, whose hidden sizes are 4,096 and 8,192.
+# Document length in tokens at which attention costs as much as everything else. Quoted: the values of DistCA's WLB-LLM
+# for models of 8B and 34B parameters, with hidden sizes of 4,096 and 8,192.
 _BREAKPOINT_8B = 64_000
 _BREAKPOINT_34B = 131_072
 
 
 def without_delay(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """As few micro-batches of fixed groups as hold the documents, by bisection; adaptive sharding in each."""
+    """As few micro-batches of fixed groups as hold the documents (by bisection), with adaptive sharding."""
     size = power_of_two(ranks.needed(ranks.window))
     groups = ranks.count // size
     most = ranks.capacity * size
@@ -49,11 +49,11 @@ def without_delay(lengths: Integers, ranks: Ranks) -> GroupPlan:
 def evened(
     lengths: Integers, micro_batches: int, breakpoint_tokens: int, length_factor: float = 1.0
 ) -> list[list[int]]:
-    """Documents of each of ``micro_batches``: longest first, each to the least work that has room.
+    """Documents of each of ``micro_batches``: longest first, each to the micro-batch with room and the least work.
 
-    Work is (s / breakpoint)² + s / breakpoint, summed over documents of s tokens. Room is up to L_max, which is
-    ``length_factor`` times the mean micro-batch: where the micro-batch of least work has none, the one of the fewest
-    tokens is tried. What fits neither comes after all others and goes to the least work, over L_max.
+    Work is (s / breakpoint)² + s / breakpoint, summed over documents of s tokens. L_max is ``length_factor`` times the
+    mean micro-batch. If the micro-batch with the least work has no room, the one with the fewest tokens is tried.
+    Documents that fit neither come last and go to the least work, over L_max.
     """
     work, tokens = np.zeros(micro_batches), np.zeros(micro_batches)
     most = length_factor * float(lengths.sum()) / micro_batches
@@ -79,5 +79,5 @@ def evened(
 
 
 def breakpoint_tokens(shape: ModelShape) -> int:
-    """Of models that were not published: assumed to be that of the published one which is not narrower."""
+    """The breakpoint of any model: assumed to be that of the next wider published one."""
     return _BREAKPOINT_8B if shape.hidden <= 4096 else _BREAKPOINT_34B

@@ -1,1 +1,1 @@
-"""The simulator beside measurements that others published: kernels, whole steps, and batches document by document."""
+"""The simulator against published measurements: kernels, whole steps, and batches with all document lengths."""

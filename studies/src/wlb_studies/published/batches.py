@@ -1,15 +1,15 @@
-"""Steps measured batch by batch, of which the length of every document is published, under three systems.
+"""Steps measured batch by batch under three systems, with the length of every document published.
 
 DistCA's artifact (hao-ai-lab/DistCA, branch ``ae-ckpt``) has steps of a Llama of 8B parameters, cut to a few layers, on
 H200: plain data parallelism, WLB-LLM without delay with per-document context parallelism, and DistCA. Each run is
-simulated as the benchmark (``tests/test_e2e_combined.py`` of that repository) ran it, one micro-batch on each rank: the
-weights stay whole on every rank, nothing is recomputed, and the host waits for nothing within a step.
+simulated as the benchmark (``tests/test_e2e_combined.py`` of that repository) ran it, one micro-batch per rank: all
+weights stay on every rank, nothing is recomputed, and the host waits for nothing within a step.
 
-What it does not record is how a batch became micro-batches: that changed from commit to commit. Of a few settings that
-the commits show, the one is taken under which measured over predicted seconds vary least from batch to batch of the
-run. That recovers a setting and fits no seconds: a prediction that is 20% off in every batch varies as little as an
-exact one. (A fifth of the batches is left out of that, those furthest from the median: the batch after the first, for
-which the benchmark does not warm up, is often 10 to 40% slow, and such a batch decides a correlation.)
+The artifact does not record how a batch became micro-batches, and that changed between commits. The commits show a few
+settings; we take the one under which measured over predicted seconds vary least between batches of the run. That
+recovers a setting without fitting seconds: a prediction that is 20% off in every batch varies as little as an exact
+one. (The fifth of the batches furthest from the median is ignored here: the batch after the first, for which the
+benchmark does not warm up, is often 10 to 40% slow and would decide a correlation.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from wlb_studies.published.models import published_shape
 from wlb_studies.published.prediction import ODD, Prediction, why
 from wlb_studies.published.stacks import StackSoftware
 
-Lists = list[list[int]]  # a batch: lengths of documents, in lists of as many tokens each
+Lists = list[list[int]]  # a batch: document lengths, in lists with equal tokens
 Seconds = NDArray[np.float64]
 
 TABLES = {
@@ -51,9 +51,9 @@ TABLES = {
     "wlbllm": "measured batches: WLB-LLM",
     "d2": "measured batches: DistCA",
 }
-WARM_UP = 1.6  # times the median of a run: slower batches count as warming up, though some only have long documents
-_COUNTED = 0.8  # of the batches of a run, by which its setting is recovered
-_RECOVERED = 0.03  # spread of measured over predicted seconds, at most, where a setting counts as found
+WARM_UP = 1.6  # times the median of a run: slower batches count as warm-up, though some just have long documents
+_COUNTED = 0.8  # share of a run's batches that recover its setting
+_RECOVERED = 0.03  # largest spread of measured over predicted seconds for a setting to count as recovered
 
 _REPO = "hao-ai-lab/DistCA"
 _SLOW = f"over {WARM_UP} times the median of its run, as when a system still warms up"
@@ -62,18 +62,18 @@ _FUSED_SINCE = "20250816"
 _H200 = hardware_preset("h200")
 _STACK = StackSoftware(weights="kept", gathers_context=True)
 # Until commit 9426950 (25 August 2025) DistCA's planner levelled attention until ranks differed by less than the square
-# of 8,192 tokens; since then it does within a tolerance, by default this project's.
+# of 8,192 tokens; since then it uses a tolerance, by default the same as here.
 _LEVEL = 0.01
-# Until commit d09a369 (21 August 2025) WLB-LLM put gathered keys and values in order in Python, in both directions: a
-# slice of K and one of V for each of 2 cp shards of every document, while the device waited. Estimated from the four
-# runs that did (cp 2, 4 and 8), the same for all: the host's time for a slice in PyTorch.
+# Until commit d09a369 (21 August 2025) WLB-LLM reordered gathered keys and values in Python, in both directions: one
+# slice of K and V each for 2 cp shards of every document, while the device waited. Host time per slice in PyTorch,
+# estimated from the four runs that did this (cp 2, 4 and 8).
 _SLICE_SECONDS = 3e-6
-_IN_PYTHON = f", keys and values put in order in Python ({_SLICE_SECONDS * 1e6:g} us a slice, estimated from four runs)"
+_IN_PYTHON = f", keys and values reordered in Python ({_SLICE_SECONDS * 1e6:g} us a slice, estimated from four runs)"
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A run: ``dp`` x ``cp`` ranks of ``tp`` GPUs. It is ``early`` if the benchmark did not have ``cp_size`` yet."""
+    """A run with ``dp`` x ``cp`` ranks of ``tp`` GPUs; ``early`` if the benchmark did not have ``cp_size`` yet."""
 
     mode: str
     shape: ModelShape
@@ -85,7 +85,7 @@ class _Run:
     batches: tuple[Lists, ...]
 
     def job(self) -> Job:
-        """Whose context window is a rank's (or a context-parallel group's) share of a batch."""
+        """The job, with a window as long as the batch share of a rank (or context-parallel group)."""
         return simulated_job(
             self.shape,
             -(-max(sum(map(sum, lists)) for lists in self.batches) // self.dp),
@@ -101,7 +101,7 @@ class _Run:
 
 
 class _MeasuredBatch(NamedTuple):
-    """A measured batch, or the ``reason`` why it is none."""
+    """A measured batch, or the ``reason`` why it is not usable."""
 
     lists: Lists
     seconds: float
@@ -111,10 +111,9 @@ class _MeasuredBatch(NamedTuple):
 def measured_batch_rows(document: dict[str, Any]) -> list[Prediction]:
     """A row for every batch of every run, in order; a run without batches has one.
 
-    ``run`` is the run's path. ``row`` names the batch and has a check sum of its documents' lengths. Batches in which
-    the system may still have warmed up are left out of statistics, and so are those that another run published too. A
-    batch that is odd has a reason in place of a prediction, as have all of a run that is, or whose setting is not
-    recovered.
+    ``run`` is the run's path. ``row`` names the batch and has a checksum of its document lengths. Statistics leave out
+    batches in which the system may still have warmed up and batches that another run published too. Odd batches have a
+    reason instead of a prediction, and so do all batches of odd runs or runs whose setting is not recovered.
     """
     rows: list[Prediction] = []
     first: dict[tuple[Any, ...], str] = {}
@@ -167,7 +166,7 @@ def _read(batch: Any) -> _MeasuredBatch:
 
 
 def _predicted(run: dict[str, Any], batches: Sequence[_MeasuredBatch], longest: float) -> tuple[Seconds, str]:
-    """Seconds of every batch, and what is assumed; raises ``UserError`` where the setting is not recovered."""
+    """Seconds of every batch, and the assumptions; raises ``UserError`` if the setting is not recovered."""
     described = _described(run, tuple(batch.lists for batch in batches))
     candidates = _CANDIDATES[described.mode](described)
     measured = np.array([batch.seconds for batch in batches])
@@ -176,10 +175,10 @@ def _predicted(run: dict[str, Any], batches: Sequence[_MeasuredBatch], longest: 
     setting = min(spreads, key=spreads.__getitem__)
     if described.mode == "wlbllm" and spreads[setting] > _RECOVERED:
         raise UserError(
-            f"packer not recovered, by how well measured seconds follow predicted ones: under each of {len(spreads)} "
+            f"packer not recovered from how measured seconds follow predicted ones: under each of {len(spreads)} "
             f"settings their ratio varies by {spreads[setting]:.1%} or more from batch to batch, over {_RECOVERED:.0%}"
         )
-    chosen = f" (of {len(spreads)} settings the one under which measured over predicted seconds vary least)"
+    chosen = f" (of {len(spreads)} settings, measured over predicted seconds vary least under this one)"
     return candidates[setting], (
         f"{setting}{chosen if len(spreads) > 1 else ''}; H200, FlashAttention-2, "
         f"{'eager' if described.eager else 'fused'} kernels, no recomputation, weights kept whole on every rank"
@@ -187,10 +186,10 @@ def _predicted(run: dict[str, Any], batches: Sequence[_MeasuredBatch], longest: 
 
 
 def _described(run: dict[str, Any], batches: tuple[Lists, ...]) -> _Run:
-    """``run`` as the benchmark ran it.
+    """Describe ``run`` as the benchmark ran it.
 
-    Until commit 52a1e36 (21 August 2025), which brought ``cp_size``, WLB-LLM made one context-parallel group of all
-    ranks. Those of DistCA are ``dp_size``, whatever ``cp_size`` says.
+    Until commit 52a1e36 (21 August 2025), which added ``cp_size``, WLB-LLM made one context-parallel group of all
+    ranks. DistCA always has ``dp_size`` ranks, whatever ``cp_size`` says.
     """
     config = run["config"]
     mode, shape = stated(config, "mode"), published_shape(stated(config, "model_path"))
@@ -213,7 +212,7 @@ def _described(run: dict[str, Any], batches: tuple[Lists, ...]) -> _Run:
 
 
 def _plain(run: _Run) -> dict[str, Seconds]:
-    """Lists are dealt to ranks adjacently, or in turn."""
+    """Deal lists to ranks adjacently or in turn."""
 
     def adjacent(lists: Lists) -> Lists:
         bounds = [len(lists) * rank // run.dp for rank in range(run.dp + 1)]
@@ -226,7 +225,7 @@ def _plain(run: _Run) -> dict[str, Seconds]:
 
 
 def _wlb_llm(run: _Run) -> dict[str, Seconds]:
-    """The repository's packer, ``distca/planner/wlb_planner.py``, whose L_max was far over the mean for a while."""
+    """The repository's packer, ``distca/planner/wlb_planner.py``; for a while its L_max was far over the mean."""
     if run.dp == 1:
         name, seconds = "one context-parallel group", _dealt(run, lambda lists: [_joined(lists)])
         if not run.early:
@@ -244,7 +243,7 @@ def _wlb_llm(run: _Run) -> dict[str, Seconds]:
 
 
 def _distca(run: _Run) -> dict[str, Seconds]:
-    """The first half of the lists and the second are the two half-batches, each served by itself."""
+    """The first and the second half of the lists are two half-batches, served separately."""
     job = run.job()
     ranks = Ranks(job, job.context_window, keeps_weights=True)
 
@@ -264,7 +263,7 @@ _CANDIDATES = {"baseline": _plain, "wlbllm": _wlb_llm, "d2": _distca}
 
 
 def _dealt(run: _Run, deal: Callable[[Lists], Lists]) -> Seconds:
-    """Seconds of the batches with a micro-batch of documents on each data-parallel rank."""
+    """Seconds of batches with one micro-batch on each data-parallel rank."""
     plans = [
         StepPlan(step, tuple((_micro_batch(lengths),) for lengths in deal(lists)))
         for step, lists in enumerate(run.batches)
@@ -281,18 +280,18 @@ def _joined(lists: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _spread(ratios: Seconds) -> float:
-    """The mean distance from the median, over the median, of the ``_COUNTED`` part that is nearest to it."""
+    """Mean distance from the median over the median, for the ``_COUNTED`` share nearest to it."""
     distances = np.sort(np.abs(ratios / np.median(ratios) - 1))
     return float(distances[: math.ceil(_COUNTED * len(distances))].mean())
 
 
 def _check_sum(lists: Lists) -> int:
-    """Of the lengths, in whatever order or lists they are."""
+    """A checksum of the lengths, independent of their order and lists."""
     return crc32(np.sort(np.array(_joined(lists), np.int64)).tobytes())
 
 
 class SystemRatio(NamedTuple):
-    """Seconds of ``run``, of a ``system``, over those of ``base``, of another, on the ``batches`` that both ran."""
+    """Seconds of ``run`` (``system``) over those of ``base`` (another system), on the ``batches`` that both ran."""
 
     run: str
     system: str
@@ -304,9 +303,9 @@ class SystemRatio(NamedTuple):
 
 
 def system_ratios(predictions: Sequence[Prediction]) -> list[SystemRatio]:
-    """How systems compare, where several in one folder ran batches of the same documents: every two runs, plain first.
+    """Compare every two runs in a folder that ran the same documents under different systems, plain first.
 
-    Batches count that are predicted for both runs and left out for neither.
+    Only batches with predictions in both runs and left out in neither count.
     """
     runs: dict[tuple[str, str], dict[str, Prediction]] = {}
     for table in TABLES.values():

@@ -1,8 +1,8 @@
-"""MagiAttention's benchmark of distributed attention: what it runs, and what the simulator's prices make of that.
+"""MagiAttention's benchmark of distributed attention, and the simulator's prices for it.
 
 Source: SandAI-org/MagiAttention, ``exps/dist_attn`` (commit 2c64135): one attention layer of 64 query and 8 key/value
-heads x 128 in bf16 on H100, FlashAttention-3, 8,192 tokens for each GPU, every GPU in the one context-parallel group,
-each pack of documents a call. The systems are its baselines; kernels, links and memory are priced as everywhere.
+heads x 128 in bf16 on H100, FlashAttention-3, 8,192 tokens per GPU, all GPUs in one context-parallel group, one call
+per pack of documents. The systems are its baselines; kernels, links and memory are priced as everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS_OF_A_GPU = 8192
 SHAPE = ModelShape(hidden=8192, layers=1, heads=64, kv_heads=8, head_dim=128, ffn_hidden=28_672, vocab_size=32_000)
 HARDWARE = hardware_preset("h100-fa3")
 
-# Quoted: ``doc_length_distribution.csv`` there, middles of its bins and documents in each.
+# Quoted: ``doc_length_distribution.csv`` there: bin centres and documents per bin.
 _LENGTHS = (5, 30, 75, 150, 350, 762, 1536, 3072, 6144, 12_288, 24_576, 49_152, 98_304, 163_840)
 _COUNTS = (
     *(30_254, 391_188, 699_596, 1_377_757, 3_794_735, 3_316_785, 2_106_566),
@@ -38,9 +38,9 @@ _COUNTS = (
 )
 _PACKS = 20
 _SEED = 42
-# Of 64K, 128K, 256K and 512K tokens, documents of each length in the 20 packs that its generator draws with its seed,
-# 42; where a pack ends, parts of a document are counted as the nearest length. What its expensive lengths are, and
-# how many, decides, and 20 packs have others than the distribution: of 512K tokens a quarter less work.
+# Documents of each length in 20 packs of 64K, 128K, 256K and 512K tokens that its generator draws with its seed, 42; a
+# document cut at the end of a pack counts as the nearest length. The few expensive lengths decide, and 20 packs differ
+# from the distribution: packs of 512K tokens have a quarter less work.
 _DRAWN = {
     65_536: (
         (30, 75, 150, 350, 762, 1536, 3072, 6144, 8192, 12_288, 16_384),
@@ -60,17 +60,17 @@ _DRAWN = {
     ),
 }
 
-# Of the values of keys and values, read and written in memory, by counting the operations of its scripts. Forward: they
-# are put into order once gathered. Backward: again, and gradients of all of them are cleared (1); for each of two
-# halves of the queries, those in float32 are cleared, read, written narrow and added (8); put into order.
+# Reads and writes per value of K and V, counted in its scripts. Forward: reordered after gathering. Backward: reordered
+# again, and all gradients cleared (1); for each of two halves of the queries, float32 gradients are cleared, read,
+# written narrow and added (8); reordered.
 _GATHER_PASSES = {"forward": 2.0, "backward": 2.0 + 1.0 + 2 * 8.0 + 2.0}
 # FlashAttention-3's backward starts a block for every 128 keys of the longest document, for every document and head;
-# most find nothing to do. Fitted to the four bars of the gathering ring's backward.
+# most blocks have no work. Fitted to the four bars of the gathering ring's backward.
 _EMPTY_BLOCK_SECONDS = 4e-9
-# Of the values of queries, in each step of a ring: results are added to those before (3); backward, halves of queries,
-# outputs and gradients are read apart, and gradients added.
+# Reads and writes per query value in each step of a ring: results are added to earlier ones (3); backward, halves of
+# queries, outputs and gradients are read separately, and gradients added.
 _RING_PASSES = {"forward": 3.0, "backward": 5.0}
-# NCCL gives a message to one peer half an adapter (NVIDIA/nccl issue 1272). Derived: the bars show as much in a node.
+# NCCL gives a message to one peer half an adapter (NVIDIA/nccl issue 1272). Derived: bars within a node show the same.
 _PEER_SHARE = 0.5
 
 Array = NDArray[np.float64]
@@ -79,9 +79,9 @@ Packs = Sequence[Sequence[int]]
 
 @lru_cache(maxsize=16)
 def packs(total: int) -> list[list[int]]:
-    """Lengths of documents in packs of ``total`` tokens: those of the benchmark, or others of its distribution.
+    """Document lengths in packs of ``total`` tokens: the benchmark's packs, or new ones from its distribution.
 
-    As there: longer documents are cut into quarters of a pack, and one that does not fit is cut where the pack ends.
+    As there, longer documents are cut into quarters of a pack, and a document is cut where the pack ends.
     """
     random = np.random.default_rng(_SEED)
     if total in _DRAWN:
@@ -112,15 +112,15 @@ def stated_flops(lengths: Sequence[int], direction: Phase) -> float:
 
 
 class _Shared(NamedTuple):
-    """Documents cut into heads and tails over some GPUs: what the slowest attends, in one launch."""
+    """Documents cut into heads and tails over GPUs: the attention of the slowest GPU in one launch."""
 
     seconds: float
     tokens: int  # of each GPU, padding included
-    drain: float  # that of a launch, of the seconds
+    drain: float  # launch overhead, part of the seconds
 
 
 def gathering_ring(lengths: Sequence[int], gpus: int, direction: Phase) -> float:
-    """All keys and values are gathered before attention, the gradients reduced after it; nothing overlaps."""
+    """Gathers all keys and values before attention and reduces their gradients after it; nothing overlaps."""
     shared = _shared(lengths, gpus, direction)
     keys = shared.tokens * gpus * _key_bytes()
     link = group_link(HARDWARE, "all_gather", gpus, stride=1)
@@ -134,7 +134,7 @@ def gathering_ring(lengths: Sequence[int], gpus: int, direction: Phase) -> float
 
 
 def ring(lengths: Sequence[int], gpus: int, direction: Phase) -> float:
-    """Keys and values, and in the backward their gradients, go from GPU to GPU while the ones before are attended."""
+    """Keys and values (backward: also gradients) move from GPU to GPU while the previous ones are attended."""
     if gpus == 1:
         return float(_workload().attention_seconds(lengths, direction).sum()) + _drain(max(lengths), direction)
     shared = _shared(lengths, gpus, direction)
@@ -147,7 +147,7 @@ def ring(lengths: Sequence[int], gpus: int, direction: Phase) -> float:
 
 
 def megatron_dynamic(lengths: Sequence[int], gpus: int, direction: Phase) -> float:
-    """Megatron's hybrid context parallelism: every document in a ring of as many GPUs as it needs, rounds of these."""
+    """Megatron's hybrid context parallelism: rounds of rings, each with as many GPUs as its document needs."""
     plan = dynamic(np.array(lengths), Ranks(_job(gpus), TOKENS_OF_A_GPU))
     seconds = np.zeros((gpus, plan.slots))
     for group in plan.groups:
@@ -158,11 +158,11 @@ def megatron_dynamic(lengths: Sequence[int], gpus: int, direction: Phase) -> flo
 
 
 def all_to_all(lengths: Sequence[int], gpus: int, direction: Phase) -> float:
-    """Whole sequences of a part of the heads (DeepSpeed-Ulysses): queries, keys and values there, outputs back."""
+    """Whole sequences for some heads (DeepSpeed-Ulysses): queries, keys and values move there, outputs back."""
     total = sum(lengths)
     wire, received = all_to_all_of_heads(_job(gpus), total, gpus)
     attention = float(_workload().attention_seconds(lengths, direction).sum()) / gpus + _drain(max(lengths), direction)
-    copies = 2 * 2 * float(received) / HARDWARE.memory_bandwidth  # put into order on both sides
+    copies = 2 * 2 * float(received) / HARDWARE.memory_bandwidth  # reordered on both sides
     return attention + float(wire) + copies
 
 
@@ -175,7 +175,7 @@ SYSTEMS: dict[str, Callable[[Sequence[int], int, Phase], float]] = {
 
 
 def _shared(lengths: Sequence[int], gpus: int, direction: Phase) -> _Shared:
-    """Of the busiest GPU, where each document is cut as per-document sharding does (WLB-LLM, section 5.1)."""
+    """Load of the busiest GPU, with per-document sharding (WLB-LLM, section 5.1)."""
     sizes = np.asarray(lengths, np.int64)
     pieces = shard_many(MicroBatches(sizes, np.array([len(sizes)])), gpus, "per_document", _workload())
     attention = np.bincount(pieces.lane, _workload().piece_seconds(pieces.start, pieces.stop, direction), gpus)
@@ -189,7 +189,7 @@ def _drain(keys: int, direction: Phase) -> float:
 
 
 def _key_bytes() -> float:
-    """Of a token's key and value."""
+    """Bytes of a token's key and value."""
     return 2.0 * SHAPE.kv_heads * SHAPE.head_dim * HARDWARE.bytes_per_value
 
 

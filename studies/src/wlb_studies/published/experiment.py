@@ -1,6 +1,6 @@
-"""The simulator beside published measurements: every row of a table, summaries, and one picture.
+"""The simulator against published measurements: every row of a table, summaries, and one picture.
 
-Nothing is fitted here and no row is left out: one that cannot be simulated says why.
+Nothing is fitted here and no row is left out: a row that cannot be simulated has a reason.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def run(settings: Settings) -> Report:
         ],
         draw=partial(_draw, predictions),
         notes=[
-            "error: predicted over measured seconds of a step (or kernel), less one; slope: measured over predicted",
-            "what is assumed where a publication does not say is with each row in the JSON",
+            "error: predicted over measured seconds of a step (or kernel), minus one; slope: measured over predicted",
+            "the JSON lists the assumptions of each row where its publication is silent",
             *(f"left out of statistics, {count} rows: {reason}" for reason, count in left_out.items()),
         ],
         more={
@@ -54,7 +54,7 @@ def run(settings: Settings) -> Report:
 
 
 def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
-    """A prediction, or a reason, for all of a document: rows in their order, then kernels, then runs."""
+    """A prediction or a reason for everything in a document: rows in order, then kernels, then runs."""
     return [
         *map(whole_step_row, document["rows"]),
         *kernel_rows(document),

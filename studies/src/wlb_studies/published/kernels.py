@@ -1,8 +1,8 @@
-"""Published timings of kernels and collectives beside their prices.
+"""Published timings of kernels and collectives against their prices.
 
-Attention is priced as a micro-batch's is: pieces of documents, and what drains at its end. A call timed by itself also
-takes the time in which its host launches it, which a training step hides; collectives are links' prices. What the
-simulator has no price for says so.
+Attention is priced like a micro-batch: pieces of documents, and the kernel tail at the end. A call timed by itself
+also includes the host's launch time, which a training step hides. Collectives use the prices of links. Measurements
+without a price in the simulator have a reason.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from wlb_studies.published.distributed_attention import SHAPE, SYSTEMS, TOKENS_O
 from wlb_studies.published.metrics import positive, stated
 from wlb_studies.published.prediction import ODD, Prediction, source_of, why
 
-# Seconds of a call beside its kernels, where a benchmark times calls one by one; by hand, from the shortest calls:
-# FlashAttention's and Transformer Engine's for cuDNN by events of the GPU, the last by the host's clock, memory for
-# results not allocated yet.
+# Overhead of a call in seconds, if a benchmark times calls one by one; estimated by hand from the shortest calls.
+# FlashAttention's and Transformer Engine's for cuDNN use GPU events; the last uses the host's clock and includes
+# allocating memory for results.
 CALL = {"forward": 55e-6, "backward": 80e-6}
 CUDNN_CALL = {"forward": 100e-6, "backward": 120e-6}
 HOST_CALL = {"forward": 160e-6, "backward": 400e-6}
@@ -34,8 +34,8 @@ HOST_CALL = {"forward": 160e-6, "backward": 400e-6}
 _H100, _H200 = hardware_preset("h100"), hardware_preset("h200")
 _DIRECTIONS: dict[str, Phase] = {"fwd": "forward", "bwd": "backward"}
 _KERNELS = {"fa2": ("h100", CALL), "fa3": ("h100-fa3", CALL), "cudnn": ("h100-cudnn", CUDNN_CALL)}
-_NO_KERNEL = "these attention kernels have no price"
-_NO_SYSTEM = "how this system exchanges keys and values has no price"
+_NO_KERNEL = "the simulator has no price for these attention kernels"
+_NO_SYSTEM = "the simulator has no price for this system's exchange of keys and values"
 _SWITCHED = "an all-reduce of a whole node runs in its switch, which the simulator has no price for"
 _DRAWN = "documents drawn from the distribution that the benchmark draws from"
 
@@ -49,7 +49,7 @@ class _Row(NamedTuple):
 
 
 def kernel_rows(document: dict[str, Any]) -> list[Prediction]:
-    """A prediction, or a reason, for every measurement in the tables of ``document["kernels"]``."""
+    """A prediction or a reason for every measurement in the tables of ``document["kernels"]``."""
     return [
         Prediction(name, "", source=source_of(table) if isinstance(table, dict) else "", **one._asdict())
         for name, table in document.get("kernels", {}).items()
@@ -78,7 +78,7 @@ def _of_table(name: str, table: Any) -> Iterator[_Row]:
 
 
 def _leaves(rows: Any, *names: str) -> Iterator[tuple[Any, ...]]:
-    """What a chart shows, each value with its names."""
+    """The values of a chart, each with its names."""
     if not isinstance(rows, dict):
         yield (*names, rows)
         return
@@ -101,7 +101,7 @@ def _one_layer(hardware: Hardware, heads: int) -> Costs:
 
 
 class CutLaunch(NamedTuple):
-    """One rank of tp x cp: a share of the heads, and the last queries of documents so long that areas are even."""
+    """One rank of tp x cp: some heads, and the last queries of long documents, so that areas are even."""
 
     heads: int
     starts: NDArray[np.int64]
@@ -110,7 +110,7 @@ class CutLaunch(NamedTuple):
 
 
 def cut_launches(rows: list[dict[str, Any]]) -> list[CutLaunch]:
-    """The launches of DistCA's tables of attention forward on H100."""
+    """The launches in DistCA's tables of attention forward on H100."""
     found = []
     for row in rows:
         lengths = np.array(row.get("lengths") or _batch(row["batch"]))
@@ -128,7 +128,7 @@ def _cut_rows(index: int, row: dict[str, Any]) -> Iterator[_Row]:
 
 
 def _batch(text: str) -> list[int]:
-    """The lengths that ``[4096] * (8)`` writes."""
+    """The lengths written as ``[4096] * (8)``."""
     found = re.fullmatch(r"\[(\d+)\](?: \* \((\d+)\))?", text)
     if found is None:
         raise ValueError(f"no lengths in {text!r}")
@@ -171,7 +171,7 @@ def _in_a_node(_: int, row: dict[str, Any]) -> Iterator[_Row]:
 
 
 def _between_nodes(_: int, row: dict[str, Any]) -> Iterator[_Row]:
-    """Two ranks on two nodes, beside seven such pairs; torch copies what both gave into the tensors of a list."""
+    """Two ranks on two nodes, beside seven such pairs; torch copies both results into a list of tensors."""
     link = group_link(_H200, "all_gather", 2, stride=_H200.node_size)
     received = row["mb"] * 2**20
     predicted = float(link.seconds(received)) + 4 * received / _H200.memory_bandwidth
@@ -181,7 +181,7 @@ def _between_nodes(_: int, row: dict[str, Any]) -> Iterator[_Row]:
 
 
 def _bars(_: int, bar: tuple[str, str, str, float]) -> Iterator[_Row]:
-    """TFLOP/s of a GPU become the seconds of a mean pack."""
+    """Convert TFLOP/s of a GPU into seconds of a mean pack."""
     chart, name, size, rate = bar
     what, way = chart.split("_")
     direction, is_kernel = _DIRECTIONS[way], what == "kernel"

@@ -1,4 +1,4 @@
-"""What tables publish, as seconds of a step."""
+"""Convert published metrics into seconds of a step."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Row = dict[str, Any]
 
 
 def stated(row: Row, name: str) -> str:
-    """What ``row`` says; raises ``UserError`` where it says nothing."""
+    """The field ``name`` of ``row``; raises ``UserError`` if it is missing."""
     if row.get(name) in (None, ""):
         raise UserError(f"its {name} is not published")
     return str(row[name])
 
 
 def size(row: Row, name: str) -> int:
-    """A size that ``row`` says; raises ``UserError`` where it says none."""
+    """A size from ``row``; raises ``UserError`` if it is missing or not a size."""
     text, found = stated(row, name), whole(row[name])
     if found is None:
-        raise UserError(f"its {name} is no size: {text}")
+        raise UserError(f"its {name} is not a size: {text}")
     return found
 
 
 def whole(value: Any) -> int | None:
-    """``value`` as a positive integer, which 8.0 is and True is not; None for another."""
+    """``value`` as a positive integer (8.0 counts, True does not), or None."""
     return int(value) if is_positive(value) and value % 1 == 0 else None
 
 
@@ -51,24 +51,24 @@ def is_positive(value: Any) -> bool:
 
 
 def positive(row: Row, name: str) -> float:
-    """A number that ``row`` says; raises ``UserError`` where it says none, or one that is not positive."""
+    """A number from ``row``; raises ``UserError`` if it is missing or not positive."""
     text = stated(row, name)
     if not is_positive(row[name]):
-        raise UserError(f"its {name} is no positive number: {text}")
+        raise UserError(f"its {name} is not a positive number: {text}")
     return float(row[name])
 
 
 def micro_batches(row: Row) -> list[list[int]] | None:
-    """The documents of every micro-batch of a step, by length in tokens, where ``row`` gives its ``lengths``.
+    """Document lengths in tokens of every micro-batch of a step, if ``row`` has ``lengths``.
 
-    They are a list of micro-batches, each a list of lengths; a plain list of lengths is one micro-batch.
+    ``lengths`` is a list of micro-batches, each a list of lengths; a plain list of lengths is one micro-batch.
     """
     lengths = row.get("lengths")
     if lengths is None:
         return None
     listed = lengths if lengths and all(isinstance(one, list) for one in lengths) else [lengths]
     if not all(one and all(whole(length) for length in one) for one in listed):
-        raise UserError(f"its lengths are no lists of positive tokens, such as [[4096, 512], [8192]]: {lengths}"[:200])
+        raise UserError(f"its lengths are not lists of positive tokens, such as [[4096, 512], [8192]]: {lengths}"[:200])
     return [[int(length) for length in one] for one in listed]
 
 
@@ -86,9 +86,9 @@ def step_tokens(row: Row) -> int:
 def seconds_of_step(row: Row) -> float:
     """The ``value`` of a row in seconds of a step, by its ``metric``.
 
-    Tokens/s and model TFLOP/s are those of one GPU, ms and seconds those of a step. For model TFLOP/s, operations are
-    counted as the row's repository counts them. Raises ``UserError`` for a metric of another kind, a value that is not
-    positive, and where it is not known how operations of the model are counted.
+    Tokens/s and model TFLOP/s are per GPU; ms and seconds are per step. For model TFLOP/s, operations are counted as
+    in the row's repository. Raises ``UserError`` for another metric, a value that is not positive, or a model whose
+    operations are counted in an unknown way.
     """
     metric, value = stated(row, "metric"), positive(row, "value")
     if metric.startswith("ms/step"):
@@ -99,11 +99,11 @@ def seconds_of_step(row: Row) -> float:
         return step_tokens(row) / size(row, "gpus") / value
     if metric == "model TFLOP/s/GPU":
         if row["repo"] not in _COUNTS_CAUSAL_HALF:
-            raise UserError(f"how {row['repo']} counts operations is not known here")
+            raise UserError(f"how {row['repo']} counts operations is unknown here")
         causal = _COUNTS_CAUSAL_HALF[row["repo"]]
         shape = published_shape(row["model"])
         if shape.sliding_window is not None:
             raise UserError("tables differ in how they count operations of windowed attention")
         of_token = model_flops_per_token(shape, size(row, "seq_len"), causal=causal)
         return step_tokens(row) / size(row, "gpus") * of_token / (value * 1e12)
-    raise UserError(f"{metric} is no metric of a step")
+    raise UserError(f"{metric} is not a metric of a step")

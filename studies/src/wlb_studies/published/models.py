@@ -1,8 +1,8 @@
-"""The models that published tables name: presets, and a few that are none.
+"""Models named in published tables: presets and a few others.
 
 Quoted: GPT-3 and Nemotron from NVIDIA/NeMo (``nemo/collections/llm/gpt/model``), MPT from mosaicml/llm-foundry
 (``scripts/train/yamls/pretrain``), Llama 2, Code Llama, Qwen and Moonlight from their config.json. A feed-forward
-network without a gate (GPT-3, MPT, Nemotron) stands here as SwiGLU of the same number of weights, two thirds as wide.
+network without a gate (GPT-3, MPT, Nemotron) is modelled as SwiGLU with as many weights, two thirds as wide.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from wlb.workload import MODEL_SHAPES, ModelShape
 from wlb.workload.flops import gemm_flops_per_token, pair_flops
 from wlb.workload.shapes import Experts, LatentAttention
 
-_TP = 16  # ranks that can share a feed-forward network whose width is rounded
+_TP = 16  # ranks that can share a feed-forward network; its width is rounded to this
 
 
 def _ungated(hidden: int, layers: int, heads: int, kv_heads: int, ffn_hidden: int, vocab_size: int) -> ModelShape:
@@ -58,7 +58,7 @@ _SHAPES = MODEL_SHAPES | {
         latent=LatentAttention(q_rank=0, kv_rank=512, rope_dim=64, value_dim=128),
     ),
 }
-# What tables call models that have another name here; compared without case, owner, remarks in brackets and "-2-node".
+# Names in tables for models with another name here; compared without case, owner, remarks in brackets and "-2-node".
 _ALIASES = {
     "llama2-7b": "7b",
     "llama2-70b": "70b",
@@ -78,20 +78,20 @@ _ALIASES = {
 
 
 def published_shape(name: str) -> ModelShape:
-    """The model that a table calls ``name``; raises ``UserError`` where its shape is not known here."""
+    """The model that a table calls ``name``; raises ``UserError`` if its shape is unknown."""
     plain = re.sub(r"\(.*?\)", "", name).strip().lower()
     plain = re.sub(r"[\s_]+", "-", plain.rpartition("/")[2])
     plain = re.sub(r"-\d+-nodes?$", "", re.sub(r"^llama-([23])(?=[.-])", r"llama\1", plain))
     try:
         return _SHAPES[_ALIASES.get(plain, plain)]
     except KeyError:
-        raise UserError(f"the shape of {name} is not known here") from None
+        raise UserError(f"the shape of {name} is unknown here") from None
 
 
 def model_flops_per_token(shape: ModelShape, tokens: int, *, causal: bool) -> float:
-    """Operations that tables count for a token of a document of ``tokens``: three times those of its forward.
+    """Operations that tables count per token of a document of ``tokens``: three times its forward.
 
-    ``causal`` says that attention counts over half of all pairs of query and key, otherwise over all.
+    With ``causal`` attention counts half of all query-key pairs, otherwise all pairs.
     """
     pairs = tokens / 2 if causal else tokens
     return 3 * (gemm_flops_per_token(shape) + shape.layers * pair_flops(shape) * pairs)

@@ -1,4 +1,4 @@
-"""A published measurement beside what the simulator predicts for it, and how well many of them agree."""
+"""A published measurement and the simulator's prediction, and how well many of them agree."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import numpy as np
 
 from wlb.errors import UserError
 
-# What reading or pricing a row raises where the row has another form than its table's.
+# Exceptions from reading or pricing a row that does not have its table's format.
 ODD = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
-FUNCTIONAL = "functional runs"  # of which their source says that they were not tuned
-_FEWEST = 3  # points that a correlation is worth giving for
+FUNCTIONAL = "functional runs"  # their source says that they were not tuned
+_FEWEST = 3  # fewest points for a correlation
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One measurement of ``table``, in seconds; ``run`` and ``row`` say which of it, ``source`` who measured.
+    """One measurement of ``table`` in seconds; ``run`` and ``row`` identify it, ``source`` says who measured.
 
-    Without ``predicted_seconds`` there is a ``reason``: what the publication does not say. ``assumed`` is what had to
-    be taken for granted where it does not. ``kind`` groups measurements across tables. ``measured_seconds`` is None
-    where what was published cannot be converted to seconds, and then so is the prediction. What is ``left_out`` of
-    statistics says why.
+    Without ``predicted_seconds`` there is a ``reason``, such as a missing setting. ``assumed`` lists assumptions where
+    the publication is silent. ``kind`` groups measurements across tables. ``measured_seconds`` is None if the published
+    value cannot be converted to seconds; then so is the prediction. ``left_out`` says why statistics leave a row out.
     """
 
     table: str
@@ -39,7 +38,7 @@ class Prediction:
 
 
 def why(error: Exception) -> str:
-    """The reason that stands in place of a prediction, for one of ``ODD``."""
+    """The reason instead of a prediction, for an exception in ``ODD``."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, KeyError):
@@ -54,11 +53,11 @@ def source_of(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of all measurements that have the same ``name`` in what they are grouped ``by``.
+    """Summary of all measurements with the same ``name`` in the field that they are grouped ``by``.
 
-    ``rows`` were published, ``count`` of them are compared. An error is predicted over measured seconds, less one;
-    ``bias`` is the mean error, ``worst_error`` the one furthest from 0. ``slope`` is that of the line through measured
-    over predicted seconds, with a constant. None where there are too few points.
+    ``rows`` were published, ``count`` of them are compared. An error is predicted over measured seconds, minus one;
+    ``bias`` is the mean error, ``worst_error`` the error furthest from 0. ``slope`` belongs to the line (with constant)
+    of measured over predicted seconds. Values are None if there are too few points.
     """
 
     by: str
@@ -74,7 +73,7 @@ class Summary:
 
 
 def summaries(predictions: Sequence[Prediction], by: str) -> list[Summary]:
-    """A summary for each value of the field ``by``, in order of appearance; predictions without one are in none."""
+    """A summary for each value of the field ``by``, in order of appearance; predictions without a value are skipped."""
     groups: dict[str, list[Prediction]] = {}
     for prediction in predictions:
         groups.setdefault(getattr(prediction, by), []).append(prediction)
@@ -82,7 +81,7 @@ def summaries(predictions: Sequence[Prediction], by: str) -> list[Summary]:
 
 
 def compared(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
-    """Measured and predicted seconds, where there are both and they are not left out."""
+    """Measured and predicted seconds of rows that have both and are not left out."""
     return [
         (one.measured_seconds, one.predicted_seconds)
         for one in predictions

@@ -1,10 +1,10 @@
 """Files of published measurements: this project's own, ``measurements.json``, and others in its format.
 
-A file is a JSON object. ``rows`` are whole training steps: table, repository, commit, path, hardware, model, layout,
-``metric`` and ``value``. ``kernels`` are tables of kernels and collectives, each with its source. ``runs`` are measured
-batches: path, commit and config of a run, and for each batch the lengths of its ``documents`` and its ``ms``. A file
-may have one of the three, or all. In the project's own, rows that have much in common name it by number: what is in
-``shared`` at that place is theirs too.
+A file is a JSON object with ``rows``, ``kernels`` and ``runs``, or some of them. ``rows`` are whole training steps:
+table, repo, commit, path, hardware, model, layout, ``metric`` and ``value`` (see ``whole_steps`` for further fields).
+``kernels`` are tables of kernels and collectives, each with its source. ``runs`` are measured batches: path, commit and
+config of a run, and for each batch the lengths of its ``documents`` and its ``ms``. In the project's own file, rows
+refer to common fields by their index in ``shared``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TEXTS = ("table", "repo", "commit", "path", "model", "metric")  # of every row
 
 
 def read_measurements(path: Path | None = None) -> dict[str, Any]:
-    """What ``path`` holds, by default the project's own measurements.
+    """The content of ``path``, by default the project's own measurements.
 
-    What a row, table or run lacks is for its prediction to say. Raises ``UserError`` for a file that cannot be read, is
-    not JSON, or is in another format altogether.
+    Predictions report what a row, table or run lacks. Raises ``UserError`` for a file that cannot be read, is not JSON,
+    or is in another format.
     """
     if path is None:
         return _checked(json.loads((files(__package__) / "measurements.json").read_text(encoding="utf-8")))
@@ -35,7 +35,7 @@ def read_measurements(path: Path | None = None) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{path} {error}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
+        raise UserError(f"{path} is not valid JSON: {error}; give a JSON object with rows, kernels or runs") from None
 
 
 def _checked(document: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _checked(document: Any) -> dict[str, Any]:
 
 
 def _whole_row(row: Any, shared: Any) -> dict[str, Any]:
-    """``row`` with what it shares with others, and with texts where texts belong."""
+    """``row`` with its shared fields, and with text in text fields."""
     if not isinstance(row, dict):
         return {"note": f"no object: {row!r}"[:80]}
     place = row.get("shared")

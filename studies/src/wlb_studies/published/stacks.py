@@ -1,4 +1,4 @@
-"""Prices of software that trains otherwise than ours: experts on several ranks, and collectives that overlap."""
+"""Prices of software that trains differently from ours: experts on several ranks, and overlapping collectives."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
 from wlb.workload.links import group_link, shard_bytes
 from wlb.workload.weights import routed_layers
 
-# Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by fit_prices.py.
+# Exposed share of tensor-parallel collectives that overlap with matrix products in parts; fitted by fit_prices.py.
 _SHOWN_OF_ASYNC_TP = 0.6
-# Values that element-wise kernels move where each operation is a kernel of its own, over those of fused ones: fitted to
-# what torch.compile gains in fms-fsdp, 1.11 to 1.28. (By counting, RMSNorm and rotary embedding in float32 and SwiGLU
-# move 3.5 times as many.)
+# Memory traffic of separate element-wise kernels over fused ones, fitted to the gain of torch.compile in fms-fsdp, 1.11
+# to 1.28. (By counting, RMSNorm and rotary embedding in float32 and SwiGLU move 3.5 times as many values.)
 _UNFUSED_PASSES = 7.0
 
 
 def attending_with(hardware: Hardware, name: str) -> Hardware:
     """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4", "cudnn" or "triton".
 
-    Their rates are of the preset's type: ``computing_in`` comes after. Raises ``UserError`` that lists those with a
-    price where the device has none of that name.
+    Rates are for the preset's data type: call ``computing_in`` afterwards. Raises ``UserError`` that lists the kernels
+    with a price if the device has none of that name.
     """
     kernels = dict(hardware.attention_kernels)
     if name not in kernels:
-        known = f"choose one of {', '.join(kernels)}" if kernels else "only its own have one"
+        known = f"choose one of {', '.join(kernels)}" if kernels else "only its own kernels have one"
         raise UserError(f"attention kernels {name!r} have no price on this device; {known}")
     return replace(hardware, attention=kernels[name])
 
@@ -41,14 +40,14 @@ def attending_with(hardware: Hardware, name: str) -> Hardware:
 class StackSoftware(Software):
     """A training stack whose prices are ``StackCosts``.
 
-    ``async_tp`` divides tensor-parallel collectives and the matrix products beside them into parts that overlap.
-    ``expert_parallel`` ranks share the experts, and exchange tokens; with ``overlaps_experts`` computing hides that. A
-    stack that is not ``fused`` runs every element-wise operation as a kernel of its own. ``micro_batch_seconds`` are
-    the host's for a forward and backward, however few tokens; the GPU waits.
+    ``async_tp`` splits tensor-parallel collectives and matrix products into parts that overlap. ``expert_parallel``
+    ranks share the experts and exchange tokens; with ``overlaps_experts`` computing hides that. A stack that is not
+    ``fused`` runs every element-wise operation as its own kernel. ``micro_batch_seconds`` is host time for a forward
+    and backward, however few tokens; the GPU waits for it.
 
     With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
-    and reduces all their gradients after it, both beside nothing (the ``PerDocumentCPAttention`` of hao-ai-lab/DistCA,
-    whose collectives wait in the stream of the kernels).
+    and reduces all their gradients after it, without overlap (``PerDocumentCPAttention`` of hao-ai-lab/DistCA, whose
+    collectives run in the kernels' stream).
     """
 
     async_tp: bool = False
@@ -64,7 +63,7 @@ class StackSoftware(Software):
 
 @dataclass(frozen=True)
 class StackCosts(Costs):
-    """``Costs`` of a ``StackSoftware``; raises ``UserError`` for experts that its ranks cannot share evenly."""
+    """``Costs`` of a ``StackSoftware``; raises ``UserError`` if its ranks cannot share the experts evenly."""
 
     software: StackSoftware = StackSoftware()
 
@@ -90,9 +89,9 @@ class StackCosts(Costs):
         return self.software.gathers_context
 
     def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """With the host's time, of which a third is the forward's."""
+        """Includes host time, a third of it in the forward."""
         seconds = super().blocks_seconds(tokens, phase)
-        if phase == "both":  # the sum of what this says of either
+        if phase == "both":  # the sum of both phases
             return seconds
         host = self.software.micro_batch_seconds / (1 + LINEAR_BACKWARD_FACTOR)
         own = host if phase == "forward" else LINEAR_BACKWARD_FACTOR * host
@@ -102,7 +101,7 @@ class StackCosts(Costs):
         return (_SHOWN_OF_ASYNC_TP if self.software.async_tp else 1.0) * super().tp_seconds(tokens)
 
     def expert_seconds(self, tokens: ArrayLike) -> Seconds:
-        """Sending tokens to the ranks that have their experts, and back: in a forward, or in a backward."""
+        """Sending tokens to the ranks with their experts and back, in a forward or a backward."""
         experts, ranks, hardware = self.shape.experts, self.software.expert_parallel, self.hardware
         if experts is None or ranks == 1 or self.software.overlaps_experts:
             return super().expert_seconds(tokens)

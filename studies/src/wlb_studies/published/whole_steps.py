@@ -1,14 +1,14 @@
-"""Whole training steps of published tables, simulated.
+"""Simulate whole training steps of published tables.
 
-A row becomes a ``Job`` and the micro-batches of a step. What the row says about layout, precision and
-recomputation is taken from it. Its ``stack`` says how its software trains, in the fields of ``Stack``; a row of a
-repository in ``_STACKS`` may leave it out. ``lengths`` are the documents of every micro-batch; without them all have
-the table's sequence length, so one micro-batch is priced and stands for all.
+A row becomes a ``Job`` and the micro-batches of a step, with the layout, precision and recomputation that the row
+gives. Its ``stack`` says how its software trains, in the fields of ``Stack``; a row of a repository in ``_STACKS`` may
+leave it out. ``lengths`` has the documents of every micro-batch. Without it all documents have the table's sequence
+length, so one micro-batch is priced and stands for all.
 
-A row that does not say what decides its time has a reason in place of a prediction. Where recomputation is not stated,
-none is assumed for stacks that keep weights whole (Megatron and what is built on it), fitting or not; for others the
-cheapest kind that is predicted to fit the GPU's memory. A row that is ``functional``, which is what its source calls a
-run that it did not tune, is of a kind of its own.
+A row that leaves out something decisive has a reason instead of a prediction. If it does not state recomputation, none
+is assumed for stacks that keep weights whole (Megatron and stacks built on it), whether or not that fits; for others,
+the cheapest kind that is predicted to fit in GPU memory. A row marked ``functional`` (its source did not tune the run)
+has its own kind.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _KERNELS |= {"cudnn": "cuDNN", "triton": "Triton's kernel"}
 class Stack(NamedTuple):
     """How a row's software trains.
 
-    ``compiled`` also stands for fused kernels of another kind, such as those of Transformer Engine. ``weights`` are
-    "gathered" by FSDP in every micro-batch, which then also reduces gradients, or "kept" by a distributed optimizer.
-    With ``prefetch`` FSDP gathers a block ahead. With ``overlaps_tp`` tensor-parallel collectives overlap with matrix
-    products, with ``overlaps_experts`` computing hides the exchange of experts.
+    ``compiled`` also covers other fused kernels, such as Transformer Engine's. ``weights`` are "gathered" by FSDP in
+    every micro-batch, which then also reduces gradients, or "kept" by a distributed optimizer. With ``prefetch`` FSDP
+    gathers one block ahead. With ``overlaps_tp`` tensor-parallel collectives overlap with matrix products; with
+    ``overlaps_experts`` computing hides the exchange of experts.
     """
 
     attention: str
@@ -58,8 +58,8 @@ class Stack(NamedTuple):
     overlaps_experts: bool = False
 
 
-# Of a micro-batch in Hugging Face's Trainer where kernels are not fused: what TRL's steps of Qwen3 1.7B take beside
-# their tokens (huggingface/trl, issue 6092, one GPU, 1K to 16K tokens). fms-fsdp and torchtitan show no such constant.
+# Seconds per micro-batch in Hugging Face's Trainer without fused kernels: the constant part of Qwen3 1.7B steps in TRL
+# (huggingface/trl, issue 6092, one GPU, 1K to 16K tokens). fms-fsdp and torchtitan show no such constant.
 _HOST_SECONDS = 0.12
 _LLM_FOUNDRY, _BRIDGE = "mosaicml/llm-foundry", "NVIDIA-NeMo/Megatron-Bridge"
 _TORCHTITAN, _AUTOMODEL = "pytorch/torchtitan", "NVIDIA-NeMo/Automodel"
@@ -79,14 +79,14 @@ _VALUES: dict[str, tuple[Any, ...]] = {"attention": tuple(_KERNELS), "weights": 
 
 
 def stack_of(row: Row) -> Stack:
-    """What the row says of its stack, over what is known of its repository and its notes.
+    """The row's stack: its own fields, over known facts about its repository and its notes.
 
     Raises ``UserError`` that says what to add or change.
     """
     known, own, note = _STACKS.get(row["repo"]), row.get("stack") or {}, _note(row)
     if known is None and not {"attention", "compiled", "weights"} <= {*own}:
         raise UserError(
-            f"how {row['repo']} trains is not known here; add to the row a stack, such as "
+            f"it is unknown how {row['repo']} trains; add a stack to the row, such as "
             '{"attention": "fa2", "compiled": true, "weights": "gathered"}'
         )
     for name, value in own.items():
@@ -108,7 +108,7 @@ def stack_of(row: Row) -> Stack:
 class PublishedStep:
     """A step as a row describes it: a job, and its documents by length in tokens.
 
-    ``lengths`` has one micro-batch that stands for all, or all micro-batches, those of each data-parallel rank in turn.
+    ``lengths`` has one micro-batch that stands for all, or all micro-batches, data-parallel rank by rank.
     """
 
     job: Job
@@ -131,7 +131,7 @@ class PublishedStep:
 
 
 def whole_step_row(row: Row) -> Prediction:
-    """A prediction, or why there is none, for a row of whole steps."""
+    """A prediction or a reason for a row of whole steps."""
     table = str(row.get("table") or "rows of no table") + (f", {FUNCTIONAL}" if row.get("functional") else "")
     one = Prediction(table, "", _label(row), source_of(row))
     try:
@@ -153,7 +153,7 @@ def _label(row: Row) -> str:
 
 
 def published_step(row: Row) -> PublishedStep:
-    """The step that ``row`` describes; raises ``UserError`` that says what is missing."""
+    """The step that ``row`` describes; raises ``UserError`` if something is missing."""
     _refuse_what_is_no_plain_step(row)
     stack, shape = stack_of(row), published_shape(row["model"])
     if shape.experts is not None:
@@ -175,7 +175,7 @@ def published_step(row: Row) -> PublishedStep:
     assumed += _remarks(row, shape, stack, software)
     recomputation = _stated_recomputation(row)
     if recomputation is None and stack.weights == "kept":
-        assumed.append("no recomputation, or of element-wise operations only, whether or not that fits")
+        assumed.append("no recomputation, or only of element-wise operations, whether or not that fits")
     elif recomputation is None:
         held = (replace(_held(job), activation_checkpointing=kind) for kind in get_args(Checkpointing))
         fitting = next(filter(fits, held), None)  # the cheapest
@@ -204,16 +204,16 @@ def _note(row: Row) -> str:
 
 
 def _says(text: str, word: str) -> bool:
-    """Whether ``text`` has ``word``, a pattern, also as a part of another word, and does not deny it."""
+    """Whether ``text`` contains the pattern ``word``, also inside another word, without denying it."""
     found = re.search(rf"(\b(?:no|not|non|without)\b|w/o)?[\s-]*[\w.-]*{word}", text, re.IGNORECASE)
     return found is not None and found[1] is None
 
 
 def ran_triton(row: Row) -> bool:
-    """Whether attention was Triton's kernel, by the scripts that stood beside llm-foundry's tables.
+    """Whether attention used Triton's kernel, judged by the scripts beside llm-foundry's tables.
 
-    ``submit_benchmarks.py`` took it by default until March 2024 (commit 7f0fdae66), and ``sweep.sh`` did not say
-    otherwise (b2a43a147). ``sweep.py`` of the large scale (5e85bd62d) asked for it for 13B and 30B, and for
+    ``submit_benchmarks.py`` used it by default until March 2024 (commit 7f0fdae66), and ``sweep.sh`` did not override
+    that (b2a43a147). ``sweep.py`` of the large scale (5e85bd62d) asked for it for 13B and 30B, and for
     FlashAttention elsewhere. All are in ``scripts/train/benchmarking``; the tables themselves do not name a kernel.
     """
     at_large_scale = "Large Scale" in row["hardware"]
@@ -221,12 +221,12 @@ def ran_triton(row: Row) -> bool:
 
 
 def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[str]]:
-    """Sizes of groups, micro-batches of a data-parallel rank, lengths of their documents, and what is assumed."""
+    """Sizes of groups, micro-batches of a data-parallel rank, their document lengths, and the assumptions."""
     tp, cp, pp, gpus = (size(row, name) for name in ("tp", "cp", "pp", "gpus"))
     assumed: list[str] = []
     dp, rest = divmod(gpus, tp * cp * pp)
     if rest or not dp:
-        raise UserError(f"{gpus} GPUs are no multiple of its tp x cp x pp = {tp * cp * pp}")
+        raise UserError(f"{gpus} GPUs are not a multiple of its tp x cp x pp = {tp * cp * pp}")
     if row.get("dp_printed") is not None and size(row, "dp_printed") != dp:
         raise UserError(f"its printed layout is of {tp * cp * pp * row['dp_printed']} GPUs, not of {gpus}")
     sequences, virtual_pp = (1 if row.get(name) is None else size(row, name) for name in ("micro_batch", "vp"))
@@ -239,7 +239,7 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
     if listed is not None:
         if len(listed) % dp:
             raise UserError(
-                f"its lengths are of {len(listed)} micro-batches, no multiple of its {dp} data-parallel ranks"
+                f"its lengths have {len(listed)} micro-batches, not a multiple of its {dp} data-parallel ranks"
             )
         return layout, len(listed) // dp, tuple(map(tuple, listed)), assumed
     if row.get("micro_batch") is None:
@@ -250,12 +250,14 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
     of_rank = step_tokens(row) // seq_len // dp
     count, rest = divmod(of_rank, sequences)
     if rest or not count:
-        raise UserError(f"{of_rank} sequences of a data-parallel rank are no multiple of its micro-batch, {sequences}")
+        raise UserError(
+            f"{of_rank} sequences of a data-parallel rank are not a multiple of its micro-batch, {sequences}"
+        )
     return layout, count, ((seq_len,) * sequences,), assumed
 
 
 def _held(job: Job) -> Job:
-    """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
+    """The job for predicting memory: with one micro-batch if gradients are always reduced."""
     if job.layout.pp > 1 or not job.software.reduces_always:
         return job
     return replace(job, packing=job.packing.changed(micro_batches=job.layout.dp))
@@ -278,10 +280,10 @@ def _software(row: Row, stack: Stack) -> StackSoftware:
 
 
 def _hardware(row: Row, stack: Stack) -> Hardware:
-    """The GPU of the row, in its precision and with its kernels."""
+    """The row's GPU, in its precision and with its kernels."""
     found = re.search("GB300|GB200|B300|B200|H200|H100|A100", stated(row, "hardware").upper())
     if found is None:
-        raise UserError(f"its hardware is not known here: {row['hardware']}")
+        raise UserError(f"its hardware is unknown here: {row['hardware']}")
     hardware = hardware_preset(found[0].lower())
     if "96GB HBM2e" in row["hardware"]:  # quoted: 2.4 TB/s (torchtitan's page, section "Hardware")
         bandwidth = hardware.memory_bandwidth * 2.4 / 3.35
@@ -291,23 +293,25 @@ def _hardware(row: Row, stack: Stack) -> Hardware:
         hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
     hardware = attending_with(hardware, stack.attention)
     if "500 W" in row["hardware"]:
-        hardware = hardware.computing_at(math.sqrt(500 / 700))  # assumed: with the root of its power, memory not
+        hardware = hardware.computing_at(
+            math.sqrt(500 / 700)
+        )  # assumed: compute scales with the root of power, memory does not
     precision = _precision(row)
     return hardware if precision == "bf16" else hardware.computing_in(precision)
 
 
 def _overlaps_experts(row: Row) -> bool:
-    """Whether the exchange of experts was hidden: in Megatron-Bridge since its release 26.06, by what its steps take.
+    """Whether computing hid the exchange of experts: in Megatron-Bridge since release 26.06, judged by its timings.
 
-    Steps of one configuration became 1.35 times as fast in that release, by what their exchange had taken. Without a
-    release, a row is of the newest.
+    Steps of one configuration became 1.35 times as fast in that release, which matches their exchange time. A row
+    without a release counts as the newest.
     """
     release = str(row.get("release") or "") or next(iter(re.findall(r"\b2\d\.\d\d\b", row["table"])), "newest")
     return row["repo"] == _BRIDGE and release >= "26.06"
 
 
 def _ran_eagerly(row: Row) -> bool:
-    """Whether torchtitan ran without ``torch.compile``: notes of its first table name all that was used."""
+    """Whether torchtitan ran without ``torch.compile``: the notes of its first table name everything used."""
     note = _note(row).lower()
     return row["repo"] == _TORCHTITAN and (note == "fsdp" or ("compile" in note and not _says(note, "compile")))
 
@@ -325,7 +329,7 @@ def _precision(row: Row) -> Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]:
     for word, precision in _PRECISIONS.items():
         if word in text:
             return precision
-    raise UserError(f"precision {row['precision']} is not known here")
+    raise UserError(f"precision {row['precision']} is unknown here")
 
 
 def _stated_recomputation(row: Row) -> Recomputation | None:
@@ -336,7 +340,7 @@ def _stated_recomputation(row: Row) -> Recomputation | None:
 
 
 def _remarks(row: Row, shape: ModelShape, stack: Stack, software: StackSoftware) -> list[str]:
-    """What is assumed about a row beside its layout; of its stack, what its repository does everywhere."""
+    """Assumptions about a row besides its layout; for its stack, the usual settings of its repository."""
     own = row.get("stack") or {}
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
     if "attention" not in own:
@@ -349,11 +353,11 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack, software: StackSoftware)
     if "overlaps_tp" not in own and size(row, "tp") > 1 and stack.overlaps_tp and not _says(_note(row), "async"):
         remarks.append("tensor-parallel collectives overlapped")
     if "overlaps_experts" not in own and stack.overlaps_experts and shape.experts is not None:
-        remarks.append("the exchange of experts hidden")
+        remarks.append("the exchange of experts is hidden")
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")
     if row.get("packed") and row.get("lengths") is None:
-        remarks.append("documents as long as the window, though shorter ones were packed")
+        remarks.append("documents as long as the window, although shorter ones were packed")
     if "500 W" in row["hardware"]:
         remarks.append("at 500 of 700 W GPUs compute at the root of that")
     if "MXFP8" in str(row.get("precision")):

@@ -1,13 +1,13 @@
 """Which prompts a serving system prefills together: by count, by tokens, or by predicted seconds.
 
-A forward pass over prompts has the imbalance of a training step: a budget of tokens is not a fixed amount of work. It
-costs where data-parallel ranks run their passes in lock step (attention with data parallelism beside experts that are
-spread over all ranks), and where short prompts wait behind a pass that takes long.
+A forward pass over prompts has the same imbalance as a training step: a budget of tokens is not a fixed amount of work.
+That costs time when data-parallel ranks run their passes in lock step (data-parallel attention beside experts that are
+spread over all ranks), and when short prompts wait behind a long pass.
 
-``PrefillPlanner.plan`` takes what waits and returns what every rank runs in the next pass. It holds no state, so a
-scheduler can call it whenever ranks are free. With chunked prefill a prompt may be cut: its next chunk attends all keys
-before it, so the deeper it starts the more a token costs, and ``workload`` cuts chunks to equal seconds instead of
-equal tokens. Without, ``workload`` puts prompts of similar length into the same pass.
+``PrefillPlanner.plan`` takes the waiting prompts and returns what every rank runs in the next pass. It holds no state,
+so a scheduler can call it whenever ranks are free. With chunked prefill a prompt may be cut. Its next chunk attends all
+keys before it, so a token costs more the deeper it lies, and ``workload`` cuts chunks of equal seconds instead of equal
+tokens. Without chunked prefill, ``workload`` puts prompts of similar length into the same pass.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from wlb.workload import Costs
 Method = Literal["count", "tokens", "workload", "workload:shortest"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
-_TILE = 128  # chunks cut by seconds are whole tiles of queries, as a tile that is not full costs as much as a full one
-_SIMILAR_FROM = 4  # budgets of waiting tokens among which prompts of similar length are sought
+_TILE = 128  # chunks cut by seconds are whole tiles of queries, since a partial tile costs as much as a full one
+_SIMILAR_FROM = 4  # token budgets of waiting prompts to search for similar lengths
 
 
 class Prompt(NamedTuple):
-    """A prompt that waits. Of its ``tokens`` the first ``done`` are prefilled, and ``rank`` holds their keys.
+    """A waiting prompt. The first ``done`` of its ``tokens`` are prefilled, and ``rank`` holds their keys.
 
     ``rounds`` counts the passes since it arrived.
     """
@@ -56,7 +56,7 @@ ChunkBatch = list[Chunk]
 
 @dataclass
 class _OpenBatch:
-    """What a rank runs in the pass being planned."""
+    """The batch of a rank in the pass being planned."""
 
     chunks: ChunkBatch = field(default_factory=list)
     tokens: int = 0
@@ -67,16 +67,16 @@ class _OpenBatch:
 class PrefillPlanner:
     """Plans passes of at most ``token_budget`` tokens on each rank.
 
-    - ``count``: prompts in order of arrival, ``prompts_per_batch`` to a rank, as long as the budget allows;
+    - ``count``: prompts in order of arrival, up to ``prompts_per_batch`` per rank within the budget;
     - ``tokens``: prompts in order of arrival, each to the rank with the fewest tokens, until the budget is full;
     - ``workload``: no pass takes longer than a prompt as long as the budget, and ranks get equal predicted seconds;
-    - ``workload:shortest``: the same, shortest remaining prompt first, but those that have waited ``max_rounds`` passes
-      before all others.
+    - ``workload:shortest``: the same, shortest remaining prompt first, except that prompts which have waited
+      ``max_rounds`` passes go before all others.
 
-    The first three have the oldest prompt of ``waiting`` in every pass, the last one the oldest of those that have
-    waited ``max_rounds``: nothing starves. ``workload`` prices a rank's forward; see ``wlb.workload``.
+    No prompt starves: the first three methods run the oldest waiting prompt in every pass, the last one the oldest
+    that has waited ``max_rounds``. ``workload`` prices a rank's forward; see ``wlb.workload``.
 
-    Raises ``UserError`` for an unknown method and sizes below 1.
+    Raises ``UserError`` for an unknown method or sizes below 1.
     """
 
     workload: Costs
@@ -94,9 +94,9 @@ class PrefillPlanner:
                 raise UserError(f"{name} = {getattr(self, name)} must be at least 1")
 
     def plan(self, waiting: Sequence[Prompt], ranks: int = 1) -> list[ChunkBatch]:
-        """What each of ``ranks`` ranks runs next of ``waiting``, which is in order of arrival.
+        """The next batch of each of ``ranks`` ranks, from ``waiting`` in order of arrival.
 
-        Without chunked prefill raises ``UserError`` for a prompt over the budget.
+        Raises ``UserError`` for a prompt over the budget without chunked prefill.
         """
         if waiting:
             self.check(max(waiting, key=lambda prompt: prompt.tokens))
@@ -109,7 +109,7 @@ class PrefillPlanner:
         return [batch.chunks for batch in batches]
 
     def batch_seconds(self, batch: Sequence[Chunk]) -> float:
-        """Predicted seconds of one rank's part of a pass; 0 of an empty one."""
+        """Predicted seconds of one rank's part of a pass; 0 if empty."""
         if not batch:
             return 0.0
         _, starts, stops = np.array(batch, np.int64).T
@@ -122,7 +122,7 @@ class PrefillPlanner:
 
     @cached_property
     def _seconds_budget(self) -> float:
-        """What a prompt takes that is as long as the token budget."""
+        """Seconds of a prompt as long as the token budget."""
         return self.batch_seconds([Chunk(0, 0, self.token_budget)])
 
     def check(self, prompt: Prompt) -> None:
@@ -142,11 +142,11 @@ class PrefillPlanner:
 
     @cached_property
     def _token_seconds(self) -> float:
-        """What a token costs outside attention."""
+        """Seconds of a token outside attention."""
         return float(self.workload.linear_seconds(self.token_budget, "forward")) / self.token_budget
 
     def _fill(self, order: Sequence[Prompt], batches: list[_OpenBatch]) -> None:
-        """Each prompt in turn to the lightest rank that takes any of it, until one fits nowhere."""
+        """Give each prompt in turn to the lightest rank that takes any of it, until one fits nowhere."""
         for prompt in order:
             places = batches if prompt.rank is None else [batches[prompt.rank]]
             for batch in sorted(places, key=self._load):  # nearly always the first
@@ -155,10 +155,10 @@ class PrefillPlanner:
                     break
             else:
                 if prompt.rank is None:
-                    return  # nobody overtakes
+                    return  # no prompt overtakes another
 
     def _place_whole(self, order: Sequence[Prompt], batches: list[_OpenBatch]) -> None:
-        """The first prompt and those most like it, as many as fit all ranks; longest first to the lightest rank."""
+        """Take the first prompt and the most similar ones that fit on all ranks; longest first to the lightest rank."""
         capacity = len(batches) * self.token_budget
         if not order:
             return
@@ -188,7 +188,7 @@ class PrefillPlanner:
         return self._within_seconds(prompt, min(left, room), batch) if self._by_seconds else min(left, room)
 
     def _within_seconds(self, prompt: Prompt, most: int, batch: _OpenBatch) -> int:
-        """The most tokens, in whole tiles or to the prompt's end, within the seconds of a pass; a first tile always."""
+        """The most tokens within the seconds of a pass, in whole tiles or to the prompt's end; at least one tile."""
         if most == 0:
             return 0
         sizes = np.append(np.arange(_TILE, most, _TILE), most)
@@ -207,7 +207,7 @@ class PrefillPlanner:
 
 
 def poisson_arrivals(prompts: int, rate: float, seed: int = 0) -> NDArray[np.float64]:
-    """Seconds at which ``prompts`` prompts arrive, ``rate`` a second on average; shape (prompts,), ascending."""
+    """Arrival times in seconds of ``prompts`` prompts, ``rate`` per second on average; shape (prompts,), ascending."""
     if not rate > 0:
         raise UserError(f"the arrival rate must be positive, got {rate} prompts a second")
     gaps: NDArray[np.float64] = np.random.default_rng(seed).exponential(1 / rate, prompts)
@@ -215,6 +215,6 @@ def poisson_arrivals(prompts: int, rate: float, seed: int = 0) -> NDArray[np.flo
 
 
 def _up_to(prompts: Sequence[Prompt], tokens: int) -> list[Prompt]:
-    """The first prompts, as many as hold no more than ``tokens`` tokens."""
+    """The leading prompts that hold at most ``tokens`` tokens together."""
     ends = np.cumsum([prompt.tokens for prompt in prompts])
     return list(prompts[: int(np.searchsorted(ends, tokens, side="right"))])

@@ -1,18 +1,17 @@
-"""DynamoLLM's pools by length (HPCA '25, arXiv 2408.00741), each with a tensor-parallel degree and a clock of its own.
+"""DynamoLLM's pools by length (HPCA '25, arXiv 2408.00741), each with its own tensor-parallel degree and clock.
 
-Prompts are binned by length. Every pool gets a number of instances, a degree and a clock; together they take the
-least energy with which prompts of every bin have their first token within its objective. Where no division of the
-GPUs meets the objectives they are doubled, and where the load is more than the GPUs can serve, pools run at the full
-clock and are sized to be done at the same time. Neighbouring bins share a pool where that is better, as the paper
-merges bins that do not fill an instance. An instance prefills in order of arrival, like ``tokens``; GPUs without a
-pool idle.
+Prompts are binned by length. Every pool gets a number of instances, a degree and a clock, chosen to minimise energy
+while prompts of every bin get their first token within its objective. If no division of the GPUs meets the
+objectives, they are doubled. If the load exceeds what the GPUs can serve, pools run at full clock and are sized to
+finish together. Neighbouring bins share a pool where that is better, since the paper merges bins that do not fill an
+instance. An instance prefills in order of arrival, like ``tokens``; GPUs without a pool idle.
 
-From the paper: pools by prompt length with an exact program over instances, degrees and clocks. Assumed after it, and
+From the paper: pools by prompt length, and an exact program over instances, degrees and clocks. Assumed after it, and
 not checked against its text: bounds of 256, 1,024 and 8,192 tokens, objectives of 5 times the latency of a prompt
 alone, and clocks down to 0.4 of the full one. Ours: a last bin for longer prompts; an objective counts from the bin's
-longest prompt on the fastest instance, and 1% may miss it; the load is known and steady, so that one choice holds for
-the whole run, where the paper decides on instances every 30 minutes, on degrees every 5 minutes and on clocks every 5
-seconds. Its bins by output length have no meaning in a prefill.
+longest prompt on the fastest instance, and 1% may miss it; the load is known and steady, so one choice holds for the
+whole run (the paper re-decides instances every 30 minutes, degrees every 5 minutes and clocks every 5 seconds). Its
+bins by output length have no meaning in a prefill.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from wlb_studies.serving.job import PrefillJob
 from wlb_studies.serving.power import POWER, GpuPower
 from wlb_studies.serving.prefill import GpuGroup, PrefillRun, simulate_prefill
 
-BIN_TOKENS = (256, 1024, 8192)  # the longest prompts of all bins but the last
-SLACK = 5.0  # of an objective, over what the bin's longest prompt takes alone
+BIN_TOKENS = (256, 1024, 8192)  # longest prompt of each bin, except the last bin
+SLACK = 5.0  # objective, in units of the latency of the bin's longest prompt alone
 CLOCKS = (0.4, 0.6, 0.8, 1.0)  # shares of the full clock
-_LATE = 0.01  # of the prompts may miss the objective
-_DOUBLINGS = 8  # of the slack; a load that needs more is as good as too much
-_WEIGHTS = 0.8  # assumed: the most of a GPU's memory that weights take, as keys and values need the rest
+_LATE = 0.01  # share of prompts that may miss the objective
+_DOUBLINGS = 8  # largest slack; a load that needs more counts as too much
+_WEIGHTS = 0.8  # assumed: largest share of GPU memory for weights, since keys and values need the rest
 
 Integers = NDArray[np.int64]
 
@@ -61,8 +60,8 @@ class InstancePool:
     bins: tuple[int, ...]
     instance: Instance
     count: int
-    seconds: float  # until all prompts are done that are there at once
-    joules: float  # over what idling takes
+    seconds: float  # until all prompts that arrive at once are done
+    joules: float  # beyond idling
 
     @property
     def gpus(self) -> int:
@@ -99,9 +98,9 @@ def choose_pools(job: PrefillJob) -> list[tuple[InstancePool, Integers]]:
 
 
 def presets(job: PrefillJob) -> tuple[ModelShape, Hardware, GpuPower]:
-    """What the job's prices were computed from.
+    """The model and hardware behind the job's prices.
 
-    Raises ``UserError`` for a measured profile, and for hardware whose watts are not known.
+    Raises ``UserError`` for a measured profile or hardware with unknown watts.
     """
     if job.model is None or job.hardware is None:
         raise UserError(
@@ -116,7 +115,7 @@ def presets(job: PrefillJob) -> tuple[ModelShape, Hardware, GpuPower]:
 
 
 def degrees(job: PrefillJob) -> list[int]:
-    """Powers of two that divide the model's heads, stay in a node and hold the weights; if none does, the largest."""
+    """Powers of two that divide the heads, stay in a node and hold the weights; the largest if none does."""
     model, hardware, _ = presets(job)
     most = min(job.gpus, hardware.node_size)
     heads = math.gcd(model.heads, model.kv_heads)
@@ -127,7 +126,7 @@ def degrees(job: PrefillJob) -> list[int]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What pools are chosen from: the prompts of every bin that has any, and instances of every degree and clock."""
+    """The choices for pools: the prompts of every nonempty bin, and instances of every degree and clock."""
 
     job: PrefillJob
     power: GpuPower
@@ -139,21 +138,21 @@ class _Choice:
 
     @cached_property
     def alone(self) -> list[float]:
-        """Seconds of every bin's longest prompt on the fastest instance."""
+        """Seconds of each bin's longest prompt on the fastest instance."""
         return [min(self._longest(number, one) for one in self.instances) for number in range(len(self.bins))]
 
     def prompts(self, bins: Sequence[int]) -> Integers:
         return np.sort(np.concatenate([self.bins[number] for number in bins]))
 
     def in_time(self, slack: float) -> list[InstancePool] | None:
-        """The pools that take the least energy with objectives of ``slack`` times ``alone``; None if none meet them."""
+        """The pools with the least energy that meet objectives of ``slack`` times ``alone``; None if none do."""
         ways = (product(*(self._in_time(bins, slack) for bins in runs)) for runs in _runs(len(self.bins)))
         met = (pools for pools in chain.from_iterable(ways) if _gpus(pools) <= self.job.gpus)
         best = min(met, key=lambda pools: (sum(pool.joules for pool in pools), _gpus(pools)), default=None)
         return None if best is None else list(best)
 
     def soonest_done(self) -> list[InstancePool]:
-        """The pools at the full clock whose last one is done first with all prompts; the fewest of those."""
+        """The pools at full clock that finish all prompts soonest; the fewest of those."""
         full = [(one, range(1, self.job.gpus // one.tp + 1)) for one in self.instances if one.clock == 1.0]
         ways = []
         for runs in _runs(len(self.bins)):
@@ -165,7 +164,7 @@ class _Choice:
         return min(ways, key=lambda pools: (max(pool.seconds for pool in pools), len(pools)))
 
     def _in_time(self, bins: tuple[int, ...], slack: float) -> list[InstancePool]:
-        """The fewest instances of every kind that are enough; none that another beats in GPUs and energy."""
+        """The fewest sufficient instances of every kind, without kinds that another beats in GPUs and energy."""
         pools = [pool for one in self.instances if (pool := self._fewest(bins, one, slack))]
         return [pool for pool in pools if not any(_beats(other, pool) for other in pools)]
 
@@ -198,13 +197,13 @@ class _Choice:
 
 
 def _runs(bins: int) -> Iterator[list[tuple[int, ...]]]:
-    """All ways to cut a row of bins into runs."""
+    """All ways to split a row of bins into runs."""
     for cuts in (cuts for count in range(bins) for cuts in combinations(range(1, bins), count)):
         yield [tuple(range(*bounds)) for bounds in pairwise((0, *cuts, bins))]
 
 
 def _smallest(ways: list[list[InstancePool]], end: float) -> list[InstancePool] | None:
-    """Of every run of bins, the pool with the fewest GPUs that is done by ``end``; None where a run has none."""
+    """For every run of bins, the pool with the fewest GPUs that finishes by ``end``; None if a run has none."""
     in_time = [[pool for pool in of_run if pool.seconds <= end] for of_run in ways]
     return [min(one, key=lambda pool: (pool.gpus, pool.seconds)) for one in in_time] if all(in_time) else None
 
@@ -220,7 +219,7 @@ def _beats(one: InstancePool, other: InstancePool) -> bool:
 
 
 def waiting_seconds(rate: float, mean: float, square: float, servers: int, share: float) -> float:
-    """What only a ``share`` of arrivals waits longer than, for ``servers`` that take from one queue; inf if overloaded.
+    """The wait that only a ``share`` of arrivals exceeds, with ``servers`` on one queue; inf if overloaded.
 
     ``rate`` arrivals a second (Poisson) take ``mean`` seconds, ``square`` on average when squared. The mean wait is
     that of M/M/c times (1 + CV^2) / 2 (Lee and Longton 1959; exact for one server), and those who wait do so for an

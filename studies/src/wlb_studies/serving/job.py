@@ -1,4 +1,4 @@
-"""What every policy of the prefill simulation is given: the same prompts, the same GPUs, the same prices."""
+"""The job of a prefill simulation: the prompts, GPUs and prices that every policy gets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from wlb_studies.serving.power import GpuPower
 
 @dataclass(frozen=True)
 class PrefillJob:
-    """Prompts of ``lengths`` tokens that arrive at ``arrivals`` seconds (ascending), and dp x pp x tp x cp GPUs.
+    """Prompts of ``lengths`` tokens arriving at ``arrivals`` seconds (ascending), and dp x pp x tp x cp GPUs.
 
-    ``workload`` prices a GPU of a group of ``tp`` x ``cp``. ``model`` and ``hardware`` are what it was computed from,
-    and None where it was measured; ``power`` is None where a GPU's watts are not known.
+    ``workload`` prices a GPU in a group of ``tp`` x ``cp``. ``model`` and ``hardware`` are its sources, or None if it
+    was measured. ``power`` is None if a GPU's watts are unknown.
     """
 
     lengths: NDArray[np.int64]
@@ -41,19 +41,19 @@ class PrefillJob:
 
     @property
     def prompts_per_batch(self) -> int:
-        """Prompts of mean length that fill a budget."""
+        """The number of mean-length prompts that fill a budget."""
         return max(1, int(self.token_budget / self.lengths.mean()))
 
     def instance(self, tp: int, clock: float = 1.0) -> Costs:
-        """Prices of a GPU in a group of ``tp`` at a share of its full clock.
+        """Prices of a GPU in a group of ``tp``, at a share of its full clock.
 
-        Raises ``UserError`` where only a measured profile of another layout is known.
+        Raises ``UserError`` if only a measured profile of another layout is known.
         """
         if self.model is not None and self.hardware is not None:
             return make_workload(self.model, self.hardware.computing_at(clock), tp)
         if (tp, 1, 1.0) != (self.tp, self.cp, clock):
             raise UserError(
-                f"the profile was measured with tp = {self.tp} and cp = {self.cp}, and prices no other layout; "
+                f"the profile was measured with tp = {self.tp} and cp = {self.cp}, and cannot price another layout; "
                 "give --model and --hardware instead"
             )
         return self.workload

@@ -1,18 +1,18 @@
 """LoongServe's elastic sequence parallelism (SOSP '24, arXiv 2404.09526; github.com/LoongServe/LoongServe).
 
-The GPUs are elastic instances of ``tp`` each. A macro-iteration takes prompts in order of arrival and divides them
-and the instances into groups: a group prefills its prompts whole, their tokens striped over its instances, and how
-many these are, the degree of parallelism, is chosen anew each time. A dynamic program over prompts by length
-minimises what prompts wait for each of their tokens, the sum over prompts of their group's seconds over their length.
-A group that is done before the others takes waiting prompts that it can finish until then.
+The GPUs form elastic instances of ``tp`` each. A macro-iteration takes prompts in order of arrival and divides prompts
+and instances into groups. A group prefills its prompts whole, with their tokens striped over its instances. Their
+number, the degree of parallelism, is chosen anew each time. A dynamic program over prompts by length minimises the
+wait per token: the sum over prompts of their group's seconds over their length. A group that finishes early takes
+waiting prompts that it can finish before the others do.
 
-Instances keep the keys and values that pass them on the ring, so that a prompt needs no migration when its group is
-dissolved: a change of degree takes no time. Keys and values cross the links as in training: in parts, each while
-another one is attended (``wlb.sharding.latency``).
+Instances keep the keys and values that pass them on the ring, so a prompt needs no migration when its group dissolves,
+and a change of degree takes no time. Keys and values cross the links as in training: in parts, each while another one
+is attended (``wlb.sharding.latency``).
 
 Assumed: a macro-iteration takes prompts up to the token budget of all instances (the paper: up to a measured tipping
-point and the free memory), decoding competes for no instance, and ranks wait for the busiest link as in training.
-Degrees above 8 are powers of two and a macro-iteration has at most 128 prompts, which bounds the program.
+point and the free memory), decoding does not compete for instances, and ranks wait for the busiest link as in training.
+Degrees above 8 are powers of two and a macro-iteration has at most 128 prompts, to bound the program.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from wlb_studies.serving.batching import Chunk
 from wlb_studies.serving.job import PrefillJob
 from wlb_studies.serving.prefill import LOOK_AHEAD, GpuGroup, Pass, PrefillRun
 
-_ANY_DEGREE = 8  # up to which every degree is tried; above it powers of two
-_MOST_PROMPTS = 128  # of a macro-iteration
+_ANY_DEGREE = 8  # every degree is tried up to here; powers of two above
+_MOST_PROMPTS = 128  # prompts in a macro-iteration
 
 Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class SequencePrices:
-    """Seconds of batches whose tokens are striped over a group; ``workload`` is that of one instance."""
+    """Seconds of batches striped over a group; ``workload`` prices one instance."""
 
     workload: Costs
 
     def seconds(self, attention: ArrayLike, tokens: ArrayLike, degree: int) -> Seconds:
-        """Of batches with so many seconds of attention on one instance, and so many tokens; shape of both.
+        """Seconds of batches, given their attention seconds on one instance and their tokens; in the shape of both.
 
         Stripes give every instance the same tokens and the same attention of every block of keys, so it attends a part
         ``1 / degree`` of its share over keys of its own.
@@ -67,10 +67,10 @@ class SequencePrices:
 
 
 def divide(lengths: Integers, prices: SequencePrices, instances: int) -> list[tuple[int, int]]:
-    """Prompts and instances of each group, for prompts in descending order of length that follow each other.
+    """Prompts and instances of each group; groups are consecutive runs of prompts by decreasing length.
 
-    Minimises the sum over prompts of the seconds of their group over their length, exactly: ``best[n, e]`` is that of
-    the first n prompts on e instances, reached with a last group of ``last[n, e]`` prompts and instances.
+    Minimises exactly the sum over prompts of their group's seconds over their length. ``best[n, e]`` is the sum for the
+    first n prompts on e instances; its last group has ``last[n, e]`` prompts and instances.
     """
     attention = np.append(0.0, np.cumsum(prices.workload.attention_seconds(lengths, "forward")))
     tokens, weight = (np.append(0, np.cumsum(values)) for values in (lengths, 1 / lengths))
@@ -81,7 +81,7 @@ def divide(lengths: Integers, prices: SequencePrices, instances: int) -> list[tu
     last = np.zeros((count + 1, instances + 1, 2), np.int64)
     costs = {}
     for degree in _degrees(instances):
-        cost = np.full((count + 1, count + 1), np.inf)  # of prompts from one number to another
+        cost = np.full((count + 1, count + 1), np.inf)  # cost of a group from one prompt to another
         seconds = prices.seconds(attention[stop] - attention[first], tokens[stop] - tokens[first], degree)
         cost[stop, first] = seconds * (weight[stop] - weight[first])
         costs[degree] = cost
@@ -106,7 +106,7 @@ def _degrees(instances: int) -> list[int]:
 
 
 class _Server:
-    """The queue, and what has run."""
+    """The queue, and the passes run so far."""
 
     def __init__(self, job: PrefillJob, on_progress: Callable[[int], None]) -> None:
         self.job, self.on_progress = job, on_progress
@@ -115,7 +115,7 @@ class _Server:
         self.attention = self.prices.workload.attention_seconds(job.lengths, "forward")
         self.first_token = np.zeros(len(job.lengths))
         self.passes: list[Pass] = []
-        self.queue: deque[int] = deque()  # of prompts, oldest first
+        self.queue: deque[int] = deque()  # prompts, oldest first
         self.arrived = 0
 
     @property
@@ -128,29 +128,29 @@ class _Server:
             self.arrived += 1
 
     def dispatch(self, instances: int) -> list[int]:
-        """The oldest prompts, as many as fit the budgets of all instances; longest first."""
+        """The oldest prompts that fit the budgets of all instances together, longest first."""
         waiting = [*islice(self.queue, _MOST_PROMPTS)]
         fitting = np.searchsorted(np.cumsum(self.lengths[waiting]), instances * self.job.token_budget, side="right")
         taken = [self.queue.popleft() for _ in range(max(1, int(fitting)))]
         return sorted(taken, key=lambda prompt: -self.lengths[prompt])
 
     def fitting(self, seconds: float, degree: int) -> list[int]:
-        """Waiting prompts that a group finishes within ``seconds``, up to its budget, or one that exceeds it alone.
+        """Waiting prompts that a group can finish within ``seconds``, up to its budget, or one that exceeds it alone.
 
-        Oldest first, each that still fits after those taken.
+        Oldest first: each prompt that still fits after the ones taken.
         """
         shown = [self.queue.popleft() for _ in range(min(LOOK_AHEAD, len(self.queue)))]
         waiting = np.array(shown, np.int64)
         taken: list[int] = []
 
         def fit(attention: Seconds, tokens: Integers, prompts: Integers | int) -> NDArray[np.bool_]:
-            """Whether so many ``prompts`` fit after those taken, by what they hold together."""
+            """Whether this many ``prompts`` fit together after the ones taken."""
             tokens, attention = tokens + self.lengths[taken].sum(), attention + self.attention[taken].sum()
             within_budget = (tokens <= degree * self.job.token_budget) | (len(taken) + prompts == 1)
             return np.asarray(within_budget & (self.prices.seconds(attention, tokens, degree) <= seconds))
 
         while len(waiting):
-            # What does not fit now never will; of the others, the first few do together.
+            # A prompt that does not fit now never will; of the others, the first few fit together.
             waiting = waiting[fit(self.attention[waiting], self.lengths[waiting], 1)]
             sums = np.cumsum(self.attention[waiting]), np.cumsum(self.lengths[waiting])
             together = fit(*sums, np.arange(1, len(waiting) + 1))
@@ -177,7 +177,7 @@ class _Server:
 def loongserve(job: PrefillJob, on_progress: Callable[[int], None] = lambda prompts: None) -> PrefillRun:
     """Prefill the job's prompts on elastic instances of its ``tp`` GPUs.
 
-    Raises ``UserError`` for a measured profile with context parallelism, which does not price a single instance.
+    Raises ``UserError`` for a measured profile with context parallelism, which cannot price a single instance.
     """
     instances = job.gpus // job.tp
     server = _Server(job, on_progress)
@@ -194,7 +194,7 @@ def loongserve(job: PrefillJob, on_progress: Callable[[int], None] = lambda prom
 
 
 def _macro_iteration(server: _Server, now: float, instances: int) -> float:
-    """Divide what waits among all instances; groups that are done early go on until all are. Returns the end."""
+    """Divide waiting prompts among all instances; early groups go on until all finish. Returns the end."""
     prompts = server.dispatch(instances)
     free: list[tuple[float, int, int]] = []  # when, first instance, degree
     used = taken = 0

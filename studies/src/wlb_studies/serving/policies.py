@@ -1,4 +1,4 @@
-"""How a serving system could prefill the same prompts on the same GPUs, by name.
+"""Prefill policies by name, for the same prompts on the same GPUs.
 
 A new policy is one new file and one line in ``POLICIES``.
 """
@@ -20,7 +20,7 @@ OnProgress = Callable[[int], None]
 
 
 class PrefillPolicy(NamedTuple):
-    """``run`` prefills a job; ``check`` raises ``UserError`` where it cannot. ``reads`` names fields of the job."""
+    """``run`` prefills a job; ``check`` raises ``UserError`` if it cannot. ``reads`` names the job's fields it uses."""
 
     run: Callable[[PrefillJob, OnProgress], PrefillRun]
     reads: frozenset[str] = frozenset()
@@ -28,7 +28,7 @@ class PrefillPolicy(NamedTuple):
 
 
 def batched(method: Method, job: PrefillJob, on_progress: OnProgress = lambda prompts: None) -> PrefillRun:
-    """Prefill on ranks that all have the job's layout, with passes that ``PrefillPlanner`` plans by ``method``."""
+    """Prefill on ranks with the job's layout; ``PrefillPlanner`` plans passes by ``method``."""
     planner = PrefillPlanner(job.workload, job.token_budget, method, job.chunked, job.prompts_per_batch)
     return simulate_prefill(job, planner, GpuGroup(job.tp, job.cp, count=job.dp), on_progress)
 
@@ -41,7 +41,7 @@ POLICIES: dict[str, PrefillPolicy] = {
 
 
 def policy(name: str) -> PrefillPolicy:
-    """The policy called ``name``. Raises ``UserError`` that lists them."""
+    """The policy called ``name``. Raises ``UserError`` that lists all policies."""
     if name not in POLICIES:
         raise UserError(f"prefill method {name!r} is unknown; {choose_from(name, POLICIES)}")
     return POLICIES[name]

@@ -1,12 +1,11 @@
-"""Prefill of a queue of prompts, pass by pass: how long until each prompt's first token, and how many tokens a second.
+"""Prefill of a queue of prompts, pass by pass: seconds until each prompt's first token, and tokens per second.
 
 Prompts arrive; whenever ranks are free, ``serving.batching`` plans what they run next. Ranks in lock step start every
 pass together and wait for the slowest; independent ranks each take from the common queue when they are free. A
 pass runs through ``pp`` stages of equal cost, and the next one enters as soon as the first stage is free. A prompt has
 its first token when the pass with its last chunk leaves the last stage.
 
-Left out: decoding, the memory of keys and values, scheduling time, and that only a prompt's last token needs the output
-head.
+Left out: decoding, K/V memory, scheduling time, and that only a prompt's last token needs the output head.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from wlb.errors import UserError
 from wlb_studies.serving.batching import ChunkBatch, PrefillPlanner, Prompt
 from wlb_studies.serving.job import PrefillJob
 
-LOOK_AHEAD = 1024  # prompts, from the oldest on, that are shown to the planner
+LOOK_AHEAD = 1024  # oldest prompts that the planner sees
 
 
 @dataclass(frozen=True)
 class GpuGroup:
-    """GPUs that compute one rank's part of a pass together, and which prompts they are for."""
+    """GPUs that compute one rank's part of a pass together, and the prompts they serve."""
 
     tp: int = 1
     cp: int = 1
     clock: float = 1.0  # share of the full clock
-    count: int = 1  # of such groups
+    count: int = 1  # number of such groups
     prompts: str = "all prompts"
 
     @property
@@ -42,7 +41,7 @@ class GpuGroup:
 
 
 class Pass(NamedTuple):
-    """One forward pass of the ranks of an engine: ``seconds`` each rank computes, ``batches`` what it runs."""
+    """One forward pass of an engine: the ``seconds`` that each rank computes and its ``batches``."""
 
     engine: int
     start: float
@@ -54,7 +53,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillRun:
-    """All passes in the order of their start, and the seconds from each prompt's arrival to its first token."""
+    """All passes in order of start, and the seconds from each prompt's arrival to its first token."""
 
     passes: list[Pass]
     first_token_seconds: NDArray[np.float64]  # (prompts,)
@@ -63,15 +62,15 @@ class PrefillRun:
 
 @dataclass
 class _Waiting:
-    """A prompt on its way; ``place`` is the engine and the rank that hold its keys."""
+    """A prompt in progress; ``place`` is the engine and the rank that hold its keys."""
 
-    arrived_in: int  # passes that had run before
+    arrived_in: int  # passes run before it arrived
     done: int = 0
     place: tuple[int, int] | None = None
 
 
 class _Engine:
-    """Ranks that run their passes together, and when each of their stages is free."""
+    """Ranks that run their passes together, and when each of their stages becomes free."""
 
     def __init__(self, number: int, ranks: int, pp: int) -> None:
         self.number, self.ranks = number, ranks
@@ -96,8 +95,8 @@ def simulate_prefill(
 ) -> PrefillRun:
     """Serve the job's prompts with its ``dp`` ranks, each a ``group`` in each of its ``pp`` stages.
 
-    ``on_progress`` is called with the number of prompts just finished. Raises ``UserError`` for no prompts, and as
-    ``planner.plan`` does.
+    ``on_progress`` gets the number of prompts just finished. Raises ``UserError`` without prompts, and like
+    ``planner.plan``.
     """
     lengths, arrivals = job.lengths, job.arrivals
     if not len(lengths):
@@ -116,7 +115,7 @@ def simulate_prefill(
             arrived += 1
         shown = _shown(queue, lengths, engine)
         if not shown:
-            # What waits, if anything does, has its keys elsewhere.
+            # All waiting prompts have their keys elsewhere.
             engine.free[0] = float(arrivals[arrived]) if arrived < len(lengths) else np.inf
             continue
         batches = planner.plan(shown, engine.ranks)
@@ -134,7 +133,7 @@ def simulate_prefill(
 
 
 def capacity(lengths: NDArray[np.int64], planner: PrefillPlanner, ranks: int) -> float:
-    """Prompts of these lengths that ``ranks`` could prefill in a second, each in full passes and none ever idle."""
+    """Prompts of these lengths per second that ``ranks`` could prefill in full passes without idling."""
     attention = planner.workload.attention_seconds(lengths, "forward").sum()
     full_passes = lengths.sum() / planner.token_budget
     linear = full_passes * planner.workload.linear_seconds(planner.token_budget, "forward")
@@ -142,7 +141,7 @@ def capacity(lengths: NDArray[np.int64], planner: PrefillPlanner, ranks: int) ->
 
 
 def _shown(queue: dict[int, _Waiting], lengths: NDArray[np.int64], engine: _Engine) -> list[Prompt]:
-    """The oldest prompts that ``engine`` may run: those that no other engine has begun."""
+    """The oldest prompts that ``engine`` may run, because no other engine has started them."""
     eligible = ((n, w) for n, w in queue.items() if w.place is None or w.place[0] == engine.number)
     return [
         Prompt(n, int(lengths[n]), w.done, None if w.place is None else w.place[1], engine.passes - w.arrived_in)

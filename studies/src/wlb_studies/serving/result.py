@@ -1,4 +1,4 @@
-"""A simulated prefill in figures: time to the first token, throughput, GPU-seconds and energy."""
+"""Figures of a simulated prefill: time to the first token, throughput, GPU-seconds and energy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from wlb_studies.serving.prefill import GpuGroup, Pass, PrefillRun
 
 @dataclass(frozen=True)
 class GroupResult:
-    """What the groups of one kind ran."""
+    """The tokens that groups of one kind ran."""
 
-    prompts: str  # which prompts they are for
+    prompts: str  # the prompts they serve
     tp: int
     cp: int
     clock: float  # share of the full clock
-    count: int  # of such groups, at most at a time
+    count: int  # most such groups at a time
     passes: int
     tokens: int
 
@@ -30,8 +30,8 @@ class GroupResult:
 class PrefillResult:
     """One row of the comparison. Seconds are simulated, to the first token; ``busy`` is mean over slowest rank.
 
-    ``gpu_seconds`` are those in which passes hold GPUs, whether these compute or wait for a slower rank.
-    ``energy_joules`` is that of all GPUs until the last first token, None where watts are not known.
+    ``gpu_seconds`` counts GPUs that a pass occupies, whether they compute or wait for a slower rank.
+    ``energy_joules`` is the energy of all GPUs until the last first token, None if watts are unknown.
     """
 
     method: str
@@ -53,7 +53,7 @@ class PrefillResult:
 
 
 def prefill_result(method: str, run: PrefillRun, job: PrefillJob) -> PrefillResult:
-    """``run`` of ``job`` in figures."""
+    """The figures of ``run`` for ``job``."""
     p50, p95, p99 = np.percentile(run.first_token_seconds, (50, 95, 99)).tolist()
     slowest = [float(each.seconds.max()) for each in run.passes]
     gpus = [len(each.seconds) * each.group.gpus for each in run.passes]
