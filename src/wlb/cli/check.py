@@ -80,7 +80,7 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     if found.config:
         gpus = number_of(question.space.gpus, "GPU")
         stdout.print(
-            f"On {gpus} that saves {found.gpu_hours_a_day:,.0f} GPU-hours a day over {found.verdict.base}.\n",
+            f"On {gpus} {found.verdict.winner} saves {found.gpu_hours_a_day:,.0f} GPU-hours a day. Its job:\n",
             highlight=False,
         )
         stdout.print(found.config, markup=False, highlight=False, soft_wrap=True)
@@ -114,12 +114,11 @@ def estimated(
 
 def show_estimate(found: Estimate) -> None:
     """Print the verdict, then what it is made of."""
-    from wlb.report.answer import about, columns_of
+    from wlb.report.answer import about, columns_of, note_on
 
     verdict = found.verdict
     for line in (f"{verdict}\n", *about(found)):
         stdout.print(line, markup=False, highlight=False)
     stdout.print()
     columns = columns_of(verdict)
-    note = f"shares are of the time that {verdict.base} takes for the same work"
-    show_columns(columns, notes={next(iter(columns)): note})
+    show_columns(columns, notes={next(iter(columns)): note_on(verdict)})

@@ -224,7 +224,7 @@ class JobOptions(GpuOptions):
         None
     )
     steps: Annotated[
-        int | None, number_of_steps("Steps of each draw, after some that warm up; default: of 256 windows, 4 to 16.")
+        int | None, number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows.")
     ] = None
 
     def question(
@@ -250,7 +250,7 @@ class JobOptions(GpuOptions):
             fixed = sizes | ({"tp": gpu.tp} if gpu.measured else {})
             together = math.prod(fixed.get(name, 1) for name in PINNED)
             gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
-        stated = {"model": self.model, "hardware": self.hardware, "gpus": f"{gpus:,} GPUs"}
+        stated: dict[str, object] = {"model": self.model, "hardware": self.hardware, "gpus": gpus}
         if gpu.measured:
             del stated["model"]
         if pinned:
@@ -265,7 +265,7 @@ class JobOptions(GpuOptions):
             fixed=fixed,
             profile=gpu.measured,
             source=source,
-            assumed=[f"{value} (--{name})" for name, value in stated.items() if not was_given(context, name)],
+            assumed=[f"--{name} {value}" for name, value in stated.items() if not was_given(context, name)],
         )
 
     def _sizes(self, context: typer.Context) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def simulate(
     ] = None,
     steps: Annotated[
         int | None,
-        options.number_of_steps("Steps of each draw, after some that warm up; default: of 256 windows, 4 to 16."),
+        options.number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows."),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -279,9 +279,9 @@ def _show_layouts(rankings: Mapping[str, Sequence[Rated]]) -> None:
         "system": [name for name, _, _ in rows],
         "layout": [layout_of(rated.job) for _, rated, _ in rows],
         "check-\npointing": [rated.job.activation_checkpointing for _, rated, _ in rows],
-        "of its fastest": [f"{share:.1%}" for _, _, share in rows],
+        "speed, % of\nthe fastest": [f"{share:.1%}" for _, _, share in rows],
     }
-    show_columns(columns, title="The nearest layouts of each system", words=("system", "layout", "check-\npointing"))
+    show_columns(columns, title="The fastest layouts of each system", words=("system", "layout", "check-\npointing"))
 
 
 def _as_options(job: Job, priced: dict[str, Any]) -> list[object]:
@@ -344,7 +344,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     systems, first = list(results.values()), results[verdict.base]
     causes = [cause for cause in CAUSES if any(abs(r.where[cause]) > 5e-4 for r in systems)]  # not shown as 0.000
     rows = {
-        "speed at equal work": [f"{verdict.speed(name):.3f}x" for name in results],
+        "speedup": [f"{verdict.speed(name):.3f}x" for name in results],
         "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in systems],
         **{cause: [f"{round(r.where[cause], 3) + 0.0:.3f}" for r in systems] for cause in causes},
         "step": [f"{r.mean_step_seconds:.3f}" for r in systems],
@@ -352,7 +352,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "imbalance: micro-batches": [f"{r.imbalance['micro_batches']:.3f}" for r in systems],
         "imbalance: cp ranks": [f"{r.imbalance['cp']:.3f}" for r in systems],
         "imbalance: dp ranks": [f"{r.imbalance['dp']:.3f}" for r in systems],
-        "token delay, steps": [f"{verdict.token_delay(name):.3f}" for name in results],
+        "mean token delay, steps": [f"{verdict.token_delay(name):.3f}" for name in results],
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],
     }
@@ -370,9 +370,9 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         notes={
             "": f"{number_of(first.steps, 'step')} of {micro_batches}, lengths {shown['lengths']}\n"
             f"{_repeated(systems)}"
-            f"speed at equal work: predicted seconds of work done in a second, over {verdict.base}\n"
-            "tokens/s counts attention that is cut away, and documents still delayed, as gains\n"
-            "from compute to step: seconds · imbalance: slowest over mean"
+            f"speedup: time of {verdict.base} / time of this system for the same documents\n"
+            "tokens/s also rises where a system cuts documents or delays long ones; compare speedups instead\n"
+            "compute to step: seconds · imbalance: slowest / mean · attention kept: not lost where documents are cut"
         },
     )
 

@@ -27,7 +27,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     gained = []
     if before is not None:
         faster = gain_at_equal_work(before, run)
-        over = f"speed at equal work, over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
+        over = f"speedup over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
         values = {over: f"{faster.factor:.2f}x"} | values
         gained = [section("gain", "Gain", *_gain(before, run, faster))]
     covered = ", beside ".join(
@@ -69,9 +69,8 @@ def _verdict(run: TrainingRun) -> str:
 
 
 def _compared(run: TrainingRun, before: TrainingRun, faster: Gain) -> str:
-    names = f"{run.label} does {faster.factor:.2f} times the work of {before.label}"
     sure = "" if not faster.low <= 1 <= faster.high else ", which is within the noise of these steps"
-    return f"{names} in the same time{sure}."
+    return f"{run.label} does {faster.factor:.2f}x the model FLOPs per second of {before.label}{sure}."
 
 
 def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
@@ -81,13 +80,13 @@ def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
 
 def _gain(before: TrainingRun, run: TrainingRun, faster: Gain) -> list[Markup]:
     drawn = "Dot: measured; line: 95% of a moving-block bootstrap over steps."
-    caption = Caption("gain-chart", f"Speed at equal work over {before.name}", drawn)
+    caption = Caption("gain-chart", f"Speedup over {before.name}", drawn)
     return [
         intervals(caption, [(run.label, faster)], f"times {before.label}"),
         paragraph(
-            "Speed at equal work counts the model FLOPs of what was trained in a second of each device (model FLOPs "
-            f"utilisation). In tokens/s it is {run.tokens_per_second / before.tokens_per_second:.2f}x, which also "
-            "rises where documents are cut or still delayed."
+            "Speedup compares model FLOPs utilisation: the model FLOPs of the trained documents per second and device. "
+            f"Tokens/s rise {run.tokens_per_second / before.tokens_per_second:.2f}x, but they also rise where "
+            "documents are cut or still delayed."
         ),
         paragraph(
             "The interval covers how much steps differ inside these two runs. It does not cover differences between "

@@ -102,7 +102,7 @@ def question_of(
         assumed.append(described_window(context_window, lengths))
     if batch_tokens is None:
         batch_tokens, why = _assumed_batch(lengths, context_window, fixed)
-        assumed.append(f"{batch_tokens:,} tokens a step{why} (--batch-tokens)")
+        assumed.append(f"--batch-tokens {batch_tokens}{why}")
     shape = model_shape(model) if profile is None else profile.model
     stored = stored_vocab_size(source) if source is not None and names_store(source) else None
     if stored is not None and stored > shape.vocab_size:
@@ -119,7 +119,7 @@ def _assumed_batch(lengths: NDArray[np.int64], window: int, fixed: Mapping[str, 
     least = fixed.get("dp", 1) * fixed.get("pp", 1)
     windows, tokens, why = max(least, BATCH_TOKENS // window // least * least), int(lengths.sum()), ""
     while windows % (2 * least) == 0 and windows * window > tokens:
-        windows, why = windows // 2, f", as the documents have {tokens:,}"
+        windows, why = windows // 2, f" (the documents have {tokens:,})"
     return windows * window, why
 
 
@@ -335,8 +335,8 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
     }
     if layout_of(job) != layout_of(base) or job.activation_checkpointing != base.activation_checkpointing:
         sections["baseline"] = _written(base) | {"activation_checkpointing": base.activation_checkpointing}
-    remark = "" if store else "; name your token store in data.store (wlb prepare)"
-    return to_toml({"preset": preset}, sections, f"For documents as in {source}{remark}.")
+    remark = "" if store else " Set data.store to your token store, which wlb prepare makes."
+    return to_toml({"preset": preset}, sections, f"Computed for the documents of {source}.{remark}")
 
 
 def _written(job: Job) -> dict[str, Any]:

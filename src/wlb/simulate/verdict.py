@@ -159,18 +159,35 @@ class Verdict:
     def runs(self) -> str:
         """How fast the winner runs, and why, as a sentence."""
         low, high = self.spread(self.winner)
-        draws = f"{low:.2f} to {high:.2f} in {len(self.draws)} draws of the documents"
+        range_ = f"{low:.2f}x to {high:.2f}x in {len(self.draws)} shuffles of the documents"
         named = f'preset = "{self.winner}"' if self.winner in PRESETS else f"The job {self.winner}"
-        layout = "its own layout" if self.moved or not self._one_layout else "other kernels and communication"
-        causes = zip(self.factors.values(), ("balance", "recomputation", layout), strict=True)
-        made_of = [f"{factor:.2f}x from {cause}" for factor, cause in causes if abs(factor - 1) >= 0.005]
-        split = f" That is {' times '.join(made_of)}." if made_of else ""
-        delay = self.token_delay(self.winner)
         over = ""
         if PER_DOCUMENT in self.names and PER_DOCUMENT not in (self.winner, self.base):
-            over = f", and {self.speed(self.winner, PER_DOCUMENT):.2f}x as fast as {PER_DOCUMENT}"
-        waits = "No document waits for a later step" if delay < 0.005 else f"A token waits {delay:.2f} steps on average"
-        return f"{named} runs {self.speed(self.winner):.2f}x as fast at equal work ({draws}){over}.{split} {waits}."
+            over = f" and {self.speed(self.winner, PER_DOCUMENT):.2f}x as fast as {PER_DOCUMENT}"
+        delay = self.token_delay(self.winner)
+        waits = "No document waits for a later step" if delay < 0.005 else f"On average a token waits {delay:.2f} steps"
+        return (
+            f"{named} trains the same documents {self.speed(self.winner):.2f}x as fast as {self.base} ({range_})"
+            f"{over}.{self._split} {waits}."
+        )
+
+    @property
+    def _split(self) -> str:
+        """What the speedup of the winner comes from, as a sentence after a space."""
+        layout = "a different layout (tp, cp, pp, dp)"
+        if not self.moved and self._one_layout:
+            layout = "other kernels and communication"
+        more = "more" if self.factors["recomputation"] < 1 else "less"
+        causes = ("better balance", f"{more} recomputation of activations", layout)
+        made_of = [
+            (factor, cause)
+            for factor, cause in zip(self.factors.values(), causes, strict=True)
+            if abs(factor - 1) >= 0.005
+        ]
+        if len(made_of) < 2:
+            return f" The speedup comes from {made_of[0][1]}." if made_of else ""
+        product = " times ".join(f"{factor:.2f}x from {cause}" for factor, cause in made_of)
+        return f" The {self.speed(self.winner):.2f}x is {product}."
 
     def __str__(self) -> str:
         if self.winner != self.base:
@@ -178,9 +195,12 @@ class Verdict:
         found = ""
         if self.speed(self.fastest) >= 1.005:  # not 1.00x
             (low, high), speed = self.spread(self.fastest), self.speed(self.fastest)
-            found = f" The fastest, {self.fastest}, runs {speed:.2f}x as fast ({low:.2f} to {high:.2f})."
-        none = "Keep what you have: no preset" if PRESETS.keys() >= {*self.names} else "No job"
-        return f"{self.loses}. {none} is at least {LEAST_GAIN:.0%} faster, and faster in every draw.{found}"
+            found = f" The fastest, {self.fastest}, runs {speed:.2f}x as fast ({low:.2f}x to {high:.2f}x)."
+        none = "Keep what you have: no preset" if PRESETS.keys() >= {*self.names} else "No system"
+        return (
+            f"{self.loses}. {none} is at least {LEAST_GAIN:.0%} faster and faster in each of {len(self.draws)} "
+            f"shuffles of the documents.{found}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
