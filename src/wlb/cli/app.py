@@ -6,6 +6,7 @@ Commands import what they need when they run, so that ``wlb --help`` answers at 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import inspect
 import re
@@ -61,6 +62,15 @@ _CommandLineError = cast(
 )
 
 
+# What options are called elsewhere, and here.
+_OTHER_WORDS = {
+    **dict.fromkeys(("--preset", "--presets", "--method", "--methods", "--policies"), "--systems"),
+    **dict.fromkeys(("--window", "--seq-len", "--seq-length", "--sequence-length", "--max-length"), "--context-window"),
+    **dict.fromkeys(("--batch-size", "--global-batch", "--global-batch-size", "--micro-batches"), "--batch-tokens"),
+    **dict.fromkeys(("--gpu", "--world-size", "--ranks", "--nproc-per-node"), "--gpus"),
+    **dict.fromkeys(("--device", "--gpu-type"), "--hardware"),
+}
+
 # Of each panel of the help the commands: functions in ``wlb.cli`` with the name of their module.
 _COMMANDS = {
     "Data": ("prepare",),
@@ -109,6 +119,8 @@ def _described(error: typer.BadParameter) -> str:
     from pydantic import ValidationError
 
     message, cause = error.format_message(), error.__cause__
+    if type(error).__name__ == "NoSuchOption" and error.ctx is not None:
+        return _unknown_option(error)
     if type(error).__name__ == "MissingParameter" and error.ctx is not None:
         example = re.search("Example: (.*)", error.ctx.command.help or "")
         return message.rstrip(".") + (f"; for example: {example[1]}" if example else "")
@@ -116,6 +128,16 @@ def _described(error: typer.BadParameter) -> str:
         return message
     given = cause.errors()[0]["input"]
     return message if repr(given) in message else f"{message} (got {given})"
+
+
+def _unknown_option(error: Any) -> str:
+    """What to say of an option that the command lacks: the one that was probably meant, or where all are listed."""
+    command = error.ctx.command_path
+    known = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")]
+    other = _OTHER_WORDS.get(error.option_name)
+    close = [other] if other in known else difflib.get_close_matches(error.option_name, known, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"{command} --help lists all"
+    return f"No such option: {error.option_name}; {advice}"
 
 
 def run(app: typer.Typer) -> NoReturn:

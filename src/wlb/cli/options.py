@@ -236,7 +236,7 @@ class JobOptions(GpuOptions):
         """
         from wlb.documents.lengths import assumed_window
         from wlb.simulate.estimate import question_of
-        from wlb.simulate.search import PINNED
+        from wlb.simulate.space import PINNED
 
         window = self.context_window or assumed_window(lengths)
         sizes = self._sizes(context)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from wlb.job.memory.fit import fits
 from wlb.simulate.estimate import Estimate
-from wlb.simulate.search import PINNED
+from wlb.simulate.space import PINNED
 from wlb.simulate.verdict import BASELINE, PARTS, PER_DOCUMENT, Verdict
 from wlb.terminal import number_of
 

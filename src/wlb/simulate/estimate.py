@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +36,8 @@ from wlb.schedules.layout import Layout
 from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
-from wlb.simulate.search import BATCH_TOKENS, SearchResult, SearchSpace, fastest_layout, layout_of, search_space
+from wlb.simulate.search import SearchResult, fastest_layout, layout_of
+from wlb.simulate.space import BATCH_TOKENS, PINNED, SearchSpace, search_space
 from wlb.simulate.verdict import (
     BALANCED,
     BASELINE,
@@ -108,8 +110,7 @@ def question_of(
     if stored is not None and stored > shape.vocab_size:
         shape = replace(shape, vocab_size=-(-stored // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE)
     space = search_space(shape, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, fixed=fixed)
-    if space.layout is not None:
-        _check_given(space, space.layout)
+    _check_given(space)
     priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
     return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile)
 
@@ -123,11 +124,21 @@ def _assumed_batch(lengths: NDArray[np.int64], window: int, fixed: Mapping[str, 
     return windows * window, why
 
 
-def _check_given(space: SearchSpace, layout: Layout) -> None:
-    """Raise ``UserError`` where the layout that is given has other GPUs, or cannot run the global batch."""
-    windows, least = space.micro_batches, layout.dp * layout.pp
+def _check_given(space: SearchSpace) -> None:
+    """Raise ``UserError`` where the given sizes do not divide the GPUs, or their layout cannot run the global batch."""
+    given = {name: int(size) for name, size in space.fixed if name in PINNED}
+    together, layout = prod(given.values()), space.layout
+    sizes = " x ".join(f"--{name} {size}" for name, size in given.items()) + f" = {together}" * (len(given) > 1)
+    if space.gpus % together:
+        raise UserError(
+            f"--gpus {space.gpus} is no multiple of {sizes}; change one of the sizes, or give "
+            f"--gpus {together * max(1, space.gpus // together)}"
+        )
+    if layout is None:
+        return
     if layout.world_size != space.gpus:
-        raise UserError(f"--gpus {space.gpus} is not dp x pp x cp x tp = {layout.world_size}; leave one of them out")
+        raise UserError(f"--gpus {space.gpus} contradicts {sizes}; leave out --gpus, or one of the sizes")
+    windows, least = space.micro_batches, layout.dp * layout.pp
     if windows % layout.dp:
         raise UserError(
             f"a global batch of {windows} windows cannot be dealt evenly to --dp {layout.dp} ranks; give a "

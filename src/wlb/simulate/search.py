@@ -13,7 +13,7 @@ balances badly may be lucky ones. Speed is at equal work, priced for all by a si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from statistics import fmean
@@ -27,20 +27,19 @@ from wlb.errors import UserError
 from wlb.job.config import PackingConfig
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor
-from wlb.job.memory.step import gib
 from wlb.job.planner import StepPlanner
 from wlb.schedules.layout import Layout
-from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.decide import blocks_and_head, decide, with_stages
 from wlb.simulate.job import preset_sections, simulated_job
+from wlb.simulate.no_layout import no_division, no_memory
 from wlb.simulate.rate import rate
-from wlb.terminal import number_of
-from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload, model_shape
+from wlb.simulate.space import BATCH_TOKENS as BATCH_TOKENS
+from wlb.simulate.space import SearchSpace as SearchSpace
+from wlb.simulate.space import search_space as search_space
 from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.phases import segment_seconds
 
 DRAWS = 3
-BATCH_TOKENS = 2**22  # of a step, where nobody says
 # Layouts are rated on steps of so many windows, then those that are near the fastest on more of them, at most _STEPS
 # steps, and in the end those not _NEARER slower than the best so far on the other draws too. A rate is less certain
 # the fewer windows it is of: in _CERTAIN windows those within _NEAR are near, in fewer those within up to _FARTHEST.
@@ -53,44 +52,8 @@ _WARM_UP = 4  # steps that are planned before those that count, where documents 
 _LARGEST_TP = 32
 _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4)
-PINNED = {"tp", "cp", "pp", "dp"}  # sizes that leave one layout
 
 Adapt = Callable[[Job], Job]
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """What is given: how many GPUs of which kind, and what they train.
-
-    ``micro_batches`` is the global batch in context windows. Only layouts that have the ``fixed`` sizes (fields of
-    ``Layout``) are tried.
-    """
-
-    gpus: int
-    shape: ModelShape
-    hardware: Hardware
-    context_window: int
-    micro_batches: int
-    fixed: tuple[tuple[str, int | str], ...] = ()
-
-    @property
-    def layout(self) -> Layout | None:
-        """The only layout, where its sizes are fixed."""
-        fixed: dict[str, Any] = dict(self.fixed)
-        return Layout(**fixed) if fixed.keys() >= PINNED else None
-
-    @property
-    def batch_tokens(self) -> int:
-        return self.micro_batches * self.context_window
-
-    def fixed_to(self, layout: Layout) -> SearchSpace:
-        """The same with ``layout`` only."""
-        return replace(self, fixed=tuple(vars(layout).items()))
-
-    @property
-    def work_prices(self) -> Costs:
-        """What a document's work is worth, for all that is compared alike: W_a + W_l of a single GPU."""
-        return make_workload(self.shape, self.hardware)
 
 
 class Rated(NamedTuple):
@@ -112,36 +75,6 @@ class SearchResult:
         return self.ranking[0].job
 
 
-def search_space(
-    model: str | ModelShape,
-    gpus: int,
-    context_window: int,
-    *,
-    hardware: str | Hardware = "h100",
-    batch_tokens: int = BATCH_TOKENS,
-    fixed: Mapping[str, int | str] | None = None,
-) -> SearchSpace:
-    """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
-    if gpus < 1:
-        raise UserError(f"gpus = {gpus} is below 1; raise it")
-    micro_batches = batch_tokens // context_window
-    if micro_batches < 1:
-        raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")
-    if micro_batches > MOST_MICRO_BATCHES:
-        raise UserError(
-            f"a global batch of {batch_tokens} tokens holds {micro_batches} windows of {context_window}, over "
-            f"{MOST_MICRO_BATCHES}; lower it"
-        )
-    return SearchSpace(
-        gpus,
-        model_shape(model) if isinstance(model, str) else model,
-        hardware_preset(hardware) if isinstance(hardware, str) else hardware,
-        context_window,
-        micro_batches,
-        tuple((fixed or {}).items()),
-    )
-
-
 def fastest_layout(
     space: SearchSpace, lengths: DocumentLengths, preset: str, *, adapt: Adapt = lambda job: job, draws: int = DRAWS
 ) -> SearchResult:
@@ -152,7 +85,7 @@ def fastest_layout(
     """
     untried = [with_stages(adapt(job), lengths) for job in _jobs(space, preset)]
     if not untried:
-        raise _no_layout(space)
+        raise no_division(space, _LARGEST_TP, _LARGEST_PP, lambda other: any(_jobs(other, preset)))
     segments, prices = _segments(untried[0], lengths), untried[0].work_prices
     work = float(segment_seconds(prices, segments).sum())
     bounded = sorted(((work / least_seconds(job, segments), job) for job in untried), key=lambda pair: -pair[0])
@@ -178,7 +111,7 @@ def fastest_layout(
             if least.pools is None:
                 least = least.with_length_factor(least.least_length_factor)
             return SearchResult([Rated(decide(least, lengths), 0.0)], 0)
-        raise _no_layout(space, too_large=len(untried))
+        raise no_memory(space, len(untried), _has_room)
     nearest = [one for one in found if one.work_rate >= (1 - near) * found[0].work_rate]
     if more > first or any(_warm_up(one.job) for one in nearest):
         nearest = [_rated(one.job, lengths, more, prices, _warm_up(one.job)) for one in nearest]
@@ -223,7 +156,8 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
     A pipeline comes with one, two and four stages a rank. Whether a model, or a global batch, can be cut that way is
     not asked.
     """
-    sizes = [size for size in range(1, space.gpus + 1) if space.gpus % size == 0]
+    small = [size for size in range(1, math.isqrt(space.gpus) + 1) if space.gpus % size == 0]
+    sizes = sorted({*small, *(space.gpus // size for size in small)})
     tps = [tp for tp in sizes if tp <= _LARGEST_TP and space.hardware.node_size % tp == 0]
     for tp, cp, pp in product(tps, sizes, [pp for pp in sizes if pp <= _LARGEST_PP]):
         dp, rest = divmod(space.gpus, tp * cp * pp)
@@ -293,6 +227,17 @@ def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | Non
     return decided if fits(decided) else None
 
 
+def _has_room(space: SearchSpace) -> bool:
+    """Whether micro-batches of one window fit the memory, of plain-4d in the layouts that need the least."""
+    jobs = [
+        job
+        for job in _jobs(space, "plain-4d")
+        if job.activation_checkpointing == "full" and job.layout.virtual_pp == dict(space.fixed).get("virtual_pp", 1)
+    ]
+    most = max((job.layout.tp for job in jobs), default=1)
+    return any(fits(job) for job in jobs if job.layout.tp == most)
+
+
 def _segments(job: Job, lengths: DocumentLengths) -> NDArray[np.int64]:
     """What the first steps of ``job`` train: the same in every layout, but for documents that wait."""
     packing = job.packing
@@ -309,19 +254,3 @@ def _rated(job: Job, lengths: DocumentLengths, steps: int, prices: DocumentPrice
 
 def _warm_up(job: Job) -> int:
     return _WARM_UP if job.packing.max_delay else 0
-
-
-def _no_layout(space: SearchSpace, too_large: int = 0) -> UserError:
-    fixed = "".join(f", {name} = {size}" for name, size in space.fixed)
-    gpus = number_of(space.gpus, "GPU")
-    batch = f"a global batch of {space.micro_batches} windows of {space.context_window} tokens"
-    if too_large:
-        return UserError(
-            f"no layout of {gpus} with {gib(space.hardware.memory_bytes)} GiB each{fixed} fits this model "
-            f"and window of {space.context_window} tokens ({too_large} tried); give more GPUs or a shorter window"
-        )
-    return UserError(
-        f"no layout of {gpus}{fixed} divides {batch}: tp, cp and pp must suit the model, tp divide a node of "
-        f"{space.hardware.node_size}, pp be at most {_LARGEST_PP}, and dp divides the windows "
-        "and leaves each rank at least pp of them; give another number of GPUs or another --batch-tokens"
-    )
