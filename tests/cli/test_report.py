@@ -40,7 +40,7 @@ def test_lengths_become_a_page_and_figures(tmp_path: Path):
     assert (summary["kind"], summary["out"], summary["config_file"]) == ("simulated", str(out), str(edited))
     assert summary["config"] == edited.read_text()
     assert f"{summary['speed_at_equal_work']:.2f}x" in out.read_text()
-    assert "With this, wlb simulate and wlb train --dry-run give the same speed." in out.read_text()
+    assert "wlb simulate and wlb train --dry-run report the same speedup for it." in out.read_text()
     checked = json.loads(printed("check", *asked, "--json"))
     assert {**checked, **{name: summary[name] for name in ("kind", "out", "config_file")}} == summary
 

@@ -1,4 +1,4 @@
-"""``wlb simulate``: what a job's steps take on its GPUs, where the time goes, and which layout is fastest."""
+"""``wlb simulate``: how long the steps of a job take, where the time goes, and which layout is fastest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Systems = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """Which job is simulated, under which systems."""
+    """The job to simulate, and the systems to compare."""
 
     job: Annotated[
         str | None,
@@ -65,9 +65,9 @@ class SimulateOptions:
     ] = False
 
     def judged(self, lengths: str | None, steps: int | None) -> tuple[Verdict, Lengths, list[StoreSource]]:
-        """The verdict on the job; the lengths of its documents, and where they are from.
+        """The verdict on the job, the lengths of its documents, and their sources.
 
-        These are one source, ``lengths`` where it is given, or each store of a mixture.
+        There is one source, ``lengths`` if given, or one per store of a mixture.
         """
         from wlb.job.config import PRESETS
         from wlb.simulate.job import NAMED_JOBS
@@ -83,7 +83,7 @@ class SimulateOptions:
         raise UserError(f"{self.job!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
 
     def follows(self, job: Job, sources: list[StoreSource]) -> list[object]:
-        """The command to go on with: a dry run of a configuration whose stores exist, or a report on a named job."""
+        """The next command: a dry run of a configuration whose stores exist, or a report on a named job."""
         from wlb.documents.store.files import names_store
         from wlb.simulate.job import NAMED_JOBS
 
@@ -100,7 +100,7 @@ class SimulateOptions:
     def _named(
         self, presets: list[str], lengths: str | None, steps: int | None, profile: WorkloadProfile | None
     ) -> tuple[Verdict, Lengths, list[StoreSource]]:
-        """All in the layout of the named job."""
+        """Every system in the layout of the named job."""
         from wlb.simulate.estimate import question_of
         from wlb.simulate.job import NAMED_JOBS
 
@@ -150,7 +150,7 @@ class SimulateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(options.SpaceOptions):
-    """What layouts are searched for, and under which systems."""
+    """The job whose fastest layouts are searched for, and the systems to compare."""
 
     systems: _Systems = None
 
@@ -176,8 +176,8 @@ def simulate(
 ) -> None:
     """Simulate steps of a job on any number of GPUs, and say where their time goes.
 
-    Plans and shards are those that the trainer would run; seconds are predicted from the hardware preset or a profile.
-    --search finds the fastest layout of every preset, as wlb check does of some.
+    Uses the plans and shards that the trainer would run, and predicts seconds from the hardware preset or a profile.
+    --search finds the fastest layouts of every preset.
 
     Example: wlb simulate 7b-128k
 
@@ -267,7 +267,7 @@ def _described(job: Job, work_rate: float) -> dict[str, Any]:
 
 
 def _show_layouts(rankings: Mapping[str, Sequence[Rated]]) -> None:
-    """The layouts in which each system is nearest to its fastest."""
+    """Print the fastest layouts of each system."""
     from wlb.simulate.search import layout_of
 
     rows = [
@@ -285,7 +285,7 @@ def _show_layouts(rankings: Mapping[str, Sequence[Rated]]) -> None:
 
 
 def _as_options(job: Job, priced: dict[str, Any]) -> list[object]:
-    """What ``wlb report`` is told for ``job``: its sizes, and by what it is ``priced``."""
+    """The options of ``wlb report`` for ``job``: its sizes, and the model and hardware in ``priced``."""
     layout = job.layout
     batch_tokens = job.global_batch * job.context_window
     chosen: dict[str, Any] = {"context_window": job.context_window, "batch_tokens": batch_tokens}
@@ -307,7 +307,7 @@ def _lengths(sources: Sequence[StoreSource]) -> Any:
 
 
 def _warn_of_memory(jobs: dict[str, Job]) -> None:
-    """Say in one line which jobs the trainer would refuse, and why; they are simulated all the same."""
+    """Warn in one line of jobs that the trainer would refuse for memory; they are simulated nevertheless."""
     from wlb.job.memory.fit import fits, predicted_memory, too_large
 
     refused = [system for system, job in jobs.items() if not fits(job)]
@@ -320,7 +320,7 @@ def _warn_of_memory(jobs: dict[str, Job]) -> None:
 
 
 def _write_trace(path: Path, jobs: dict[str, Job], lengths: Lengths, steps: int) -> None:
-    """The last step of every system."""
+    """Write the last step of every system."""
     from itertools import islice
 
     from wlb.job.planner import StepPlanner
@@ -335,7 +335,7 @@ def _write_trace(path: Path, jobs: dict[str, Job], lengths: Lengths, steps: int)
 
 
 def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
-    """The verdict, and where the time of each system's steps goes, in seconds."""
+    """Print the verdict, and where the time of each system goes, in seconds."""
     from wlb.simulate import CAUSES
     from wlb.simulate.estimate import CONFIGURED
 
@@ -378,7 +378,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
 
 
 def _repeated(results: Iterable[SimulationResult]) -> str:
-    """A line where the documents did not fill the steps."""
+    """A line for documents that do not fill the steps."""
     from wlb.report.answer import too_few
 
     epochs = max(result.epochs for result in results)

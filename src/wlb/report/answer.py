@@ -1,4 +1,4 @@
-"""What is said of an estimate: the lines below its verdict, and its table."""
+"""The lines and the table that commands print below a verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STACKS = {
 
 
 def about(found: Estimate) -> list[str]:
-    """Which job was simulated, what was assumed of it and for how many steps: what stands below a verdict."""
+    """The lines below a verdict: which job was simulated, for how many steps, and what was assumed."""
     question, verdict = found.question, found.verdict
     space, base = question.space, verdict.systems[verdict.base]
     passes = max(system.epochs for system in verdict.systems.values())
@@ -40,13 +40,13 @@ def about(found: Estimate) -> list[str]:
 
 
 def too_few(passes: int) -> str:
-    """What to say where the documents do not fill the steps."""
+    """The line for a corpus that does not fill the steps."""
     often = "twice" if passes == 2 else f"{passes} times"
     return f"the corpus is too small for so many steps, so some documents were read {often}; a larger one may differ"
 
 
 def columns_of(verdict: Verdict) -> dict[str, list[str]]:
-    """The table of a verdict: what each system's time goes to, as shares of the base's, its speed, delay and layout."""
+    """The table of a verdict by column: where the time of each system goes, its speedup, delay and layout."""
     systems = verdict.systems
     parts = {name: verdict.parts(name) for name in systems}
     rows = {part: [_percent(parts[name][part]) for name in systems] for part in PARTS}
@@ -67,7 +67,7 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
 
 
 def note_on(verdict: Verdict) -> str:
-    """What stands below the table of a verdict."""
+    """The note below the table of a verdict."""
     base = verdict.base
     return f"speedup: time of {base} / time of this system for the same documents; shares are of the time of {base}"
 

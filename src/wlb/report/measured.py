@@ -1,4 +1,4 @@
-"""The report on a training job: what its ranks measured, alone or beside an earlier job."""
+"""The report on a training job: what its ranks measured, alone or compared with an earlier job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE = "What this training job loses to imbalance"
 
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
-    """The HTML of a report on ``run``, compared with ``before`` if that is given."""
+    """The HTML of a report on ``run``, compared with ``before`` if given."""
     before = before and _told_apart(before, run)
     runs = [run] if before is None else [before, run]
     values = {"a step, mean": _seconds(run.mean("step_seconds"))}
@@ -53,7 +53,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
 
 
 def conclusion(run: TrainingRun, before: TrainingRun | None = None) -> str:
-    """In a sentence: what ``run`` loses, or how it compares with ``before``."""
+    """How much ``run`` loses, or how it compares with ``before``, in one sentence."""
     if before is None:
         return _verdict(run)
     return _compared(run, _told_apart(before, run), gain_at_equal_work(before, run))
@@ -74,7 +74,7 @@ def _compared(run: TrainingRun, before: TrainingRun, faster: Gain) -> str:
 
 
 def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
-    """Model FLOPs in a second of each device: unlike tokens/s, they do not rise while documents are cut or wait."""
+    """Compare model FLOPs per second and device; unlike tokens/s, they do not rise if documents are cut or delayed."""
     return gain(before.work, before.columns["step_seconds"], run.work, run.columns["step_seconds"])
 
 
@@ -89,8 +89,8 @@ def _gain(before: TrainingRun, run: TrainingRun, faster: Gain) -> list[Markup]:
             "documents are cut or still delayed."
         ),
         paragraph(
-            "The interval covers how much steps differ inside these two runs. It does not cover differences between "
-            "machines, or between one run and the next.",
+            "The interval covers the variation of steps inside these two runs. It does not cover differences between "
+            "machines or between runs.",
             class_="muted",
         ),
     ]
@@ -119,10 +119,10 @@ def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
 
 def _imbalance(runs: Sequence[TrainingRun]) -> Markup:
     return paragraph(
-        "Where a plan is uneven, what it predicts of the slowest rank is large too. Where only the measured value is "
-        "large, a machine is slow or the workload model does not fit: rank_seconds in steps.jsonl say which rank it "
-        "is, and training.calibrate plans by what is measured. On GPUs measured seconds include collectives inside a "
-        "forward or backward."
+        "If the plan is uneven, the predicted value is large too. If only the measured value is large, a machine is "
+        "slow or the workload model does not fit: rank_seconds in steps.jsonl shows which rank is slow, and "
+        "training.calibrate plans with measured costs. On GPUs measured seconds include the collectives inside a "
+        "forward or backward pass."
     )
 
 

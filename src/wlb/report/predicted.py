@@ -1,4 +1,4 @@
-"""The report on document lengths: what a job would lose today and what each remedy would give."""
+"""The report on document lengths: what a job loses to imbalance, and how much faster each preset runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wlb.simulate.verdict import BASELINE, PARTS, Verdict
 
 TITLE = "What workload balancing gives this job"
 
-_THE_STEP = "Of each system the step whose seconds for its work are closest to the mean"
+_THE_STEP = "The step of each system that is closest to its mean speed"
 
 
 def predicted_report(evidence: Evidence, *, source: str) -> str:
@@ -99,7 +99,7 @@ def _gain(evidence: Evidence) -> list[Markup]:
 
 
 def where_chart(verdict: Verdict) -> Markup:
-    """What the time of each system goes to."""
+    """Where the time of each system goes."""
     parts = {name: verdict.parts(name) for name in verdict.systems}
     return bars(
         Caption(
@@ -122,7 +122,7 @@ def _ranks(evidence: Evidence) -> Markup:
     steps = {name: evidence.usual_steps[name] for name in (BASELINE, evidence.shown)}
     note = (
         f"{_THE_STEP}. Rows are pipeline ranks, columns context-parallel ranks within data-parallel ones; "
-        "tensor-parallel ranks are alike. Red GPUs are the slowest; blue ones are idle until those have finished."
+        "tensor-parallel ranks are alike. Red GPUs are the slowest; blue ones wait for them."
     )
     return heat_map(
         Caption("ranks-chart", "Compute of every GPU in one step", note),
@@ -134,8 +134,8 @@ def _ranks(evidence: Evidence) -> Markup:
 def step_chart(steps: Mapping[str, Timeline]) -> Markup:
     """One step of each system, on one clock."""
     note = (
-        f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only; of "
-        "level steps, in which every rank has its own micro-batches, the first ranks."
+        f"{_THE_STEP}; numbers are micro-batches. Large jobs show the slowest data-parallel rank only, or the first "
+        "ranks where every rank has its own micro-batches."
     )
     return pipeline_chart(
         Caption("pipeline-chart", "One step, before and after", note),
@@ -147,8 +147,8 @@ def _sharding(evidence: Evidence) -> Markup:
     if not evidence.shards:
         return paragraph("Without context parallelism (cp = 1) nothing is sharded.")
     note = (
-        "One micro-batch, the heaviest of the step above; the line is the mean rank. hybrid gives ranks with "
-        "less attention more tokens, so its bars may differ while its seconds do not."
+        "The heaviest micro-batch of the step above; the line is the mean rank. hybrid gives ranks with less attention "
+        "more tokens, so its bars may differ while the ranks take equally long."
     )
     return shard_chart(Caption("sharding-chart", "Attention of every context-parallel rank", note), evidence.shards)
 
@@ -157,4 +157,4 @@ def _config(evidence: Evidence) -> list[Markup]:
     found = evidence.found
     if not found.config:
         return [paragraph("Keep what you have: no preset gains enough here to be worth a change.")]
-    return [paragraph("With this, wlb simulate and wlb train --dry-run give the same speed."), code(found.config)]
+    return [paragraph("wlb simulate and wlb train --dry-run report the same speedup for it."), code(found.config)]

@@ -1,4 +1,4 @@
-"""When every GPU of a simulated step does what."""
+"""What every GPU of a simulated step does, and when."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Timeline:
 
     @property
     def groups(self) -> list[tuple[int, int]]:
-        """The (dp, cp) ranks that differ in what they run: one of each group in lock step, or all of a level step."""
+        """The (dp, cp) ranks that run different operations: one per group in lock step, or all of a level step."""
         own = self.job.layout.cp if self.job.levels_steps else 1
         return [(dp, cp) for dp in range(self.job.layout.dp) for cp in range(own)]
 
     def operations_of(self, dp: int, cp: int) -> list[int]:
-        """The places in ``operations`` of those that a rank runs."""
+        """The indices in ``operations`` that a rank runs."""
         named = [micro_batch.ranks for micro_batch in self.plan.ranks[dp]]
         ranks = [named[operation.micro_batch] for operation in self.operations]
         return [index for index, members in enumerate(ranks) if not members or cp in members]

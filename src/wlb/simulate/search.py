@@ -1,13 +1,13 @@
-"""The fastest layout of a preset: the one search of ``check``, ``simulate --search``, ``serve``, ``report`` and rivals.
+"""The search for the fastest layout of a preset, which ``check``, ``simulate --search``, ``report`` and rivals share.
 
-A preset is rated itself, in every layout that fits the memory: all tp inside a node, cp, pp and dp, one, two or four
-stages a pipeline rank, and every kind of activation checkpointing. No other preset stands in for it, as each has its
-own fastest layout: what costs one little may be all that another loses.
+The search simulates the preset itself in every layout that fits the memory: all tp inside a node, cp, pp and dp, one,
+two or four stages per pipeline rank, and every kind of activation checkpointing. Each preset has its own fastest
+layout, because a cost that hardly matters to one may be the main loss of another.
 
-Layouts are tried in the order of a bound that no plan can beat (``least_seconds``), until that falls behind what was
-found. The nearest ones are then rated over more steps, and the last few over other draws of the documents: a draw is
-another order of the corpus, that of the next seed. The mean of the draws decides, as a few steps of a layout that
-balances badly may be lucky ones. Speed is at equal work, priced for all by a single GPU.
+Layouts are tried in the order of a lower bound on their time (``least_seconds``), until the bound is worse than the
+best result. The best layouts are then rated over more steps, and the last few over other draws of the documents: a
+draw is a shuffle of the corpus with the next seed. The mean of the draws decides, because a layout that balances badly
+may be lucky in a few steps. All rates count the same work, priced on a single GPU.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.phases import segment_seconds
 
 DRAWS = 3
-# Layouts are rated on steps of so many windows, then those that are near the fastest on more of them, at most _STEPS
-# steps, and in the end those not _NEARER slower than the best so far on the other draws too. A rate is less certain
-# the fewer windows it is of: in _CERTAIN windows those within _NEAR are near, in fewer those within up to _FARTHEST.
+# Layouts are first rated on _FIRST_WINDOWS windows, those near the fastest again on _WINDOWS, in at most _STEPS steps.
+# In the end those within _NEARER of the best are rated on the other draws too. Fewer windows make a rate less certain:
+# from _CERTAIN windows on "near" means within _NEAR, with fewer windows within up to _FARTHEST.
 _FIRST_WINDOWS, _WINDOWS = 16, 256
 _STEPS = 4
 _NEAR, _FARTHEST, _NEARER = 0.1, 0.15, 0.03
 _CERTAIN = 64
-_POOLS_NEAR = 0.01  # whose choices are many, and dear to simulate
-_WARM_UP = 4  # steps that are planned before those that count, where documents wait; not when layouts are first rated
+_POOLS_NEAR = 0.01  # pools have many choices, and are expensive to simulate
+_WARM_UP = 4  # steps planned before the counted ones if documents may wait; none when layouts are first rated
 _LARGEST_TP = 32
 _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4)
@@ -57,7 +57,7 @@ Adapt = Callable[[Job], Job]
 
 
 class Rated(NamedTuple):
-    """A job with nothing left "auto", and the seconds of work that it does in a second: the mean of the draws."""
+    """A job without any "auto", and how many seconds of work it does per second: the mean of the draws."""
 
     job: Job
     work_rate: float
@@ -65,7 +65,7 @@ class Rated(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The layouts that were nearest to the fastest, which is the first; of how many that fit the memory."""
+    """The fastest layouts, best first, and how many layouts fit the memory."""
 
     ranking: list[Rated]
     layouts: int
@@ -78,10 +78,10 @@ class SearchResult:
 def fastest_layout(
     space: SearchSpace, lengths: DocumentLengths, preset: str, *, adapt: Adapt = lambda job: job, draws: int = DRAWS
 ) -> SearchResult:
-    """``preset`` in the layouts in which it is fastest on documents of ``lengths``; ``adapt`` completes each job.
+    """The fastest layouts of ``preset`` on documents of ``lengths``; ``adapt`` completes each job.
 
-    Raises ``UserError`` where no layout fits the memory, or none can run the global batch. Of a layout that is fixed
-    the job that comes nearest to fitting is returned, as whoever fixed it wants to know what it would do.
+    Raises ``UserError`` if no layout fits the memory, or none can run the global batch. If the layout is fixed and does
+    not fit, the job that comes closest is returned, because the caller wants to know what it would do.
     """
     untried = [with_stages(adapt(job), lengths) for job in _jobs(space, preset)]
     if not untried:
@@ -126,15 +126,15 @@ def fastest_layout(
 
 
 def drawn(job: Job, draw: int) -> Job:
-    """``job`` on another draw of its documents: in the order of a later seed."""
+    """``job`` on another draw of its documents: shuffled with a later seed."""
     return replace(job, data=job.data.model_copy(update={"seed": job.data.seed + draw}))
 
 
 def least_seconds(job: Job, segments: NDArray[np.int64]) -> float:
-    """What ``job`` takes for ``segments`` at least, in however many steps, however they are packed and sharded.
+    """A lower bound on the seconds that ``job`` takes for ``segments``, however they are packed and sharded.
 
-    Its busiest pipeline rank computes its share of all of them, as if in one micro-batch and spread evenly over dp and
-    cp, exchanging and waiting for nothing.
+    The busiest pipeline rank computes its share of all segments, spread evenly over dp and cp, without communication
+    or waiting.
     """
     blocks, head = blocks_and_head(job, segments[:, 2])
     share = [job.stage_shares[mine].sum() for mine in job.layout.rank_stages]
@@ -151,10 +151,9 @@ def layout_of(job: Job) -> str:
 
 
 def meshes(space: SearchSpace) -> Iterator[Layout]:
-    """All tp that divide a node, and all cp and pp, that divide the GPUs; dp is the rest of them.
+    """All tp that divide a node and the GPUs, with all cp and pp that divide the GPUs; dp is the rest.
 
-    A pipeline comes with one, two and four stages a rank. Whether a model, or a global batch, can be cut that way is
-    not asked.
+    Pipelines have one, two or four stages per rank. Nothing checks whether a model or a global batch can be cut so.
     """
     small = [size for size in range(1, math.isqrt(space.gpus) + 1) if space.gpus % size == 0]
     sizes = sorted({*small, *(space.gpus // size for size in small)})
@@ -170,7 +169,7 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
 
 
 def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
-    """Those to try. In pools cp is the least size of a pool, so without it all sizes are tried in one layout."""
+    """The layouts to try. With pools, cp is the smallest pool size, so one layout with cp 1 covers all sizes."""
     fixed = dict(space.fixed)
     if space.layout is not None:
         yield space.layout
@@ -178,7 +177,7 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     if pooled and not {"cp", "dp"} & fixed.keys():
         fixed["cp"] = 1
     for layout in meshes(space):
-        held = space.shape.kv_heads % layout.tp == 0  # no head on several ranks, which not every trainer can
+        held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
             yield layout
 
@@ -197,9 +196,9 @@ def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
 
 
 def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int, **packing: int) -> Job | None:
-    """The job of ``system`` on one of ``meshes``, with so many micro-batches a rank; None where it cannot be so.
+    """The job of ``system`` in one of ``meshes``, with ``micro_batches`` per rank; None if it cannot run.
 
-    Of a layout that was given the ``UserError`` says why.
+    Raises ``UserError`` instead if the layout was given.
     """
     given: dict[str, Any] = {"hardware": space.hardware, "packing": packing, "micro_batches": micro_batches} | vars(
         layout
@@ -213,9 +212,9 @@ def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int, 
 
 
 def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | None:
-    """``job`` decided, with its L_max or the largest below it that fits the memory; None where it does not fit.
+    """``job`` with everything decided, and with the largest L_max up to its own that fits; None if none fits.
 
-    Pools that do not fit, or work at less than ``least_rate``, are not looked at.
+    Pools that do not fit, or are slower than ``least_rate``, are skipped.
     """
     if job.pools is None and job.packing.reads("max_length_factor"):
         room = largest_factor(job)
@@ -239,9 +238,9 @@ def _has_room(space: SearchSpace) -> bool:
 
 
 def _segments(job: Job, lengths: DocumentLengths) -> NDArray[np.int64]:
-    """What the first steps of ``job`` train: the same in every layout, but for documents that wait."""
+    """The segments of the first steps of ``job``: the same in every layout, except for delayed documents."""
     packing = job.packing
-    if job.pools is not None:  # in which no document is cut or waits, as in other packing by the global batch
+    if job.pools is not None:  # pools neither cut nor delay documents, like other packing by the global batch
         packing = PackingConfig().changed(method="fixed_greedy", window=1, micro_batches=job.global_batch)
     alone = replace(job, layout=Layout(), packing=packing)
     plans = StepPlanner(alone, lengths).plans(_warm_up(alone))

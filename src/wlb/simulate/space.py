@@ -17,9 +17,9 @@ PINNED = {"tp", "cp", "pp", "dp"}  # sizes that leave one layout
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is given: how many GPUs of which kind, and what they train.
+    """How many GPUs of which kind, and what they train.
 
-    ``micro_batches`` is the global batch in context windows. Only layouts that have the ``fixed`` sizes (fields of
+    ``micro_batches`` is the global batch in context windows. Only layouts with the ``fixed`` sizes (fields of
     ``Layout``) are tried.
     """
 
@@ -32,7 +32,7 @@ class SearchSpace:
 
     @property
     def layout(self) -> Layout | None:
-        """The only layout, where its sizes are fixed."""
+        """The only layout, if all of its sizes are fixed."""
         fixed: dict[str, Any] = dict(self.fixed)
         return Layout(**fixed) if fixed.keys() >= PINNED else None
 
@@ -46,7 +46,7 @@ class SearchSpace:
 
     @property
     def work_prices(self) -> Costs:
-        """What a document's work is worth, for all that is compared alike: W_a + W_l of a single GPU."""
+        """The prices of work for comparing systems: W_a + W_l of a document on a single GPU."""
         return make_workload(self.shape, self.hardware)
 
 
