@@ -17,12 +17,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Timeline:
-    """The operations of a step on every rank; seconds after the step's start.
+    """The operations of a step on every rank, in seconds from the start of the step.
 
-    A context-parallel group runs an operation from ``starts`` to ``ends``, of which each rank computes for
-    ``compute`` seconds; in the rest it communicates and waits for the others. Of a level step, operations are those of
-    the ranks that the micro-batch names. After its last operation a pipeline rank waits for its data-parallel peers,
-    reduces gradients and updates weights.
+    A context-parallel group runs an operation from ``starts`` to ``ends``. Each rank computes for ``compute`` seconds,
+    then communicates and waits for the others. In a level step only the ranks that a micro-batch names run its
+    operations. After its last operation a pipeline rank waits for its data-parallel peers, reduces gradients and
+    updates weights.
     """
 
     job: Job
@@ -51,7 +51,7 @@ class Timeline:
 
 
 def timeline(plan: StepPlan, job: Job) -> Timeline:
-    """The timeline of one step, dealt to the job's data-parallel ranks already."""
+    """The timeline of one step that is already dealt to the data-parallel ranks of ``job``."""
     steps = simulate_step(plan, job)
     times, (forward, backward) = steps.pipelines, steps.computing
     weights = 0.0 if steps.weights is None else steps.weights[..., None]
