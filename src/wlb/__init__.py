@@ -1,7 +1,7 @@
 """WLB: workload-balanced 4D-parallel training of language models on variable-length documents.
 
-What a trainer needs to plan its own steps can be imported from here. Each name is loaded when it is first used, so
-``import wlb`` loads nothing else, and none is loaded with torch.
+This module exports what a trainer needs to plan its own steps. Each name is loaded on first use, so ``import wlb``
+loads nothing else, and no name loads torch.
 """
 
 from __future__ import annotations

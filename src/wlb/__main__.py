@@ -1,4 +1,4 @@
-"""The ``wlb`` command, also as ``python -m wlb``: Ctrl-C and SIGTERM are one line, also while modules are imported."""
+"""The ``wlb`` command, also ``python -m wlb``: Ctrl-C and SIGTERM print one line, even during imports."""
 
 import gc
 import signal

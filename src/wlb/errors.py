@@ -13,14 +13,14 @@ class UserError(ValueError):
 
 
 def choose_from(name: object, known: Iterable[str]) -> str:
-    """The remedy for a ``name`` that is not ``known``: the one that it resembles, and all that are."""
+    """The remedy for a ``name`` that is not ``known``: the most similar known name, and all of them."""
     names = list(known)
     close = difflib.get_close_matches(str(name).lower(), names, n=1)
     return (f"did you mean {close[0]}? " if close else "") + f"choose from {', '.join(names)}"
 
 
 def require(module: str, extra: str, package: str = "wlb-llm") -> ModuleType:
-    """Import an optional dependency, or say which extra of ``package`` brings it."""
+    """Import an optional dependency, or raise ``UserError`` with the extra of ``package`` that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Atomic, locked file writes: a crash leaves the old file or the new one, and two processes do not mix theirs.
+"""Atomic, locked file writes: a crash leaves the old or the new file, and two processes never mix their content.
 
-``replace_text`` writes a file under another name, flushes it to the disk and then renames it. Where several files
-belong together the steps are taken one by one: ``write_synced`` or ``flush``, and at last ``move`` or ``sync``.
+``replace_text`` writes a file under another name, flushes it to the disk and then renames it. For several files that
+belong together, call the steps yourself: ``write_synced`` or ``flush``, then ``move`` or ``sync``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Make ``text`` the content of ``path``; a reader sees the old content or the new, also after a power cut."""
+    """Write ``text`` to ``path``; readers see the old or the new content, even after a power cut."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write_synced(part, text)
@@ -27,20 +27,20 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` and wait until it is on the disk; a crash meanwhile leaves a part of it."""
+    """Write ``text`` to ``path`` and wait until it is on the disk; a crash may leave a part of it."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         flush(file)
 
 
 def flush(file: IO[Any]) -> None:
-    """Wait until what was written to ``file`` is on the disk."""
+    """Wait until everything written to ``file`` is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def move(part: Path, target: Path) -> None:
-    """Rename a file or directory that is complete and on the disk; its new name is on the disk as well then."""
+    """Rename a complete file or directory, and wait until the new name is on the disk."""
     os.replace(part, target)
     sync(target.parent)
 
@@ -55,10 +55,10 @@ def sync(path: Path) -> None:
 
 
 def open_locked(path: Path) -> int | None:
-    """Open ``path``, made if need be, and lock it against other processes until the descriptor is closed.
+    """Open ``path``, creating it if needed, and lock it against other processes until the descriptor is closed.
 
-    None where another process has the lock. Where there are no locks (Windows, some network file systems) this process
-    gets it in any case.
+    Returns None if another process has the lock. Without file locks (Windows, some network file systems) it always
+    succeeds.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     if sys.platform == "win32":

@@ -1,4 +1,4 @@
-"""The greedy rule of packing and sharding: each document into the lightest bin that has room for it."""
+"""The greedy rule of packing and sharding: put each document into the lightest bin that has room for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from heapq import heapify, heappop, heappush, heapreplace
 def into_lightest(
     tokens: Sequence[int], prices: Sequence[float], loads: list[float], rooms: list[int], limit: float = math.inf
 ) -> tuple[list[int], float]:
-    """The bin of each document, in the order given: the lightest that has room for its ``tokens``.
+    """Put each document, in the given order, into the lightest bin that has room for its ``tokens``.
 
-    -1 is the bin of a document for which none has room, or whose price would lift it over ``limit``. Bins hold
-    ``loads`` and have ``rooms`` tokens left; both lists are brought up to date. Also returns the lowest limit that
-    gives another result.
+    Bins hold ``loads`` and have ``rooms`` tokens left; both lists are updated. Returns the bin of each document, -1 if
+    no bin has room or its price would lift the lightest over ``limit``, and the lowest limit that would change the
+    result.
     """
     shortest = min(tokens, default=0)
     lightest = [(load, index) for index, load in enumerate(loads) if rooms[index] >= shortest]

@@ -1,4 +1,4 @@
-"""What the operating system lets this process use: cores and memory."""
+"""The cores and memory that the operating system lets this process use."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """CPU cores this process may run on: job schedulers bind processes to some of them; not every system can tell."""
+    """The CPU cores this process may use: job schedulers bind processes to some, but not every system can tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_memory() -> int:
-    """Bytes of memory this job may use: the machine's, or less where a container or job scheduler says so."""
+    """The bytes of memory this job may use: of the machine, or less if a container or job scheduler limits it."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *control_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 

@@ -1,4 +1,4 @@
-"""What sections of a configuration and options of packers are made of: strict types, frozen classes."""
+"""Strict types and frozen classes for sections of a configuration and options of packers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wlb.token_count import MOST_TOKENS, parse_tokens
 
 
 def _plain_integer(value: object) -> object:
-    """NumPy's integers as Python's; everything else as it is."""
+    """Convert integers of NumPy to ``int``; leave everything else unchanged."""
     return index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
@@ -33,9 +33,9 @@ def check_path(path: object) -> object:
     return path
 
 
-# Of what is planned together: four times the 15,360 sequences of a DeepSeek-V3 step (arXiv 2412.19437, section 4.2).
+# Planned together: four times the 15,360 sequences of a DeepSeek-V3 step (arXiv 2412.19437, section 4.2).
 MOST_MICRO_BATCHES = 65_536
-# Of a context-parallel group; shards are priced rank by rank, and groups in use have some dozens.
+# In a context-parallel group; shards are priced rank by rank, and groups in practice have a few dozen ranks.
 MOST_RANKS = 512
 
 # Strict: true is no number of processes, and no learning rate; a whole number is a Number too. The bounds of integers
@@ -53,7 +53,7 @@ NonEmptyPath = Annotated[Path, BeforeValidator(check_path)]
 
 
 def one_of(names: Iterable[str]) -> tuple[BeforeValidator, FieldInfo]:
-    """The validator and schema of a setting that is one of ``names``."""
+    """The validator and schema of a setting with the values ``names``."""
     known = [*names]
 
     def check(value: object) -> object:
@@ -65,13 +65,13 @@ def one_of(names: Iterable[str]) -> tuple[BeforeValidator, FieldInfo]:
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are refused, values do not change after validation."""
+    """The base of every section: it refuses unknown keys and is frozen after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @classmethod
     def of(cls, settings: Any, *section: str, strict: bool | None = None) -> Self:
-        """These ``settings``, which belong in ``section``, validated. Raises ``UserError`` for the first mistake."""
+        """Validate ``settings`` of ``section``. Raises ``UserError`` for the first mistake."""
         try:
             return cls.model_validate(settings, strict=strict)
         except ValidationError as error:
@@ -89,7 +89,7 @@ class Section(BaseModel):
         raise UserError(f"{where}{shown}: {problem.what}" if where else problem.what)
 
     def changed(self, **settings: Any) -> Self:
-        """The same with other ``settings``, validated as a whole. Raises ``UserError`` for what they may not be."""
+        """A copy with other ``settings``, validated as a whole. Raises ``UserError`` for invalid ones."""
         return self.of({name: getattr(self, name) for name in self.model_fields_set} | settings)
 
 
@@ -107,7 +107,7 @@ _PLAIN = {
 
 
 class Problem(NamedTuple):
-    """What is wrong with the setting named by ``where``: pydantic's ``kind``, and ``what`` it says of the value."""
+    """The mistake in the setting ``where``: the ``kind`` of pydantic, and ``what`` pydantic says of the value."""
 
     where: tuple[str, ...]
     kind: str
@@ -116,9 +116,9 @@ class Problem(NamedTuple):
 
 
 def main_problem(error: ValidationError) -> Problem:
-    """The one to tell of: a typo, which explains what is missing, or of a union the alternative that fits deepest.
+    """The mistake to report: a typo first, because it explains missing keys; for unions the deepest match.
 
-    Of a union that does not fit, the message names all alternatives.
+    If no alternative of a union matches, the message names them all.
     """
     # Defaults that depend on another setting are missing where any setting is wrong.
     problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
@@ -133,7 +133,7 @@ def main_problem(error: ValidationError) -> Problem:
 
 
 def _place(problem: ErrorDetails) -> list[int | str]:
-    """Names of sections and setting, and places in lists, without what a union calls its alternatives."""
+    """The names of sections and setting and the indices of lists, without names of union alternatives."""
     alternative = re.compile(r".*\[|constrained-").match  # "literal['auto']", "constrained-float"
     *parts, last = problem["loc"] or ("",)
     own = [last] if problem["type"] == "extra_forbidden" or not alternative(str(last)) else []

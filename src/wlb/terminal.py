@@ -1,4 +1,4 @@
-"""Text for people: counted things, and lines on stderr, which break between words where that is a terminal."""
+"""Text for people: counted things, and lines on stderr, wrapped between words if it is a terminal."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def number_of(number: int, thing: str) -> str:
 
 
 def beginning_of(names: Iterable[str]) -> str:
-    """``names`` of what was found, in one line that is cut after 80 characters."""
+    """``names`` in one line, cut after 80 characters."""
     return " ".join(", ".join(names).split())[:_LONGEST_LIST]
 
 
 def next_command(*words: object) -> str:
-    """The line that names the ``wlb`` command to go on with; it can be run as it is printed."""
+    """The line that names the next ``wlb`` command; it can be run as printed."""
     return f"next: {shlex.join(['wlb', *map(str, words)])}"
 
 
 def columns() -> int | None:
-    """The width of the terminal on stderr; None where stderr is none, so that lines have any length."""
+    """The width of the terminal on stderr; None if stderr is not a terminal, so lines may have any length."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     try:
@@ -39,7 +39,7 @@ def columns() -> int | None:
 
 
 def wrapped(text: str, width: int | None = None) -> str:
-    """``text`` in lines of ``width``, by default stderr's; what follows a break is indented by two columns more."""
+    """``text`` wrapped at ``width`` (default: of stderr); continuation lines are indented by two more columns."""
     if (width := width or columns()) is None:
         return text
     filler = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)

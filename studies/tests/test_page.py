@@ -112,7 +112,7 @@ def test_a_dropped_file_keeps_its_name():
     page.run()
     assert not page.error
     assert page.code[0].value == f"wlb check 'my lengths.json' {' '.join(WORDS)}"
-    assert page.code[1].value.startswith("# For documents as in my lengths.json")
+    assert page.code[1].value.startswith("# Computed for the documents of my lengths.json")
     page.file_uploader[0].set_value(("my lengths.json", b"[5, 0]", "application/json"))
     (error,) = page.run().error
     assert error.value.endswith(r"my lengths\.json\: entry 1 is 0\; a document has 1 to 2147483647 tokens")

@@ -36,12 +36,12 @@ def test_lengths_become_a_page_and_figures(tmp_path: Path):
     earlier = tmp_path / "report.job.earlier2.toml"
     assert f"{edited} was another job, which is {earlier} now" in result.stderr
     assert (earlier.read_text(), oldest.read_text()) == ("# mine", "# mine, too")
-    assert edited.read_text().startswith("# For documents as in")
+    assert edited.read_text().startswith("# Computed for the documents of")
     summary = json.loads(result.stdout)
     assert (summary["kind"], summary["out"], summary["config_file"]) == ("simulated", str(out), str(edited))
     assert summary["config"] == edited.read_text()
     assert f"{summary['speed_at_equal_work']:.2f}x" in out.read_text()
-    assert "With this, wlb simulate and wlb train --dry-run give the same speed." in out.read_text()
+    assert "wlb simulate and wlb train --dry-run report the same speedup for it." in out.read_text()
     checked = json.loads(printed("check", *asked, "--json"))
     assert {**checked, **{name: summary[name] for name in ("kind", "out", "config_file")}} == summary
 
@@ -55,7 +55,10 @@ def test_where_little_is_gained_no_job_is_written(tmp_path: Path):
     read, empty, verdict, written = result.stdout.splitlines()
     assert read.startswith(f"read {tmp_path / 'lengths.json'}: 24 documents, 98,304 tokens; median 4,096")
     assert (empty, written) == ("", f"{out}  ({out.stat().st_size / 1e6:.2f} MB)")
-    assert "Keep what you have: no preset is at least 5% faster, and faster in every draw." in verdict
+    assert (
+        "Keep what you have: no preset is at least 5% faster and faster in each of 3 shuffles of the documents."
+        in verdict
+    )
     assert "Keep what you have: no preset gains enough here" in out.read_text()
     assert "preset = " not in out.read_text()
     assert "nothing is sharded" in out.read_text()

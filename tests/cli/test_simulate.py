@@ -78,7 +78,7 @@ def test_a_trace_opens_in_the_browser(config: Path, monkeypatch: pytest.MonkeyPa
 def test_a_preset_that_is_configured_is_one_column(config: Path):
     out = printed("simulate", config, "--set", "preset=plain-4d", "--lengths", LENGTHS, "--steps", "1")
     assert "as configured" in out
-    (row,) = (line for line in out.splitlines() if "speed at equal work  " in line)
+    (row,) = (line for line in out.splitlines() if line.lstrip().startswith("speedup  "))
     assert row.count("x") == 1
 
 
@@ -99,21 +99,21 @@ def test_a_mixture_is_simulated_on_the_lengths_of_its_stores(tmp_path: Path):
     assert plain["tokens"] == 10 * 4 * 4096
     assert plain["epochs"] == 4  # of the smaller store, with 16 warm-up steps
     told = printed("simulate", path, "--steps", "10", "--hardware", "cpu")
-    assert "the documents are too few for so many steps, so some were read 4 times" in told
+    assert "the corpus is too small for so many steps, so some documents were read 4 times" in told
 
 
 def test_a_named_job_prints_where_the_time_goes():
     out = printed("simulate", "7b-64k", "--lengths", "synthetic:3000:65536:0", "--steps", "2", "--systems", "wlb-llm")
     for expected in ("32 GPUs", "bubbles", "tp collectives", "simulated (h100)"):
         assert expected in out
-    assert out.index("speed at equal work") < out.index("tokens/s")
+    assert out.index("speedup") < out.index("tokens/s")
 
 
 def test_the_search_shows_the_verdict_of_check_and_the_nearest_layouts():
     size = ["--gpus", "2", "--model", "tiny", "--context-window", "4096", "--batch-tokens", "16384", "--steps", "1"]
     systems = ["--systems", "plain-4d,balanced", "--hardware", "h100"]
     out = printed("simulate", "--search", *size, *systems, "--lengths", LENGTHS)
-    searched, _, layouts = out.partition("The nearest layouts of each system")
+    searched, _, layouts = out.partition("The fastest layouts of each system")
     assert printed("check", LENGTHS, *size, *systems).startswith(searched)
     rows = re.findall(r"^ (plain-4d|balanced) +(tp .*?)  +(\w+) +(\d+\.\d%) $", layouts, re.MULTILINE)
     assert [row[0] for row in rows] == sorted((row[0] for row in rows), reverse=True)
@@ -128,7 +128,7 @@ def test_a_configuration_that_gains_little_is_no_reason_to_keep_something_else(c
     """It is what one has; to keep it is advice for those who asked about presets."""
     asked = ["--set", "preset=per-document-4d", "--lengths", LENGTHS, "--steps", "1", "--hardware", "cpu"]
     out = printed("simulate", config, *asked)
-    assert " No job is at least 5% faster, and faster in every draw." in out
+    assert " No system is at least 5% faster and faster in each of 3 shuffles of the documents." in out
     assert "Keep" not in out
 
 

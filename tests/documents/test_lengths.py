@@ -197,12 +197,10 @@ def test_what_was_read_and_the_window_are_those_of_the_documents(lengths):
 def test_one_outlier_does_not_choose_the_window():
     lengths = np.array([3000] * 1000 + [100_000])
     assert assumed_window(lengths) == 4096
-    assert (
-        described_window(4096, lengths) == "window 4,096: documents up to it hold 96% of all tokens (--context-window)"
-    )
+    assert described_window(4096, lengths) == "--context-window 4096 (documents up to it hold 96% of all tokens)"
     lengths = np.array([200_000, 200_000, 1000])
-    why = "the longest we assume: documents up to it hold 0% of all tokens (--context-window)"
-    assert described_window(assumed_window(lengths), lengths) == f"window 131,072, {why}"
+    why = "(the longest default; documents up to it hold 0% of all tokens)"
+    assert described_window(assumed_window(lengths), lengths) == f"--context-window 131072 {why}"
 
 
 def test_what_was_read_may_be_empty():

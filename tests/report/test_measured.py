@@ -54,7 +54,7 @@ def test_the_gain_is_at_equal_work_over_all_steps(tmp_path: Path):
     result = gain_at_equal_work(cut, after)
     assert result.factor == pytest.approx(after.utilisation / cut.utilisation)
     text = read(measured_report(after, cut)).text
-    assert f"{result.factor:.2f}xspeed at equal work, over plain" in text
+    assert f"{result.factor:.2f}xspeedup over plain" in text
 
 
 def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
@@ -62,7 +62,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
         read_run(write_run(tmp_path / name / "metrics", seconds=s)) for name, s in (("a", 3.0), ("b", 2.0))
     )
     text = read(measured_report(after, before)).text
-    assert "metrics does 1.50 times the work of metrics (before)" in text
+    assert "metrics does 1.50x the model FLOPs per second of metrics (before)" in text
     assert "metrics (before)19" in text
 
 

@@ -69,7 +69,7 @@ def test_the_headline_is_the_speed_at_equal_work(evidence: Evidence):
     verdict = Verdict([{BASELINE: cut, BALANCED: best}] * 3)
     shown = replace(evidence, found=replace(evidence.found, verdict=verdict))
     text = read(predicted_report(shown, source="lengths.json")).text
-    assert text.index("2.00xspeed at equal work, balanced over plain-4d") < text.index("tokens/s")
+    assert text.index("2.00xspeedup of balanced over plain-4d") < text.index("tokens/s")
     assert best.tokens_per_second == pytest.approx(cut.tokens_per_second)
 
 

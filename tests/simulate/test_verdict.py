@@ -78,7 +78,7 @@ def test_a_speed_is_the_median_of_the_draws(found: Estimate):
     verdict = with_speeds(found.verdict.systems, {BALANCED: [1.3, 1.1, 1.2], PER_DOCUMENT: [1.0] * 3})
     assert verdict.speed(BALANCED) == pytest.approx(1.2)
     assert verdict.spread(BALANCED) == pytest.approx((1.1, 1.3))
-    assert "1.20x as fast at equal work (1.10 to 1.30 in 3 draws of the documents)" in str(verdict)
+    assert "1.20x as fast as plain-4d (1.10x to 1.30x in 3 shuffles of the documents)" in str(verdict)
 
 
 def test_nothing_is_recommended_where_little_is_gained():

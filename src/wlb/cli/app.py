@@ -6,6 +6,7 @@ Commands import what they need when they run, so that ``wlb --help`` answers at 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import inspect
 import re
@@ -24,7 +25,7 @@ from wlb.terminal import tell
 
 
 def _plain(parameters: list[Any]) -> list[Any]:
-    """``parameters``, whose help has one style: no placeholder of a flag, no type of an argument, no range."""
+    """Make the help of all ``parameters`` alike: no placeholders of flags, no types of arguments, no ranges."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
@@ -49,7 +50,7 @@ class _PlainGroup(TyperGroup):
 
 
 _INTERRUPTED = 130  # what Typer returns after Ctrl-C
-# What the system says of a path that a user named, and of a full disk. Everything else it says is no mistake of a user.
+# Errors of the operating system about a path that a user named, or a full disk. All others are bugs.
 _PATH_ERRORS = {
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
     *(errno.ELOOP, errno.EROFS, errno.EINVAL, errno.ENOSPC, errno.EDQUOT, errno.EIO),
@@ -61,7 +62,16 @@ _CommandLineError = cast(
 )
 
 
-# Of each panel of the help the commands: functions in ``wlb.cli`` with the name of their module.
+# Names of options in other tools, and ours.
+_OTHER_WORDS = {
+    **dict.fromkeys(("--preset", "--presets", "--method", "--methods", "--policies"), "--systems"),
+    **dict.fromkeys(("--window", "--seq-len", "--seq-length", "--sequence-length", "--max-length"), "--context-window"),
+    **dict.fromkeys(("--batch-size", "--global-batch", "--global-batch-size", "--micro-batches"), "--batch-tokens"),
+    **dict.fromkeys(("--gpu", "--world-size", "--ranks", "--nproc-per-node"), "--gpus"),
+    **dict.fromkeys(("--device", "--gpu-type"), "--hardware"),
+}
+
+# The commands in each panel of the help: functions in ``wlb.cli``, named like their module.
 _COMMANDS = {
     "Data": ("prepare",),
     "Planning": ("check", "simulate", "profile", "report"),
@@ -70,7 +80,7 @@ _COMMANDS = {
 
 
 def application(name: str, help: str, version: str, package: str, commands: Mapping[str, Sequence[str]]) -> typer.Typer:
-    """The Typer application ``name``; each of its ``commands`` is the function ``package.COMMAND.COMMAND``."""
+    """The Typer application ``name``; every command is the function ``package.COMMAND.COMMAND``."""
     app = typer.Typer(
         name=name,
         cls=_PlainGroup,
@@ -105,10 +115,12 @@ def application(name: str, help: str, version: str, package: str, commands: Mapp
 
 
 def _described(error: typer.BadParameter) -> str:
-    """The message of ``error``, with an example or the refused value, which Typer leaves out."""
+    """The message of ``error`` with an example or the refused value, which Typer omits."""
     from pydantic import ValidationError
 
     message, cause = error.format_message(), error.__cause__
+    if type(error).__name__ == "NoSuchOption" and error.ctx is not None:
+        return _unknown_option(error)
     if type(error).__name__ == "MissingParameter" and error.ctx is not None:
         example = re.search("Example: (.*)", error.ctx.command.help or "")
         return message.rstrip(".") + (f"; for example: {example[1]}" if example else "")
@@ -118,10 +130,20 @@ def _described(error: typer.BadParameter) -> str:
     return message if repr(given) in message else f"{message} (got {given})"
 
 
+def _unknown_option(error: Any) -> str:
+    """The message for an unknown option: which one was probably meant, or where all are listed."""
+    command = error.ctx.command_path
+    known = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")]
+    other = _OTHER_WORDS.get(error.option_name)
+    close = [other] if other in known else difflib.get_close_matches(error.option_name, known, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"{command} --help lists all"
+    return f"No such option: {error.option_name}; {advice}"
+
+
 def run(app: typer.Typer) -> NoReturn:
     """Run ``app`` on the command line; exits 0 on success, 2 with one line on stderr for a user's mistake.
 
-    Raises ``KeyboardInterrupt`` on Ctrl-C, which ``wlb.__main__`` answers: it may come before this module is imported.
+    Raises ``KeyboardInterrupt`` on Ctrl-C. ``wlb.__main__`` handles it, because it may come before this import ends.
     """
 
     def refuse(message: str) -> NoReturn:

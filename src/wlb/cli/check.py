@@ -27,7 +27,7 @@ _STORE = "corpus"  # that documents of text are prepared into
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(options.TextOptions, options.JobOptions):
-    """The job, which systems run it, and how to count the tokens of documents that are text."""
+    """The job, the systems that run it, and how to count the tokens of text."""
 
     systems: Annotated[str | None, options.list_of_names("Presets; default: plain-4d, per-document-4d, balanced.")] = (
         None
@@ -38,7 +38,7 @@ class CheckOptions(options.TextOptions, options.JobOptions):
     ] = None
 
     def lengths(self, context: typer.Context, source: str) -> tuple[str, NDArray[np.int64]]:
-        """What is read of ``source``, in words, and the tokens of every document."""
+        """The name of what was read, and the tokens of every document."""
         if self.tokenizer is None:
             from wlb.documents.lengths import read_lengths
 
@@ -54,11 +54,11 @@ class CheckOptions(options.TextOptions, options.JobOptions):
 
 
 def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions, json: options.Json = False) -> None:
-    """Say what a job loses to imbalance on your documents, and how much faster each preset runs it. Needs no option.
+    """Say how much time a job loses to imbalance on your documents, and how much faster each preset runs it.
 
-    Simulates plain-4d (fixed-length packing, as most trainers do it), the same with documents sharded one by one, and
-    the preset balanced, on the same documents. Each is in its own fastest layout, or all are in the sizes that
-    you give.
+    Simulates three systems on the same documents: plain-4d (windows of fixed length, as in most trainers),
+    per-document-4d (each document shared between context-parallel ranks) and balanced. Each runs in its own fastest
+    layout, with the sizes that you give. All options have defaults.
 
     Example: wlb check lengths.json --gpus 64 --model llama3-8b
 
@@ -80,7 +80,7 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     if found.config:
         gpus = number_of(question.space.gpus, "GPU")
         stdout.print(
-            f"On {gpus} that saves {found.gpu_hours_a_day:,.0f} GPU-hours a day over {found.verdict.base}.\n",
+            f"On {gpus} {found.verdict.winner} saves {found.gpu_hours_a_day:,.0f} GPU-hours a day. Its job:\n",
             highlight=False,
         )
         stdout.print(found.config, markup=False, highlight=False, soft_wrap=True)
@@ -93,7 +93,7 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
 
 @contextmanager
 def progress_of(systems: Iterable[str], steps: int) -> Iterator[Callable[[str, int], None]]:
-    """A progress bar for each of ``systems``, told the system and its steps just done."""
+    """A progress bar per system; the yielded function advances one by a number of steps."""
     with progress_bar() as bar:
         tasks = {name: bar.add_task(name, total=steps) for name in systems}
         yield lambda name, done: bar.advance(tasks[name], done)
@@ -113,13 +113,12 @@ def estimated(
 
 
 def show_estimate(found: Estimate) -> None:
-    """Print the verdict, then what it is made of."""
-    from wlb.report.answer import about, columns_of
+    """Print the verdict, then the details."""
+    from wlb.report.answer import about, columns_of, note_on
 
     verdict = found.verdict
     for line in (f"{verdict}\n", *about(found)):
         stdout.print(line, markup=False, highlight=False)
     stdout.print()
     columns = columns_of(verdict)
-    note = f"shares are of the time that {verdict.base} takes for the same work"
-    show_columns(columns, notes={next(iter(columns)): note})
+    show_columns(columns, notes={next(iter(columns)): note_on(verdict)})

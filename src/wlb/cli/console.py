@@ -33,11 +33,10 @@ def show_columns(
     wide_only: Collection[str] = (),
     highlighted: int | None = None,
 ) -> None:
-    """Print a table of ``columns``, by heading; a narrow terminal goes without those of ``wide_only``.
+    """Print a table of ``columns`` by heading; a narrow terminal omits the columns of ``wide_only``.
 
-    Columns of ``words``, by default the first, are aligned left and folded where they have to be, the others hold
-    numbers. ``notes`` stand below the table, each with the column that it is about. ``highlighted`` is the index of a
-    row.
+    Columns of ``words``, by default the first, are aligned left and folded if needed; the others hold numbers.
+    ``notes`` stand below the table and are omitted with their column. ``highlighted`` is the index of a row.
     """
     versions = []
     for left_out in ((), wide_only):
@@ -54,15 +53,15 @@ def show_columns(
 
 
 def empty_table(title: str = "", caption: str = "") -> Table:
-    """An empty table as all are."""
+    """An empty table in the style of all tables."""
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def print_table(*versions: Table) -> None:
-    """Print the first of ``versions``, widest first, that fits the terminal, else the last one.
+    """Print the first of ``versions`` (widest first) that fits the terminal, else the last one.
 
-    No word is ever cut: where the terminal is too narrow for the last version too, its lines are longer. Title and
-    caption have the terminal's width, not the table's.
+    Words are never cut: if even the last version is too wide, its lines exceed the terminal. Title and caption are
+    wrapped at the width of the terminal.
     """
     unbounded = Console(width=_ANY_WIDTH)
     for table in versions:
@@ -90,18 +89,18 @@ def emit_json(value: Any) -> None:
 
 
 def show_next(*words: object) -> None:
-    """Print which command follows; nothing where it would have to read standard input again."""
+    """Print the next command to run; nothing if it would have to read standard input again."""
     if words and "-" not in words:
         stdout.print(next_command(*words), markup=False, highlight=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """Print what is worth knowing, on stderr."""
+    """Print a note on stderr."""
     tell(f"wlb: note: {text}")
 
 
 def progress_bar() -> Progress:
-    """A progress bar on stderr that disappears when done and stays silent where stderr is no terminal."""
+    """A progress bar on stderr that disappears when done; silent if stderr is not a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -114,7 +113,7 @@ def progress_bar() -> Progress:
 
 
 def with_progress(tasks: Iterable[tuple[str, T]], total: int) -> Iterator[tuple[str, T, Callable[..., None]]]:
-    """Every task with its name and what advances a progress bar of its own, of ``total`` parts."""
+    """Yield every task with its name and a function that advances its own progress bar of ``total`` parts."""
     with progress_bar() as bar:
         for name, task in tasks:
             yield name, task, partial(bar.advance, bar.add_task(name, total=total))
@@ -122,7 +121,7 @@ def with_progress(tasks: Iterable[tuple[str, T]], total: int) -> Iterator[tuple[
 
 @contextmanager
 def counted(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that is told how many parts are done, and of how many."""
+    """A progress bar; the yielded function takes the parts done and the total."""
     with progress_bar() as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)

@@ -1,7 +1,7 @@
-"""Options in groups: a dataclass whose fields are options, which a command takes as one parameter.
+"""Groups of options: dataclasses whose fields are options, which a command takes as one parameter.
 
-A command that does one of two things takes ``Annotated[A | B, typer.Option("--flag", help=...)]``: a ``B`` where the
-flag is given, or else an ``A``. A field that both have is one option, with the default of the group that is made.
+A command with two modes takes ``Annotated[A | B, typer.Option("--flag", help=...)]``: a ``B`` with the flag, else an
+``A``. A field of both is one option, with the default of the group in use.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 def with_groups(command: Callable[..., T]) -> Callable[..., T]:
-    """``command`` as Typer reads it, with an option for each field of its groups.
+    """``command`` in the form that Typer reads, with an option for each field of its groups.
 
-    Options that only the group not made has are refused; those that a group must have are asked for when it is made.
+    Options that only the other group has are refused, and required options of the group in use must be given.
     """
     own, hints = inspect.signature(command).parameters, get_type_hints(command, include_extras=True)
     shown = {"context": Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)}
@@ -47,10 +47,10 @@ def with_groups(command: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(frozen=True)
 class _OptionGroup:
-    """A parameter that is one of ``kinds``: the only one, or the second where ``flag`` is given."""
+    """A parameter that is one of ``kinds``: the only one, or the second if ``flag`` is given."""
 
     kinds: list[Any]
-    flag: Any = None  # as typer.Option makes it; its default is its name, as it stands inside Annotated
+    flag: Any = None  # made by typer.Option; inside Annotated its default is its name
 
     def options(self) -> dict[str, Parameter]:
         if self.flag is None:
@@ -62,7 +62,7 @@ class _OptionGroup:
         return {name: _optional(option) for name, option in first.items()} | {"flag": flag} | only
 
     def made(self, context: typer.Context, given: dict[str, Any]) -> Any:
-        """The group that was asked for. Raises ``UserError`` for options that it lacks, or has not."""
+        """The group in use. Raises ``UserError`` for missing options, and for options of the other group."""
         if self.flag is None:
             (kind,) = self.kinds
             return kind(**{name: given[name] for name in names_of(kind)})
@@ -82,12 +82,12 @@ class _OptionGroup:
 
 
 def names_of(group: type) -> list[str]:
-    """The names of a group's options."""
+    """The names of the options of a group."""
     return [field.name for field in fields(group)]
 
 
 def refuse_unused(context: typer.Context, names: Collection[str], why: str) -> None:
-    """Refuse options, by their parameters' ``names``, that were given and would not be read; ``why`` follows them."""
+    """Refuse options (by parameter ``names``) that were given but have no effect; ``why`` completes the message."""
     for parameter in context.command.params:
         if parameter.name in names and was_given(context, parameter.name):
             value = context.params[parameter.name]
@@ -98,13 +98,13 @@ def refuse_unused(context: typer.Context, names: Collection[str], why: str) -> N
 
 
 def was_given(context: typer.Context, name: str) -> bool:
-    """Whether the option of this parameter name stood on the command line."""
+    """Whether the option of this parameter name was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def given_again(context: typer.Context, names: Collection[str]) -> list[str]:
-    """The options of ``names`` that stood on the command line, as words for another command that has them."""
+    """The options of ``names`` that were given, as words for another command with the same options."""
     words: list[str] = []
     for parameter in context.command.params:
         if parameter.name in names and was_given(context, parameter.name):
@@ -122,7 +122,7 @@ def _spelled(parameter: Any) -> str:
 
 
 def _options(group: Any) -> dict[str, Parameter]:
-    """Those that must be given come first."""
+    """The options of ``group`` by name; required ones come first."""
     hints, own = get_type_hints(group, include_extras=True), inspect.signature(group).parameters
     names = sorted(own, key=lambda name: own[name].default is not Parameter.empty)
     return {name: own[name].replace(annotation=hints[name]) for name in names}
@@ -133,7 +133,7 @@ def _required(group: Any) -> set[str]:
 
 
 def _optional(option: Parameter, panel: str | None = None) -> Parameter:
-    """The same, shown as required though the command may go without it."""
+    """``option``, shown as required if it is, although Typer treats it as optional."""
     kind, info = get_args(option.annotation)
     info = copy(info)
     info.rich_help_panel = panel

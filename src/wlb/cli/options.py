@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they stand for."""
+"""Options that several commands share, and what they mean."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULT_GPUS = 64
 
 
 def tokens(value: str | int) -> int:
-    """A number of tokens on the command line, for Typer, which also gives it defaults."""
+    """Parse a number of tokens for Typer, which also passes defaults."""
     try:
         return parse_tokens(str(value))
     except UserError as error:
@@ -93,7 +93,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 
 def machine_of(hardware: str) -> list[str]:
-    """What a dry run is told of GPUs that were simulated as ``hardware``; nothing of those it assumes."""
+    """The options of a dry run on ``hardware``; none for its default."""
     from wlb.workload import hardware_preset
 
     assumed = "h100"
@@ -101,7 +101,7 @@ def machine_of(hardware: str) -> list[str]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before any work is done, a file that could not be written afterwards."""
+    """Refuse a file that cannot be written, before any work is done."""
     try:
         if path.is_dir():
             raise UserError(f"{path} is a directory; name a file in it")
@@ -116,7 +116,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_picture(path: Path | None) -> None:
-    """Refuse, before any work is done, a picture that could not be drawn afterwards."""
+    """Refuse a picture that cannot be drawn, before any work is done."""
     if path is None:
         return
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
@@ -126,7 +126,7 @@ def check_picture(path: Path | None) -> None:
 
 
 def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[str]:
-    """The names that ``option`` lists, separated by commas, or the default ones where it was not given."""
+    """The comma-separated names in ``listed``, or ``default`` if ``option`` was not given."""
     if listed is None:
         return list(default)
     names = [name.strip() for name in listed.split(",")]
@@ -158,10 +158,10 @@ class GpuOptions:
     def priced(
         self, context: typer.Context, context_window: int, cp: int | None, pp: int = 1, reads: Collection[str] = ()
     ) -> PricedGpu:
-        """What one of the GPUs costs, and how to say it; ``cp`` is None where the window decides it.
+        """The prices of one GPU; with ``cp`` None the window decides it.
 
-        Raises ``UserError`` where the model has fewer layers than ``pp`` stages, and for an option that a measured
-        profile replaces, unless the command ``reads`` it for something else.
+        Raises ``UserError`` if the model has fewer layers than ``pp`` stages, and for an option that a measured profile
+        replaces, unless the command ``reads`` it for something else.
         """
         from wlb.schedules.layout import Layout, split_layers
         from wlb.settings import MOST_RANKS
@@ -192,7 +192,7 @@ class GpuOptions:
 
 @dataclass(frozen=True)
 class PricedGpu:
-    """One of tp x cp GPUs that run a model; ``described`` says by what it is priced."""
+    """One of tp x cp GPUs that run a model; ``described`` names the model and hardware that price it."""
 
     shape: ModelShape
     tp: int
@@ -204,13 +204,13 @@ class PricedGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(GpuOptions):
-    """A job that is simulated. Sizes that are not given are searched for, or have defaults without --gpus."""
+    """A job to simulate. Sizes that are not given are searched for, or have defaults without --gpus."""
 
     context_window: Annotated[
         int | None,
-        number_of_tokens("Tokens attention may span, such as 128K; default: what holds 95% of all tokens, 4K to 128K."),
+        number_of_tokens("Longest document, such as 128K; default: 4K to 128K, so that 95% of all tokens fit."),
     ] = None
-    gpus: Annotated[int | None, number("GPUs; default: those of the sizes, or 64.")] = None
+    gpus: Annotated[int | None, number("GPUs; default: the product of the sizes, or 64.")] = None
     batch_tokens: BatchTokens = None
     dp: Annotated[int | None, number("Data-parallel size; default: searched for.")] = None
     pp: Annotated[int | None, number("Pipeline-parallel size; default: searched for.")] = None
@@ -224,19 +224,19 @@ class JobOptions(GpuOptions):
         None
     )
     steps: Annotated[
-        int | None, number_of_steps("Steps of each draw, after some that warm up; default: of 256 windows, 4 to 16.")
+        int | None, number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows.")
     ] = None
 
     def question(
         self, context: typer.Context, source: str | None, lengths: NDArray[np.int64], windows: int | None = None
     ) -> Question:
-        """The job on documents of ``lengths``, and what was assumed of it; ``windows`` are its global batch, if given.
+        """The job on documents of ``lengths`` with its assumptions; ``windows`` is its global batch, if given.
 
-        ``source`` is as in ``question_of``. Raises ``UserError`` for a layout that cannot run.
+        See ``question_of`` for ``source``. Raises ``UserError`` for a layout that cannot run.
         """
         from wlb.documents.lengths import assumed_window
         from wlb.simulate.estimate import question_of
-        from wlb.simulate.search import PINNED
+        from wlb.simulate.space import PINNED
 
         window = self.context_window or assumed_window(lengths)
         sizes = self._sizes(context)
@@ -250,7 +250,7 @@ class JobOptions(GpuOptions):
             fixed = sizes | ({"tp": gpu.tp} if gpu.measured else {})
             together = math.prod(fixed.get(name, 1) for name in PINNED)
             gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
-        stated = {"model": self.model, "hardware": self.hardware, "gpus": f"{gpus:,} GPUs"}
+        stated: dict[str, object] = {"model": self.model, "hardware": self.hardware, "gpus": gpus}
         if gpu.measured:
             del stated["model"]
         if pinned:
@@ -265,11 +265,11 @@ class JobOptions(GpuOptions):
             fixed=fixed,
             profile=gpu.measured,
             source=source,
-            assumed=[f"{value} (--{name})" for name, value in stated.items() if not was_given(context, name)],
+            assumed=[f"--{name} {value}" for name, value in stated.items() if not was_given(context, name)],
         )
 
     def _sizes(self, context: typer.Context) -> dict[str, Any]:
-        """Those that were given."""
+        """The sizes that were given."""
         if self.parallel is None:
             return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
         refuse_unused(context, _SIZES, "has no effect with --parallel, which says it")
@@ -280,7 +280,7 @@ class JobOptions(GpuOptions):
         return sizes
 
     def _validated(self, sizes: dict[str, Any]) -> Layout:
-        """A layout of ``sizes``. Raises ``UserError`` for those that no layout has."""
+        """A layout of ``sizes``. Raises ``UserError`` for impossible ones."""
         from wlb.job.config import ParallelConfig
         from wlb.schedules.layout import Layout, split_layers
         from wlb.sharding import check_group_size
@@ -295,7 +295,7 @@ class JobOptions(GpuOptions):
     def _layout(
         self, context: typer.Context, window: int, layout: Layout, sizes: dict[str, Any], windows: int | None
     ) -> tuple[Layout, PricedGpu]:
-        """``layout``, with defaults for what is not among ``sizes``."""
+        """``layout`` with defaults for everything that is not in ``sizes``."""
         if "pp" not in sizes and layout.virtual_pp == 1 and windows is not None:
             layout = replace(layout, pp=min(4, max(1, windows // layout.dp)))
         gpu = replace(self, tp=sizes.get("tp")).priced(context, window, sizes.get("cp"), layout.pp, reads=["hardware"])
@@ -303,7 +303,7 @@ class JobOptions(GpuOptions):
 
 
 class DocumentsOption(StrEnum):
-    """What of a text file is a document."""
+    """Whether a text file is one document or each of its lines."""
 
     FILES = "files"
     LINES = "lines"
@@ -311,7 +311,7 @@ class DocumentsOption(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """How documents are found in files of text."""
+    """How to find documents in text files."""
 
     text_field: Annotated[
         str | None,
@@ -319,7 +319,7 @@ class TextOptions:
     ] = None
     documents: Annotated[
         DocumentsOption | None,
-        typer.Option(metavar="files|lines", help="Whether a text file is one document or each of its lines is."),
+        typer.Option(metavar="files|lines", help="Whether a text file is one document, or each of its lines."),
     ] = None
     chat: Annotated[
         bool,
@@ -338,7 +338,7 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceOptions:
-    """What layouts are searched for."""
+    """The job whose fastest layout is searched for."""
 
     gpus: Annotated[int, number("GPUs of the job.")]
     model: Model = DEFAULT_MODEL

@@ -1,4 +1,4 @@
-"""``wlb prepare``: documents into a token store."""
+"""``wlb prepare``: turns documents into a token store."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _check(source: str, json: bool) -> None:
 
 
 def _corpus(sources: list[Path], stdlib: bool, text: options.TextOptions, out: Path) -> Corpus:
-    """What is read; raises ``UserError`` where the store in ``out`` would replace some of it."""
+    """The documents to read. Raises ``UserError`` if the store in ``out`` would overwrite one of the sources."""
     from wlb.documents.prepare.sources import StdlibCorpus
     from wlb.documents.store.writer import store_files
 

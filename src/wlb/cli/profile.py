@@ -1,4 +1,4 @@
-"""``wlb profile``: measure what attention and everything else cost on this device."""
+"""``wlb profile``: measures the cost of attention and of everything else on this device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wlb.errors import UserError, require
 if TYPE_CHECKING:
     from wlb.profiling.measure import ProfileSettings
 
-# Model, compute type and longest document, by device.
+# The default model, compute type and longest document of each device.
 _DEFAULTS = {"cpu": ("tiny", "float32", 4096), "cuda": (options.DEFAULT_MODEL, "bfloat16", 131_072)}
 
 _DOCUMENTS = 4000  # synthetic ones, to try the profile on
@@ -27,7 +27,7 @@ Dtype = StrEnum("Dtype", ["FLOAT64", "FLOAT32", "BFLOAT16"])
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What is measured, and where."""
+    """What to measure, and where."""
 
     device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.CPU
     model: Annotated[
@@ -43,7 +43,7 @@ class ProfileOptions:
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes, fewer times.")] = False
 
     def settings(self) -> ProfileSettings:
-        """What the options ask for; raises ``UserError`` for a model, tp or device that there is not."""
+        """The settings of the measurement. Raises ``UserError`` for a model, tp or device that does not exist."""
         torch = require("torch", "train")
         from wlb.profiling.measure import ProfileSettings, tensor_parallel_shard
         from wlb.workload import model_shape

@@ -1,4 +1,4 @@
-"""``wlb report``: one HTML file that shows what a job loses to imbalance and what each remedy gives."""
+"""``wlb report``: one HTML file on what a job loses to imbalance and how much faster each preset runs it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def report(
     show: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Write a report as one HTML file that works offline: what imbalance costs, where, and what to set.
+    """Write one HTML file that works offline: what imbalance costs, where, and what to set.
 
-    From document lengths it says what wlb check says, and writes the job that it recommends, if any, as OUT with
+    For document lengths it gives the verdict of wlb check, and writes the recommended job, if any, to OUT with
     .job.toml for .html.
 
     Example: wlb report synthetic:20000:128K:0 --model 7b --dp 4 --pp 4 --cp 2 --tp 8 --open
@@ -86,7 +86,7 @@ def report(
 
 
 def _write_job(path: Path, job: str) -> None:
-    """Write ``job``; what stood there, and may have been edited, is kept beside it."""
+    """Write ``job``; an earlier file, which may have been edited, is kept beside it."""
     content = job.encode(errors="replace")  # names of files may have any bytes
     if path.exists() and path.read_bytes() != content:
         names = (path.with_suffix(f".earlier{number}.toml") for number in chain([""], count(2)))
@@ -109,7 +109,7 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
 
 
 def _predicted(context: typer.Context, source: str, asked: options.JobOptions) -> tuple[str, Estimate, str]:
-    """The page, what it is about, and what was read, in a line."""
+    """The page, the estimate, and a line on what was read."""
     from wlb.documents.lengths import read_lengths, what_was_read
     from wlb.report.evidence import Evidence
     from wlb.report.predicted import predicted_report

@@ -1,4 +1,4 @@
-"""``wlb simulate``: what a job's steps take on its GPUs, where the time goes, and which layout is fastest."""
+"""``wlb simulate``: how long the steps of a job take, where the time goes, and which layout is fastest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Systems = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """Which job is simulated, under which systems."""
+    """The job to simulate, and the systems to compare."""
 
     job: Annotated[
         str | None,
@@ -65,9 +65,9 @@ class SimulateOptions:
     ] = False
 
     def judged(self, lengths: str | None, steps: int | None) -> tuple[Verdict, Lengths, list[StoreSource]]:
-        """The verdict on the job; the lengths of its documents, and where they are from.
+        """The verdict on the job, the lengths of its documents, and their sources.
 
-        These are one source, ``lengths`` where it is given, or each store of a mixture.
+        There is one source, ``lengths`` if given, or one per store of a mixture.
         """
         from wlb.job.config import PRESETS
         from wlb.simulate.job import NAMED_JOBS
@@ -83,7 +83,7 @@ class SimulateOptions:
         raise UserError(f"{self.job!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
 
     def follows(self, job: Job, sources: list[StoreSource]) -> list[object]:
-        """The command to go on with: a dry run of a configuration whose stores exist, or a report on a named job."""
+        """The next command: a dry run of a configuration whose stores exist, or a report on a named job."""
         from wlb.documents.store.files import names_store
         from wlb.simulate.job import NAMED_JOBS
 
@@ -100,7 +100,7 @@ class SimulateOptions:
     def _named(
         self, presets: list[str], lengths: str | None, steps: int | None, profile: WorkloadProfile | None
     ) -> tuple[Verdict, Lengths, list[StoreSource]]:
-        """All in the layout of the named job."""
+        """Every system in the layout of the named job."""
         from wlb.simulate.estimate import question_of
         from wlb.simulate.job import NAMED_JOBS
 
@@ -150,7 +150,7 @@ class SimulateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(options.SpaceOptions):
-    """What layouts are searched for, and under which systems."""
+    """The job whose fastest layouts are searched for, and the systems to compare."""
 
     systems: _Systems = None
 
@@ -170,14 +170,14 @@ def simulate(
     ] = None,
     steps: Annotated[
         int | None,
-        options.number_of_steps("Steps of each draw, after some that warm up; default: of 256 windows, 4 to 16."),
+        options.number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows."),
     ] = None,
     json: options.Json = False,
 ) -> None:
     """Simulate steps of a job on any number of GPUs, and say where their time goes.
 
-    Plans and shards are those that the trainer would run; seconds are predicted from the hardware preset or a profile.
-    --search finds the fastest layout of every preset, as wlb check does of some.
+    Uses the plans and shards that the trainer would run, and predicts seconds from the hardware preset or a profile.
+    --search finds the fastest layouts of every preset.
 
     Example: wlb simulate 7b-128k
 
@@ -267,7 +267,7 @@ def _described(job: Job, work_rate: float) -> dict[str, Any]:
 
 
 def _show_layouts(rankings: Mapping[str, Sequence[Rated]]) -> None:
-    """The layouts in which each system is nearest to its fastest."""
+    """Print the fastest layouts of each system."""
     from wlb.simulate.search import layout_of
 
     rows = [
@@ -279,13 +279,13 @@ def _show_layouts(rankings: Mapping[str, Sequence[Rated]]) -> None:
         "system": [name for name, _, _ in rows],
         "layout": [layout_of(rated.job) for _, rated, _ in rows],
         "check-\npointing": [rated.job.activation_checkpointing for _, rated, _ in rows],
-        "of its fastest": [f"{share:.1%}" for _, _, share in rows],
+        "speed, % of\nthe fastest": [f"{share:.1%}" for _, _, share in rows],
     }
-    show_columns(columns, title="The nearest layouts of each system", words=("system", "layout", "check-\npointing"))
+    show_columns(columns, title="The fastest layouts of each system", words=("system", "layout", "check-\npointing"))
 
 
 def _as_options(job: Job, priced: dict[str, Any]) -> list[object]:
-    """What ``wlb report`` is told for ``job``: its sizes, and by what it is ``priced``."""
+    """The options of ``wlb report`` for ``job``: its sizes, and the model and hardware in ``priced``."""
     layout = job.layout
     batch_tokens = job.global_batch * job.context_window
     chosen: dict[str, Any] = {"context_window": job.context_window, "batch_tokens": batch_tokens}
@@ -307,7 +307,7 @@ def _lengths(sources: Sequence[StoreSource]) -> Any:
 
 
 def _warn_of_memory(jobs: dict[str, Job]) -> None:
-    """Say in one line which jobs the trainer would refuse, and why; they are simulated all the same."""
+    """Warn in one line of jobs that the trainer would refuse for memory; they are simulated nevertheless."""
     from wlb.job.memory.fit import fits, predicted_memory, too_large
 
     refused = [system for system, job in jobs.items() if not fits(job)]
@@ -320,7 +320,7 @@ def _warn_of_memory(jobs: dict[str, Job]) -> None:
 
 
 def _write_trace(path: Path, jobs: dict[str, Job], lengths: Lengths, steps: int) -> None:
-    """The last step of every system."""
+    """Write the last step of every system."""
     from itertools import islice
 
     from wlb.job.planner import StepPlanner
@@ -335,7 +335,7 @@ def _write_trace(path: Path, jobs: dict[str, Job], lengths: Lengths, steps: int)
 
 
 def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
-    """The verdict, and where the time of each system's steps goes, in seconds."""
+    """Print the verdict, and where the time of each system goes, in seconds."""
     from wlb.simulate import CAUSES
     from wlb.simulate.estimate import CONFIGURED
 
@@ -344,7 +344,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     systems, first = list(results.values()), results[verdict.base]
     causes = [cause for cause in CAUSES if any(abs(r.where[cause]) > 5e-4 for r in systems)]  # not shown as 0.000
     rows = {
-        "speed at equal work": [f"{verdict.speed(name):.3f}x" for name in results],
+        "speedup": [f"{verdict.speed(name):.3f}x" for name in results],
         "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in systems],
         **{cause: [f"{round(r.where[cause], 3) + 0.0:.3f}" for r in systems] for cause in causes},
         "step": [f"{r.mean_step_seconds:.3f}" for r in systems],
@@ -352,7 +352,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "imbalance: micro-batches": [f"{r.imbalance['micro_batches']:.3f}" for r in systems],
         "imbalance: cp ranks": [f"{r.imbalance['cp']:.3f}" for r in systems],
         "imbalance: dp ranks": [f"{r.imbalance['dp']:.3f}" for r in systems],
-        "token delay, steps": [f"{verdict.token_delay(name):.3f}" for name in results],
+        "mean token delay, steps": [f"{verdict.token_delay(name):.3f}" for name in results],
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],
     }
@@ -370,15 +370,15 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         notes={
             "": f"{number_of(first.steps, 'step')} of {micro_batches}, lengths {shown['lengths']}\n"
             f"{_repeated(systems)}"
-            f"speed at equal work: predicted seconds of work done in a second, over {verdict.base}\n"
-            "tokens/s counts attention that is cut away, and documents still delayed, as gains\n"
-            "from compute to step: seconds · imbalance: slowest over mean"
+            f"speedup: time of {verdict.base} / time of this system for the same documents\n"
+            "tokens/s also rises where a system cuts documents or delays long ones; compare speedups instead\n"
+            "compute to step: seconds · imbalance: slowest / mean · attention kept: not lost where documents are cut"
         },
     )
 
 
 def _repeated(results: Iterable[SimulationResult]) -> str:
-    """A line where the documents did not fill the steps."""
+    """A line for documents that do not fill the steps."""
     from wlb.report.answer import too_few
 
     epochs = max(result.epochs for result in results)

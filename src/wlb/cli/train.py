@@ -20,7 +20,7 @@ _PROBLEMS = 1  # exit status of a job that would not start
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What is recorded beside training."""
+    """What to record while training."""
 
     trace: Annotated[
         bool,
@@ -33,7 +33,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunOptions:
-    """Where the job would run."""
+    """The machine that a dry run assumes."""
 
     device: Annotated[
         str | None, typer.Option(metavar="cpu|cuda", help="Where the job would run; default: as configured.")
@@ -53,7 +53,7 @@ def train(
         TrainOptions | DryRunOptions,
         typer.Option(
             "--dry-run",
-            help="Train nothing: say what would stop a job of any size at its start, and predict its memory and its "
+            help="Train nothing: find what would stop a job of any size at its start, and predict its memory and its "
             "first steps.",
         ),
     ],
@@ -81,7 +81,7 @@ def train(
 
 
 def _dry_run(config: Path, overrides: list[str], asked: DryRunOptions, json: bool) -> int:
-    """Try a job without running it; 1 where something would stop it at its start."""
+    """Check a job without running it; returns 1 if something would stop it at its start."""
     from wlb.job.config_file import load_config
     from wlb.workload.hardware import hardware_preset
 
@@ -122,7 +122,9 @@ def _print(config: Path, result: DryRun) -> None:
     if result.not_simulated is not None:
         stdout.print(f"not simulated: {result.not_simulated}", markup=False, highlight=False)
     if result.speed is not None:
-        stdout.print(f"simulated speed at equal work over plain-4d: {result.speed:.2f}x; wlb simulate says why")
+        stdout.print(
+            f"simulated: {result.speed:.2f}x as fast as plain-4d on the same documents; wlb simulate {config} says why"
+        )
     limit = found.job.memory_limit.number_of_bytes / 2**30
     stdout.print(f"the worst step that packing may produce needs {result.memory}, of {limit:.3g} GiB")
     if found.problems:

@@ -60,8 +60,8 @@ def assumed_window(lengths: NDArray[np.int64]) -> int:
 def described_window(window: int, lengths: NDArray[np.int64]) -> str:
     """The message that ``window`` was assumed by ``assumed_window``."""
     share = 100 * int(lengths[lengths <= window].sum()) // max(1, int(lengths.sum()))
-    longest = ", the longest we assume" if share < 95 else ""
-    return f"window {window:,}{longest}: documents up to it hold {share}% of all tokens (--context-window)"
+    longest = "the longest default; " if share < 95 else ""
+    return f"--context-window {window} ({longest}documents up to it hold {share}% of all tokens)"
 
 
 def _holding_95_percent(lengths: NDArray[np.int64]) -> int:

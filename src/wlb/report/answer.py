@@ -1,4 +1,4 @@
-"""What is said of an estimate: the lines below its verdict, and its table."""
+"""The lines and the table that commands print below a verdict."""
 
 from __future__ import annotations
 
@@ -6,63 +6,70 @@ from collections.abc import Mapping
 
 from wlb.job.memory.fit import fits
 from wlb.simulate.estimate import Estimate
-from wlb.simulate.search import PINNED
+from wlb.simulate.space import PINNED
 from wlb.simulate.verdict import BASELINE, PARTS, PER_DOCUMENT, Verdict
 from wlb.terminal import number_of
 
 _STACKS = {
-    BASELINE: "fixed-length packing, a window in each micro-batch, per-sequence head-tail sharding: torch, torchtitan, "
-    "the paper's baseline",
-    PER_DOCUMENT: "the same with per-document head-tail sharding: Megatron-Core, Transformer Engine",
+    BASELINE: "every micro-batch is one window, and documents are cut to fill it; cp ranks share each window as one "
+    "sequence (torch, torchtitan)",
+    PER_DOCUMENT: "the same packing, but cp ranks share each document (Megatron-Core, Transformer Engine)",
 }
 
 
 def about(found: Estimate) -> list[str]:
-    """Which job was simulated, what was assumed of it and for how many steps: what stands below a verdict."""
+    """The lines below a verdict: which job was simulated, for how many steps, and what was assumed."""
     question, verdict = found.question, found.verdict
     space, base = question.space, verdict.systems[verdict.base]
     passes = max(system.epochs for system in verdict.systems.values())
-    repeated = f"; {too_few(passes)}" if passes > 1 else ""
     fixed = dict(space.fixed)
-    each = "each system in its own fastest layout" + (f" of {listed(fixed)}" if fixed else "")
+    each = "each system in its own fastest layout" + (f" with {listed(fixed)}" if fixed else "")
     if fixed.keys() >= PINNED:
-        each = "all in the layout given"
+        each = "every system in the given layout"
     too_large = ", ".join(name for name, system in verdict.systems.items() if not fits(system.job))
     return [
-        f"{listed(question.priced_by)}, {number_of(space.gpus, 'GPU')}; {space.batch_tokens:,} tokens a step, "
-        f"{number_of(space.micro_batches, 'window')} of {space.context_window:,}",
+        f"simulated: {listed(question.priced_by)}, {number_of(space.gpus, 'GPU')}, {space.batch_tokens:,} tokens per "
+        f"step ({number_of(space.micro_batches, 'window')} of {space.context_window:,}); {each}; "
+        f"{number_of(base.steps, 'step')} per shuffle after {number_of(verdict.warm_up, 'warm-up step')}",
         *(["assumed: " + ", ".join(question.assumed)] if question.assumed else []),
         *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
         *(f"{name} is left out: {why}" for name, why in found.left_out.items()),
-        *([f"{too_large}: over the memory of these GPUs; the figures assume that they fit"] if too_large else []),
-        f"simulated, {each}: {number_of(base.steps, 'step')} in each of {len(verdict.draws)} draws of the documents, "
-        f"after {number_of(verdict.warm_up, 'warm-up step')}{repeated}",
+        *([f"{too_large}: does not fit the memory of these GPUs; the figures ignore that"] if too_large else []),
+        *([too_few(passes)] if passes > 1 else []),
     ]
 
 
 def too_few(passes: int) -> str:
-    """What to say where the documents do not fill the steps."""
+    """The line for a corpus that does not fill the steps."""
     often = "twice" if passes == 2 else f"{passes} times"
-    return f"the documents are too few for so many steps, so some were read {often}: other documents may differ by more"
+    return f"the corpus is too small for so many steps, so some documents were read {often}; a larger one may differ"
 
 
 def columns_of(verdict: Verdict) -> dict[str, list[str]]:
-    """The table of a verdict: what each system's time goes to, as shares of the base's, its speed, delay and layout."""
+    """The table of a verdict by column: where the time of each system goes, its speedup, delay and layout."""
     systems = verdict.systems
     parts = {name: verdict.parts(name) for name in systems}
     rows = {part: [_percent(parts[name][part]) for name in systems] for part in PARTS}
     rows["total"] = [_percent(sum(parts[name].values())) for name in systems]
-    rows["speed at equal work"] = [f"{verdict.speed(name):.2f}x" for name in systems]
+    rows["speedup"] = [f"{verdict.speed(name):.2f}x" for name in systems]
     spreads = {name: verdict.spread(name) for name in systems}
-    rows["range over the draws"] = [f"{low:.2f} to {high:.2f}" for low, high in spreads.values()]
-    rows["token delay, steps"] = [f"{verdict.token_delay(name):.2f}" for name in systems]
+    rows[f"range in {len(verdict.draws)} shuffles"] = [f"{low:.2f} to {high:.2f}" for low, high in spreads.values()]
+    delays = [verdict.token_delay(name) for name in systems]
+    if max(delays) >= 0.005:
+        rows["mean token delay, steps"] = [f"{delay:.2f}" for delay in delays]
     layouts = [system.job.layout for system in systems.values()]
     rows["tp, cp, pp, dp"] = [f"{one.tp}, {one.cp}, {one.pp}, {one.dp}" for one in layouts]
     if any(one.virtual_pp > 1 for one in layouts):
         rows["stages per pipeline rank"] = [f"{one.virtual_pp}" for one in layouts]
     rows["activation checkpointing"] = [system.job.activation_checkpointing for system in systems.values()]
     columns = zip(systems, zip(*rows.values(), strict=True), strict=True)
-    return {f"share of a step of {verdict.base}": [*rows]} | {name: [*cells] for name, cells in columns}
+    return {f"share of {verdict.base} time": [*rows]} | {name: [*cells] for name, cells in columns}
+
+
+def note_on(verdict: Verdict) -> str:
+    """The note below the table of a verdict."""
+    base = verdict.base
+    return f"speedup: time of {base} / time of this system for the same documents; shares are of the time of {base}"
 
 
 def _percent(share: float) -> str:

@@ -23,7 +23,7 @@ from wlb.simulate.verdict import BALANCED, BASELINE, Verdict
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that the report on ``lengths`` shows; all of it is simulated."""
+    """Everything that the report on ``lengths`` shows, all simulated."""
 
     lengths: NDArray[np.int64]
     found: Estimate
@@ -38,12 +38,12 @@ class Evidence:
 
     @property
     def shown(self) -> str:
-        """The system that is shown beside the baseline: the fastest, whether it is worth a change or not."""
+        """The system to show beside the baseline: the fastest, even if it is not worth a change."""
         return self.verdict.fastest if self.verdict.fastest != BASELINE else self.sharded
 
     @property
     def sharded(self) -> str:
-        """The system in whose job sharding is compared: ``balanced``, where that can run."""
+        """The system whose job compares sharding strategies: ``balanced`` if it can run."""
         return BALANCED if BALANCED in self.verdict.systems else self.verdict.base
 
     @cached_property
@@ -53,12 +53,12 @@ class Evidence:
 
     @cached_property
     def usual_steps(self) -> dict[str, Timeline]:
-        """Of the baseline, and of the systems sharded and shown, the step with the most usual seconds for its work."""
+        """The most typical step of the baseline and of the systems ``sharded`` and ``shown``."""
         return {name: usual_step(self.verdict, name, self.lengths) for name in {BASELINE, self.sharded, self.shown}}
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
-        """The heaviest micro-batch of a usual step by every strategy; none without context parallelism."""
+        """The heaviest micro-batch of a typical step under every strategy; empty without context parallelism."""
         job = self.systems[self.sharded].job
         if job.layout.cp == 1:
             return []
@@ -67,7 +67,7 @@ class Evidence:
 
 
 def usual_step(verdict: Verdict, system: str, lengths: NDArray[np.int64]) -> Timeline:
-    """The step of ``system`` with the most usual seconds for its work, planned again on documents of ``lengths``."""
+    """The step of ``system`` whose speed is closest to the mean, planned again on documents of ``lengths``."""
     result = verdict.systems[system]
     usual = int(np.abs(np.divide(result.step_seconds, result.step_work_seconds) - 1 / result.work_rate).argmin())
     return timeline(next(StepPlanner(result.job, lengths).plans(verdict.warm_up + usual)), result.job)

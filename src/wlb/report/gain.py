@@ -1,8 +1,8 @@
 """How much faster one series of steps is than another, and how sure that is.
 
-Steps are redrawn with replacement in blocks of neighbours (a moving-block bootstrap), as what one step leaves over is
-in the next; both series are redrawn at the same places, as their steps there hold nearly the same documents. The
-interval covers which documents happen to arrive. It says nothing about errors of the workload model or of machines.
+A moving-block bootstrap redraws steps with replacement in blocks of neighbours, because a document that one step leaves
+over is in the next. Both series are redrawn at the same places, where they hold nearly the same documents. The interval
+covers which documents happen to arrive. It does not cover errors of the workload model or of machines.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _COVERED = (2.5, 97.5)  # percentiles
 
 @dataclass(frozen=True)
 class Gain:
-    """What is done in a second of one series over another's, and the 95% interval of the bootstrap.
+    """The rate of one series over the rate of another, with the 95% interval of the bootstrap.
 
-    ``steps`` are those of the shorter series.
+    ``steps`` counts the steps of the shorter series.
     """
 
     factor: float
@@ -37,10 +37,10 @@ class Gain:
 def gain(
     before: ArrayLike, before_seconds: ArrayLike, after: ArrayLike, after_seconds: ArrayLike, *, seed: int = 0
 ) -> Gain:
-    """What ``after`` does in a second over what ``before`` does.
+    """The rate of ``after`` (work or tokens per second) over the rate of ``before``.
 
-    ``before`` and ``after`` are what each step does (work, or tokens), shape (steps,). The two may differ in length;
-    all steps count.
+    ``before`` and ``after`` have the work or tokens of each step, shape (steps,). They may differ in length; all steps
+    count.
     """
     series = [np.array(columns, np.float64) for columns in ((before, before_seconds), (after, after_seconds))]
     steps = min(columns.shape[1] for columns in series)
@@ -61,7 +61,7 @@ def _rate(columns: NDArray[np.float64]) -> float:
 
 
 def _redrawn_rates(columns: NDArray[np.float64], places: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Done over seconds of each draw; ``places`` (draws, at least as many as blocks) are where blocks begin, 0 to 1."""
+    """The rate of each draw; ``places``, shape (draws, blocks or more), are where blocks begin, from 0 to 1."""
     steps = columns.shape[1]
     block = _block_size(steps)
     ends = np.cumsum(np.concatenate([np.zeros((2, 1)), columns, columns[:, : block - 1]], axis=1), axis=1)

@@ -1,4 +1,4 @@
-"""The report on a training job: what its ranks measured, alone or beside an earlier job."""
+"""The report on a training job: what its ranks measured, alone or compared with an earlier job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE = "What this training job loses to imbalance"
 
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
-    """The HTML of a report on ``run``, compared with ``before`` if that is given."""
+    """The HTML of a report on ``run``, compared with ``before`` if given."""
     before = before and _told_apart(before, run)
     runs = [run] if before is None else [before, run]
     values = {"a step, mean": _seconds(run.mean("step_seconds"))}
@@ -27,7 +27,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     gained = []
     if before is not None:
         faster = gain_at_equal_work(before, run)
-        over = f"speed at equal work, over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
+        over = f"speedup over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
         values = {over: f"{faster.factor:.2f}x"} | values
         gained = [section("gain", "Gain", *_gain(before, run, faster))]
     covered = ", beside ".join(
@@ -53,7 +53,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
 
 
 def conclusion(run: TrainingRun, before: TrainingRun | None = None) -> str:
-    """In a sentence: what ``run`` loses, or how it compares with ``before``."""
+    """How much ``run`` loses, or how it compares with ``before``, in one sentence."""
     if before is None:
         return _verdict(run)
     return _compared(run, _told_apart(before, run), gain_at_equal_work(before, run))
@@ -69,29 +69,28 @@ def _verdict(run: TrainingRun) -> str:
 
 
 def _compared(run: TrainingRun, before: TrainingRun, faster: Gain) -> str:
-    names = f"{run.label} does {faster.factor:.2f} times the work of {before.label}"
     sure = "" if not faster.low <= 1 <= faster.high else ", which is within the noise of these steps"
-    return f"{names} in the same time{sure}."
+    return f"{run.label} does {faster.factor:.2f}x the model FLOPs per second of {before.label}{sure}."
 
 
 def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
-    """Model FLOPs in a second of each device: unlike tokens/s, they do not rise while documents are cut or wait."""
+    """Compare model FLOPs per second and device; unlike tokens/s, they do not rise if documents are cut or delayed."""
     return gain(before.work, before.columns["step_seconds"], run.work, run.columns["step_seconds"])
 
 
 def _gain(before: TrainingRun, run: TrainingRun, faster: Gain) -> list[Markup]:
     drawn = "Dot: measured; line: 95% of a moving-block bootstrap over steps."
-    caption = Caption("gain-chart", f"Speed at equal work over {before.name}", drawn)
+    caption = Caption("gain-chart", f"Speedup over {before.name}", drawn)
     return [
         intervals(caption, [(run.label, faster)], f"times {before.label}"),
         paragraph(
-            "Speed at equal work counts the model FLOPs of what was trained in a second of each device (model FLOPs "
-            f"utilisation). In tokens/s it is {run.tokens_per_second / before.tokens_per_second:.2f}x, which also "
-            "rises where documents are cut or still delayed."
+            "Speedup compares model FLOPs utilisation: the model FLOPs of the trained documents per second and device. "
+            f"Tokens/s rise {run.tokens_per_second / before.tokens_per_second:.2f}x, but they also rise where "
+            "documents are cut or still delayed."
         ),
         paragraph(
-            "The interval covers how much steps differ inside these two runs. It does not cover differences between "
-            "machines, or between one run and the next.",
+            "The interval covers the variation of steps inside these two runs. It does not cover differences between "
+            "machines or between runs.",
             class_="muted",
         ),
     ]
@@ -120,10 +119,10 @@ def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
 
 def _imbalance(runs: Sequence[TrainingRun]) -> Markup:
     return paragraph(
-        "Where a plan is uneven, what it predicts of the slowest rank is large too. Where only the measured value is "
-        "large, a machine is slow or the workload model does not fit: rank_seconds in steps.jsonl say which rank it "
-        "is, and training.calibrate plans by what is measured. On GPUs measured seconds include collectives inside a "
-        "forward or backward."
+        "If the plan is uneven, the predicted value is large too. If only the measured value is large, a machine is "
+        "slow or the workload model does not fit: rank_seconds in steps.jsonl shows which rank is slow, and "
+        "training.calibrate plans with measured costs. On GPUs measured seconds include the collectives inside a "
+        "forward or backward pass."
     )
 
 

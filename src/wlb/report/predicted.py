@@ -1,4 +1,4 @@
-"""The report on document lengths: what a job would lose today and what each remedy would give."""
+"""The report on document lengths: what a job loses to imbalance, and how much faster each preset runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from wlb.documents.lengths import what_was_read
-from wlb.report.answer import about, columns_of
+from wlb.report.answer import about, columns_of, note_on
 from wlb.report.evidence import Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram
@@ -21,7 +21,7 @@ from wlb.simulate.verdict import BASELINE, PARTS, Verdict
 
 TITLE = "What workload balancing gives this job"
 
-_THE_STEP = "Of each system the step whose seconds for its work are closest to the mean"
+_THE_STEP = "The step of each system that is closest to its mean speed"
 
 
 def predicted_report(evidence: Evidence, *, source: str) -> str:
@@ -30,9 +30,9 @@ def predicted_report(evidence: Evidence, *, source: str) -> str:
     before, after = evidence.systems[BASELINE], evidence.systems[name]
     low, high = judged.spread(name)
     values = {
-        f"speed at equal work, {name} over {BASELINE} ({low:.2f} to {high:.2f})": f"{judged.speed(name):.2f}x",
-        "slowest over mean GPU, compute of a step": f"{before.imbalance['gpus']:.2f} → {after.imbalance['gpus']:.2f}",
-        f"token delay of {name}, mean, in steps": f"{judged.token_delay(name):.2f}",
+        f"speedup of {name} over {BASELINE} ({low:.2f} to {high:.2f})": f"{judged.speed(name):.2f}x",
+        "compute of a step, slowest / mean GPU": f"{before.imbalance['gpus']:.2f} → {after.imbalance['gpus']:.2f}",
+        f"mean token delay of {name}, steps": f"{judged.token_delay(name):.2f}",
         f"tokens/s of {name}, all GPUs": f"{after.tokens_per_second:,.0f}",
     }
     read = what_was_read(source, evidence.lengths, before.job.context_window)
@@ -75,38 +75,38 @@ def _gain(evidence: Evidence) -> list[Markup]:
     judged, systems = evidence.verdict, evidence.systems
     caption = Caption(
         "gain-chart",
-        f"Speed at equal work over {BASELINE}",
-        f"Simulated. Dots: the median of {len(judged.draws)} draws of the documents; lines: the least and the most.",
+        f"Speedup over {BASELINE}",
+        f"Simulated. Dots: the median of {len(judged.draws)} shuffles of the documents. Lines: the lowest and highest.",
     )
     others = [
         (name, Gain(judged.speed(name), *judged.spread(name), judged.steps)) for name in systems if name != BASELINE
     ]
     return [
         intervals(caption, others, f"times {BASELINE}"),
-        table(columns_of(judged), f"Shares are of the time that {BASELINE} takes for the same work."),
+        table(columns_of(judged), note_on(judged)),
         paragraph(
-            "Speed at equal work: predicted seconds of work (W_a + W_l) of the documents trained, for each second of "
-            f"the job. Tokens/s also rises with work left undone: {BASELINE} cuts documents at the window and skips "
-            "part of their attention, and documents still delayed after the last step are not trained.",
+            "Speedup compares the predicted work (W_a + W_l) of the trained documents per second. Tokens/s misleads: "
+            f"{BASELINE} cuts documents at the window and skips part of their attention, and a system that delays "
+            "documents has not trained all of them after the last step.",
             class_="muted",
         ),
         paragraph(
-            "The spread is that of the order of documents. It does not cover errors of the workload model, "
-            "differences between machines, or what the simulation leaves out.",
+            "The range comes from the order of the documents. It does not cover errors of the workload model, "
+            "differences between machines, or effects that the simulator leaves out.",
             class_="muted",
         ),
     ]
 
 
 def where_chart(verdict: Verdict) -> Markup:
-    """What the time of each system goes to."""
+    """Where the time of each system goes."""
     parts = {name: verdict.parts(name) for name in verdict.systems}
     return bars(
         Caption(
             "where-chart",
             "Time for the same work, by cause",
-            f"Simulated, mean over steps, as shares of {BASELINE}'s step. Causes are added one after another to a job "
-            "without imbalance; 1 over the sum is the speed at equal work.",
+            f"Simulated, mean over steps, as shares of the time of {BASELINE}. The simulator adds one cause after "
+            "another to a job without imbalance. The speedup is 1 / sum.",
         ),
         [
             (name, [max(0.0, share) for share in shares.values()], f"{sum(shares.values()):.3f}")
@@ -114,7 +114,7 @@ def where_chart(verdict: Verdict) -> Markup:
         ],
         f"{BASELINE} = 1",
         parts=[*PARTS],
-        show=lambda value: f"{value:.1%} of {BASELINE}'s step",
+        show=lambda value: f"{value:.1%} of the time of {BASELINE}",
     )
 
 
@@ -122,7 +122,7 @@ def _ranks(evidence: Evidence) -> Markup:
     steps = {name: evidence.usual_steps[name] for name in (BASELINE, evidence.shown)}
     note = (
         f"{_THE_STEP}. Rows are pipeline ranks, columns context-parallel ranks within data-parallel ones; "
-        "tensor-parallel ranks are alike. Red GPUs are the slowest; blue ones are idle until those have finished."
+        "tensor-parallel ranks are alike. Red GPUs are the slowest; blue ones wait for them."
     )
     return heat_map(
         Caption("ranks-chart", "Compute of every GPU in one step", note),
@@ -134,8 +134,8 @@ def _ranks(evidence: Evidence) -> Markup:
 def step_chart(steps: Mapping[str, Timeline]) -> Markup:
     """One step of each system, on one clock."""
     note = (
-        f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only; of "
-        "level steps, in which every rank has its own micro-batches, the first ranks."
+        f"{_THE_STEP}; numbers are micro-batches. Large jobs show the slowest data-parallel rank only, or the first "
+        "ranks where every rank has its own micro-batches."
     )
     return pipeline_chart(
         Caption("pipeline-chart", "One step, before and after", note),
@@ -147,8 +147,8 @@ def _sharding(evidence: Evidence) -> Markup:
     if not evidence.shards:
         return paragraph("Without context parallelism (cp = 1) nothing is sharded.")
     note = (
-        "One micro-batch, the heaviest of the step above; the line is the mean rank. hybrid gives ranks with "
-        "less attention more tokens, so its bars may differ while its seconds do not."
+        "The heaviest micro-batch of the step above; the line is the mean rank. hybrid gives ranks with less attention "
+        "more tokens, so its bars may differ while the ranks take equally long."
     )
     return shard_chart(Caption("sharding-chart", "Attention of every context-parallel rank", note), evidence.shards)
 
@@ -157,4 +157,4 @@ def _config(evidence: Evidence) -> list[Markup]:
     found = evidence.found
     if not found.config:
         return [paragraph("Keep what you have: no preset gains enough here to be worth a change.")]
-    return [paragraph("With this, wlb simulate and wlb train --dry-run give the same speed."), code(found.config)]
+    return [paragraph("wlb simulate and wlb train --dry-run report the same speedup for it."), code(found.config)]

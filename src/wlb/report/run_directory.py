@@ -1,4 +1,4 @@
-"""What a training job wrote about itself into ``steps.jsonl`` of its ``metrics.dir``."""
+"""The measured steps of a training job, read from ``steps.jsonl`` in its ``metrics.dir``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _KINDS = ("predicted", "measured")
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Measured steps of a job, without the first of the file, in which it warms up, where there are others.
+    """The measured steps of a job without the first one, which warms up (unless it is the only one).
 
-    Every mean of a run is over all of these steps. ``columns`` holds arrays of shape (steps,) by the names of
-    steps.jsonl, those of ``slowest_rank`` as "predicted" and "measured".
+    Every mean of a run covers all of these steps. ``columns`` has an array of shape (steps,) per name of steps.jsonl;
+    the values of ``slowest_rank`` are "predicted" and "measured".
     """
 
     name: str
@@ -33,7 +33,7 @@ class TrainingRun:
 
     @property
     def label(self) -> str:
-        """The name, as far as it fits beside a bar."""
+        """The name, cut to fit beside a bar."""
         return self.name if len(self.name) <= _LONGEST_LABEL else self.name[: _LONGEST_LABEL - 1] + "…"
 
     @property
@@ -42,12 +42,12 @@ class TrainingRun:
 
     @property
     def work(self) -> NDArray[np.float64]:
-        """The model FLOPs of each step, as seconds of all devices at their peak."""
+        """The model FLOPs of each step, in seconds of all devices at peak."""
         return self.columns["mfu"] * self.columns["step_seconds"]
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs utilisation over all steps: work in a second."""
+        """Model FLOPs utilisation over all steps."""
         return float(self.work.sum() / self.columns["step_seconds"].sum())
 
     @property
@@ -59,7 +59,7 @@ class TrainingRun:
 
 
 def read_run(path: Path) -> TrainingRun:
-    """Read a job's ``metrics.dir``. Raises ``UserError`` for what is missing or was not written by a job."""
+    """Read the ``metrics.dir`` of a job. Raises ``UserError`` for a missing file, or one that no job wrote."""
     rows = _read_steps(path / STEPS)
     rows = rows[1:] or rows
     return TrainingRun(path.name or str(path), {name: np.array([row[name] for row in rows]) for name in rows[0]})

@@ -1,4 +1,4 @@
-"""When every GPU of a simulated step does what."""
+"""What every GPU of a simulated step does, and when."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Timeline:
-    """The operations of a step on every rank; seconds after the step's start.
+    """The operations of a step on every rank, in seconds from the start of the step.
 
-    A context-parallel group runs an operation from ``starts`` to ``ends``, of which each rank computes for
-    ``compute`` seconds; in the rest it communicates and waits for the others. Of a level step, operations are those of
-    the ranks that the micro-batch names. After its last operation a pipeline rank waits for its data-parallel peers,
-    reduces gradients and updates weights.
+    A context-parallel group runs an operation from ``starts`` to ``ends``. Each rank computes for ``compute`` seconds,
+    then communicates and waits for the others. In a level step only the ranks that a micro-batch names run its
+    operations. After its last operation a pipeline rank waits for its data-parallel peers, reduces gradients and
+    updates weights.
     """
 
     job: Job
@@ -39,19 +39,19 @@ class Timeline:
 
     @property
     def groups(self) -> list[tuple[int, int]]:
-        """The (dp, cp) ranks that differ in what they run: one of each group in lock step, or all of a level step."""
+        """The (dp, cp) ranks that run different operations: one per group in lock step, or all of a level step."""
         own = self.job.layout.cp if self.job.levels_steps else 1
         return [(dp, cp) for dp in range(self.job.layout.dp) for cp in range(own)]
 
     def operations_of(self, dp: int, cp: int) -> list[int]:
-        """The places in ``operations`` of those that a rank runs."""
+        """The indices in ``operations`` that a rank runs."""
         named = [micro_batch.ranks for micro_batch in self.plan.ranks[dp]]
         ranks = [named[operation.micro_batch] for operation in self.operations]
         return [index for index, members in enumerate(ranks) if not members or cp in members]
 
 
 def timeline(plan: StepPlan, job: Job) -> Timeline:
-    """The timeline of one step, dealt to the job's data-parallel ranks already."""
+    """The timeline of one step that is already dealt to the data-parallel ranks of ``job``."""
     steps = simulate_step(plan, job)
     times, (forward, backward) = steps.pipelines, steps.computing
     weights = 0.0 if steps.weights is None else steps.weights[..., None]

@@ -1,10 +1,9 @@
-"""A simulated step as a trace for Perfetto (ui.perfetto.dev) or Chrome's tracing page, of one system or several.
+"""A simulated step of one or several systems as a trace for Perfetto (ui.perfetto.dev) or the tracing page of Chrome.
 
-The file is JSON of the Trace Event Format: a process for each data-parallel rank of a system, in it a thread for each
-pipeline and context-parallel rank, and on that an event for each operation, named by phase and micro-batch. Inside an
-operation the part that a rank waits or communicates is an event of its own; what lies between operations is the
-pipeline's bubble.
-Tensor-parallel ranks run alike and share a thread.
+The file is JSON of the Trace Event Format. It has a process for each data-parallel rank of a system, a thread for each
+pipeline and context-parallel rank, and an event for each operation, named by phase and micro-batch. Inside an operation
+waiting and communication are an event of their own; the gaps between operations are pipeline bubbles. Tensor-parallel
+ranks run alike and share a thread.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from wlb.report.timeline import Timeline
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
 
-MOST_TRACKS = 256  # that are drawn unless ranks are named
+MOST_TRACKS = 256  # drawn, unless the caller names ranks
 _MICROSECONDS = 1e6
-_SHORTEST_SECONDS = 1e-9  # what is shorter is rounding
+_SHORTEST_SECONDS = 1e-9  # anything shorter is rounding
 
 
 def write_trace(
@@ -32,12 +31,11 @@ def write_trace(
     dp_ranks: Sequence[int] | None = None,
     cp_ranks: Sequence[int] | None = None,
 ) -> int:
-    """Write ``line`` to ``path``, of all ranks or of those named; returns the number of tracks.
+    """Write ``line`` to ``path`` for all ranks, or the given ones; returns the number of tracks.
 
-    Steps of several systems, by name, stand one below the other, from the same time. Of a job with over
-    ``MOST_TRACKS`` tracks only the slowest data-parallel rank is drawn, and if that is still too
-    many, its first context-parallel ranks. Raises ``UserError`` for ranks that do not exist and a file that cannot be
-    written.
+    Steps of several systems, by name, stand below each other and start at the same time. A job with over
+    ``MOST_TRACKS`` tracks shows the slowest data-parallel rank only, and of that its first context-parallel ranks if
+    there are still too many. Raises ``UserError`` for ranks that do not exist and a file that cannot be written.
     """
     lines = {"": line} if isinstance(line, Timeline) else line
     events: list[dict[str, Any]] = []
@@ -66,7 +64,7 @@ def write_trace(
 def _chosen(
     layout: Layout, slowest: int, dp_ranks: Sequence[int] | None, cp_ranks: Sequence[int] | None
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """The data- and the context-parallel ranks that are drawn."""
+    """The data-parallel and context-parallel ranks to draw."""
     if dp_ranks is None:
         dp_ranks = range(layout.dp) if layout.pp * layout.dp_cp <= MOST_TRACKS else [slowest]
     if cp_ranks is None:

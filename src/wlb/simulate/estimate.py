@@ -1,8 +1,8 @@
-"""What ``wlb check``, ``report``, ``serve`` and ``simulate --search`` answer: how much faster each preset runs a job.
+"""How much faster each preset runs a job: the answer of ``wlb check``, ``report`` and ``simulate --search``.
 
-A ``Question`` says which job: model, GPUs, window, global batch, and the layout where that is given. ``estimate``
-finds the fastest layout of every preset (``wlb.simulate.search``), simulates them on the same documents
-(``wlb.simulate.verdict``), and gives the configuration of the winner, with which every command says the same.
+A ``Question`` describes the job: model, GPUs, window, global batch, and the layout if it is given. ``estimate`` finds
+the fastest layout of every preset (``wlb.simulate.search``), simulates all on the same documents
+(``wlb.simulate.verdict``) and returns the verdict with the configuration of the winner.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +36,8 @@ from wlb.schedules.layout import Layout
 from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
-from wlb.simulate.search import BATCH_TOKENS, SearchResult, SearchSpace, fastest_layout, layout_of, search_space
+from wlb.simulate.search import SearchResult, fastest_layout, layout_of
+from wlb.simulate.space import BATCH_TOKENS, PINNED, SearchSpace, search_space
 from wlb.simulate.verdict import (
     BALANCED,
     BASELINE,
@@ -52,16 +54,16 @@ from wlb.workload.profile import WorkloadProfile
 
 T = TypeVar("T")
 
-_VOCABULARY_MULTIPLE = 128  # so that tensor-parallel ranks have equally many rows
+_VOCABULARY_MULTIPLE = 128  # tensor-parallel ranks get equally many rows
 CONFIGURED = "as configured"
-CHECKED = (BASELINE, PER_DOCUMENT, BALANCED)  # presets: what stacks do today, and ours
+CHECKED = (BASELINE, PER_DOCUMENT, BALANCED)  # two that stacks use today, and ours
 
 
 @dataclass(frozen=True)
 class Question:
-    """A job: its ``space``, of which a layout may be fixed; what it is ``priced_by``, and what was ``assumed`` of it.
+    """A job: the ``space`` of its layouts, the model and hardware that price it, and the defaults that were assumed.
 
-    ``model`` is its name in a configuration.
+    ``model`` is the name to write in a configuration.
     """
 
     space: SearchSpace
@@ -91,10 +93,10 @@ def question_of(
     source: str | None = None,
     assumed: Sequence[str] = (),
 ) -> Question:
-    """The job on documents of ``lengths`` tokens; what is assumed of window and global batch, the question says.
+    """The job on documents of ``lengths`` tokens, with defaults for the window and the global batch.
 
-    ``source`` may be a token store, whose vocabulary the model holds. Of a measured ``profile`` ``hardware`` says the
-    links. Raises ``UserError`` for what no job can have.
+    If ``source`` is a token store, the model gets at least its vocabulary. With a measured ``profile``, ``hardware``
+    gives the links only. Raises ``UserError`` for values that no job can have.
     """
     assumed, fixed = [*assumed], dict(fixed or {})
     if context_window is None:
@@ -102,32 +104,41 @@ def question_of(
         assumed.append(described_window(context_window, lengths))
     if batch_tokens is None:
         batch_tokens, why = _assumed_batch(lengths, context_window, fixed)
-        assumed.append(f"{batch_tokens:,} tokens a step{why} (--batch-tokens)")
+        assumed.append(f"--batch-tokens {batch_tokens}{why}")
     shape = model_shape(model) if profile is None else profile.model
     stored = stored_vocab_size(source) if source is not None and names_store(source) else None
     if stored is not None and stored > shape.vocab_size:
         shape = replace(shape, vocab_size=-(-stored // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE)
     space = search_space(shape, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, fixed=fixed)
-    if space.layout is not None:
-        _check_given(space, space.layout)
+    _check_given(space)
     priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
     return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile)
 
 
 def _assumed_batch(lengths: NDArray[np.int64], window: int, fixed: Mapping[str, Any]) -> tuple[int, str]:
-    """4M tokens, or what every rank of a layout that is given needs; halved while the documents do not fill it."""
+    """4M tokens, or what every rank of a given layout needs; halved until the documents fill it."""
     least = fixed.get("dp", 1) * fixed.get("pp", 1)
     windows, tokens, why = max(least, BATCH_TOKENS // window // least * least), int(lengths.sum()), ""
     while windows % (2 * least) == 0 and windows * window > tokens:
-        windows, why = windows // 2, f", as the documents have {tokens:,}"
+        windows, why = windows // 2, f" (the documents have {tokens:,})"
     return windows * window, why
 
 
-def _check_given(space: SearchSpace, layout: Layout) -> None:
-    """Raise ``UserError`` where the layout that is given has other GPUs, or cannot run the global batch."""
-    windows, least = space.micro_batches, layout.dp * layout.pp
+def _check_given(space: SearchSpace) -> None:
+    """Raise ``UserError`` where the given sizes do not divide the GPUs, or their layout cannot run the global batch."""
+    given = {name: int(size) for name, size in space.fixed if name in PINNED}
+    together, layout = prod(given.values()), space.layout
+    sizes = " x ".join(f"--{name} {size}" for name, size in given.items()) + f" = {together}" * (len(given) > 1)
+    if space.gpus % together:
+        raise UserError(
+            f"--gpus {space.gpus} is no multiple of {sizes}; change one of the sizes, or give "
+            f"--gpus {together * max(1, space.gpus // together)}"
+        )
+    if layout is None:
+        return
     if layout.world_size != space.gpus:
-        raise UserError(f"--gpus {space.gpus} is not dp x pp x cp x tp = {layout.world_size}; leave one of them out")
+        raise UserError(f"--gpus {space.gpus} contradicts {sizes}; leave out --gpus, or one of the sizes")
+    windows, least = space.micro_batches, layout.dp * layout.pp
     if windows % layout.dp:
         raise UserError(
             f"a global batch of {windows} windows cannot be dealt evenly to --dp {layout.dp} ranks; give a "
@@ -142,10 +153,9 @@ def _check_given(space: SearchSpace, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The verdict on a job, the layouts that were nearest to each system's fastest, and the winner's configuration.
+    """The verdict on a job, the fastest layouts of each system, and the configuration of the winner.
 
-    ``left_out`` says why a preset cannot run the job. ``config`` is TOML, and empty where nothing gains enough to
-    change anything.
+    ``left_out`` says why a preset cannot run the job. ``config`` is TOML, or empty if nothing gains enough.
     """
 
     question: Question
@@ -156,7 +166,7 @@ class Estimate:
 
     @property
     def gpu_hours_a_day(self) -> float:
-        """Those that the winner saves."""
+        """GPU-hours that the winner saves per day."""
         return 24 * self.question.space.gpus * (1 - 1 / self.verdict.speed(self.verdict.winner))
 
     def to_json(self) -> dict[str, Any]:
@@ -177,10 +187,10 @@ def estimate(
     source: str,
     on_progress: Progress = lambda system, steps: None,
 ) -> Estimate:
-    """``presets`` on documents of ``lengths`` tokens, each in its fastest layout, or all in the one that is fixed.
+    """Compare ``presets`` on documents of ``lengths`` tokens, each in its fastest layout, or all in the fixed one.
 
-    The configuration is for the documents of ``source``. Raises ``UserError`` for an unknown preset, where the
-    documents do not fill one step, and where plain-4d, or none of ``presets``, has a layout.
+    The configuration names the documents of ``source``. Raises ``UserError`` for an unknown preset, if the documents
+    do not fill one step, and if plain-4d, or all of ``presets``, have no layout.
     """
     for preset in presets:
         preset_sections(preset, {})
@@ -220,9 +230,9 @@ def judge_config(
     *,
     on_progress: Progress = lambda system, steps: None,
 ) -> Verdict:
-    """``job``, which is that of ``config``, beside ``presets`` in its layout, plain-4d in that of ``[baseline]``.
+    """Compare ``job`` of ``config`` with ``presets`` in its layout, and with plain-4d in the layout of ``[baseline]``.
 
-    It says of a configuration that ``estimate`` recommends what that says. Raises ``UserError`` where the documents do
+    A configuration that ``estimate`` recommends gets the same verdict here. Raises ``UserError`` if the documents do
     not fill one step.
     """
     check_documents(job, lengths, steps or 1)
@@ -261,7 +271,7 @@ def _explained(
     simulated: Callable[[Job], Sequence[SimulationResult]],
     moved: Callable[[str], Job],
 ) -> Verdict:
-    """The verdict; a winner in another layout than the base's is simulated there too: ``moved`` gives that job."""
+    """The verdict; a winner in another layout is simulated in the layout of the base too (the job ``moved``)."""
     verdict = verdict_of(of_draws)
     base, winner = (of_draws[name][0].job for name in (verdict.base, verdict.winner))
     if layout_of(base) == layout_of(winner):
@@ -278,9 +288,9 @@ def _searched(question: Question, lengths: NDArray[np.int64], preset: str) -> Se
 
 
 def _each(function: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
-    """``function`` of each of ``names``, every other one in a forked process, as the dearest presets come last.
+    """Call ``function`` on each of ``names``, every other one in a forked process: the most expensive come last.
 
-    All are done here where there is one core, off Linux, and in a daemon, which may have no processes of its own.
+    Everything runs in this process with one core, outside Linux, and in a daemon, which may not start processes.
     """
     own, others = names[::2], names[1::2]
     if not others or sys.platform != "linux" or usable_cores() < 2 or current_process().daemon:
@@ -294,7 +304,7 @@ def _each(function: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
         results = {name: function(name) for name in own}
         try:
             results |= zip(others, receiver.recv(), strict=True)
-        except (EOFError, OSError):  # it failed, as it will here, or was killed, perhaps for memory
+        except (EOFError, OSError):  # it failed, and will fail here too, or was killed, perhaps for memory
             results |= {name: function(name) for name in others}
     finally:
         process.kill()
@@ -309,9 +319,9 @@ def _send_each(sender: Connection, function: Callable[[str], object], names: Seq
 
 
 def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
-    """The job of ``preset`` as TOML, nothing in it left "auto", and the layout of the ``base`` to compare it with.
+    """The job of ``preset`` as TOML without any "auto", and the layout of the ``base`` to compare it with.
 
-    ``source`` is the token store to train on; where it is none, a placeholder stands for it.
+    ``source`` is the token store to train on; for other sources the TOML has a placeholder.
     """
     store = source if names_store(source) else None
     packing: dict[str, Any] = {"micro_batches": job.packing.micro_batches}
@@ -335,8 +345,8 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
     }
     if layout_of(job) != layout_of(base) or job.activation_checkpointing != base.activation_checkpointing:
         sections["baseline"] = _written(base) | {"activation_checkpointing": base.activation_checkpointing}
-    remark = "" if store else "; name your token store in data.store (wlb prepare)"
-    return to_toml({"preset": preset}, sections, f"For documents as in {source}{remark}.")
+    remark = "" if store else " Set data.store to your token store, which wlb prepare makes."
+    return to_toml({"preset": preset}, sections, f"Computed for the documents of {source}.{remark}")
 
 
 def _written(job: Job) -> dict[str, Any]:
@@ -345,7 +355,7 @@ def _written(job: Job) -> dict[str, Any]:
 
 
 def _measured_name(profile: WorkloadProfile) -> str:
-    """The name of the model that was measured."""
+    """The name of the measured model."""
     measured = replace(profile.model, vocab_size=1)
     names = (name for name, shape in MODEL_SHAPES.items() if replace(shape, vocab_size=1) == measured)
     return next(names, "MODEL OF THE PROFILE")

@@ -1,19 +1,19 @@
-"""The fastest layout of a preset: the one search of ``check``, ``simulate --search``, ``serve``, ``report`` and rivals.
+"""The search for the fastest layout of a preset, which ``check``, ``simulate --search``, ``report`` and rivals share.
 
-A preset is rated itself, in every layout that fits the memory: all tp inside a node, cp, pp and dp, one, two or four
-stages a pipeline rank, and every kind of activation checkpointing. No other preset stands in for it, as each has its
-own fastest layout: what costs one little may be all that another loses.
+The search simulates the preset itself in every layout that fits the memory: all tp inside a node, cp, pp and dp, one,
+two or four stages per pipeline rank, and every kind of activation checkpointing. Each preset has its own fastest
+layout, because a cost that hardly matters to one may be the main loss of another.
 
-Layouts are tried in the order of a bound that no plan can beat (``least_seconds``), until that falls behind what was
-found. The nearest ones are then rated over more steps, and the last few over other draws of the documents: a draw is
-another order of the corpus, that of the next seed. The mean of the draws decides, as a few steps of a layout that
-balances badly may be lucky ones. Speed is at equal work, priced for all by a single GPU.
+Layouts are tried in the order of a lower bound on their time (``least_seconds``), until the bound is worse than the
+best result. The best layouts are then rated over more steps, and the last few over other draws of the documents: a
+draw is a shuffle of the corpus with the next seed. The mean of the draws decides, because a layout that balances badly
+may be lucky in a few steps. All rates count the same work, priced on a single GPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from statistics import fmean
@@ -27,74 +27,37 @@ from wlb.errors import UserError
 from wlb.job.config import PackingConfig
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor
-from wlb.job.memory.step import gib
 from wlb.job.planner import StepPlanner
 from wlb.schedules.layout import Layout
-from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.decide import blocks_and_head, decide, with_stages
 from wlb.simulate.job import preset_sections, simulated_job
+from wlb.simulate.no_layout import no_division, no_memory
 from wlb.simulate.rate import rate
-from wlb.terminal import number_of
-from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload, model_shape
+from wlb.simulate.space import BATCH_TOKENS as BATCH_TOKENS
+from wlb.simulate.space import SearchSpace as SearchSpace
+from wlb.simulate.space import search_space as search_space
 from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.phases import segment_seconds
 
 DRAWS = 3
-BATCH_TOKENS = 2**22  # of a step, where nobody says
-# Layouts are rated on steps of so many windows, then those that are near the fastest on more of them, at most _STEPS
-# steps, and in the end those not _NEARER slower than the best so far on the other draws too. A rate is less certain
-# the fewer windows it is of: in _CERTAIN windows those within _NEAR are near, in fewer those within up to _FARTHEST.
+# Layouts are first rated on _FIRST_WINDOWS windows, those near the fastest again on _WINDOWS, in at most _STEPS steps.
+# In the end those within _NEARER of the best are rated on the other draws too. Fewer windows make a rate less certain:
+# from _CERTAIN windows on "near" means within _NEAR, with fewer windows within up to _FARTHEST.
 _FIRST_WINDOWS, _WINDOWS = 16, 256
 _STEPS = 4
 _NEAR, _FARTHEST, _NEARER = 0.1, 0.15, 0.03
 _CERTAIN = 64
-_POOLS_NEAR = 0.01  # whose choices are many, and dear to simulate
-_WARM_UP = 4  # steps that are planned before those that count, where documents wait; not when layouts are first rated
+_POOLS_NEAR = 0.01  # pools have many choices, and are expensive to simulate
+_WARM_UP = 4  # steps planned before the counted ones if documents may wait; none when layouts are first rated
 _LARGEST_TP = 32
 _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4)
-PINNED = {"tp", "cp", "pp", "dp"}  # sizes that leave one layout
 
 Adapt = Callable[[Job], Job]
 
 
-@dataclass(frozen=True)
-class SearchSpace:
-    """What is given: how many GPUs of which kind, and what they train.
-
-    ``micro_batches`` is the global batch in context windows. Only layouts that have the ``fixed`` sizes (fields of
-    ``Layout``) are tried.
-    """
-
-    gpus: int
-    shape: ModelShape
-    hardware: Hardware
-    context_window: int
-    micro_batches: int
-    fixed: tuple[tuple[str, int | str], ...] = ()
-
-    @property
-    def layout(self) -> Layout | None:
-        """The only layout, where its sizes are fixed."""
-        fixed: dict[str, Any] = dict(self.fixed)
-        return Layout(**fixed) if fixed.keys() >= PINNED else None
-
-    @property
-    def batch_tokens(self) -> int:
-        return self.micro_batches * self.context_window
-
-    def fixed_to(self, layout: Layout) -> SearchSpace:
-        """The same with ``layout`` only."""
-        return replace(self, fixed=tuple(vars(layout).items()))
-
-    @property
-    def work_prices(self) -> Costs:
-        """What a document's work is worth, for all that is compared alike: W_a + W_l of a single GPU."""
-        return make_workload(self.shape, self.hardware)
-
-
 class Rated(NamedTuple):
-    """A job with nothing left "auto", and the seconds of work that it does in a second: the mean of the draws."""
+    """A job without any "auto", and how many seconds of work it does per second: the mean of the draws."""
 
     job: Job
     work_rate: float
@@ -102,7 +65,7 @@ class Rated(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The layouts that were nearest to the fastest, which is the first; of how many that fit the memory."""
+    """The fastest layouts, best first, and how many layouts fit the memory."""
 
     ranking: list[Rated]
     layouts: int
@@ -112,47 +75,17 @@ class SearchResult:
         return self.ranking[0].job
 
 
-def search_space(
-    model: str | ModelShape,
-    gpus: int,
-    context_window: int,
-    *,
-    hardware: str | Hardware = "h100",
-    batch_tokens: int = BATCH_TOKENS,
-    fixed: Mapping[str, int | str] | None = None,
-) -> SearchSpace:
-    """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
-    if gpus < 1:
-        raise UserError(f"gpus = {gpus} is below 1; raise it")
-    micro_batches = batch_tokens // context_window
-    if micro_batches < 1:
-        raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")
-    if micro_batches > MOST_MICRO_BATCHES:
-        raise UserError(
-            f"a global batch of {batch_tokens} tokens holds {micro_batches} windows of {context_window}, over "
-            f"{MOST_MICRO_BATCHES}; lower it"
-        )
-    return SearchSpace(
-        gpus,
-        model_shape(model) if isinstance(model, str) else model,
-        hardware_preset(hardware) if isinstance(hardware, str) else hardware,
-        context_window,
-        micro_batches,
-        tuple((fixed or {}).items()),
-    )
-
-
 def fastest_layout(
     space: SearchSpace, lengths: DocumentLengths, preset: str, *, adapt: Adapt = lambda job: job, draws: int = DRAWS
 ) -> SearchResult:
-    """``preset`` in the layouts in which it is fastest on documents of ``lengths``; ``adapt`` completes each job.
+    """The fastest layouts of ``preset`` on documents of ``lengths``; ``adapt`` completes each job.
 
-    Raises ``UserError`` where no layout fits the memory, or none can run the global batch. Of a layout that is fixed
-    the job that comes nearest to fitting is returned, as whoever fixed it wants to know what it would do.
+    Raises ``UserError`` if no layout fits the memory, or none can run the global batch. If the layout is fixed and does
+    not fit, the job that comes closest is returned, because the caller wants to know what it would do.
     """
     untried = [with_stages(adapt(job), lengths) for job in _jobs(space, preset)]
     if not untried:
-        raise _no_layout(space)
+        raise no_division(space, _LARGEST_TP, _LARGEST_PP, lambda other: any(_jobs(other, preset)))
     segments, prices = _segments(untried[0], lengths), untried[0].work_prices
     work = float(segment_seconds(prices, segments).sum())
     bounded = sorted(((work / least_seconds(job, segments), job) for job in untried), key=lambda pair: -pair[0])
@@ -178,7 +111,7 @@ def fastest_layout(
             if least.pools is None:
                 least = least.with_length_factor(least.least_length_factor)
             return SearchResult([Rated(decide(least, lengths), 0.0)], 0)
-        raise _no_layout(space, too_large=len(untried))
+        raise no_memory(space, len(untried), _has_room)
     nearest = [one for one in found if one.work_rate >= (1 - near) * found[0].work_rate]
     if more > first or any(_warm_up(one.job) for one in nearest):
         nearest = [_rated(one.job, lengths, more, prices, _warm_up(one.job)) for one in nearest]
@@ -193,15 +126,15 @@ def fastest_layout(
 
 
 def drawn(job: Job, draw: int) -> Job:
-    """``job`` on another draw of its documents: in the order of a later seed."""
+    """``job`` on another draw of its documents: shuffled with a later seed."""
     return replace(job, data=job.data.model_copy(update={"seed": job.data.seed + draw}))
 
 
 def least_seconds(job: Job, segments: NDArray[np.int64]) -> float:
-    """What ``job`` takes for ``segments`` at least, in however many steps, however they are packed and sharded.
+    """A lower bound on the seconds that ``job`` takes for ``segments``, however they are packed and sharded.
 
-    Its busiest pipeline rank computes its share of all of them, as if in one micro-batch and spread evenly over dp and
-    cp, exchanging and waiting for nothing.
+    The busiest pipeline rank computes its share of all segments, spread evenly over dp and cp, without communication
+    or waiting.
     """
     blocks, head = blocks_and_head(job, segments[:, 2])
     share = [job.stage_shares[mine].sum() for mine in job.layout.rank_stages]
@@ -218,12 +151,12 @@ def layout_of(job: Job) -> str:
 
 
 def meshes(space: SearchSpace) -> Iterator[Layout]:
-    """All tp that divide a node, and all cp and pp, that divide the GPUs; dp is the rest of them.
+    """All tp that divide a node and the GPUs, with all cp and pp that divide the GPUs; dp is the rest.
 
-    A pipeline comes with one, two and four stages a rank. Whether a model, or a global batch, can be cut that way is
-    not asked.
+    Pipelines have one, two or four stages per rank. Nothing checks whether a model or a global batch can be cut so.
     """
-    sizes = [size for size in range(1, space.gpus + 1) if space.gpus % size == 0]
+    small = [size for size in range(1, math.isqrt(space.gpus) + 1) if space.gpus % size == 0]
+    sizes = sorted({*small, *(space.gpus // size for size in small)})
     tps = [tp for tp in sizes if tp <= _LARGEST_TP and space.hardware.node_size % tp == 0]
     for tp, cp, pp in product(tps, sizes, [pp for pp in sizes if pp <= _LARGEST_PP]):
         dp, rest = divmod(space.gpus, tp * cp * pp)
@@ -236,7 +169,7 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
 
 
 def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
-    """Those to try. In pools cp is the least size of a pool, so without it all sizes are tried in one layout."""
+    """The layouts to try. With pools, cp is the smallest pool size, so one layout with cp 1 covers all sizes."""
     fixed = dict(space.fixed)
     if space.layout is not None:
         yield space.layout
@@ -244,7 +177,7 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     if pooled and not {"cp", "dp"} & fixed.keys():
         fixed["cp"] = 1
     for layout in meshes(space):
-        held = space.shape.kv_heads % layout.tp == 0  # no head on several ranks, which not every trainer can
+        held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
             yield layout
 
@@ -263,9 +196,9 @@ def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
 
 
 def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int, **packing: int) -> Job | None:
-    """The job of ``system`` on one of ``meshes``, with so many micro-batches a rank; None where it cannot be so.
+    """The job of ``system`` in one of ``meshes``, with ``micro_batches`` per rank; None if it cannot run.
 
-    Of a layout that was given the ``UserError`` says why.
+    Raises ``UserError`` instead if the layout was given.
     """
     given: dict[str, Any] = {"hardware": space.hardware, "packing": packing, "micro_batches": micro_batches} | vars(
         layout
@@ -279,9 +212,9 @@ def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int, 
 
 
 def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | None:
-    """``job`` decided, with its L_max or the largest below it that fits the memory; None where it does not fit.
+    """``job`` with everything decided, and with the largest L_max up to its own that fits; None if none fits.
 
-    Pools that do not fit, or work at less than ``least_rate``, are not looked at.
+    Pools that do not fit, or are slower than ``least_rate``, are skipped.
     """
     if job.pools is None and job.packing.reads("max_length_factor"):
         room = largest_factor(job)
@@ -293,10 +226,21 @@ def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | Non
     return decided if fits(decided) else None
 
 
+def _has_room(space: SearchSpace) -> bool:
+    """Whether micro-batches of one window fit the memory, of plain-4d in the layouts that need the least."""
+    jobs = [
+        job
+        for job in _jobs(space, "plain-4d")
+        if job.activation_checkpointing == "full" and job.layout.virtual_pp == dict(space.fixed).get("virtual_pp", 1)
+    ]
+    most = max((job.layout.tp for job in jobs), default=1)
+    return any(fits(job) for job in jobs if job.layout.tp == most)
+
+
 def _segments(job: Job, lengths: DocumentLengths) -> NDArray[np.int64]:
-    """What the first steps of ``job`` train: the same in every layout, but for documents that wait."""
+    """The segments of the first steps of ``job``: the same in every layout, except for delayed documents."""
     packing = job.packing
-    if job.pools is not None:  # in which no document is cut or waits, as in other packing by the global batch
+    if job.pools is not None:  # pools neither cut nor delay documents, like other packing by the global batch
         packing = PackingConfig().changed(method="fixed_greedy", window=1, micro_batches=job.global_batch)
     alone = replace(job, layout=Layout(), packing=packing)
     plans = StepPlanner(alone, lengths).plans(_warm_up(alone))
@@ -309,19 +253,3 @@ def _rated(job: Job, lengths: DocumentLengths, steps: int, prices: DocumentPrice
 
 def _warm_up(job: Job) -> int:
     return _WARM_UP if job.packing.max_delay else 0
-
-
-def _no_layout(space: SearchSpace, too_large: int = 0) -> UserError:
-    fixed = "".join(f", {name} = {size}" for name, size in space.fixed)
-    gpus = number_of(space.gpus, "GPU")
-    batch = f"a global batch of {space.micro_batches} windows of {space.context_window} tokens"
-    if too_large:
-        return UserError(
-            f"no layout of {gpus} with {gib(space.hardware.memory_bytes)} GiB each{fixed} fits this model "
-            f"and window of {space.context_window} tokens ({too_large} tried); give more GPUs or a shorter window"
-        )
-    return UserError(
-        f"no layout of {gpus}{fixed} divides {batch}: tp, cp and pp must suit the model, tp divide a node of "
-        f"{space.hardware.node_size}, pp be at most {_LARGEST_PP}, and dp divides the windows "
-        "and leaves each rank at least pp of them; give another number of GPUs or another --batch-tokens"
-    )

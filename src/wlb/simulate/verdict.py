@@ -1,10 +1,9 @@
-"""What a job loses to imbalance, and how much faster each preset runs it: one answer for every command that is asked.
+"""What a job loses to imbalance, and how much faster each preset runs it: one answer for all commands.
 
-``wlb check``, ``simulate``, ``report`` and ``serve`` all judge by a ``Verdict`` that ``wlb.simulate.estimate`` makes,
-so the same jobs and documents have the same figures everywhere. Every system trains the same documents, in several
-draws: orders of the corpus. A figure is the median of the draws, with its spread. Warm-up steps do not count: at first,
-under a preset that delays documents, more begin to wait than come back. From then on as many wait at the end as at the
-beginning, so no preset looks fast because its long documents still wait.
+``wlb check``, ``simulate`` and ``report`` all print a ``Verdict`` that ``wlb.simulate.estimate`` makes, so the same
+job and documents give the same figures everywhere. Every system trains the same documents in several draws (shuffles
+of the corpus). A figure is the median of the draws, with its spread. Warm-up steps do not count: a preset that delays
+documents starts with an empty queue and would look fast until the queue is full.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ Progress = Callable[[str, int], None]  # a system, and its steps just done
 
 BASELINE, PER_DOCUMENT, BALANCED = "plain-4d", "per-document-4d", "balanced"  # presets
 LEAST_GAIN = 0.05  # that is worth a change
-_WINDOWS = 256  # of the steps that are simulated of a draw, unless that is few or many of them
+_WINDOWS = 256  # simulated per draw, in _FEWEST to _MOST steps
 _FEWEST, _MOST = 4, 16
-AS_FAST = 0.01  # presets within so much of each other are as fast
+AS_FAST = 0.01  # presets closer than this count as equally fast
 
 _OF_WEIGHTS = ("weight gathers", "gradient reduction", "optimizer")
-# Of ``wlb.simulate.CAUSES``: what is lost to imbalance and to what balancing takes, and the rest of a step.
+# Groups of ``wlb.simulate.CAUSES``. The first three are lost to imbalance and to what balancing costs (``LOST``).
 PARTS = {
     "waiting for slower ranks": ("dp ranks", "cp ranks"),
     "uneven micro-batches and pipeline bubbles": ("bubbles", "stages", "micro-batches"),
@@ -51,10 +50,10 @@ FACTORS = ("balance", "recomputation", "layout")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Every system on the same documents, in each of several draws; the one that others are compared with is first.
+    """The results of every system on the same documents, in several draws.
 
-    ``moved`` is the winner in the layout of the base, in each draw: it says how much of a gain is balance, and how much
-    is another layout. It is empty where the two have one layout, or the winner does not fit the base's.
+    ``moved`` has the winner in the layout of the base, per draw: it separates the gain from balance from the gain from
+    another layout. It is empty if both have the same layout, or if the winner does not fit there.
     """
 
     draws: Sequence[Mapping[str, SimulationResult]]
@@ -66,40 +65,40 @@ class Verdict:
 
     @property
     def base(self) -> str:
-        """plain-4d, or the first system where that is not among them."""
+        """The system to compare with: plain-4d, or the first system if plain-4d is missing."""
         return BASELINE if BASELINE in self.names else self.names[0]
 
     @property
     def steps(self) -> int:
-        """Steps of each draw that count."""
+        """The counted steps of each draw."""
         return self.draws[0][self.base].steps
 
     @property
     def warm_up(self) -> int:
-        """Steps of each draw before those."""
+        """The warm-up steps of each draw."""
         return usual_steps(self.draws[0][self.base].job.global_batch)
 
     def speeds(self, system: str, base: str | None = None) -> list[float]:
-        """At equal work, over the base; one of each draw."""
+        """Speedup over ``base`` for the same work (seconds of W_a + W_l), one value per draw."""
         return [draw[system].speed_at_equal_work(draw[base or self.base]) for draw in self.draws]
 
     def speed(self, system: str, base: str | None = None) -> float:
-        """At equal work, over the base: the median of the draws."""
+        """The median of ``speeds``."""
         return median_low(self.speeds(system, base))
 
     def spread(self, system: str) -> tuple[float, float]:
-        """The least and the largest ``speeds``."""
+        """The lowest and the highest of ``speeds``."""
         speeds = self.speeds(system)
         return min(speeds), max(speeds)
 
     @cached_property
     def systems(self) -> dict[str, SimulationResult]:
-        """Each system in the draw in which its speed is the median; of the base in that of the winner."""
+        """Each system in its median draw; the base in the median draw of the fastest system."""
         return {name: self.draws[self._median_draw(name)][name] for name in self.names}
 
     @cached_property
     def fastest(self) -> str:
-        """The fastest system that fits the memory, or ``balanced``, which delays nothing, if that is as fast."""
+        """The fastest system that fits the memory; ``balanced`` if it is equally fast, because it delays nothing."""
         others = [name for name in self.names if name != self.base and fits(self.draws[0][name].job)]
         fastest = max([self.base, *others], key=self.speed)
         as_fast = BALANCED in others and self.speed(BALANCED) >= (1 - AS_FAST) * self.speed(fastest)
@@ -107,35 +106,35 @@ class Verdict:
 
     @property
     def winner(self) -> str:
-        """The preset to set: the fastest, or the base where that gains under ``LEAST_GAIN``, or not in every draw."""
+        """The recommended system: the fastest if it gains ``LEAST_GAIN`` and gains in every draw, else the base."""
         as_shown = round(self.speed(self.fastest), 2)  # never 1.05x that is under 5%
         worth_it = as_shown >= 1 + LEAST_GAIN and self.spread(self.fastest)[0] > 1
         return self.fastest if worth_it else self.base
 
     def token_delay(self, system: str) -> float:
-        """The mean over the tokens of all draws of the steps that each waited."""
+        """How many steps a token waits, mean over all tokens of all draws."""
         return mean_delay([draw[system] for draw in self.draws])
 
     def parts(self, system: str) -> dict[str, float]:
-        """Where ``system`` spends its time on the work of a mean step of the base, as shares of that step.
+        """Where ``system`` spends its time on the work of a mean step of the base, as shares of the time of the base.
 
-        They add up to 1 for the base, and to 1 over the speed for others.
+        The parts of the base add up to 1, those of another system to 1 / speedup.
         """
         draw = self.draws[self._median_draw(system)]
         return _parts(draw[system], draw[self.base])
 
     @property
     def lost(self) -> dict[str, float]:
-        """Shares of the base's step that are lost to imbalance, its bubbles, and exchange."""
+        """The parts of the base that are lost to imbalance: waiting, bubbles, exchange."""
         parts = self.parts(self.base)
         return {part: parts[part] for part in LOST}
 
     @cached_property
     def factors(self) -> dict[str, float]:
-        """The speed of the winner as a product of ``FACTORS``; each replaces parts of the base's step by the winner's.
+        """The speedup of the winner as a product of ``FACTORS``.
 
-        Balance replaces what the base loses by what the winner loses, in the base's layout where it fits that. So it is
-        never more than the loss allows. Layout is all the rest: other kernels and communication.
+        Balance replaces the losses of the base by those of the winner, measured in the layout of the base if the winner
+        fits there. So it never exceeds what the base loses. Layout is the rest: other kernels and communication.
         """
         place = self._median_draw(self.winner)
         base = self.draws[place][self.base]
@@ -148,7 +147,7 @@ class Verdict:
 
     @property
     def loses(self) -> str:
-        """What the base loses, and to what, as a clause."""
+        """How much the base loses and to what, as a clause."""
         lost = {part: max(0.0, share) for part, share in self.lost.items()}
         percents = dict(zip(lost, rounded([*lost.values()]), strict=True))
         largest_first = sorted(lost, key=lambda part: -lost[part])
@@ -159,18 +158,35 @@ class Verdict:
     def runs(self) -> str:
         """How fast the winner runs, and why, as a sentence."""
         low, high = self.spread(self.winner)
-        draws = f"{low:.2f} to {high:.2f} in {len(self.draws)} draws of the documents"
+        range_ = f"{low:.2f}x to {high:.2f}x in {len(self.draws)} shuffles of the documents"
         named = f'preset = "{self.winner}"' if self.winner in PRESETS else f"The job {self.winner}"
-        layout = "its own layout" if self.moved or not self._one_layout else "other kernels and communication"
-        causes = zip(self.factors.values(), ("balance", "recomputation", layout), strict=True)
-        made_of = [f"{factor:.2f}x from {cause}" for factor, cause in causes if abs(factor - 1) >= 0.005]
-        split = f" That is {' times '.join(made_of)}." if made_of else ""
-        delay = self.token_delay(self.winner)
         over = ""
         if PER_DOCUMENT in self.names and PER_DOCUMENT not in (self.winner, self.base):
-            over = f", and {self.speed(self.winner, PER_DOCUMENT):.2f}x as fast as {PER_DOCUMENT}"
-        waits = "No document waits for a later step" if delay < 0.005 else f"A token waits {delay:.2f} steps on average"
-        return f"{named} runs {self.speed(self.winner):.2f}x as fast at equal work ({draws}){over}.{split} {waits}."
+            over = f" and {self.speed(self.winner, PER_DOCUMENT):.2f}x as fast as {PER_DOCUMENT}"
+        delay = self.token_delay(self.winner)
+        waits = "No document waits for a later step" if delay < 0.005 else f"On average a token waits {delay:.2f} steps"
+        return (
+            f"{named} trains the same documents {self.speed(self.winner):.2f}x as fast as {self.base} ({range_})"
+            f"{over}.{self._split} {waits}."
+        )
+
+    @property
+    def _split(self) -> str:
+        """What the speedup of the winner comes from, as a sentence after a space."""
+        layout = "a different layout (tp, cp, pp, dp)"
+        if not self.moved and self._one_layout:
+            layout = "other kernels and communication"
+        more = "more" if self.factors["recomputation"] < 1 else "less"
+        causes = ("better balance", f"{more} recomputation of activations", layout)
+        made_of = [
+            (factor, cause)
+            for factor, cause in zip(self.factors.values(), causes, strict=True)
+            if abs(factor - 1) >= 0.005
+        ]
+        if len(made_of) < 2:
+            return f" The speedup comes from {made_of[0][1]}." if made_of else ""
+        product = " times ".join(f"{factor:.2f}x from {cause}" for factor, cause in made_of)
+        return f" The {self.speed(self.winner):.2f}x is {product}."
 
     def __str__(self) -> str:
         if self.winner != self.base:
@@ -178,9 +194,12 @@ class Verdict:
         found = ""
         if self.speed(self.fastest) >= 1.005:  # not 1.00x
             (low, high), speed = self.spread(self.fastest), self.speed(self.fastest)
-            found = f" The fastest, {self.fastest}, runs {speed:.2f}x as fast ({low:.2f} to {high:.2f})."
-        none = "Keep what you have: no preset" if PRESETS.keys() >= {*self.names} else "No job"
-        return f"{self.loses}. {none} is at least {LEAST_GAIN:.0%} faster, and faster in every draw.{found}"
+            found = f" The fastest, {self.fastest}, runs {speed:.2f}x as fast ({low:.2f}x to {high:.2f}x)."
+        none = "Keep what you have: no preset" if PRESETS.keys() >= {*self.names} else "No system"
+        return (
+            f"{self.loses}. {none} is at least {LEAST_GAIN:.0%} faster and faster in each of {len(self.draws)} "
+            f"shuffles of the documents.{found}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -223,12 +242,12 @@ def _parts(result: SimulationResult, base: SimulationResult) -> dict[str, float]
 
 
 def mean_delay(draws: Sequence[SimulationResult]) -> float:
-    """The mean over the tokens of ``draws`` of the steps that each waited."""
+    """How many steps a token waits, mean over all tokens of ``draws``."""
     return sum(draw.token_delay * draw.tokens for draw in draws) / sum(draw.tokens for draw in draws)
 
 
 def rounded(shares: Sequence[float]) -> list[int]:
-    """``shares`` in whole percent, which add up to their rounded sum: the largest remainders are rounded up."""
+    """``shares`` in whole percent that add up to their rounded sum; the largest remainders are rounded up."""
     percents = 100 * np.asarray(shares)
     whole = np.floor(percents).astype(int)
     missing = round(percents.sum()) - int(whole.sum())
@@ -237,7 +256,7 @@ def rounded(shares: Sequence[float]) -> list[int]:
 
 
 def verdict_of(of_draws: Mapping[str, Sequence[SimulationResult]], moved: Sequence[SimulationResult] = ()) -> Verdict:
-    """The verdict on systems with a result of each draw (``simulate_draws``)."""
+    """The verdict on systems, each with one result per draw (``simulate_draws``)."""
     return Verdict(
         [dict(zip(of_draws, results, strict=True)) for results in zip(*of_draws.values(), strict=True)], moved
     )
@@ -250,7 +269,7 @@ def simulate_draws(
     work_prices: DocumentPrices,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> list[SimulationResult]:
-    """``job`` on each draw of the documents: ``steps`` steps, after ``usual_steps`` that warm up."""
+    """Simulate ``job`` on each draw of the documents: ``steps`` steps after ``usual_steps`` warm-up steps."""
     warm_up = usual_steps(job.global_batch)
     job = decide(job, lengths)
     return [
@@ -260,5 +279,5 @@ def simulate_draws(
 
 
 def usual_steps(global_batch: int) -> int:
-    """How many steps of so many windows are simulated of a draw where nobody says, and how many warm up before them."""
+    """The default number of simulated steps per draw, and of warm-up steps, for a global batch in windows."""
     return min(max(_FEWEST, _WINDOWS // global_batch), _MOST)

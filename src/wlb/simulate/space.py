@@ -1,0 +1,80 @@
+"""What a search of layouts is given: how many GPUs of which kind, and what they train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wlb.errors import UserError
+from wlb.schedules.layout import Layout
+from wlb.settings import MOST_MICRO_BATCHES
+from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload, model_shape
+
+BATCH_TOKENS = 2**22  # of a step, where nobody says
+PINNED = {"tp", "cp", "pp", "dp"}  # sizes that leave one layout
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """How many GPUs of which kind, and what they train.
+
+    ``micro_batches`` is the global batch in context windows. Only layouts with the ``fixed`` sizes (fields of
+    ``Layout``) are tried.
+    """
+
+    gpus: int
+    shape: ModelShape
+    hardware: Hardware
+    context_window: int
+    micro_batches: int
+    fixed: tuple[tuple[str, int | str], ...] = ()
+
+    @property
+    def layout(self) -> Layout | None:
+        """The only layout, if all of its sizes are fixed."""
+        fixed: dict[str, Any] = dict(self.fixed)
+        return Layout(**fixed) if fixed.keys() >= PINNED else None
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.micro_batches * self.context_window
+
+    def fixed_to(self, layout: Layout) -> SearchSpace:
+        """The same with ``layout`` only."""
+        return replace(self, fixed=tuple(vars(layout).items()))
+
+    @property
+    def work_prices(self) -> Costs:
+        """The prices of work for comparing systems: W_a + W_l of a document on a single GPU."""
+        return make_workload(self.shape, self.hardware)
+
+
+def search_space(
+    model: str | ModelShape,
+    gpus: int,
+    context_window: int,
+    *,
+    hardware: str | Hardware = "h100",
+    batch_tokens: int = BATCH_TOKENS,
+    fixed: Mapping[str, int | str] | None = None,
+) -> SearchSpace:
+    """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
+    if gpus < 1:
+        raise UserError(f"gpus = {gpus} is below 1; raise it")
+    micro_batches = batch_tokens // context_window
+    if micro_batches < 1:
+        raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")
+    if micro_batches > MOST_MICRO_BATCHES:
+        raise UserError(
+            f"a global batch of {batch_tokens} tokens holds {micro_batches} windows of {context_window}, over "
+            f"{MOST_MICRO_BATCHES}; lower it"
+        )
+    return SearchSpace(
+        gpus,
+        model_shape(model) if isinstance(model, str) else model,
+        hardware_preset(hardware) if isinstance(hardware, str) else hardware,
+        context_window,
+        micro_batches,
+        tuple((fixed or {}).items()),
+    )
