@@ -108,7 +108,7 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
     a second time right before its backward pass. Under ``keep_attention`` it also keeps the output of attention and its
     log-sum-exp, so attention and the exchange of keys and values are not repeated (Korthikanti et al., arXiv
     2205.05198, section 5, recompute attention instead, whose scores flash attention never stores). The attention
-    function must take ``cache`` as ``context_parallel_attention`` does. ``docs/simulation.md`` has what each kind keeps.
+    function must take ``cache`` as ``context_parallel_attention`` does. ``docs/simulation.md`` lists what each keeps.
 
     Only the block's ``forward`` is replaced, so FSDP's and tensor-parallel hooks stay around it.
     """
