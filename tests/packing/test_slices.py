@@ -29,9 +29,14 @@ def _tokens(one: Sliced, lengths: list[int]) -> int:
     return sum(lengths[document] for document in one.documents) + one.stop - one.start
 
 
-@given(st.lists(st.integers(1, 20_000), min_size=1, max_size=60), st.integers(1, 3), st.integers(1, 9))
-def test_every_token_is_trained_once_and_slices_follow_each_other(lengths, columns, micro_batches):
-    capacity = max(20_000, 2 * sum(lengths) // (columns * micro_batches))
+@given(
+    st.lists(st.integers(1, 20_000), min_size=1, max_size=60),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from([2_500, 20_000]),
+)
+def test_every_token_is_trained_once_and_slices_follow_each_other(lengths, columns, micro_batches, least):
+    capacity = max(least, 2 * sum(lengths) // (columns * micro_batches))
     planned, left = sliced_columns(lengths, micro_batches, capacity, Prices(columns))
     assert [len(column) for column in planned] == [micro_batches] * columns
     whole = [document for column in planned for one in column for document in one.documents]
@@ -71,3 +76,11 @@ def test_what_has_no_room_is_left():
     (column,), left = sliced_columns([1000] * 5, 2, 2000, Prices())
     assert len(left) == 1
     assert [_tokens(one, [1000] * 5) for one in column] == [2000, 2000]
+
+
+def test_slices_are_cut_again_where_micro_batches_hold_less_than_a_document():
+    lengths = [20_000, 9_000, *[500] * 60]
+    (column,), left = sliced_columns(lengths, 12, 7_000, Prices())
+    assert not left
+    assert max(_tokens(one, lengths) for one in column) <= 7_000
+    assert sum(_tokens(one, lengths) for one in column) == sum(lengths)

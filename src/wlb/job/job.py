@@ -239,8 +239,11 @@ class Job:
         A document without room, because others do not fill their micro-batches, is trained in the next step. That never
         happens if L_max is a window more than an even share.
         """
+        share = self.global_batch / self.packing.micro_batches
+        if self.slices_documents:  # which L_max may cut, too
+            return max(share, min(1.0, _MOST_OF_MEAN * share))
         held_by = self.layout.cp / MOST_RANKS if self.levels_steps else 1.0  # MOST_RANKS may share a document
-        return max(1.0, held_by, self.global_batch / self.packing.micro_batches)
+        return max(1.0, held_by, share)
 
     @property
     def most_step_tokens(self) -> int | None:

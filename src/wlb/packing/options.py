@@ -19,7 +19,7 @@ LARGEST_AUTO_FACTOR = 4.0  # bound of L_max if memory sets none, as for a small 
 _POOL_FACTOR = 2.0  # L_max over the mean micro-batch: short documents have more tokens for the same seconds
 
 # L_max in context windows: at most twice the largest global batch, which a single micro-batch may hold.
-LengthFactor = Annotated[Number, Field(ge=1, le=2 * MOST_MICRO_BATCHES)]
+LengthFactor = Annotated[Number, Field(gt=0, le=2 * MOST_MICRO_BATCHES)]
 
 Grouping = Literal["even", "level", "slices"]
 
@@ -170,6 +170,11 @@ class PackingOptions(Section):
 
     @model_validator(mode="after")
     def _check_grouping(self) -> Self:
+        if self.max_length_factor != "auto" and self.max_length_factor < 1 and self.grouping != "slices":
+            raise ValueError(
+                f"max_length_factor = {self.max_length_factor:g} leaves no room for a document of a context window; "
+                "give at least 1, or less only with grouping = 'slices', which cuts documents"
+            )
         if self.grouping in ("level", "slices") and (self.max_delay or self.lookahead):
             raise ValueError(
                 f"grouping = {self.grouping!r} moves no document to another step; leave out max_delay and lookahead"

@@ -83,14 +83,18 @@ def _column(
     prices: ColumnPrices,
 ) -> tuple[list[Sliced], list[int]]:
     """The micro-batches of one pipeline: slices of long documents, most expensive first, then whole documents."""
-    parts = dict(zip(documents, _parts(ticks[list(documents)].tolist(), micro_batches), strict=True))
-    whole = [document for document in documents if parts[document] == 1]
-    filled = [
-        Sliced((), document, start, stop)
-        for document in documents
-        if parts[document] > 1
-        for start, stop in pairwise(_cuts(int(tokens[document]), parts[document], prices))
-    ]
+    parts = _parts(ticks[list(documents)].tolist(), tokens[list(documents)].tolist(), micro_batches, max_tokens)
+    whole = [document for document, count in zip(documents, parts, strict=True) if count == 1]
+    filled: list[Sliced] = []
+    left: list[int] = []
+    for document, count in zip(documents, parts, strict=True):
+        if count == 1:
+            continue
+        cuts = _cuts(int(tokens[document]), count, max_tokens, prices)
+        if len(filled) + len(cuts) - 1 > micro_batches:
+            left.append(document)
+        else:
+            filled += [Sliced((), document, start, stop) for start, stop in pairwise(cuts)]
     filled += [Sliced(())] * (micro_batches - len(filled))
     before, after = (_ticks(prices, np.array([getattr(one, end) for one in filled])) for end in ("start", "stop"))
     loads, rooms = (after - before).astype(float).tolist(), [max_tokens - (one.stop - one.start) for one in filled]
@@ -98,34 +102,44 @@ def _column(
     members: list[list[int]] = [[] for _ in range(micro_batches + 1)]  # the last list has the documents without room
     for document, owner in zip(whole, owners, strict=True):
         members[owner].append(document)
-    left = members.pop()
+    left += members.pop()
     return [one._replace(documents=tuple(held)) for one, held in zip(filled, members, strict=True)], left
 
 
-def _parts(ticks: Sequence[int], micro_batches: int) -> list[int]:
+def _parts(ticks: Sequence[int], tokens: Sequence[int], micro_batches: int, max_tokens: int) -> list[int]:
     """Number of slices of each document; all sliced documents together make at most ``micro_batches``.
 
-    As few slices as keep each below the mean micro-batch. If these are too many, the document whose slices would stay
-    cheapest gets one less, and so on.
+    As few slices as keep each below the mean micro-batch and within ``max_tokens`` tokens. If these are too many, the
+    document whose slices would stay cheapest gets one less, and so on, as far as ``max_tokens`` allows.
     """
     share = sum(ticks) / micro_batches
-    parts = [max(1, math.ceil(each / max(share, 1) - _SLACK)) for each in ticks]
+    least = [-(-each // max_tokens) for each in tokens]
+    parts = [max(fewest, math.ceil(each / max(share, 1) - _SLACK)) for each, fewest in zip(ticks, least, strict=True)]
     while sum(count for count in parts if count > 1) > micro_batches:
         fewer = [
             (each / (count - 1), place)
-            for place, (each, count) in enumerate(zip(ticks, parts, strict=True))
-            if count > 1
+            for place, (each, count, fewest) in enumerate(zip(ticks, parts, least, strict=True))
+            if count > fewest
         ]
+        if not fewer:
+            break
         parts[min(fewer)[1]] -= 1
     return parts
 
 
-def _cuts(length: int, parts: int, prices: ColumnPrices) -> list[int]:
-    """Where slices of a document of ``length`` tokens begin and end: 0, tiles that divide its work, ``length``."""
+def _cuts(length: int, parts: int, max_tokens: int, prices: ColumnPrices) -> list[int]:
+    """Where slices of a document of ``length`` tokens begin and end: 0, tiles that divide its work, ``length``.
+
+    There are more than ``parts`` slices if one would have over ``max_tokens`` tokens.
+    """
     tiles = np.arange(TILE, length, TILE)
     work = _ticks(prices, np.append(tiles, length))
-    places = np.searchsorted(work, work[-1] * np.arange(1, parts) // parts)
-    return [0, *np.unique(tiles[places[places < len(tiles)]]).tolist(), length]
+    while True:
+        places = np.searchsorted(work, work[-1] * np.arange(1, parts) // parts)
+        cuts = [0, *np.unique(tiles[places[places < len(tiles)]]).tolist(), length]
+        if max(stop - start for start, stop in pairwise(cuts)) <= max_tokens or parts > len(tiles):
+            return cuts
+        parts += 1
 
 
 def _ticks(prices: ColumnPrices, tokens: Integers) -> Integers:

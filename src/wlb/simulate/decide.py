@@ -48,6 +48,7 @@ _SLICED_FILLINGS = (2, 3, 4, 6, 8)  # the same with slices
 _FEWEST = (1, 1.15, 1.5)  # times the fewest micro-batches that fit, if the usual numbers do not fit into memory
 _ONE_STEP = 0.08  # choices slower by more than this share on one step are not simulated on others
 _LEAST_WINDOWS = 0.5  # in a mean micro-batch
+_LEAST_SLICED = 0.125  # the same where long documents are cut and memory does not hold more
 _FEWER_BUBBLES = 0.1  # share of bubbles saved by light micro-batches at both ends; measured on random jobs
 _FORWARD_SHARE = 0.3  # of the computing of a micro-batch: just under a third if attention takes most of it
 
@@ -179,7 +180,8 @@ class _PoolSearch:
         if not choices or choices[0].seconds > most_seconds:
             return None
         found = choices[0]
-        if self.pools.grouping == "auto" and found.grouping == "slices":
+        holds_window = self._decided(found).max_tokens >= self.job.context_window
+        if self.pools.grouping == "auto" and found.grouping == "slices" and holds_window:
             found = min(found, self._simulated(found._replace(grouping="even")))
         return found
 
@@ -206,12 +208,15 @@ class _PoolSearch:
         if self.pools.micro_batches != "auto":
             return self._that_run(size, [self.pools.micro_batches])
         pp, dp_cp = self.job.layout.pp, self.job.layout.dp_cp
-        most = int(min(self.pools.global_batch / _LEAST_WINDOWS, MOST_MICRO_BATCHES / self.parts) * size / dp_cp)
         slices = _usual_grouping(self.job, self.pools) == "slices"
+        most, most_sliced = (
+            int(min(self.pools.global_batch / least, MOST_MICRO_BATCHES / self.parts) * size / dp_cp)
+            for least in (_LEAST_WINDOWS, _LEAST_SLICED)
+        )
         counts = [round(filling * pp) for filling in (_SLICED_FILLINGS if slices else _FILLINGS)]
         counts = [count for count in counts if count <= most] or counts[:1]
         usual = self._that_run(size, counts)
-        more = range(-(-counts[-1] // pp) * pp, most + 1, pp)
+        more = range(-(-counts[-1] // pp) * pp, (most_sliced if slices else most) + 1, pp)
         if not more or not all(large for large, _ in usual):
             return usual
 
@@ -241,7 +246,9 @@ class _PoolSearch:
         return np.concatenate([*islice(batches, self._steps)])
 
     def _least_filled(self, job: Job) -> int:
-        """Non-empty micro-batches of a pool, if each holds as many tokens as the longest document."""
+        """Non-empty micro-batches of a pool, if each holds as many tokens as the longest document that is not cut."""
+        if job.slices_documents:
+            return job.micro_batches_per_rank
         tokens, longest = float(self._documents.sum()), float(self._documents.max())
         rounds = math.ceil(tokens / longest / (self._steps * job.layout.dp * job.layout.pp))
         return min(job.micro_batches_per_rank, rounds * job.layout.pp)
@@ -263,12 +270,16 @@ class _PoolSearch:
         work = float(self.job.work_prices.document_seconds(documents).sum())
         return (1 - _FEWER_BUBBLES * filling / (1 + filling)) * seconds * self._steps / work
 
-    def _simulated(self, choice: _PricedPools) -> _PricedPools:
-        """``choice`` simulated for one step, with a margin for the others; or for all steps, if it already has one."""
-        key, steps = (choice.size, choice.micro_batches), self._steps if choice.steps else 1
+    def _decided(self, choice: _PricedPools) -> Job:
+        key = choice.size, choice.micro_batches
         if key not in self.with_length:
             self.with_length[key] = _with_length(choice.job)
-        job = self.with_length[key]
+        return self.with_length[key]
+
+    def _simulated(self, choice: _PricedPools) -> _PricedPools:
+        """``choice`` simulated for one step, with a margin for the others; or for all steps, if it already has one."""
+        steps = self._steps if choice.steps else 1
+        job = self._decided(choice)
         job = replace(job, packing=job.packing.changed(grouping=choice.grouping))
         rated = rate(job, self.lengths, steps, self.job.work_prices)
         no_room = not self.pools.delays and sum(rated.step_tokens) < steps * job.global_batch * job.context_window

@@ -351,7 +351,8 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
 
 def _written(job: Job) -> dict[str, Any]:
     interleaved = ("virtual_pp",) if job.layout.virtual_pp > 1 else ()
-    return {name: getattr(job.layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved)}
+    named = ("schedule",) if job.layout.schedule != "auto" else ()
+    return {name: getattr(job.layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved, *named)}
 
 
 def _measured_name(profile: WorkloadProfile) -> str:

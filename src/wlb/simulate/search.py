@@ -147,7 +147,8 @@ def layout_of(job: Job) -> str:
     """A layout in one line."""
     layout = job.layout
     interleaved = f" x {layout.virtual_pp} stages" if layout.virtual_pp > 1 else ""
-    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}"
+    order = "" if layout.schedule == "auto" else f" {layout.schedule}"
+    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}{order}"
 
 
 def meshes(space: SearchSpace) -> Iterator[Layout]:
@@ -169,7 +170,11 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
 
 
 def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
-    """The layouts to try. With pools, cp is the smallest pool size, so one layout with cp 1 covers all sizes."""
+    """The layouts to try. With pools, cp is the smallest pool size, so one layout with cp 1 covers all sizes.
+
+    Packers with pools plan the order of a pipeline's operations, which takes more memory than a schedule of the paper;
+    so they are tried with both.
+    """
     fixed = dict(space.fixed)
     if space.layout is not None:
         yield space.layout
@@ -180,6 +185,8 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
         held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
             yield layout
+            if pooled and layout.pp > 1:
+                yield replace(layout, schedule="1f1b" if layout.virtual_pp == 1 else "interleaved_1f1b")
 
 
 def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
