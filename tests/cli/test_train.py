@@ -126,7 +126,7 @@ def test_a_job_that_would_start_is_predicted(tmp_path):
     assert "planned on its token store" in out
     simulated = printed("simulate", config, "--set", "parallel.pp=2", "--hardware", "cpu", "--json")
     (row,) = (row for row in json.loads(simulated)["systems"] if row["system"] == "as configured")
-    assert f"over plain-4d: {row['speed_at_equal_work']:.2f}x; wlb simulate says why" in out
+    assert f"simulated: {row['speed_at_equal_work']:.2f}x as fast as plain-4d on the same documents" in out
     assert "first 4 steps, simulated: " in out
     assert not (tmp_path / "metrics").exists()
 

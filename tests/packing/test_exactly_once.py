@@ -173,7 +173,7 @@ def test_sequential_packing_cuts_documents_of_any_length():
         ("sequential", {"queues": 1}, "has no option queues = 1; it has none; leave it out"),
         ("balanced", {"spread": 1}, r"'balanced' has no option spread = 1; did you mean token_spread\?"),
         ("fixed_greedy", {"queues": 1}, "has no option queues = 1; choose from max_delay, window"),
-        ("variable_length", {"outlier_thresholds": 8}, "^outlier_thresholds = 8: .*'auto' or .* a list"),
+        ("variable_length", {"outlier_thresholds": 8}, "^outlier_thresholds = 8: .*'auto' or a list"),
         ("fixed_greedy", {"window": 0}, "^window = 0: .*greater than or equal to 1"),
         ("variable_length", {"max_delay": 0}, "^max_delay = 0: must be at least 1"),
         ("variable_length", {"max_length_factor": 0.9}, "max_length_factor = 0.9 leaves no room for a document"),

@@ -89,7 +89,7 @@ def random_space(seed: int) -> tuple[SearchSpace, str, np.ndarray]:
 def test_no_step_takes_less_than_the_bound(preset: str):
     """On the same documents, in every layout: the search stops where the bound falls behind what it has."""
     lengths = documents(800)
-    space = search_space(SHAPE, 8, WINDOW, hardware=SMALL, batch_tokens=16 * WINDOW)
+    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=16 * WINDOW)
     for job in jobs_in_all_layouts(space, preset, lengths):
         plan = next(StepPlanner(job, lengths).plans())
         assert least_seconds(job, plan.table) <= float(simulate_step(plan, job).seconds[0])

@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_neither_named_nor_progress(tmp_path, damaged, c
     assert launcher._step_to_continue_from(config) == 10
     damage(tmp_path / "step-00000010", damaged)
     assert launcher._step_to_continue_from(config) is None
-    assert "none of the 2 checkpoints" in capsys.readouterr().err
+    assert "all 2 checkpoints" in capsys.readouterr().err
 
 
 def test_a_mistake_found_by_the_ranks_is_told_once(tmp_path):

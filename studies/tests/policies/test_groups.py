@@ -255,7 +255,7 @@ def test_flexible_cp_runs_more_micro_batches_where_groups_of_whole_ranks_do_not_
     """Three documents of 9 tokens need two ranks each, and there are four: 27 tokens of 32."""
     plan = any_degree(lengths_of(9, 9, 9), ranks(4, capacity=8, window=16))
     assert sorted((group.slot, len(group.ranks)) for group in plan.groups) == [(0, 2), (0, 2), (1, 4)]
-    with pytest.raises(UserError, match="3 ranks of 8 tokens hold no document of 25"):
+    with pytest.raises(UserError, match="3 ranks of 8 tokens cannot hold a document of 25"):
         any_degree(lengths_of(25), ranks(3, capacity=8, window=32))
 
 

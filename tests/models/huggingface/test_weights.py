@@ -100,7 +100,7 @@ def test_settings_that_the_weights_do_not_have_are_refused(tmp_path: Path, chang
 
 
 def test_a_preset_beside_pretrained_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="both say the shape"):
+    with pytest.raises(ValueError, match="both set the shape"):
         _job(tmp_path, model={"name": "7b"})
 
 
