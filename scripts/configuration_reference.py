@@ -58,7 +58,7 @@ def reference() -> str:
 def _preset_section(entry: dict[str, Any]) -> str:
     lines = ["## preset\n", f"{entry['description']}. Default: `{entry['default']}`.\n"]
     for name, sections in PRESETS.items():
-        settings = [f"`{s}.{k} = {json.dumps(v)}`" for s, values in sections.items() for k, v in values.items()]
+        settings = [f"`{s}.{k}={json.dumps(v)}`" for s, values in sections.items() for k, v in values.items()]
         lines.append(f"- `{name}`: {', '.join(settings) or 'the defaults below'}")
     return "\n".join(lines) + "\n"
 
