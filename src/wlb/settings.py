@@ -76,7 +76,7 @@ class Section(BaseModel):
             return cls.model_validate(settings, strict=strict)
         except ValidationError as error:
             problem = main_problem(error)
-        where = ".".join((*section, *problem.where))
+        where = ".".join(filter(None, (*section, *problem.where)))
         if problem.kind == "extra_forbidden":
             *outer, key = problem.where
             table: Any = cls
