@@ -113,7 +113,7 @@ class PackingOptions(Section):
         "max_length_factor",
         1.0,
         "L_max, the most tokens of a micro-batch, in context windows; auto: what memory allows, up to 4 (balanced: "
-        "twice the mean micro-batch)",
+        'twice the mean micro-batch). Under 1 only with grouping = "slices"',
     )
     outlier_thresholds: Literal["auto"] | Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)] | None = _option(
         "outlier_thresholds",
