@@ -94,8 +94,8 @@ def idea() -> None:
         "idea",
         570,
         "Twelve documents, A to L, trained in two steps by two ranks. A and G, the longest, are over half of the work. "
-        "Under plain-4d rank 1 waits for rank 0 in both steps. Under balanced both ranks share A, B, G and H, and finish "
-        f"almost together: {speed:.2f} times as fast.",
+        "Under plain-4d rank 1 waits for rank 0 in both steps. Under balanced both ranks share A, B, G and H, and "
+        f"finish almost together: {speed:.2f} times as fast.",
         parts,
     )
 
