@@ -344,3 +344,20 @@ def test_backwards_have_two_parts_only_where_the_runtime_can_put_one_off(changed
     job = replace(Divided(1, 1, 2, "slices").planner(lengths.tolist())._job, **changed)
     lists = next(StepPlanner(job, lengths)).plan.operations
     assert {operation.kind for pipeline in lists for rank in pipeline for operation in rank} == {*kinds}
+
+
+@pytest.mark.parametrize(("dp", "per_rank", "windows"), [(1, 32, 2), (2, 16, 8), (4, 8, 1)])
+def test_micro_batches_of_slices_shorter_than_a_window_train_every_token_once(dp, per_rank, windows):
+    data = DataConfig.model_validate({"store": "unused", "context_window": 4096, "seed": 4})
+    packing = PackingConfig.model_validate({"method": "balanced", "micro_batches": windows})
+    job = Job(model_shape("7b"), hardware_preset("h100"), packing, data=data, layout=Layout(dp=dp, pp=2))
+    job = job.with_pools(Pools(1, per_rank, "slices", windows))
+    job = job.with_length_factor(job.least_length_factor)
+    assert job.max_tokens < 4096
+    lengths = np.array([4096, 90, 4000, 700, 2500, 64, 1800, 4096, 12] * 2)
+    trained: Counter[int] = Counter()
+    for step in islice(StepPlanner(job, lengths, epochs=1), 100):
+        assert all(part.tokens <= job.max_tokens for part in step.plan.micro_batches)
+        for document, _, length in step.plan.segments:
+            trained[document] += length
+    assert trained == dict(enumerate(lengths.tolist()))

@@ -84,3 +84,11 @@ def test_slices_are_cut_again_where_micro_batches_hold_less_than_a_document():
     assert not left
     assert max(_tokens(one, lengths) for one in column) <= 7_000
     assert sum(_tokens(one, lengths) for one in column) == sum(lengths)
+
+
+@given(st.integers(1, 40_000), st.integers(1, 12), st.integers(TILE, 9_000))
+def test_a_document_has_room_if_it_fits_whole_tiles_of_its_micro_batches(length, micro_batches, max_tokens):
+    (column,), left = sliced_columns([length], micro_batches, max_tokens, Prices())
+    fits = length <= max(max_tokens, micro_batches * (max_tokens // TILE * TILE))
+    assert left == [0] * (not fits)
+    assert max(_tokens(one, [length]) for one in column) <= max_tokens

@@ -23,6 +23,7 @@ from wlb.job.prices import LevelPrices, PipelinePrices, Software, micro_batch_ph
 from wlb.packing.options import Pools
 from wlb.packing.plan import StepPlan
 from wlb.packing.registry import PACKERS
+from wlb.packing.slices import TILE
 from wlb.schedules.layout import Layout, split_layers
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size
@@ -236,12 +237,14 @@ class Job:
     def least_length_factor(self) -> float:
         """The least L_max, in context windows, that holds a document and an even share of a global batch.
 
+        Slices need twice an even share, and room for one document in the micro-batches of a pipeline, in whole tiles.
         A document without room, because others do not fill their micro-batches, is trained in the next step. That never
         happens if L_max is a window more than an even share.
         """
         share = self.global_batch / self.packing.micro_batches
-        if self.slices_documents:  # which L_max may cut, too
-            return max(share, min(1.0, _MOST_OF_MEAN * share))
+        if self.slices_documents:
+            document = 1 / self.micro_batches_per_rank + TILE / self.context_window
+            return max(share, min(1.0, max(_MOST_OF_MEAN * share, document)))
         held_by = self.layout.cp / MOST_RANKS if self.levels_steps else 1.0  # MOST_RANKS may share a document
         return max(1.0, held_by, share)
 

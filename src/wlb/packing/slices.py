@@ -113,7 +113,7 @@ def _parts(ticks: Sequence[int], tokens: Sequence[int], micro_batches: int, max_
     document whose slices would stay cheapest gets one less, and so on, as far as ``max_tokens`` allows.
     """
     share = sum(ticks) / micro_batches
-    least = [-(-each // max_tokens) for each in tokens]
+    least = [1 if each <= max_tokens else -(-each // _whole_tiles(max_tokens)) for each in tokens]
     parts = [max(fewest, math.ceil(each / max(share, 1) - _SLACK)) for each, fewest in zip(ticks, least, strict=True)]
     while sum(count for count in parts if count > 1) > micro_batches:
         fewer = [
@@ -130,16 +130,23 @@ def _parts(ticks: Sequence[int], tokens: Sequence[int], micro_batches: int, max_
 def _cuts(length: int, parts: int, max_tokens: int, prices: ColumnPrices) -> list[int]:
     """Where slices of a document of ``length`` tokens begin and end: 0, tiles that divide its work, ``length``.
 
-    There are more than ``parts`` slices if one would have over ``max_tokens`` tokens.
+    If a slice would have over ``max_tokens`` tokens, it ends earlier, and the slices after it share the remaining work.
     """
-    tiles = np.arange(TILE, length, TILE)
-    work = _ticks(prices, np.append(tiles, length))
-    while True:
-        places = np.searchsorted(work, work[-1] * np.arange(1, parts) // parts)
-        cuts = [0, *np.unique(tiles[places[places < len(tiles)]]).tolist(), length]
-        if max(stop - start for start, stop in pairwise(cuts)) <= max_tokens or parts > len(tiles):
-            return cuts
-        parts += 1
+    ends = np.append(np.arange(TILE, length, TILE), length)
+    work = _ticks(prices, ends)
+    cuts, done, place = [0], 0, -1
+    while cuts[-1] < length:
+        share = (work[-1] - done) / max(1, parts + 1 - len(cuts))
+        even = int(np.searchsorted(work, done + share))
+        most = int(np.searchsorted(ends, cuts[-1] + max_tokens, side="right")) - 1
+        place = max(place + 1, min(even, most))
+        cuts.append(int(ends[place]))
+        done = int(work[place])
+    return cuts
+
+
+def _whole_tiles(tokens: int) -> int:
+    return max(TILE, tokens // TILE * TILE)
 
 
 def _ticks(prices: ColumnPrices, tokens: Integers) -> Integers:

@@ -180,8 +180,8 @@ class _PoolSearch:
         if not choices or choices[0].seconds > most_seconds:
             return None
         found = choices[0]
-        holds_window = self._decided(found).max_tokens >= self.job.context_window
-        if self.pools.grouping == "auto" and found.grouping == "slices" and holds_window:
+        may_be_whole = self.pools.grouping == "auto" and found.grouping == "slices"
+        if may_be_whole and self._decided(found).max_tokens >= self.job.context_window:
             found = min(found, self._simulated(found._replace(grouping="even")))
         return found
 

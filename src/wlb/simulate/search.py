@@ -172,8 +172,8 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
 def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     """The layouts to try. With pools, cp is the smallest pool size, so one layout with cp 1 covers all sizes.
 
-    Packers with pools plan the order of a pipeline's operations, which takes more memory than a schedule of the paper;
-    so they are tried with both.
+    For packers that plan the order of a pipeline's operations, every pipeline is also tried with 1F1B, which needs less
+    memory.
     """
     fixed = dict(space.fixed)
     if space.layout is not None:
