@@ -101,6 +101,13 @@ def test_sizes_that_are_fixed_are_kept():
         assert (rated.job.layout.tp, rated.job.layout.pp, rated.job.layout.world_size) == (2, 2, 8)
 
 
+def test_a_schedule_that_is_fixed_is_that_of_every_layout():
+    space = search_space(SHAPE, 8, WINDOW, batch_tokens=16 * WINDOW, fixed={"pp": 2, "schedule": "1f1b"})
+    for preset in ("plain-4d", "balanced"):
+        layouts = [rated.job.layout for rated in fastest_layout(space, documents(), preset).ranking]
+        assert {(layout.pp, layout.virtual_pp, layout.schedule) for layout in layouts} == {(2, 1, "1f1b")}
+
+
 def test_of_a_layout_that_is_given_something_comes_back_though_it_does_not_fit():
     tiny = replace(SMALL, memory_bytes=1e6)
     sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 2}

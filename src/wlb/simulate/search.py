@@ -175,17 +175,18 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     For packers that plan the order of a pipeline's operations, every pipeline is also tried with 1F1B, which needs less
     memory.
     """
-    fixed = dict(space.fixed)
     if space.layout is not None:
         yield space.layout
         return
+    fixed = dict(space.fixed)
+    schedule = str(fixed.pop("schedule", "auto"))
     if pooled and not {"cp", "dp"} & fixed.keys():
         fixed["cp"] = 1
     for layout in meshes(space):
         held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
-            yield layout
-            if pooled and layout.pp > 1:
+            yield replace(layout, schedule=schedule)
+            if pooled and layout.pp > 1 and schedule == "auto":
                 yield replace(layout, schedule="1f1b" if layout.virtual_pp == 1 else "interleaved_1f1b")
 
 
