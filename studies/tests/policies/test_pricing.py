@@ -262,6 +262,13 @@ def test_all_draws_decide_among_layouts_that_are_near_in_the_first():
         best_of("any", [Timed("in the first draw only", {1: 1.0})], draws, space())
 
 
+def test_the_fastest_layout_that_fits_in_every_step_is_taken():
+    draws = [[lengths_of(tokens), lengths_of(10 * tokens)] for tokens in (1, 2, 3)]
+    first_steps, all_steps = dict.fromkeys((1, 2, 3), 1.0), dict.fromkeys((1, 2, 3, 10, 20, 30), 2.0)
+    found = best_of("any", [Timed("first", first_steps), Timed("all", all_steps)], draws, space())
+    assert (found.layout, found.seconds, found.steps) == ("all", 12.0, 2)
+
+
 def test_weights_are_kept_where_that_is_faster_and_fits():
     searched = space(gpus=2, micro_batches=4)
     either, freed, kept = (

@@ -195,10 +195,11 @@ def test_no_plan_takes_less_than_its_work_spread_evenly(name, virtual_pp, length
         assert SlicedTrial(job, SLICED[name].plan, tuple(setting.items())).step(lengths).price.seconds > least
 
 
-def test_exchanging_evens_out_the_slices_of_a_sequence_and_the_head():
+def test_exchanging_evens_out_the_slices_of_a_sequence_and_the_head_may_be_spread():
     lengths, job = lengths_of(*[WINDOW] * 4), job_of(dp=1, cp=1, stage_blocks=(4, 4))
     even = uniform_slices(lengths, job, 2)
     assert price(even, job).seconds < price(replace(even, exchanges=False), job).seconds
+    assert price(even, job).seconds < price(uniform_slices(lengths, job, 2, spreads_head=False), job).seconds
 
 
 def test_columns_are_filled_with_empty_micro_batches():

@@ -74,6 +74,7 @@ POLICIES: dict[str, Policy] = {
     "slime": RankPolicy(verl.packed_then_dealt),
     "seq1f1b": SlicedPolicy(seq1f1b.even_slices, seq1f1b.SETTINGS),
     "slimpipe": SlicedPolicy(slimpipe.uniform_slices, slimpipe.SETTINGS, spreads_head=True),
+    "slimpipe-one-head": SlicedPolicy(partial(slimpipe.uniform_slices, spreads_head=False), slimpipe.SETTINGS),
     "chunkflow": SlicedPolicy(chunkflow.equal_chunks, chunkflow.SETTINGS, interleaves=False),
     "infinipipe": SlicedPolicy(infinipipe.equal_seconds, infinipipe.SETTINGS, interleaves=False),
     "slimpack": SlicedPolicy(slimpack.asymmetric_units, slimpack.SETTINGS),

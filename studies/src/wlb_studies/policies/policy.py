@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from statistics import median_low
 from typing import Any, NamedTuple, Protocol
@@ -186,23 +186,25 @@ def best_of(
 ) -> Outcome:
     """All steps of the fastest of ``trials`` (at most ``most`` are priced) and of the trials ``like_it``.
 
-    The first step of the first draw picks the trials near the fastest; the first steps of all draws pick the fastest of
-    them. Raises ``UserError`` if none fits in memory.
+    The first step of the first draw picks the trials near the fastest, and the first steps of all draws order them. The
+    fastest that fits in memory in every step is taken; slower trials follow those near the fastest. Raises
+    ``UserError`` if none fits.
     """
     attempted = partial(_attempted, limit=limit_of_gpu(space.hardware.memory_bytes).number_of_bytes)
     first, *others = (batches[0] for batches in draws)
     found = sorted(islice(attempted(trials, [first]), most), key=_seconds)
     if found and like_it is not None:
         found = sorted([*found, *attempted(like_it(found[0].trial), [first])], key=_seconds)
-    near = [one for one in found if one.seconds <= (1 + _NEAR) * found[0].seconds]
-    in_all_draws = [more for one in near for more in attempted([one.trial], others, begun=one.steps)]
-    if not in_all_draws:
+    near = sum(one.seconds <= (1 + _NEAR) * found[0].seconds for one in found)
+    in_all_draws = (more for one in found for more in attempted([one.trial], others, begun=one.steps))
+    ordered = chain(sorted(islice(in_all_draws, near), key=_seconds), in_all_draws)
+    later = [batch for batches in draws for batch in batches[1:]]
+    fitting = next((whole for one in ordered for whole in attempted([one.trial], later, begun=one.steps)), None)
+    if fitting is None:
         raise no_layout(name, space)
-    trial, begun = min(in_all_draws, key=_seconds)
-    of_draws = [
-        [first, *(trial.step(batch) for batch in batches[1:])] for first, batches in zip(begun, draws, strict=True)
-    ]
-    steps = [step for of_draw in of_draws for step in of_draw]
+    trial, steps = fitting
+    firsts, rest = steps[: len(draws)], iter(steps[len(draws) :])
+    of_draws = [[first, *islice(rest, len(batches) - 1)] for first, batches in zip(firsts, draws, strict=True)]
     tokens = [int(step.trained.sum()) for step in steps]
     return Outcome(
         policy=name,

@@ -44,8 +44,9 @@ _ROUNDS = 4  # micro-batches per pipeline rank for ordering layouts and predicti
 _FINE = 16  # micro-batches per pipeline rank that leave few bubbles
 _WITHOUT_HEAD = 0.75  # of a step's lower bound, which includes a last stage that waits for its output head
 _KINDS: tuple[Checkpointing, ...] = ("none", "keep_attention")  # with "none", ranks recompute what they do not hold
-_NEAREST = 4  # layouts that are tried with every setting, and on every draw
-_ROOM = 0.96  # of memory that a first step may use; later steps may hold more
+_NEAREST = 4  # layouts that are tried with every setting
+_ATTEMPTED = 16  # trials, at most, for one that fits in every step
+_ROOM = 0.96  # of memory that a first step may use; later ones may need more
 _LEAST_TOKENS = 4096  # of a window, on each context-parallel rank
 
 
@@ -68,8 +69,8 @@ class SlicedPlan:
 
     The last ``keeps`` slices of a sequence keep their activations; the others run forward again before their backward.
     With ``splits_backward`` a backward has two parts if nothing is recomputed. With ``exchanges`` the slices of a
-    sequence share their attention evenly, and stages share the output head. If forward and backward are packed
-    separately, ``backward`` has the columns for the backwards.
+    sequence share their attention evenly; with ``spreads_head`` stages share the output head. If forward and backward
+    are packed separately, ``backward`` has the columns for the backwards.
     """
 
     lengths: Integers
@@ -77,6 +78,7 @@ class SlicedPlan:
     keeps: int | None = None
     splits_backward: bool = False
     exchanges: bool = False
+    spreads_head: bool = False
     backward: Sequence[Column] | None = None
 
     @property
@@ -194,6 +196,9 @@ def price(plan: SlicedPlan, job: Job, most: float = np.inf) -> StepPrice:
     count = max(layout.pp, *(sum(map(len, column)) for column in both))
     columns = _filled(plan.columns, count)
     steps = _steps(columns, job, exchanges=plan.exchanges)
+    if plan.spreads_head:
+        blocks = Phases(*(block + head for block, head in zip(steps.blocks, steps.head, strict=True)))
+        steps = replace(steps, blocks=blocks, head=Phases(*map(np.zeros_like, steps.head)))
     forward, backward = steps.stages
     if plan.backward is not None:
         backward = _steps(_filled(plan.backward, count), job).stages.backward
@@ -231,9 +236,7 @@ def _steps(columns: Sequence[Column], job: Job, *, exchanges: bool = False) -> S
         for seconds in (shards.attention_forward, shards.attention_backward)
     )
     shards = shards._replace(attention_forward=forward, attention_backward=backward)
-    steps = Steps.of_shards(shards.reshaped(*shape), costs)
-    blocks = Phases(*(block + head for block, head in zip(steps.blocks, steps.head, strict=True)))
-    return replace(steps, blocks=blocks, head=Phases(*map(np.zeros_like, steps.head)))
+    return Steps.of_shards(shards.reshaped(*shape), costs)
 
 
 def _held(
@@ -335,8 +338,7 @@ class SlicedPolicy(Policy):
     """``plan`` turns whole documents into a ``SlicedPlan`` for a job with a pipeline.
 
     The best layouts with the first of its ``settings`` are tried with all settings, then all layouts with the fastest
-    setting. With ``interleaves`` a rank may have several stages; with ``spreads_head`` all stages share the output
-    head, as in plans that exchange.
+    setting. With ``interleaves`` a rank may have several stages; ``spreads_head`` says that plans do.
     """
 
     plan: Callable[..., SlicedPlan]
@@ -353,7 +355,7 @@ class SlicedPolicy(Policy):
         found = search.ranked(replace(trial, setting=setting) for trial in nearest for setting in settings)
         if found:
             found = search.over_layouts(found[0].setting)
-        return replace(best_of(name, found[:_NEAREST], draws, space), tried=len(found))
+        return replace(best_of(name, found[:_ATTEMPTED], draws, space), tried=len(found))
 
 
 @dataclass(frozen=True)
