@@ -43,10 +43,9 @@ TILE = 128  # tokens; slices of even work start at multiples
 _ROUNDS = 4  # micro-batches per pipeline rank for ordering layouts and predicting memory
 _FINE = 16  # micro-batches per pipeline rank that leave few bubbles
 _WITHOUT_HEAD = 0.75  # of a step's lower bound, which includes a last stage that waits for its output head
-_KINDS: tuple[Checkpointing, ...] = ("none", "keep_attention")  # with "none", ranks recompute what they do not hold
-_NEAREST = 4  # layouts that are tried with every setting
-_ATTEMPTED = 16  # trials, at most, for one that fits in every step
-_ROOM = 0.96  # of memory that a first step may use; later ones may need more
+_KINDS: tuple[Checkpointing, ...] = ("none", "keep_attention")  # ranks recompute more if they do not hold the rest
+_NEAREST = 4  # layouts that are tried with every setting, and on every draw
+_ROOM = 0.96  # of memory that a first step may use; later steps may hold more
 _LEAST_TOKENS = 4096  # of a window, on each context-parallel rank
 
 
@@ -188,20 +187,18 @@ class _Taken(Steps):
 def price(plan: SlicedPlan, job: Job, most: float = np.inf) -> StepPrice:
     """The step of ``plan`` in the pipelines of ``job``, one per column.
 
-    If ``job`` recomputes nothing, ranks recompute what their memory cannot hold. Seconds are infinite if one rank alone
+    Ranks recompute, beyond what ``job`` does, what their memory cannot hold. Seconds are infinite if one rank alone
     needs more than ``most``.
     """
     layout = job.layout
     both = [*plan.columns, *(plan.backward or ())]
     count = max(layout.pp, *(sum(map(len, column)) for column in both))
     columns = _filled(plan.columns, count)
-    steps = _steps(columns, job, exchanges=plan.exchanges)
-    if plan.spreads_head:
-        blocks = Phases(*(block + head for block, head in zip(steps.blocks, steps.head, strict=True)))
-        steps = replace(steps, blocks=blocks, head=Phases(*map(np.zeros_like, steps.head)))
+    steps = _steps(columns, job, plan)
     forward, backward = steps.stages
+    backwards = columns if plan.backward is None else _filled(plan.backward, count)
     if plan.backward is not None:
-        backward = _steps(_filled(plan.backward, count), job).stages.backward
+        backward = _steps(backwards, job, plan).stages.backward
     of_stages = (forward + backward).sum(axis=(0, 3))  # (dp, stages)
     if max(float(of_stages[:, mine].sum(axis=1).max()) for mine in layout.rank_stages) > most:
         return StepPrice(np.inf, 0.0, 0.0)
@@ -210,7 +207,10 @@ def price(plan: SlicedPlan, job: Job, most: float = np.inf) -> StepPrice:
         one_forward_one_backward((*map(len, column),), layout.pp, layout.stages, split=split) for column in columns
     )
     again, memory = _held(plan, columns, lists, job)
-    taken = Phases(forward, backward + again * forward)
+    if again.any():
+        full = _steps(backwards, replace(job, activation_checkpointing="full"), plan).stages.backward
+        backward = backward + again * (full - backward)
+    taken = Phases(forward, backward)
     steps = _Taken(steps.costs, steps.shards, steps.blocks, steps.head, (lists,), taken=taken)
     received = received_bytes(steps.shards, job) / (layout.dp_cp * layout.pp)
     return StepPrice(float(steps.seconds[0]), received, memory)
@@ -221,22 +221,26 @@ def _filled(columns: Sequence[Column], count: int) -> list[Column]:
     return [[*column, *[[()]] * (count - sum(map(len, column)))] for column in columns]
 
 
-def _steps(columns: Sequence[Column], job: Job, *, exchanges: bool = False) -> Steps:
+def _steps(columns: Sequence[Column], job: Job, plan: SlicedPlan) -> Steps:
+    """The prices of ``columns``, with the attention and the head that ``plan`` spreads."""
     slices = [slice_ for column in columns for sequence in column for slice_ in sequence]
     costs, shape = own_costs(job), (1, len(columns), len(slices) // len(columns))
     lengths = [[stop - start for _, start, stop in slice_] for slice_ in slices]
     earlier = [slice_[0].start if slice_ and slice_[0].start else None for slice_ in slices]
     shards = price_shards(lengths, job.layout.cp, "per_document", costs.rank, earlier)
-    if not exchanges:
-        return Steps.of_shards(shards.reshaped(*shape), costs)
-    counts = np.array([len(sequence) for column in columns for sequence in column])
-    first = np.cumsum(counts) - counts
-    forward, backward = (
-        np.repeat(np.add.reduceat(seconds, first) / counts[:, None], counts, axis=0)
-        for seconds in (shards.attention_forward, shards.attention_backward)
-    )
-    shards = shards._replace(attention_forward=forward, attention_backward=backward)
-    return Steps.of_shards(shards.reshaped(*shape), costs)
+    if plan.exchanges:
+        counts = np.array([len(sequence) for column in columns for sequence in column])
+        first = np.cumsum(counts) - counts
+        forward, backward = (
+            np.repeat(np.add.reduceat(seconds, first) / counts[:, None], counts, axis=0)
+            for seconds in (shards.attention_forward, shards.attention_backward)
+        )
+        shards = shards._replace(attention_forward=forward, attention_backward=backward)
+    steps = Steps.of_shards(shards.reshaped(*shape), costs)
+    if plan.spreads_head:
+        blocks = Phases(*(block + head for block, head in zip(steps.blocks, steps.head, strict=True)))
+        steps = replace(steps, blocks=blocks, head=Phases(*map(np.zeros_like, steps.head)))
+    return steps
 
 
 def _held(
@@ -271,7 +275,7 @@ def _held(
                 if kind != INPUT:
                     held -= blocks[stage] * left[micro_batch]
     rows = peaks / _most_at_once(job) / layout.cp
-    if job.activation_checkpointing == "none":
+    if recomputed < 1:
         most = np.array([_most_rows(job, rank) for rank in range(layout.pp)])
         over = np.clip((rows - most) / (rows * (1 - recomputed)), 0, 1)
         rows = rows * (1 - over * (1 - recomputed))
@@ -355,7 +359,7 @@ class SlicedPolicy(Policy):
         found = search.ranked(replace(trial, setting=setting) for trial in nearest for setting in settings)
         if found:
             found = search.over_layouts(found[0].setting)
-        return replace(best_of(name, found[:_ATTEMPTED], draws, space), tried=len(found))
+        return replace(best_of(name, found[:_NEAREST], draws, space), tried=len(found))
 
 
 @dataclass(frozen=True)
