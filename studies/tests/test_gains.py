@@ -16,10 +16,10 @@ def test_a_row_says_what_check_says_and_a_job_without_a_layout_nothing(monkeypat
     monkeypatch.setattr(gains, "MODELS", ("550m", "70b"))
     monkeypatch.setattr(gains, "WINDOWS", (8192,))
     monkeypatch.setattr(gains, "GPUS", (2,))
-    monkeypatch.setattr(gains, "BATCH_TOKENS", 2**18)
+    monkeypatch.setattr(gains, "BATCH_TOKENS", 2**16)
     small, large = gains.run(Settings(out=tmp_path)).tables[0].rows
     lengths = sample_lengths(gains.documents_of(8192), 8192, 0)
-    question = question_of("550m", "h100", 2, lengths, context_window=8192, batch_tokens=2**18)
+    question = question_of("550m", "h100", 2, lengths, context_window=8192, batch_tokens=2**16)
     verdict = estimate(question, lengths, source="synthetic").verdict
     speeds = verdict.speed("per-document-4d"), verdict.speed("balanced")
     assert small[:6] == ("550m", "8K", 2, sum(verdict.lost.values()), *speeds)

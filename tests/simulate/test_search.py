@@ -89,7 +89,7 @@ def random_space(seed: int) -> tuple[SearchSpace, str, np.ndarray]:
 def test_no_step_takes_less_than_the_bound(preset: str):
     """On the same documents, in every layout: the search stops where the bound falls behind what it has."""
     lengths = documents(800)
-    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=16 * WINDOW)
+    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=8 * WINDOW)
     for job in jobs_in_all_layouts(space, preset, lengths):
         plan = next(StepPlanner(job, lengths).plans())
         assert least_seconds(job, plan.table) <= float(simulate_step(plan, job).seconds[0])
@@ -137,7 +137,7 @@ def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():
 
 
 # `make test` tries those that are quick to try in all layouts, none of them of `balanced`; `make test-all` all thirty.
-QUICK = (0, 7, 2, 3, 16)
+QUICK = (0, 7)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +158,12 @@ def test_no_layout_is_faster_than_the_one_found_by_more_than_a_hundredth(seed: i
 @pytest.mark.parametrize("preset", ["plain-4d", pytest.param("per-document-4d", marks=pytest.mark.exhaustive)])
 def test_gpus_need_not_be_a_power_of_two(preset: str):
     lengths = sample_lengths(2000, 65_536, 0)
-    space = search_space("550m", 12, 65_536, batch_tokens=12 * 65_536)
+    space = search_space("550m", 6, 65_536, batch_tokens=6 * 65_536)
     rates = [of_draws(job, space, lengths) for job in jobs_in_all_layouts(space, preset, lengths)]
     assert of_draws(fastest_layout(space, lengths, preset).job, space, lengths) >= 0.99 * max(rates)
 
 
+@pytest.mark.exhaustive
 def test_a_layout_that_is_unlucky_in_one_step_of_many_windows_is_rated_on_more():
     """The draw decides by 5% in the first step, though it has 64 windows."""
     space = search_space("550m", 32, 131_072, hardware="a100", batch_tokens=2**23)

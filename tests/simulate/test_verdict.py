@@ -21,7 +21,7 @@ LENGTHS = sample_lengths(2000, WINDOW, seed=1)
 
 @pytest.fixture(scope="module")
 def found() -> Estimate:
-    question = question_of("7b", "h100", 16, LENGTHS, context_window=WINDOW, batch_tokens=32 * WINDOW)
+    question = question_of("550m", "h100", 4, LENGTHS, context_window=WINDOW, batch_tokens=16 * WINDOW)
     return estimate(question, LENGTHS, (BASELINE, BALANCED, PER_DOCUMENT), 4, source="lengths.json")
 
 
@@ -84,7 +84,7 @@ def test_a_speed_is_the_median_of_the_draws(found: Estimate):
 def test_nothing_is_recommended_where_little_is_gained():
     """Documents of one length: packing them otherwise gains nothing."""
     lengths = sample_lengths(400, WINDOW, 0) * 0 + WINDOW
-    question = question_of("7b", "h100", 8, lengths, context_window=WINDOW, batch_tokens=16 * WINDOW)
+    question = question_of("7b", "h100", 4, lengths, context_window=WINDOW, batch_tokens=8 * WINDOW)
     found = estimate(question, lengths, (BASELINE, BALANCED), 2, source="lengths.json")
     assert found.verdict.winner == BASELINE
     assert not found.config

@@ -36,7 +36,7 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     are walked through.
     """
     if job.plans_operations:
-        return _planned_memory(job)
+        return _planned_memory(job, limit)
     longest, rest = job.max_tokens, job.most_step_tokens
     count = _EVEN_MICRO_BATCHES if job.levels_steps else job.micro_batches_per_rank
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
@@ -51,7 +51,7 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     return predict_memory(job, tokens, limit)
 
 
-def _planned_memory(job: Job) -> MemoryEstimate:
+def _planned_memory(job: Job, limit: float) -> MemoryEstimate:
     """Memory with planned lists, in which ranks hold as much as in the named schedule (``wlb.job.pipeline``).
 
     That is micro-batches of ``job.in_flight_length`` and a document of a context window beside them; or all
@@ -60,7 +60,11 @@ def _planned_memory(job: Job) -> MemoryEstimate:
     """
     count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
-    ranks = [predict_rank_memory(job, [usual] * walked, rank) for rank in unlike_ranks(job)]
+    ranks = []
+    for rank in unlike_ranks(job):
+        ranks.append(predict_rank_memory(job, [usual] * walked, rank))
+        if ranks[-1].total > limit:
+            return ranks[-1]
     static = max(ranks, key=lambda rank: rank.total - _held(rank.parts))
     held, kept = _and_kept(job, ranks, in_flight=True)
     if job.slices_documents:
