@@ -38,7 +38,7 @@ def plan_by(found: Calibration, terms: NDArray[np.float64]) -> tuple[NDArray[np.
     return terms @ np.array(found.prices or (0, 1, 0)), np.array(found.speeds or [1.0] * RANKS)
 
 
-@in_turn("seed", range(12))
+@in_turn("seed", range(4))
 def test_it_settles_in_spite_of_noise(seed: int):
     rng, speeds = np.random.default_rng(seed), np.ones(RANKS)
     speeds[3], speeds[5] = 0.9, 0.85

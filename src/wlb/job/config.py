@@ -151,7 +151,9 @@ class BaselineConfig(LayoutConfig):
 class PackingConfig(PackingOptions):
     """How documents become micro-batches. A packer refuses options of other packers."""
 
-    micro_batches: MicroBatchCount = Field(4, description="Micro-batches in a step, over all data-parallel ranks")
+    micro_batches: MicroBatchCount = Field(
+        4, description="Micro-batches in a step, of all data-parallel ranks; balanced: context windows in a step"
+    )
     assignment: Assignment = Field(
         "balanced",
         description="Deal micro-batches to data-parallel ranks in turn, or heaviest first to the lightest rank",
