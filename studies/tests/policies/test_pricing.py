@@ -240,15 +240,17 @@ def test_speed_is_the_median_of_the_draws_each_over_the_base_in_the_same():
 
 
 class Timed(NamedTuple):
-    """A layout in which a step takes so many seconds for documents of so many tokens."""
+    """A layout in which a step takes so many seconds for documents of so many tokens, and too much memory for some."""
 
     layout: str
     seconds: dict[int, float]
+    too_large: tuple[int, ...] = ()
 
     def step(self, lengths: np.ndarray) -> PricedStep:
         if (tokens := int(lengths.sum())) not in self.seconds:
             raise UserError("no plan")
-        return PricedStep(StepPrice(self.seconds[tokens], 0.0, 0.0), lengths, 0.0)
+        memory = 1e15 if tokens in self.too_large else 0.0
+        return PricedStep(StepPrice(self.seconds[tokens], 0.0, memory), lengths, 0.0)
 
 
 def test_all_draws_decide_among_layouts_that_are_near_in_the_first():
@@ -264,9 +266,13 @@ def test_all_draws_decide_among_layouts_that_are_near_in_the_first():
 
 def test_the_fastest_layout_that_fits_in_every_step_is_taken():
     draws = [[lengths_of(tokens), lengths_of(10 * tokens)] for tokens in (1, 2, 3)]
-    first_steps, all_steps = dict.fromkeys((1, 2, 3), 1.0), dict.fromkeys((1, 2, 3, 10, 20, 30), 2.0)
-    found = best_of("any", [Timed("first", first_steps), Timed("all", all_steps)], draws, space())
-    assert (found.layout, found.seconds, found.steps) == ("all", 12.0, 2)
+    every = (1, 2, 3, 10, 20, 30)
+    fast, slow, slowest = (dict.fromkeys(every, seconds) for seconds in (1.0, 2.0, 3.0))
+    trials = [Timed("fast", fast, too_large=(20,)), Timed("slow", slow), Timed("slowest", slowest)]
+    found = best_of("any", trials, draws, space())
+    assert (found.layout, found.seconds, found.steps, found.tried) == ("slow", 12.0, 2, 3)
+    with pytest.raises(UserError, match="any finds no layout"):
+        best_of("any", trials[:1], draws, space())
 
 
 def test_weights_are_kept_where_that_is_faster_and_fits():

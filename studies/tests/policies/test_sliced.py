@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, rank_operations
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulated_job
 from wlb.simulate.search import least_seconds
+from wlb.workload.base import Checkpointing
 from wlb_studies.policies import POLICIES
 from wlb_studies.policies.chunkflow import equal_chunks
 from wlb_studies.policies.infinipipe import equal_seconds
@@ -157,7 +158,10 @@ def test_an_unsliced_plan_takes_and_holds_what_other_code_says():
     mine, other = price(plan, job), price_of_groups(groups, Ranks(job, 8000))
     assert mine.seconds == pytest.approx(other.seconds, rel=1e-6)
     even = replace(plan, lengths=lengths_of(*[6000] * 4), columns=[[[[Piece(d, 0, 6000)]] for d in range(4)]])
-    assert price(even, job).memory_bytes == predict_memory(job, [6000] * 8).total
+    assert price(even, job).memory_bytes == pytest.approx(predict_memory(job, [6000] * 8).total, rel=0.02)
+    for kind in get_args(Checkpointing):
+        own = replace(job, activation_checkpointing=kind)
+        assert price(plan, own).memory_bytes == pytest.approx(predict_memory(own, [*lengths]).total, rel=0.05)
 
 
 def test_chunks_that_keep_nothing_hold_less_and_take_longer():
@@ -168,16 +172,19 @@ def test_chunks_that_keep_nothing_hold_less_and_take_longer():
     assert last_kept.seconds > 1.1 * all_kept.seconds
 
 
-def test_ranks_recompute_what_their_memory_does_not_hold_and_no_more():
-    lengths, job = lengths_of(*[131_072] * 8), job_of(dp=1, cp=1, window=131_072)
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "keep_attention"])
+def test_ranks_recompute_what_their_memory_does_not_hold_and_no_more(kind: Checkpointing, cp: int):
+    lengths, job = lengths_of(*[131_072] * 8), job_of(dp=1, cp=cp, window=131_072)
+    job = replace(job, hardware=replace(job.hardware, memory_bytes=1e12), activation_checkpointing=kind)
     plan = even_slices(lengths, job, 4, "work")
-    roomy = price(plan, job)
-    all_of_it = price(plan, replace(job, activation_checkpointing="full"))
-    for share in (0.9, 0.6):
-        memory = replace(job.hardware, memory_bytes=share * roomy.memory_bytes / 0.9)
-        small = replace(job, hardware=memory)
+    roomy, all_of_it = (price(plan, one) for one in (job, replace(job, activation_checkpointing="full")))
+    for share in (0.2, 0.8):
+        needed = share * roomy.memory_bytes + (1 - share) * all_of_it.memory_bytes
+        reserved = 0.9 * job.hardware.memory_bytes - job.memory_limit.number_of_bytes
+        small = replace(job, hardware=replace(job.hardware, memory_bytes=(needed + reserved) / 0.9))
         tight, limit = price(plan, small), small.memory_limit.number_of_bytes
-        assert 0.93 * limit < tight.memory_bytes <= limit
+        assert 0.99 * limit < tight.memory_bytes <= limit
         assert roomy.seconds < tight.seconds < all_of_it.seconds
 
 

@@ -23,7 +23,7 @@ from wlb.job.memory.step import (
 )
 from wlb.schedules.operations import round_size
 
-_HELD = ("activations", "received keys and values", "scores")  # held from forward to backward
+HELD = ("activations", "received keys and values", "scores")  # held from forward to backward
 _EVEN_ROUNDS = 4  # of pp micro-batches: fill the pipeline, allocate all gradients, one more, drain it
 _EVEN_MICRO_BATCHES = 2  # of a rank in level steps: more of the same need no more memory
 _FACTORS = 64  # values of L_max that are tried per context window
@@ -71,7 +71,7 @@ def _planned_memory(job: Job, limit: float) -> MemoryEstimate:
         together = largest_share(job, job.sliced_length)
         alone = [predict_rank_memory(job, [together], rank) for rank in unlike_ranks(job)]
         held, kept = max((held, kept), _and_kept(job, alone, in_flight=False), key=lambda one: _held(one[0]) + one[1])
-    parts = static.parts | {name: held[name] for name in _HELD if name in held}
+    parts = static.parts | {name: held[name] for name in HELD if name in held}
     longest, short = (predict_memory(job, [tokens]) for tokens in (job.max_tokens, job.in_flight_length))
     for name, value in longest.parts.items():
         parts[name] = parts.get(name, 0) + max(0, value - short.parts.get(name, 0))
@@ -87,7 +87,7 @@ def _and_kept(job: Job, ranks: list[MemoryEstimate], *, in_flight: bool) -> tupl
 
 
 def _held(parts: dict[str, int]) -> int:
-    return sum(parts.get(name, 0) for name in _HELD)
+    return sum(parts.get(name, 0) for name in HELD)
 
 
 def fits(job: Job) -> bool:

@@ -186,9 +186,8 @@ def best_of(
 ) -> Outcome:
     """All steps of the fastest of ``trials`` (at most ``most`` are priced) and of the trials ``like_it``.
 
-    The first step of the first draw picks the trials near the fastest, and the first steps of all draws order them. The
-    fastest that fits in memory in every step is taken; slower trials follow those near the fastest. Raises
-    ``UserError`` if none fits.
+    The first step of the first draw orders the trials; the first steps of all draws order anew those near the fastest.
+    The first one that fits in memory in every step is taken. Raises ``UserError`` if none does.
     """
     attempted = partial(_attempted, limit=limit_of_gpu(space.hardware.memory_bytes).number_of_bytes)
     first, *others = (batches[0] for batches in draws)
@@ -196,8 +195,11 @@ def best_of(
     if found and like_it is not None:
         found = sorted([*found, *attempted(like_it(found[0].trial), [first])], key=_seconds)
     near = sum(one.seconds <= (1 + _NEAR) * found[0].seconds for one in found)
-    in_all_draws = (more for one in found for more in attempted([one.trial], others, begun=one.steps))
-    ordered = chain(sorted(islice(in_all_draws, near), key=_seconds), in_all_draws)
+    nearest, slower = (
+        (more for one in ones for more in attempted([one.trial], others, begun=one.steps))
+        for ones in (found[:near], found[near:])
+    )
+    ordered = chain(sorted(nearest, key=_seconds), slower)
     later = [batch for batches in draws for batch in batches[1:]]
     fitting = next((whole for one in ordered for whole in attempted([one.trial], later, begun=one.steps)), None)
     if fitting is None:
@@ -228,8 +230,12 @@ def _attempted(
     """The steps in every trial in which the policy finds plans that fit, after the steps ``begun``."""
     for trial in trials:
         with suppress(UserError):  # for instance, a group would need more ranks than there are
-            steps = [*begun, *(trial.step(batch) for batch in batches)]
-            if max(step.price.memory_bytes for step in steps) <= limit:
+            steps = [*begun]
+            for batch in batches:
+                steps.append(trial.step(batch))
+                if steps[-1].price.memory_bytes > limit:
+                    break
+            else:
                 yield _Begun(trial, steps)
 
 

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.job.job import Job
-from wlb.job.memory.layers import LayerMemory
+from wlb.job.memory.fit import HELD
+from wlb.job.memory.layers import head_share, held_of_token, kept_share
 from wlb.job.memory.step import predict_rank_memory
-from wlb.job.pipeline import kept_share
 from wlb.schedules.layout import dealt_blocks
 from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations
 from wlb.sharding import price_shards
@@ -40,12 +40,12 @@ from wlb_studies.policies.policy import Outcome, Policy, PricedStep, batches_of_
 from wlb_studies.policies.pricing import StepPrice, ideal_seconds, own_costs, received_bytes
 
 TILE = 128  # tokens; slices of even work start at multiples
-_ROUNDS = 4  # micro-batches per pipeline rank for ordering layouts and predicting memory
+_ROUNDS = 4  # micro-batches per pipeline rank for predicting memory
+_ROWS = (4096, 16_384)  # of micro-batches for which memory is predicted
 _FINE = 16  # micro-batches per pipeline rank that leave few bubbles
 _WITHOUT_HEAD = 0.75  # of a step's lower bound, which includes a last stage that waits for its output head
 _KINDS: tuple[Checkpointing, ...] = ("none", "keep_attention")  # ranks recompute more if they do not hold the rest
 _NEAREST = 4  # layouts that are tried with every setting, and on every draw
-_ROOM = 0.96  # of memory that a first step may use; later steps may hold more
 _LEAST_TOKENS = 4096  # of a window, on each context-parallel rank
 
 
@@ -246,75 +246,71 @@ def _steps(columns: Sequence[Column], job: Job, plan: SlicedPlan) -> Steps:
 def _held(
     plan: SlicedPlan, columns: Sequence[Column], lists: Sequence[RankOperations], job: Job
 ) -> tuple[NDArray[np.float64], float]:
-    """The share of each forward that runs again, shape (1, dp, stages, micro-batches), and peak bytes."""
-    layout, blocks = job.layout, job.stage_blocks.tolist()
-    kept, recomputed = kept_share(job), _recomputed_share(job)
+    """The share of each forward that runs again, shape (1, dp, stages, micro-batches), and peak bytes.
+
+    A rank over the limit of memory recomputes the share of its activations that brings it down to the limit. Keys and
+    values of slices, and scores, are not recomputed.
+    """
+    layout = job.layout
+    all_again = replace(job, activation_checkpointing="full")
+    token, least = held_of_token(job), held_of_token(all_again)
+    kept, head = kept_share(job) * token, head_share(job) * token
     again = np.zeros((1, layout.dp, layout.stages, sum(map(len, columns[0]))))
-    peaks = np.zeros(layout.pp)  # of each rank: tokens in a block
+    own, full = np.zeros(layout.pp), np.zeros(layout.pp)  # the most bytes that each rank holds, of any column
     for d, (column, of_column) in enumerate(zip(columns, lists, strict=True)):
-        whole, left = [], []
-        for sequence in column:
-            for place, slice_ in enumerate(sequence):
-                tokens = sum(stop - start for _, start, stop in slice_)
-                cuts = sum(
-                    stop - start for document, start, stop in slice_ if stop - start < int(plan.lengths[document])
-                )
-                forgets = plan.keeps is not None and place < len(sequence) - plan.keeps
-                whole.append(tokens + kept * cuts)
-                left.append((recomputed if forgets else 1.0) * tokens + kept * cuts)
-                again[0, d, :, len(whole) - 1] = forgets and recomputed < 1
+        slices = [
+            (place < len(one) - (plan.keeps or len(one)), slice_) for one in column for place, slice_ in enumerate(one)
+        ]
+        forgets = np.array([first for first, _ in slices])
+        tokens = np.array([sum(stop - start for _, start, stop in slice_) for _, slice_ in slices])
+        cut = [
+            [p.stop - p.start for p in slice_ if p.stop - p.start < int(plan.lengths[p.document])]
+            for _, slice_ in slices
+        ]
+        beside = np.outer(job.stage_blocks, kept * np.array([*map(sum, cut)], np.float64))
+        beside[-1] += head * tokens / (layout.pp if plan.spreads_head else 1)
+        leaves, leaves_least, remade = (
+            np.outer(job.stage_blocks, tokens * each)
+            for each in (np.where(forgets, least, token), least, np.where(forgets, token - least, 0.0))
+        )
+        again[0, d] = forgets & (least < token)
         for rank, of_rank in enumerate(of_column):
-            held = 0.0
-            for stage, micro_batch, kind in of_rank:
-                if kind == FORWARD:
-                    held += blocks[stage] * left[micro_batch]
-                    peaks[rank] = max(peaks[rank], held)
-                    continue
-                if kind != WEIGHT:  # recomputed activations are held once more
-                    peaks[rank] = max(peaks[rank], held + blocks[stage] * (whole[micro_batch] - left[micro_batch]))
-                if kind != INPUT:
-                    held -= blocks[stage] * left[micro_batch]
-    rows = peaks / _most_at_once(job) / layout.cp
-    if recomputed < 1:
-        most = np.array([_most_rows(job, rank) for rank in range(layout.pp)])
-        over = np.clip((rows - most) / (rows * (1 - recomputed)), 0, 1)
-        rows = rows * (1 - over * (1 - recomputed))
-        for rank, mine in enumerate(layout.rank_stages):
-            again[:, :, mine] = np.maximum(again[:, :, mine], over[rank])
-    return again, float(max(_rank_memory(job, int(count), rank) for rank, count in enumerate(rows.tolist())))
+            for peaks, one, left, more in ((own, job, leaves, remade), (full, all_again, leaves_least, 0 * remade)):
+                static, of_row = _beside_activations(one, rank)
+                needs = more + of_row * tokens / layout.cp
+                peaks[rank] = max(peaks[rank], static + _peak(of_rank, (left + beside).tolist(), needs.tolist()))
+    limit = job.memory_limit.number_of_bytes
+    over = np.where(own > limit, np.clip((own - limit) / np.maximum(own - full, 1.0), 0, 1), 0.0)
+    for rank, mine in enumerate(layout.rank_stages):
+        again[:, :, mine] = np.maximum(again[:, :, mine], over[rank])
+    return again, float(np.where(over < 1, np.minimum(own, limit), full).max())
 
 
-@lru_cache(maxsize=512)
-def _recomputed_share(job: Job) -> float:
-    """Memory of a micro-batch that runs forward again, over its memory under the checkpointing of ``job``."""
-    full, own = (
-        LayerMemory(one, _LEAST_TOKENS).blocks(range(1))[0].held
-        for one in (replace(job, activation_checkpointing="full"), job)
+def _peak(
+    operations: Sequence[Operation], leaves: Sequence[Sequence[float]], needs: Sequence[Sequence[float]]
+) -> float:
+    """The most bytes at once, if a forward ``leaves`` bytes to its backward, and both ``needs`` more while they run."""
+    held = most = 0.0
+    for stage, micro_batch, kind in operations:
+        if kind == FORWARD:
+            held += leaves[stage][micro_batch]
+        if kind != WEIGHT:
+            most = max(most, held + needs[stage][micro_batch])
+        if kind in (BACKWARD, WEIGHT):
+            held -= leaves[stage][micro_batch]
+    return most
+
+
+@lru_cache(maxsize=8192)
+def _beside_activations(job: Job, rank: int) -> tuple[float, float]:
+    """Bytes of a rank for everything but what forwards leave: fixed, and for each token of the rank that is running."""
+    low, high = (
+        sum(value for name, value in parts.items() if name not in HELD)
+        for rows in _ROWS
+        for parts in (predict_rank_memory(job, [rows] * (_ROUNDS * job.layout.pp), rank).parts,)
     )
-    return full / own
-
-
-@lru_cache(maxsize=512)
-def _most_at_once(job: Job) -> NDArray[np.float64]:
-    """Micro-batches (in blocks) that each rank holds at once in the named schedule, for predicting memory."""
-    blocks = job.stage_blocks.tolist()
-    changes = (
-        [blocks[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
-        for of_rank in job.layout.operations(_ROUNDS * job.layout.pp)
-    )
-    return np.array([max(accumulate(of_rank)) for of_rank in changes], np.float64)
-
-
-@lru_cache(maxsize=4096)
-def _rank_memory(job: Job, rows: int, rank: int) -> int:
-    return predict_rank_memory(job, [rows] * (_ROUNDS * job.layout.pp), rank).total
-
-
-@lru_cache(maxsize=512)
-def _most_rows(job: Job, rank: int) -> float:
-    """Rows of each micro-batch that fit in a rank's memory, by linear extrapolation from two predictions."""
-    low, high = (_rank_memory(job, times * _LEAST_TOKENS, rank) for times in (1, 2))
-    return _LEAST_TOKENS * (1 + (_ROOM * job.memory_limit.number_of_bytes - low) / (high - low))
+    of_row = (high - low) / (_ROWS[1] - _ROWS[0])
+    return low - of_row * _ROWS[0], of_row
 
 
 @dataclass(frozen=True)
@@ -386,7 +382,7 @@ class _Search:
                 continue
             plan = trial.plan(self.documents, trial.job, **dict(trial.setting))
             step = price(plan, trial.job, min(self.seconds.values(), default=np.inf))
-            fits = step.memory_bytes <= _ROOM * trial.job.memory_limit.number_of_bytes
+            fits = step.memory_bytes <= trial.job.memory_limit.number_of_bytes
             self.seconds[trial] = step.seconds if fits else np.inf
         fitting = [trial for trial, seconds in self.seconds.items() if seconds < np.inf]
         return sorted(fitting, key=self.seconds.__getitem__)
