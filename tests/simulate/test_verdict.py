@@ -21,7 +21,7 @@ LENGTHS = sample_lengths(2000, WINDOW, seed=1)
 
 @pytest.fixture(scope="module")
 def found() -> Estimate:
-    question = question_of("550m", "h100", 4, LENGTHS, context_window=WINDOW, batch_tokens=16 * WINDOW)
+    question = question_of("550m", "h100", 4, LENGTHS, context_window=WINDOW, batch_tokens=16 * WINDOW, fixed={"cp": 2})
     return estimate(question, LENGTHS, (BASELINE, BALANCED, PER_DOCUMENT), 4, source="lengths.json")
 
 
