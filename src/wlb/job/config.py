@@ -152,7 +152,7 @@ class PackingConfig(PackingOptions):
     """How documents become micro-batches. A packer refuses options of other packers."""
 
     micro_batches: MicroBatchCount = Field(
-        4, description="Micro-batches in a step, of all data-parallel ranks; balanced: default of global_batch"
+        4, description="Micro-batches in a step, of all data-parallel ranks; for balanced the default of global_batch"
     )
     assignment: Assignment = Field(
         "balanced",

@@ -251,12 +251,12 @@ def _held(
     A rank over the limit of memory recomputes the share of its activations that brings it down to the limit. Keys and
     values of slices, and scores, are not recomputed.
     """
-    layout = job.layout
+    layout, limit = job.layout, job.memory_limit.number_of_bytes
     all_again = replace(job, activation_checkpointing="full")
     token, least = held_of_token(job), held_of_token(all_again)
     kept, head = kept_share(job) * token, head_share(job) * token
     again = np.zeros((1, layout.dp, layout.stages, sum(map(len, columns[0]))))
-    own, full = np.zeros(layout.pp), np.zeros(layout.pp)  # the most bytes that each rank holds, of any column
+    of_columns = []  # operations, tokens, and bytes: activations, those with everything recomputed, all else, made anew
     for d, (column, of_column) in enumerate(zip(columns, lists, strict=True)):
         slices = [
             (place < len(one) - (plan.keeps or len(one)), slice_) for one in column for place, slice_ in enumerate(one)
@@ -274,16 +274,29 @@ def _held(
             for each in (np.where(forgets, least, token), least, np.where(forgets, token - least, 0.0))
         )
         again[0, d] = forgets & (least < token)
-        for rank, of_rank in enumerate(of_column):
-            for peaks, one, left, more in ((own, job, leaves, remade), (full, all_again, leaves_least, 0 * remade)):
-                static, of_row = _beside_activations(one, rank)
-                needs = more + of_row * tokens / layout.cp
-                peaks[rank] = max(peaks[rank], static + _peak(of_rank, (left + beside).tolist(), needs.tolist()))
-    limit = job.memory_limit.number_of_bytes
-    over = np.where(own > limit, np.clip((own - limit) / np.maximum(own - full, 1.0), 0, 1), 0.0)
+        of_columns.append((of_column, tokens, leaves + beside, leaves_least + beside, remade))
+
+    def most(rank: int, *, recomputed: bool) -> float:
+        static, of_row = _beside_activations(all_again if recomputed else job, rank)
+        return static + max(
+            _peak(
+                of_column[rank],
+                (left_least if recomputed else left).tolist(),
+                (of_row * tokens / layout.cp + (0.0 if recomputed else 1.0) * remade).tolist(),
+            )
+            for of_column, tokens, left, left_least, remade in of_columns
+        )
+
+    peaks = []
     for rank, mine in enumerate(layout.rank_stages):
-        again[:, :, mine] = np.maximum(again[:, :, mine], over[rank])
-    return again, float(np.where(over < 1, np.minimum(own, limit), full).max())
+        own = most(rank, recomputed=False)
+        if own > limit:
+            full = most(rank, recomputed=True)
+            over = min(1.0, (own - limit) / max(own - full, 1.0))
+            again[:, :, mine] = np.maximum(again[:, :, mine], over)
+            own = limit if over < 1 else full
+        peaks.append(own)
+    return again, float(max(peaks))
 
 
 def _peak(
@@ -304,11 +317,8 @@ def _peak(
 @lru_cache(maxsize=8192)
 def _beside_activations(job: Job, rank: int) -> tuple[float, float]:
     """Bytes of a rank for everything but what forwards leave: fixed, and for each token of the rank that is running."""
-    low, high = (
-        sum(value for name, value in parts.items() if name not in HELD)
-        for rows in _ROWS
-        for parts in (predict_rank_memory(job, [rows] * (_ROUNDS * job.layout.pp), rank).parts,)
-    )
+    estimates = [predict_rank_memory(job, [rows] * (_ROUNDS * job.layout.pp), rank) for rows in _ROWS]
+    low, high = (sum(value for name, value in one.parts.items() if name not in HELD) for one in estimates)
     of_row = (high - low) / (_ROWS[1] - _ROWS[0])
     return low - of_row * _ROWS[0], of_row
 
