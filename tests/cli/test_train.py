@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.cases import in_turn
 from tests.cli.conftest import printed, refusal
 from tests.training.checkpoint.fakes import write_checkpoint
 from tests.training.jobs import VOCABULARY, write_config, write_store
+from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.models.configured_model import configured_model
 from wlb.training.checkpoint.files import model_record
@@ -71,6 +73,14 @@ def test_a_bad_override_and_a_missing_configuration(folder):
     assert "missing.toml does not exist" in error_of(folder / "missing.toml")
 
 
+@in_turn("mode", [[], ["--dry-run"]])
+def test_a_configuration_is_checked_before_torch_is_imported(folder, monkeypatch, mode):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "missing.toml does not exist" in error_of(folder / "missing.toml", *mode)
+    assert "training.stepz is not a setting" in error_of(write_config(folder), "--set", "training.stepz=3", *mode)
+    assert "torch is not installed" in error_of(write_config(folder), *mode)
+
+
 def test_a_store_without_a_vocabulary(folder):
     (folder / "store.json").unlink()
     assert "does not give the size of its vocabulary; set model.vocab_size" in error_of(write_config(folder))
@@ -90,15 +100,15 @@ def test_checkpoints_of_another_job(folder):
 
 
 def test_a_trace_is_a_setting(wlb, monkeypatch):
-    asked: list[list[str]] = []
+    asked: list[JobConfig] = []
 
-    def launch(_: object, settings: list[str], **__: object) -> int:
-        asked.append(settings)
+    def launch(config: JobConfig, **_: object) -> int:
+        asked.append(config)
         return 0
 
     monkeypatch.setattr("wlb.training.launcher.launch", launch)
-    wlb("train", "job.toml", "--set", "training.steps=4", "--trace")
-    assert asked == [["training.steps=4", "metrics.profile=true"]]
+    wlb("train", CONFIG, "--set", "training.steps=4", "--trace")
+    assert [(config.training.steps, config.metrics.profile) for config in asked] == [(4, True)]
 
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tiny.toml"

@@ -13,6 +13,7 @@ from wlb.cli.console import emit_json, show_next, stderr, stdout
 from wlb.errors import UserError, require
 
 if TYPE_CHECKING:
+    from wlb.job.config import JobConfig
     from wlb.training.dry_run import DryRun
 
 _PROBLEMS = 1  # exit status of a job that would not start
@@ -28,7 +29,6 @@ class TrainOptions:
             "--trace", help="Write a torch profiler trace of a few steps of every rank into METRICS_DIR/trace."
         ),
     ] = False
-    traced: Annotated[bool, typer.Option("--profile", hidden=True, help="The name that --trace had.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,24 +68,35 @@ def train(
 
     Example: wlb train configs/405b_128k.toml --dry-run
     """
+    from wlb.job.config_file import load_config
+
     settings = overrides or []
-    for package in ("safetensors", "torch"):  # processes that lack one of them end in a traceback
-        require(package, "train")
     if isinstance(asked, DryRunOptions):
-        return _dry_run(config, settings, asked, json)
+        return _dry_run(config, load_config(config, settings), settings, asked, json)
+    # Before torch is imported, which takes seconds.
+    loaded = load_config(config, [*settings, *["metrics.profile=true"] * asked.trace], auto_dp=_dp_of_this_machine)
+    _require_training()
     from wlb.training.launcher import launch
 
-    if asked.trace or asked.traced:
-        settings = [*settings, "metrics.profile=true"]
-    return launch(config, settings, summary=json)
+    return launch(loaded, summary=json)
 
 
-def _dry_run(config: Path, overrides: list[str], asked: DryRunOptions, json: bool) -> int:
+def _require_training() -> None:
+    """Raise ``UserError`` where a package is missing, without which processes end in a traceback."""
+    for package in ("safetensors", "torch"):
+        require(package, "train")
+
+
+def _dp_of_this_machine(of_one_rank: int) -> int:
+    """As many data-parallel ranks as the GPUs suffice for; one on a machine without GPUs."""
+    gpus: int = require("torch", "train").cuda.device_count()
+    return max(1, gpus // of_one_rank)
+
+
+def _dry_run(config: Path, loaded: JobConfig, overrides: list[str], asked: DryRunOptions, json: bool) -> int:
     """Check a job without running it; returns 1 if something would stop it at its start."""
-    from wlb.job.config_file import load_config
     from wlb.workload.hardware import hardware_preset
 
-    loaded = load_config(config, overrides)
     device = asked.device or ("cpu" if loaded.training.device == "cpu" else "cuda")
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device!r} is unknown; choose cpu or cuda")
@@ -94,6 +105,7 @@ def _dry_run(config: Path, overrides: list[str], asked: DryRunOptions, json: boo
         raise UserError(
             f"--hardware {name} has no effect on a job of --device {device}; leave it out, or choose --device {kind}"
         )
+    _require_training()
     from wlb.training.dry_run import dry_run
 
     with stderr.status("checking the job and simulating its first steps"):

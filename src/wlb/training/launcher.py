@@ -12,14 +12,12 @@ import math
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 from typing import Any
 
-from wlb.errors import UserError, require
+from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig
-from wlb.job.config_file import load_config
 from wlb.training.checkpoint.files import newest_checkpoint, step_of
 from wlb.training.console import say, write
 from wlb.training.failures import TERMINATED_STATUS, Ending, ending_of
@@ -31,13 +29,12 @@ _MOST_RESTARTS = 3  # in a row without a newer checkpoint
 _BEYOND_GRACE_SECONDS = 5.0  # ranks leave by themselves after training.grace_seconds; later they are killed
 
 
-def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = False) -> int:
-    """Train ``config_path`` with ``parallel.*`` processes on this machine; returns the exit status.
+def launch(config: JobConfig, *, summary: bool = False) -> int:
+    """Train ``config`` with ``parallel.*`` processes on this machine; returns the exit status.
 
-    With ``summary``, prints one JSON object on stdout at the end. Raises ``UserError`` for an invalid configuration,
-    and ``KeyboardInterrupt`` on Ctrl-C once all processes have ended.
+    With ``summary``, prints one JSON object on stdout at the end. Raises ``KeyboardInterrupt`` on Ctrl-C once all
+    processes have ended.
     """
-    config = load_config(config_path, overrides, auto_dp=_dp_of_this_machine)
     if START_METHOD == "forkserver":
         # Signals stay blocked in the server and all that it forks, so that no signal reaches a rank too early.
         resource_tracker.ensure_running()  # first, because starting it unblocks signals
@@ -88,12 +85,6 @@ def _step_to_continue_from(config: CheckpointConfig) -> int | None:
         say(f"wlb: error: {error}")
         return None
     return step_of(newest) if newest else 0
-
-
-def _dp_of_this_machine(of_one_rank: int) -> int:
-    """As many data-parallel ranks as the GPUs suffice for; one on a machine without GPUs."""
-    gpus: int = require("torch", "train").cuda.device_count()
-    return max(1, gpus // of_one_rank)
 
 
 def _check(config: JobConfig) -> None:
