@@ -123,7 +123,7 @@ def test_a_dropped_file_keeps_its_name():
     [
         ({}, "lengths - is standard input, which the page does not read; name a file"),
         ({"--model": "gpt-0"}, "unknown model 'gpt-0'"),
-        ({"--batch-tokens": "2K"}, "a global batch of 2048 tokens holds no window of 4096; raise it"),
+        ({"--batch-tokens": "2K"}, "--batch-tokens 2048 is smaller than one context window of 4096 tokens; raise it"),
         ({"--hardware": "h10"}, "h10"),
     ],
 )

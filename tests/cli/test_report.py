@@ -13,7 +13,21 @@ from tests.cli.conftest import printed, refusal, run
 from tests.report.conftest import write_run
 from wlb.documents.store.reader import TokenStoreWriter
 
-SMALL = ["synthetic:1500:8192:0", "--context-window", "8192", "--parallel", "dp=2,pp=2,cp=1,tp=8", "--steps", "1"]
+SMALL = [
+    "synthetic:1500:8192:0",
+    "--context-window",
+    "8192",
+    "--dp",
+    "2",
+    "--pp",
+    "2",
+    "--cp",
+    "1",
+    "--tp",
+    "8",
+    "--steps",
+    "1",
+]
 GAINS = ["--model", "tiny", "--hardware", "cpu", "--context-window", "4K", "--batch-tokens", "16K", "--steps", "1"]
 UNEVEN = [4096, 600, 1500, 900, 3000, 700, *range(20, 100, 10)] * 6
 
@@ -30,7 +44,7 @@ def test_lengths_become_a_page_and_figures(tmp_path: Path):
     oldest = tmp_path / "report.job.earlier.toml"
     oldest.write_text("# mine, too")
     (tmp_path / "lengths.json").write_text(json.dumps(UNEVEN))
-    asked = [tmp_path / "lengths.json", *GAINS, "--parallel", "dp=2,cp=2,pp=1,tp=1"]
+    asked = [tmp_path / "lengths.json", *GAINS, "--dp", "2", "--cp", "2", "--pp", "1", "--tp", "1"]
     result = report_without_torch(*asked, "--out", out, "--json")
     assert result.returncode == 0, result.stderr
     earlier = tmp_path / "report.job.earlier2.toml"
@@ -85,9 +99,6 @@ def test_a_run_directory_becomes_a_page(tmp_path: Path):
 @in_turn(
     ("arguments", "message"),
     [
-        ([*SMALL, "--parallel", "dp=2,np=3"], "parallel.np"),
-        ([*SMALL, "--parallel", "schedule=gpipe"], "parallel.schedule"),
-        ([*SMALL, "--dp", "2"], "--dp has no effect with --parallel, which says it (got 2)"),
         ([*SMALL, "--batch-tokens", "24K"], "give a multiple, such as --batch-tokens 16384"),
         (["README.md", "--before", "runs"], "README.md has no steps.jsonl: name the metrics.dir of a training job"),
         (["synthetic:20:8192:0", *SMALL[1:]], "give more documents"),

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-from contextlib import suppress
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from numpy.typing import NDArray
 from tests.cases import in_turn
 from tests.cli.conftest import printed, refusal
 from tests.cli.conftest import run as wlb
-from wlb.cli import perfetto
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.job import Job
@@ -45,34 +40,6 @@ def test_a_configuration_is_simulated_beside_plain_4d(config: Path, tmp_path: Pa
     events = json.loads(trace.read_text())["traceEvents"]
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert processes == ["as configured dp 0", "as configured dp 1", "plain-4d dp 0", "plain-4d dp 1"]
-
-
-def test_a_trace_opens_in_the_browser(config: Path, monkeypatch: pytest.MonkeyPatch):
-    arguments = ("simulate", config, "--lengths", LENGTHS, "--steps", "1", "--hardware", "cpu", "--open-trace")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(perfetto, "_PORT", free.getsockname()[1])
-    fetched = []
-
-    def browse(url: str) -> bool:
-        site, _, source = url.partition("/#!/?url=")
-        for path in (source.replace("trace", "other"), source):
-            with suppress(HTTPError), urlopen(path, timeout=60) as answer:
-                assert answer.headers["Access-Control-Allow-Origin"] == site == "https://ui.perfetto.dev"
-                fetched.append(answer.read())
-        return True
-
-    monkeypatch.setattr("webbrowser.open", browse)
-    result = wlb(*arguments)
-    assert result.returncode == 0, result.stderr
-    (written,) = re.findall(r"^trace: (.*)$", result.stdout, re.MULTILINE)
-    assert fetched == [Path(written).read_bytes()]
-    assert result.stderr == ""
-
-    monkeypatch.setattr("webbrowser.open", lambda url: False)
-    path = config.with_name("trace.json")
-    result = wlb(*arguments, "--trace", path)
-    assert result.stderr.startswith(f"wlb: note: no browser has fetched the trace; open {path} at https://ui.perfetto")
 
 
 def test_a_preset_that_is_configured_is_one_column(config: Path):

@@ -120,7 +120,7 @@ def test_of_a_layout_that_is_given_something_comes_back_though_it_does_not_fit()
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((SHAPE, 0, WINDOW), "gpus = 0"), ((SHAPE, 8, 2**25), "holds no window of 33554432")],
+    [((SHAPE, 0, WINDOW), "gpus = 0"), ((SHAPE, 8, 2**25), "smaller than one context window of 33554432")],
 )
 def test_mistakes_are_named_in_one_line(arguments, message):
     with pytest.raises(UserError, match=message):

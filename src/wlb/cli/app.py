@@ -62,15 +62,6 @@ _CommandLineError = cast(
 )
 
 
-# Names of options in other tools, and ours.
-_OTHER_WORDS = {
-    **dict.fromkeys(("--preset", "--presets", "--method", "--methods", "--policies"), "--systems"),
-    **dict.fromkeys(("--window", "--seq-len", "--seq-length", "--sequence-length", "--max-length"), "--context-window"),
-    **dict.fromkeys(("--batch-size", "--global-batch", "--global-batch-size", "--micro-batches"), "--batch-tokens"),
-    **dict.fromkeys(("--gpu", "--world-size", "--ranks", "--nproc-per-node"), "--gpus"),
-    **dict.fromkeys(("--device", "--gpu-type"), "--hardware"),
-}
-
 # The commands in each panel of the help: functions in ``wlb.cli``, named like their module.
 _COMMANDS = {
     "Data": ("prepare",),
@@ -134,8 +125,7 @@ def _unknown_option(error: Any) -> str:
     """The message for an unknown option: which one was probably meant, or where all are listed."""
     command = error.ctx.command_path
     known = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")]
-    other = _OTHER_WORDS.get(error.option_name)
-    close = [other] if other in known else difflib.get_close_matches(error.option_name, known, n=1)
+    close = difflib.get_close_matches(error.option_name, known, n=1)
     advice = f"did you mean {close[0]}?" if close else f"{command} --help lists all"
     return f"No such option: {error.option_name}; {advice}"
 

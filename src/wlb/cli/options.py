@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -14,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli.groups import refuse_unused, was_given
-from wlb.errors import UserError, choose_from, require
+from wlb.errors import UserError, require
 from wlb.schedules.operations import SCHEDULES
-from wlb.token_count import parse_count, parse_tokens
+from wlb.token_count import parse_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,9 +138,20 @@ def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[st
 
 
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp", "schedule")
+_SETTING = re.compile(rf"(?<![\w/.-])(?:parallel\.)?({'|'.join(_SIZES)})\b(?![/.-]\w)(?: =)?")
 _COLUMNS_PER_GPU = 512
 _TOKENS_PER_GPU = 65_536
 GPUS_PER_NODE = 8
+
+
+@contextmanager
+def _settings_as_options() -> Iterator[None]:
+    """Messages of ``UserError`` then name the sizes of a layout by their options."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error).removeprefix("parallel: ")
+        raise UserError(_SETTING.sub(lambda found: f"--{found[1].replace('_', '-')}", text)) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,13 +229,10 @@ class JobOptions(GpuOptions):
     pp: Annotated[int | None, number("Pipeline-parallel size; default: searched for.")] = None
     cp: Annotated[int | None, number("Context-parallel size; default: searched for.")] = None
     tp: Annotated[int | None, number("Tensor-parallel size; default: searched for.")] = None
-    virtual_pp: Annotated[int | None, number("Model chunks per pipeline rank; default 1.")] = None
+    virtual_pp: Annotated[int | None, number("Model chunks per pipeline rank; default: searched for.")] = None
     schedule: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(SCHEDULES)}.")
     ] = None
-    parallel: Annotated[str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")] = (
-        None
-    )
     steps: Annotated[
         int | None, number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows.")
     ] = None
@@ -239,14 +249,17 @@ class JobOptions(GpuOptions):
         from wlb.simulate.space import PINNED
 
         window = self.context_window or assumed_window(lengths)
-        sizes = self._sizes(context)
-        layout = self._validated(sizes)
+        sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
         pinned = self.gpus is None and (windows is not None or sizes.keys() >= PINNED)
+        with _settings_as_options():
+            layout = self._validated(sizes)
+            if pinned:
+                layout, gpu = self._layout(context, window, layout, sizes, windows)
+            else:
+                gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
         if pinned:
-            layout, gpu = self._layout(context, window, layout, sizes, windows)
             gpus, fixed = layout.world_size, vars(layout)
         else:
-            gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
             fixed = sizes | ({"tp": gpu.tp} if gpu.measured else {})
             together = math.prod(fixed.get(name, 1) for name in PINNED)
             gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
@@ -268,28 +281,17 @@ class JobOptions(GpuOptions):
             assumed=[f"--{name} {value}" for name, value in stated.items() if not was_given(context, name)],
         )
 
-    def _sizes(self, context: typer.Context) -> dict[str, Any]:
-        """The sizes that were given."""
-        if self.parallel is None:
-            return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
-        refuse_unused(context, _SIZES, "has no effect with --parallel, which says it")
-        parts = (part.partition("=") for part in self.parallel.split(","))
-        sizes = {name.strip(): parse_count(value.strip()) or value.strip() for name, _, value in parts}
-        if unknown := [name for name in sizes if name not in _SIZES]:
-            raise UserError(f"parallel.{unknown[0]} is no size; {choose_from(unknown[0], _SIZES)}")
-        return sizes
-
     def _validated(self, sizes: dict[str, Any]) -> Layout:
         """A layout of ``sizes``. Raises ``UserError`` for impossible ones."""
         from wlb.job.config import ParallelConfig
-        from wlb.schedules.layout import Layout, split_layers
+        from wlb.schedules.layout import split_layers
         from wlb.sharding import check_group_size
         from wlb.workload import model_shape
 
         layout = ParallelConfig.of({"pp": 4} | sizes, "parallel").layout
         check_group_size(layout.cp)
         if "pp" in sizes:
-            split_layers(model_shape(self.model), Layout(pp=layout.pp))
+            split_layers(model_shape(self.model), layout)
         return layout
 
     def _layout(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,9 +59,6 @@ class SimulateOptions:
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the last step of every system as a Perfetto trace.")
     ] = None
-    open_trace: Annotated[
-        bool, typer.Option("--open-trace", help="Open it at ui.perfetto.dev; without --trace from a temporary file.")
-    ] = False
 
     def judged(self, lengths: str | None, steps: int | None) -> tuple[Verdict, Lengths, list[StoreSource]]:
         """The verdict on the job, the lengths of its documents, and their sources.
@@ -198,11 +194,8 @@ def simulate(
     results = verdict.systems
     jobs = {system: result.job for system, result in results.items()}
     _warn_of_memory(jobs)
-    trace = asked.trace
-    if trace is None and asked.open_trace:
-        trace = Path(tempfile.mkdtemp(prefix="wlb-"), "trace.json")
-    if trace is not None:
-        _write_trace(trace, jobs, documents, verdict.warm_up + verdict.steps)
+    if asked.trace is not None:
+        _write_trace(asked.trace, jobs, documents, verdict.warm_up + verdict.steps)
     profile = asked.profile and asked.profile.name
     shown = {
         "job": asked.job,
@@ -217,14 +210,10 @@ def simulate(
         said = what_was_read(str(shown["lengths"]), joined_lengths(documents), window)
         stdout.print(f"{said}\n", markup=False, highlight=False)
         _show_simulation(verdict, shown)
-        if trace is not None:
-            where = "" if asked.open_trace else " (open it at ui.perfetto.dev)"
-            stdout.print(f"trace: {trace}{where}", markup=False, highlight=False, soft_wrap=True)
-    if asked.open_trace and trace is not None:
-        from wlb.cli.perfetto import open_trace
-
-        open_trace(trace)
-    if not json:
+        if asked.trace is not None:
+            stdout.print(
+                f"trace: {asked.trace} (open it at ui.perfetto.dev)", markup=False, highlight=False, soft_wrap=True
+            )
         show_next(*asked.follows(verdict.systems[verdict.base].job, sources))
 
 

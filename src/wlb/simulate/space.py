@@ -64,7 +64,9 @@ def search_space(
         raise UserError(f"gpus = {gpus} is below 1; raise it")
     micro_batches = batch_tokens // context_window
     if micro_batches < 1:
-        raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")
+        raise UserError(
+            f"--batch-tokens {batch_tokens} is smaller than one context window of {context_window} tokens; raise it"
+        )
     if micro_batches > MOST_MICRO_BATCHES:
         raise UserError(
             f"a global batch of {batch_tokens} tokens holds {micro_batches} windows of {context_window}, over "

@@ -67,7 +67,7 @@ def test_tables_fit_80_columns():
     [
         (["--policies", "nobody"], "policy 'nobody' is unknown"),
         (["--model", "8t"], "unknown model '8t'"),
-        (["--batch-tokens", "1K"], "holds no window"),
+        (["--batch-tokens", "1K"], "is smaller than one context window"),
         (["--plot", "speeds.gif"], "must end in one of"),
         (["--gpus", "1", "--model", "70b", "--policies", "plain-4d"], "no layout of 1 GPU"),
     ],
