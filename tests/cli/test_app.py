@@ -175,11 +175,10 @@ def test_values_that_cannot_be_are_refused_at_once(arguments, message):
     ("arguments", "message"),
     [
         ([*CHECK, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
-        ([*SIMULATE, "--gpus", 8], "--gpus has no effect without --search"),
+        ([*CHECK, "--length-column", "n", "--tokenizer", "bytes"], "--length-column has no effect with --tokenizer"),
         ([*SIMULATE, "--search", "--gpus", 8], "job has no effect with --search"),
         ([*SEARCH, "--gpus", 8, "--trace", "t.json"], "--trace has no effect with --search"),
         (["train", "job.toml", "--dry-run", "--trace"], "--trace has no effect with --dry-run"),
-        (["train", "job.toml", "--hardware", "h100"], "--hardware has no effect without --dry-run"),
         (["report", ".", "--steps", 3], "--steps has no effect on the report of a training run"),
         (["prepare", "--stdlib", "--out", "s", "--text-field", "t"], "--text-field has no effect with --stdlib"),
     ],
@@ -188,6 +187,8 @@ def test_options_that_would_not_be_read_are_refused(arguments, message):
     said = refusal(*arguments)
     assert message in said
     assert re.search(r" \(got \S+\); leave it out$", said)
+    assert refusal("train", "job.toml", "--hardware", "h100") == "--hardware needs --dry-run"
+    assert refusal(*CHECK, "--chat") == "--chat needs --tokenizer"
 
 
 @in_turn(

@@ -116,9 +116,12 @@ def test_every_kind_of_text_is_counted_and_the_same_is_prepared(texts, given, op
         (["d.txt", *SMALL], "d.txt has several lines; give --documents lines if each is a document, or --documents f"),
         (["d.parquet", *SMALL, "--text-field", "body"], "d.parquet has no column 'body', only id, text; choose one"),
         (["chats.jsonl", *SMALL], "3 missing field; the first entry without the field 'text' has: messages; choose on"),
-        (["d.parquet"], "has no column 'length'; it has id, text; if it is text, count its tok"),
+        (
+            ["d.parquet"],
+            "has no column 'length' (--length-column names another), but id, text; if it is text, count its tok",
+        ),
         (["folder"], "if it is text, count its tokens with: wlb check folder --tokenizer bytes, or store them with: "),
-        (["d.json", "--text-field", "body"], "--text-field has no effect without --tokenizer (got body); leave it out"),
+        (["d.json", "--text-field", "body"], "--text-field needs --tokenizer"),
     ],
 )
 def test_mistakes_are_one_line(texts, arguments, message):

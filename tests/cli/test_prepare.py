@@ -46,7 +46,7 @@ def test_table_names_rejects_and_skipped_files(tmp_path, corpus):
     out = printed("prepare", corpus, "--out", tmp_path / "s", "--text-field", "body")
     assert out.startswith(
         f"read {corpus} (one document per file or line): 2 documents, 10 tokens; median 4, longest 6; "
-        "documents up to 6 hold 95% of all tokens\n"
+        "documents up to 6 cover 95% of tokens\n"
     )
     assert f"Token store {tmp_path / 's'}" in " ".join(out.split())  # the path is not broken
     assert "the first entry without the field 'body' has: text; choose one with --text-field" in out

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +47,13 @@ def save(directory, name, lengths):
 def test_every_kind_of_file_gives_the_same(tmp_path, name):
     @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=50))
     def same(lengths):
-        result = read_lengths(save(tmp_path, name, lengths))
+        path = save(tmp_path, name, lengths)
+        result = read_lengths(path)
         assert result.dtype == np.int64
         assert result.tolist() == lengths
+        if name != "l.parquet":
+            (compressed := Path(f"{path}.gz")).write_bytes(gzip.compress(path.read_bytes()))
+            assert read_lengths(compressed).tolist() == lengths
 
     same()
 
@@ -59,6 +65,9 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
     assert read_lengths(tmp_path / "l.jsonl").tolist() == [3, 2]
     (tmp_path / "l.json").write_text('[3, {"input_ids": [1, 2]}]')
     assert read_lengths(tmp_path / "l.json").tolist() == [3, 2]
+    for name in ("tokens", "input_ids"):
+        pq.write_table(pa.table({name: [[1, 2], [], [3]]}).slice(0, 1), tmp_path / "l.parquet")
+        assert read_lengths(tmp_path / "l.parquet").tolist() == [2]
     (tmp_path / "n.csv").write_text("id,num_tokens\n1,8\n")
     assert read_lengths(tmp_path / "n.csv").tolist() == [8]
     (tmp_path / "l.csv").write_text(f"length,text\n7,{'x' * 200_000}\n")
@@ -72,6 +81,36 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("3\nx\n"))
     with pytest.raises(UserError, match="standard input: line 2 is 'x'"):
         read_lengths("-")
+
+
+@in_turn(
+    ("name", "content", "message"),
+    [
+        ("l.csv", "id,n\na,3\nb,9\n", "has no column 'length' (--length-column names another), but id, n; if"),
+        ("l.jsonl", '{"n": 3, "length": "x"}\n{"n": [1,2,3,4,5,6,7,8,9]}\n', "line 1 is 'x'; a whole number is needed"),
+        ("l.json", '[{"n": 3}, {"n": 9}]', "entry 0 has no column 'length' (--length-column names another), but n"),
+        ("l.parquet", None, "has no column 'length' (--length-column names another), but n"),
+        ("l.txt", "3\n", None),
+        ("l.npy", "", None),
+        ("synthetic:9:4K:0", "", None),
+    ],
+)
+def test_a_column_that_has_lengths_under_another_name(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    if content is None:
+        pq.write_table(pa.table({"n": [3, 9]}), name)
+    else:
+        Path(name).write_text(content)
+    if message is None:
+        message = f"--length-column n is for tables, and {name} has no columns; leave it out"
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            read_lengths(name, column="n")
+        return
+    assert read_lengths(name, column="n").tolist() == [3, 9]
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_lengths(name)
+    with pytest.raises(UserError, match=r" has no column 'm', but (id, )?n(, length)?$"):
+        read_lengths(name, column="m")
 
 
 def test_stores_are_read_by_prefix_and_index_without_empty_documents(tmp_path, capsys):
@@ -121,19 +160,26 @@ def test_lengths_out_of_range_are_named(tmp_path, name, where, bad):
         ("l.txt", b"5\n6.0\n", "line 2 is '6.0'"),
         ("l.txt", "5\n１２\n".encode(), "line 2 is '１２'"),
         ("l.txt", b"9" * 5000, "line 1 is '9999"),
-        ("l.txt", b"\xff\xfe\x00", "is not UTF-8"),
+        ("l.txt", b"\xff\xfe\x00", "is UTF-16; convert it first"),
+        ("l.txt", b"\xff5", "is not UTF-8"),
+        ("l.json.gz", b"[5]", "is damaged or not a gzip file"),
+        ("l.txt.gz", gzip.compress(b"5\n6\n")[:-9], "is damaged or not a gzip file"),
         ("l.npy", b"not numpy", "holds no NumPy array of numbers; write"),
         ("l.parquet", b"not parquet", "not a readable Parquet file"),
         ("l.idx", b"not an index", "not the index of a token store"),
         ("l.bed", b"1,2", "of an unknown kind"),
-        ("l.csv", b"1,2", "has no column 'length', but 1, 2"),
-        ("l.csv", b"id\n1\n2\n", "but id; give the column of lengths that name; if it is text, save it as Par"),
+        ("l.csv", b"1,2", "has no column 'length' .*, but 1, 2"),
+        (
+            "l.csv",
+            b"id\n1\n2\n",
+            r"column 'length' \(--length-column names another\), but id; if it is text, save it as Par",
+        ),
         ("l.csv", b"id,length\n1,5\n2,x\n", "line 3 is 'x'"),
         ("l.csv", b"", "holds no document lengths"),
-        ("l.csv", b"\nlength\n5\n", "has no column 'length', but a blank first line; give"),
+        ("l.csv", b"\nlength\n5\n", "has no column 'length' .*, but none"),
         ("l.csv", b'length\n"5\n', "not a CSV file: line 2: unexpected end of data"),
         ("l.jsonl", b"5\n{oops\n", "line 2 is not valid JSON"),
-        ("l.jsonl", b'{"text": "a"}\n', "line 1 has neither length nor input_ids, but text"),
+        ("l.jsonl", b'{"text": "a"}\n', "line 1 has no column 'length' .*, but text"),
         ("l.jsonl", b'5\n{"length": 2.5}\n', "line 2 is '2.5'"),
     ],
 )
@@ -148,15 +194,20 @@ def test_wrong_content_is_one_clear_line(tmp_path, name, content, message):
     ("name", "content", "found", "options"),
     [
         ("d.txt", "Once upon\na time\n", "line 1 is 'Once upon'; a whole number is needed", " --documents lines"),
-        ("d.jsonl", '{"text": "Once"}\n', "line 1 has neither length nor input_ids, but text", ""),
-        ("d.json", '[{"body": "Once"}]', "entry 0 has neither length nor input_ids, but body", ""),
+        (
+            "d.jsonl",
+            '{"text": "Once"}\n',
+            "line 1 has no column 'length' (--length-column names another), but text",
+            "",
+        ),
+        ("d.jsonl", '{"id": "1", "body": "Once"}\n', "but id, body", " --text-field body"),
         (
             "d.json",
             '{"text": "Once"}\n{"text": "more"}\n',
             "is not valid JSON: Extra data: line 2 column 1 (char 17)",
             "",
         ),
-        ("d.md", "Once\n", "is of an unknown kind; lengths come from .json", ""),
+        ("d.md", "Once\nupon\n", "is of an unknown kind; lengths come from .json", ""),
         ("d", None, "is a directory; name a token store in it", ""),
     ],
 )
@@ -175,6 +226,43 @@ def test_text_is_refused_with_the_option_that_counts_its_tokens(tmp_path, monkey
     assert "\n" not in message
 
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet"])
+def test_conversations_are_refused_with_the_options_that_read_them(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    if name == "chats.jsonl":
+        Path(name).write_text(json.dumps(CHAT))
+    else:
+        pq.write_table(pa.Table.from_pylist([CHAT]), name)
+    with pytest.raises(UserError) as caught:
+        read_lengths(name)
+    assert str(caught.value).endswith(
+        f"; if it holds conversations, count its tokens with: wlb check {name} --chat --tokenizer DIRECTORY, or store "
+        f"them with: wlb prepare {name} --chat --tokenizer DIRECTORY --out STORE (DIRECTORY has the tokenizer)"
+    )
+
+
+def test_no_advice_is_to_tokenize_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, content in (
+        ("l.dat", "5\n6\n"),
+        ("l.json", "[5, 6"),
+        ("l.csv", "length\nx\n"),
+        ("l.jsonl", '{"length": "x"}'),
+    ):
+        Path(name).write_text(content)
+        with pytest.raises(UserError) as caught:
+            read_lengths(name)
+        assert "if it is text" not in str(caught.value)
+    Path("l.json").write_text('[{"body": "Once"}]')
+    with pytest.raises(
+        UserError, match=r"; if it is text, write an entry per line: cat l.json \| jq -c '.\[\]' > NEW.jsonl"
+    ):
+        read_lengths("l.json")
+
+
 @given(st.lists(st.one_of(st.integers(0, 9), st.integers(1, 300_000)), min_size=1).filter(any))
 def test_what_was_read_and_the_window_are_those_of_the_documents(lengths):
     """95% by its definition: the least length that is enough."""
@@ -187,7 +275,7 @@ def test_what_was_read_and_the_window_are_those_of_the_documents(lengths):
     assert said == (
         f"read d.csv: {number_of(len(trained), 'document')}{empty}, {number_of(sum(lengths), 'token')}; "
         f"median {trained[(len(trained) - 1) // 2]:,}, longest {trained[-1]:,}; "
-        f"documents up to {held:,} hold 95% of all tokens; {over} over the window of {window:,}"
+        f"documents up to {held:,} cover 95% of tokens; {over} over the window of {window:,}"
     )
     assert window in [4096 << power for power in range(6)]
     assert held <= window or window == 131_072
@@ -197,9 +285,9 @@ def test_what_was_read_and_the_window_are_those_of_the_documents(lengths):
 def test_one_outlier_does_not_choose_the_window():
     lengths = np.array([3000] * 1000 + [100_000])
     assert assumed_window(lengths) == 4096
-    assert described_window(4096, lengths) == "--context-window 4096 (documents up to it hold 96% of all tokens)"
+    assert described_window(4096, lengths) == "--context-window 4096 (covers 96% of tokens)"
     lengths = np.array([200_000, 200_000, 1000])
-    why = "(the longest default; documents up to it hold 0% of all tokens)"
+    why = "(the longest default; covers 0% of tokens)"
     assert described_window(assumed_window(lengths), lengths) == f"--context-window 131072 {why}"
 
 
@@ -211,11 +299,15 @@ def test_what_was_read_may_be_empty():
 def test_wrong_parquet_columns(tmp_path):
     path = tmp_path / "l.parquet"
     for table, message in (
-        ({"tokens": [1, 2]}, "no column 'length'; it has tokens"),
-        ({"id": [1], "messages": ["a"]}, r"no column 'length'; it has id, messages; if it is text, count"),
+        (
+            {"id": [1], "body": ["a"]},
+            r"no column 'length' \(--length-column names another\), but id, body; if it is text",
+        ),
         ({"length": ["a"]}, "holds string values; whole numbers are needed"),
         ({"length": [1.0, 2.5]}, "holds double values"),
-        ({"length": [1, None, 3]}, "column 'length' of .* holds int64 values, 1 of them null"),
+        ({"length": [1, None, 3]}, "column 'length' of .* holds int64 values, some of them null"),
+        ({"length": [[1], [2, 3]]}, "column 'length' of .* holds list.* values"),
+        ({"input_ids": [[1], None]}, "column 'input_ids' of .* values, some of them null"),
     ):
         pq.write_table(pa.table(table), path)
         with pytest.raises(UserError, match=message):

@@ -13,6 +13,7 @@ import typer
 from wlb.cli import options
 from wlb.cli.console import emit_json, progress_bar, show_columns, show_next, stdout
 from wlb.cli.groups import given_again, names_of, refuse_unused
+from wlb.errors import UserError
 from wlb.terminal import number_of
 
 if TYPE_CHECKING:
@@ -42,8 +43,10 @@ class CheckOptions(options.TextOptions, options.JobOptions):
         if self.tokenizer is None:
             from wlb.documents.lengths import read_lengths
 
-            refuse_unused(context, _TEXT, "has no effect without --tokenizer")
-            return source, read_lengths(source, keep_empty=True)
+            if unread := given_again(context, _TEXT):
+                raise UserError(f"{unread[0]} needs --tokenizer")
+            return source, read_lengths(source, column=self.length_column, keep_empty=True)
+        refuse_unused(context, ["length_column"], "has no effect with --tokenizer")
         from wlb.documents.prepare import text_lengths
         from wlb.documents.prepare.chat import ChatFormat
         from wlb.documents.prepare.tokenization import load_tokenizer
@@ -54,7 +57,7 @@ class CheckOptions(options.TextOptions, options.JobOptions):
 
 
 def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions, json: options.Json = False) -> None:
-    """Say how much time a job loses to imbalance on your documents, and how much faster each preset runs it.
+    """Estimate the time a job loses to imbalance on your documents, and how much faster each preset runs it.
 
     Simulates three systems on the same documents: plain-4d (windows of fixed length, as in most trainers),
     per-document-4d (each document shared between context-parallel ranks) and balanced. Each runs in its own fastest

@@ -69,7 +69,9 @@ class _OptionGroup:
         asked, flag = given["flag"], self.flag.default
         kind, other = self.kinds[::-1] if asked else self.kinds
         others = {*names_of(other)} - {*names_of(kind)}
-        refuse_unused(context, others, f"has no effect {'with' if asked else 'without'} {flag}")
+        if not asked and (unread := given_again(context, others)):
+            raise UserError(f"{unread[0]} needs {flag}")
+        refuse_unused(context, others, f"has no effect with {flag}")
         values = {name: given[name] for name in names_of(kind) if was_given(context, name)}
         for parameter in context.command.params:
             if parameter.name in _required(kind) - {*values}:

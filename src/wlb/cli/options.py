@@ -65,9 +65,13 @@ Lengths = Annotated[
     str,
     typer.Argument(
         metavar="LENGTHS",
-        help="Document lengths: .json list, .jsonl, .csv, .tsv or .parquet (column length), .txt, .npy, - (standard "
-        "input), .idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED.",
+        help="Document lengths: .json list, .jsonl, .csv, .tsv or .parquet (column length), .txt, .npy, also as .gz, "
+        "- (standard input), .idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED.",
     ),
+]
+LengthColumn = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Column of LENGTHS with the lengths, or lists of tokens; default: length."),
 ]
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
 BatchTokens = Annotated[int | None, number_of_tokens("Tokens of a step (the global batch), such as 16M; default: 4M.")]
@@ -168,6 +172,7 @@ class GpuOptions:
         ),
     ] = None
 
+    @_settings_as_options()
     def priced(
         self, context: typer.Context, context_window: int, cp: int | None, pp: int = 1, reads: Collection[str] = ()
     ) -> PricedGpu:
@@ -219,9 +224,10 @@ class PricedGpu:
 class JobOptions(GpuOptions):
     """A job to simulate. Sizes that are not given are searched for, or have defaults without --gpus."""
 
+    length_column: LengthColumn = None
     context_window: Annotated[
         int | None,
-        number_of_tokens("Longest document, such as 128K; default: 4K to 128K, so that 95% of all tokens fit."),
+        number_of_tokens("Longest document, such as 128K; default: 4K to 128K, covering 95% of tokens."),
     ] = None
     gpus: Annotated[int | None, number("GPUs; default: the product of the sizes, or 64.")] = None
     batch_tokens: BatchTokens = None
@@ -251,15 +257,12 @@ class JobOptions(GpuOptions):
         window = self.context_window or assumed_window(lengths)
         sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
         pinned = self.gpus is None and (windows is not None or sizes.keys() >= PINNED)
-        with _settings_as_options():
-            layout = self._validated(sizes)
-            if pinned:
-                layout, gpu = self._layout(context, window, layout, sizes, windows)
-            else:
-                gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
+        layout = self._validated(sizes)
         if pinned:
+            layout, gpu = self._layout(context, window, layout, sizes, windows)
             gpus, fixed = layout.world_size, vars(layout)
         else:
+            gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
             fixed = sizes | ({"tp": gpu.tp} if gpu.measured else {})
             together = math.prod(fixed.get(name, 1) for name in PINNED)
             gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
@@ -281,6 +284,7 @@ class JobOptions(GpuOptions):
             assumed=[f"--{name} {value}" for name, value in stated.items() if not was_given(context, name)],
         )
 
+    @_settings_as_options()
     def _validated(self, sizes: dict[str, Any]) -> Layout:
         """A layout of ``sizes``. Raises ``UserError`` for impossible ones."""
         from wlb.job.config import ParallelConfig

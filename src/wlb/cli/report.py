@@ -81,7 +81,7 @@ def report(
             if names_store(source):
                 show_next("train", job, "--dry-run", *options.machine_of(asked.hardware))
             else:
-                same = given_again(context, ["hardware", "profile", "steps"])
+                same = given_again(context, ["length_column", "hardware", "profile", "steps"])
                 show_next("simulate", job, "--lengths", source, *same)
 
 
@@ -115,7 +115,7 @@ def _predicted(context: typer.Context, source: str, asked: options.JobOptions) -
     from wlb.report.predicted import predicted_report
     from wlb.simulate.estimate import CHECKED
 
-    lengths = read_lengths(source, keep_empty=True)
+    lengths = read_lengths(source, column=asked.length_column, keep_empty=True)
     question = asked.question(context, source, lengths)
     found = estimated(question, lengths, CHECKED, asked.steps, source)
     said = f"{what_was_read(source, lengths, question.space.context_window)}\n\n"

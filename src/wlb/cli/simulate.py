@@ -47,6 +47,7 @@ class SimulateOptions:
         ),
     ] = None
     systems: _Systems = None
+    length_column: options.LengthColumn = None
     hardware: options.Hardware = "h100"
     profile: Annotated[
         Path | None,
@@ -105,7 +106,7 @@ class SimulateOptions:
             raise UserError("--set overrides a configuration file; a named job has none")
         named = NAMED_JOBS[self.job]
         layout, source = named.layout, _synthetic(named.context_window) if lengths is None else lengths
-        documents = _lengths([source])
+        documents = _lengths([source], self.length_column)
         question = question_of(
             named.model,
             self.hardware,
@@ -138,7 +139,7 @@ class SimulateOptions:
         job = Job.from_config(config, self.hardware, vocab_size=vocab_size)
         job = job if profile is None else replace(job, profile=profile)
         presets = options.names_in("--systems", self.systems, ["plain-4d"])
-        documents = _lengths(sources)
+        documents = _lengths(sources, self.length_column)
         all_steps = DRAWS * (steps or usual_steps(job.global_batch))
         with progress_of([CONFIGURED, *presets], all_steps) as told:
             return judge_config(config, job, documents, presets, steps, on_progress=told), documents, sources
@@ -288,10 +289,10 @@ def _synthetic(context_window: int) -> str:
     return f"synthetic:{_DOCUMENTS}:{context_window}:0"
 
 
-def _lengths(sources: Sequence[StoreSource]) -> Any:
+def _lengths(sources: Sequence[StoreSource], column: str | None = None) -> Any:
     from wlb.documents.lengths import read_lengths
 
-    read = [read_lengths(source, keep_empty=True) for source in sources]
+    read = [read_lengths(source, column=column, keep_empty=True) for source in sources]
     return read[0] if len(read) == 1 else read
 
 

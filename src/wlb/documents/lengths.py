@@ -2,7 +2,7 @@
 
 ``read_lengths`` takes a ``.json`` list or ``.jsonl`` file (of lengths, or of objects with ``length`` or
 ``input_ids``), a ``.txt`` with one length per line, the same on standard input (``-``), a ``.npy`` array, a ``.csv``,
-``.tsv`` or ``.parquet`` file with a column ``length``, the name of a token store, or
+``.tsv`` or ``.parquet`` file with such a column, all also as ``.gz``, the name of a token store, or
 ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by ``wlb.documents.synthetic``. It
 checks that lengths are whole and positive, and keeps their order. It refuses text, and says how to count its tokens.
 """
@@ -10,18 +10,22 @@ checks that lengths are whole and positive, and keeps their order. It refuses te
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.prepare.chat import as_messages
+from wlb.documents.prepare.raw_files import format_of, one_per_line, opened
+from wlb.documents.prepare.sources import needs_documents
 from wlb.documents.store.files import StoreSource, is_url, names_store, source_name, store_prefixes
 from wlb.documents.store.index import read_index
 from wlb.documents.synthetic import sample_lengths
@@ -33,7 +37,10 @@ _STDIN = Path("standard input")
 _LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # of an assumed window
 
 Integers = NDArray[np.integer[Any]]
-_NAMES = ("length", "lengths", "tokens", "num_tokens")  # that a column of lengths may have
+_NAMES = ("length", "lengths", "tokens", "num_tokens", "input_ids")  # that a column of lengths may have
+_COUNTS = ("length", "lengths", "num_tokens")  # which hold no lists of tokens
+_TABLE_OF_TEXT = "; if it is text, save it as Parquet or JSON Lines, which wlb check and wlb prepare read"
+_LONGEST_LINE = 2**20  # bytes
 _LONGEST_CELL = 2**31 - 1  # characters; a text column may exceed csv's own limit of 131,072
 
 
@@ -45,7 +52,7 @@ def what_was_read(source: str, lengths: NDArray[np.int64], context_window: int |
     if not len(trained):
         return said
     said += f"; median {trained[(len(trained) - 1) // 2]:,}, longest {trained[-1]:,}"
-    said += f"; documents up to {_holding_95_percent(lengths):,} hold 95% of all tokens"
+    said += f"; documents up to {_covering_95_percent(lengths):,} cover 95% of tokens"
     if context_window is not None:
         over = int((trained > context_window).sum())
         said += f"; {f'{over:,}' if over else 'none'} over the window of {context_window:,}"
@@ -53,45 +60,45 @@ def what_was_read(source: str, lengths: NDArray[np.int64], context_window: int |
 
 
 def assumed_window(lengths: NDArray[np.int64]) -> int:
-    """The smallest power of two, from 4K to 128K, such that documents up to it hold 95% of all tokens; else 128K."""
-    return min(max(_LEAST_WINDOW, 1 << (_holding_95_percent(lengths) - 1).bit_length()), _MOST_WINDOW)
+    """The smallest power of two, from 4K to 128K, that covers 95% of tokens, else 128K."""
+    return min(max(_LEAST_WINDOW, 1 << (_covering_95_percent(lengths) - 1).bit_length()), _MOST_WINDOW)
 
 
 def described_window(window: int, lengths: NDArray[np.int64]) -> str:
     """The message that ``window`` was assumed by ``assumed_window``."""
     share = 100 * int(lengths[lengths <= window].sum()) // max(1, int(lengths.sum()))
     longest = "the longest default; " if share < 95 else ""
-    return f"--context-window {window} ({longest}documents up to it hold {share}% of all tokens)"
+    return f"--context-window {window} ({longest}covers {share}% of tokens)"
 
 
-def _holding_95_percent(lengths: NDArray[np.int64]) -> int:
-    """The least length such that documents up to it hold 95% of all tokens."""
+def _covering_95_percent(lengths: NDArray[np.int64]) -> int:
+    """The least length such that documents up to it have 95% of all tokens."""
     ascending = np.sort(lengths)
     tokens = np.cumsum(ascending)
     return int(ascending[np.searchsorted(100 * tokens, 95 * tokens[-1])])
 
 
-def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np.int64]:
+def read_lengths(source: StoreSource, *, column: str | None = None, keep_empty: bool = False) -> NDArray[np.int64]:
     """Tokens of every document of ``source``, in order; shape (documents,).
 
-    Only a store may have empty documents. They are left out, with a note on stderr, unless ``keep_empty`` is set: a
-    job's document order counts them.
+    ``column`` names the column of a table, or the field of JSON objects, with the lengths. Only a store may have empty
+    documents. They are left out, with a note on stderr, unless ``keep_empty`` is set: a job's document order counts
+    them.
 
     Raises ``UserError`` if there are no lengths, or if one is not a whole number from 1 to 2**31 - 1.
     """
+    path = _STDIN if source == "-" else Path(source_name(source))
+    read, where = (_from_txt, "line") if path == _STDIN else _READERS.get(format_of(path), (None, ""))
+    if column is not None and read not in (_from_csv, _from_json, _from_parquet):
+        raise UserError(f"--length-column {column} is for tables, and {path} has no columns; leave it out")
     if str(source).startswith("synthetic:"):
         return _synthetic(str(source))
-    path = _STDIN if source == "-" else Path(source_name(source))
-    read, where = (_from_txt, "line") if path == _STDIN else _READERS.get(path.suffix.lower(), (None, ""))
     is_missing = path != _STDIN and not os.path.exists(path)
     if read is None or is_url(source_name(source)) or (is_missing and names_store(source)):
         return _from_store(source, keep_empty)
-    try:
-        lengths = read(path)
-    except FileNotFoundError:
-        raise UserError(f"lengths {path} does not exist; name a file of lengths or a token store") from None
-    except OSError as error:
-        raise UserError(f"lengths {path} cannot be read: {error.strerror or error}") from error
+    if is_missing:
+        raise UserError(f"lengths {path} does not exist; name a file of lengths or a token store")
+    lengths = read(path, column)
     if not len(lengths):
         raise UserError(f"{path} holds no document lengths")
     bad = np.flatnonzero((lengths < 1) | (lengths > MOST_TOKENS))
@@ -104,73 +111,117 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
     return lengths.astype(np.int64)
 
 
-def _if_text(path: Path) -> str:
-    """The end of a message: what to do if ``path`` holds text."""
-    if path == _STDIN:
+def _if_text(path: Path, entry: Any) -> str:
+    """The end of a message: how to count the tokens of ``path`` if its first ``entry`` is text or a conversation."""
+    name, kind, options = shlex.quote(str(path)), format_of(path), ""
+    chats: list[str] = []
+    if isinstance(entry, dict):
+        texts = [field for field in entry if isinstance(entry[field], str) and field not in _NAMES]
+        texts.sort(key=lambda field: -len(entry[field]))
+        chats = [field for field in entry if isinstance(as_messages(entry[field]), list)]
+        fields, usual = (chats, "messages") if chats else (texts, "text")
+        if not fields:
+            return ""
+        options = " --chat" * bool(chats) + f" --text-field {shlex.quote(fields[0])}" * (usual not in fields)
+    elif not isinstance(entry, str) or path == _STDIN:
         return ""
-    if path.suffix in (".csv", ".tsv"):
-        return "; if it is text, save it as Parquet or JSON Lines, which wlb check and wlb prepare read"
-    name = shlex.quote(str(path)) + " --documents lines" * (path.suffix == ".txt")
+    elif kind not in (".json", ".jsonl") and needs_documents(path):
+        options = " --documents lines"
+    known, what = (" --tokenizer DIRECTORY", "holds conversations") if chats else ("", "is text")
     return (
-        f"; if it is text, count its tokens with: wlb check {name} --tokenizer bytes, or store them with: "
-        f"wlb prepare {name} --out STORE (or give a tokenizer's directory for bytes)"
+        f"; if it {what}, count its tokens with: wlb check {name}{options}{known or ' --tokenizer bytes'}, or store "
+        f"them with: wlb prepare {name}{options}{known} --out STORE "
+        + ("(DIRECTORY has the tokenizer)" if chats else "(or give a tokenizer's directory for bytes)")
     )
 
 
-def _from_json(path: Path) -> Integers:
+def _column(path: Path, place: str, names: Collection[str], wanted: str | None, advice: Callable[[], str]) -> str:
+    """Which of the columns ``names`` has the lengths. Raises ``UserError``, with ``advice``, if none has."""
+    for name in _NAMES if wanted is None else [wanted]:
+        if name in names:
+            return name
+    another, more = (" (--length-column names another)", advice()) if wanted is None else ("", "")
+    found = f"but {beginning_of(names) or 'none'}{more}"
+    raise UserError(f"{path}{place} has no column {(_NAMES[0] if wanted is None else wanted)!r}{another}, {found}")
+
+
+def _from_json(path: Path, column: str | None) -> Integers:
     """Lengths from JSON values: a number is a length, a list of token ids has one."""
-    where = "line" if path.suffix == ".jsonl" else "entry"
-    numbered = []
-    for number, said in enumerate(_json_rows(path), int(where == "line")):
-        if isinstance(said, dict):
-            if not {"length", "input_ids"} & said.keys():
-                found = beginning_of(said) + _if_text(path)
-                raise UserError(f"{path}: {where} {number} has neither length nor input_ids, but {found}")
-            said = said["length"] if "length" in said else said["input_ids"]
-        numbered.append((number, len(said) if isinstance(said, list) else said))
-    return _integers(path, where, numbered)
+    where = "entry" if format_of(path) == ".json" else "line"
+    rows = _json_rows(path)
+
+    def if_text() -> str:
+        advice = _if_text(path, rows[0])
+        return f"; if it is text, {one_per_line(path)}" if advice and where == "entry" else advice
+
+    def lengths() -> Iterator[tuple[int, Any]]:
+        for number, said in enumerate(rows, int(where == "line")):
+            name = None
+            if isinstance(said, dict):
+                name = _column(path, f": {where} {number}", said, column, if_text)
+                said = said[name]
+            elif column is not None:
+                raise UserError(f"{path}: {where} {number} has no fields; leave out --length-column {column}")
+            yield number, len(said) if isinstance(said, list) and name not in _COUNTS else said
+
+    return _integers(path, where, lengths(), if_text)
 
 
 def _json_rows(path: Path) -> list[Any]:
     """The entries of a JSON list, or the value on each line of a .jsonl file."""
     place, values = "", []
+    with opened(path) as file:
+        content = file.read()
     try:
-        if path.suffix == ".json":
-            values = json.loads(path.read_bytes())
+        if format_of(path) == ".json":
+            values = json.loads(content)
         else:
-            for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            for number, line in enumerate(content.splitlines(), 1):
                 place = f": line {number}"
                 values.append(json.loads(line))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}{place} is not valid JSON: {error}{'' if place else _if_text(path)}") from None
+        first = None if place else _first_entry(content)
+        advice = _if_text(path, first) if isinstance(first, dict) else ""
+        raise UserError(f"{path}{place} is not valid JSON: {error}{advice}") from None
     if not isinstance(values, list):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; a list of lengths is needed")
     return values
 
 
-def _from_txt(path: Path) -> Integers:
+def _first_entry(content: bytes) -> Any:
+    """The first line of ``content``: a JSON value, other text, or None if it is neither."""
+    line = content.partition(b"\n")[0]
     try:
-        lines = (sys.stdin.read() if path == _STDIN else path.read_text(encoding="utf-8-sig")).rstrip().splitlines()
+        return json.loads(line)
+    except UnicodeDecodeError:
+        return None
+    except (ValueError, RecursionError):
+        return None if b"\0" in line else line.decode()
+
+
+def _from_txt(path: Path, _: str | None) -> Integers:
+    try:
+        if path == _STDIN:
+            text = sys.stdin.read()
+        else:
+            with opened(path) as file:
+                text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8; write one length per line as plain text") from None
-    return _integers(path, "line", ((number, _parsed(line)) for number, line in enumerate(lines, 1)))
+    lines = enumerate(text.rstrip().splitlines(), 1)
+    return _integers(path, "line", ((number, _parsed(line)) for number, line in lines), lambda: _if_text(path, text))
 
 
-def _from_csv(path: Path) -> Integers:
-    """The column ``length``, or the first other one of ``_NAMES``."""
+def _from_csv(path: Path, column: str | None) -> Integers:
     csv.field_size_limit(_LONGEST_CELL)
-    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+    with opened(path) as raw:
+        file = io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="")
         # Strict, because an unclosed quote would turn the rest of the file into one cell.
-        rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        rows = csv.reader(file, delimiter="\t" if format_of(path) == ".tsv" else ",", strict=True)
         try:
-            heading = [name.strip() for name in next(rows, [_NAMES[0]])]
-            column = next((heading.index(name) for name in _NAMES if name in heading), None)
-            if column is None:
-                found = beginning_of(heading) or "a blank first line"
-                raise UserError(
-                    f"{path} has no column 'length', but {found}; give the column of lengths that name{_if_text(path)}"
-                )
-            cells = ((rows.line_num, "".join(row[column : column + 1])) for row in rows if row)
+            heading = [name.strip() for name in next(rows, _NAMES)]
+            place = heading.index(_column(path, "", heading, column, lambda: _TABLE_OF_TEXT))
+            cells = ((rows.line_num, "".join(row[place : place + 1])) for row in rows if row)
             return _integers(path, "line", ((line, _parsed(cell)) for line, cell in cells))
         except csv.Error as error:
             raise UserError(f"{path} is not a CSV file: line {rows.line_num}: {error}") from None
@@ -182,23 +233,26 @@ def _parsed(text: str) -> int | str:
     return text.strip() if count is None else count
 
 
-def _integers(path: Path, where: str, numbered: Iterable[tuple[int, Any]]) -> Integers:
+def _integers(
+    path: Path, where: str, numbered: Iterable[tuple[int, Any]], if_text: Callable[[], str] = str
+) -> Integers:
     """Check that all values are whole numbers; each comes with its place in the file."""
     values = []
     for place, value in numbered:
         # bool is a subclass of int, but not a length.
         if type(value) is not int or abs(value) > np.iinfo(np.int64).max:
-            advice = _if_text(path) if isinstance(value, str) and any(map(str.isalpha, value)) else ""
+            advice = if_text() if isinstance(value, str) and any(map(str.isalpha, value)) else ""
             raise UserError(f"{path}: {where} {place} is {str(value)[:40]!r}; a whole number is needed{advice}")
         values.append(value)
     return np.array(values, np.int64)
 
 
-def _from_npy(path: Path) -> Integers:
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError):  # NumPy's own message suggests loading pickles, which would run code
-        array = None
+def _from_npy(path: Path, _: str | None) -> Integers:
+    with opened(path) as file:
+        try:
+            array = np.load(file, allow_pickle=False)
+        except (ValueError, EOFError):  # NumPy's own message suggests loading pickles, which would run code
+            array = None
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
         is_array = isinstance(array, np.ndarray)
         found = f"{array.dtype} values in shape {array.shape}" if is_array else "no NumPy array of numbers"
@@ -206,21 +260,28 @@ def _from_npy(path: Path) -> Integers:
     return array
 
 
-def _from_parquet(path: Path, name: str = "length") -> Integers:
+def _from_parquet(path: Path, column: str | None) -> Integers:
+    """Whole numbers, or the lengths of lists of token ids."""
     arrow, parquet = require("pyarrow", "data"), require("pyarrow.parquet", "data")
+    lengths, compute = [], require("pyarrow.compute", "data")
     try:
         with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if name not in names:
-                raise UserError(f"{path} has no column {name!r}; it has {beginning_of(names)}{_if_text(path)}")
-            column = file.read([name])[name]
-    except arrow.ArrowException as error:
+
+            def if_text() -> str:
+                return _if_text(path, next((row for batch in file.iter_batches(1) for row in batch.to_pylist()), None))
+
+            name = _column(path, "", file.schema_arrow.names, column, if_text)
+            kind, types = file.schema_arrow.field(name).type, arrow.types
+            has_ids = name not in _COUNTS and (types.is_list(kind) or types.is_large_list(kind))
+            for batch in file.iter_batches(columns=[name]):
+                cells = compute.list_value_length(batch.column(0)) if has_ids else batch.column(0)
+                if cells.null_count or not types.is_integer(cells.type):
+                    found = f"{kind} values" + (", some of them null" if cells.null_count else "")
+                    raise UserError(f"column {name!r} of {path} holds {found}; whole numbers are needed")
+                lengths.append(cells.to_numpy())
+    except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
-    if column.null_count or not arrow.types.is_integer(column.type):
-        found = f"{column.type} values" + (f", {column.null_count} of them null" if column.null_count else "")
-        raise UserError(f"column {name!r} of {path} holds {found}; whole numbers are needed")
-    lengths: Integers = column.to_numpy()
-    return lengths
+    return np.concatenate(lengths or [np.empty(0, np.int64)])
 
 
 def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
@@ -229,10 +290,14 @@ def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
     try:
         prefixes = store_prefixes(source)
     except UserError as error:
-        raise UserError(f"{error}{_if_text(path)}") if path.is_dir() else error from None
+        raise UserError(f"{error}{_if_text(path, str(path))}") if path.is_dir() else error from None
     if os.path.isfile(path) and not os.path.exists(f"{prefixes[0]}.idx"):
         kinds = f"lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
-        raise UserError(f"{path} is of an unknown kind; {kinds}{_if_text(path)}")
+        with opened(path) as file:
+            first = _first_entry(file.readline(_LONGEST_LINE))
+        raise UserError(
+            f"{path} is of an unknown kind; {kinds}{_if_text(path, first if isinstance(first, str) else None)}"
+        )
     if len(prefixes) == 1 and not is_url(prefixes[0]) and path.suffix != ".idx":
         try:
             os.stat(f"{prefixes[0]}.idx")
@@ -262,12 +327,13 @@ def _synthetic(source: str) -> NDArray[np.int64]:
 
 
 # The reader for each kind of file, and what messages call the place of a length in it.
-_READERS: dict[str, tuple[Callable[[Path], Integers], str]] = {
+_READERS: dict[str, tuple[Callable[[Path, str | None], Integers], str]] = {
     ".json": (_from_json, "entry"),
     ".txt": (_from_txt, "line"),
     ".npy": (_from_npy, "entry"),
     ".csv": (_from_csv, "line"),
     ".tsv": (_from_csv, "line"),
     ".jsonl": (_from_json, "line"),
+    ".ndjson": (_from_json, "line"),
     ".parquet": (_from_parquet, "row"),
 }

@@ -38,9 +38,9 @@ def test_examples_can_be_parsed(name: str):
     ("arguments", "message"),
     [
         ([*PACKING, "--overlong", "cat"], "overlong policy 'cat' is unknown; did you mean cut?"),
-        ([*PACKING, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower pp"),
+        ([*PACKING, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower --pp"),
         ([*PACKING, "--pp", 4], "a global batch of 2 windows over --dp 1 cannot fill --pp 4 pipeline stages; give at"),
-        ([*PACKING, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
+        ([*PACKING, "--cp", 10_000], "--cp 10000 is not a group size; it must be from 1 to 512"),
         ([*PACKING, "--batch-tokens", "8K"], "--micro-batches and --batch-tokens both set the global batch"),
         ([*PACKING, "--methods", "fixed_greedy:0"], "method 'fixed_greedy:0': '0' is not a whole number of at least 1"),
         ([*PACKING, "--max-length-factor", 1e300], "--max-length-factor"),

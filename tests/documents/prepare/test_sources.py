@@ -197,8 +197,13 @@ def test_damaged_containers_are_errors_of_the_file(tmp_path, name, damage):
     [
         ("d.csv", b"id,text\n1,one\n", {"documents": "lines"}, r"d\.csv is a table; save it as Parquet or JSON Lines"),
         ("d.tsv.gz", b"id\ttext\n", {"documents": "lines"}, r"d\.tsv\.gz is a table"),
-        ("d.json", b'[{"text": "one"}]', {}, r"d\.json is a JSON list; write an entry per line: jq -c '\.\[\]' "),
-        ("d.json.gz", b'[\n {"text": "one"}\n]', {}, r"d\.json\.gz is a JSON list"),
+        (
+            "d.json",
+            b'[{"text": "one"}]',
+            {},
+            r"d\.json is a JSON list; write an entry per line: cat .* \| jq -c '\.\[\]' ",
+        ),
+        ("d.json.gz", b'[\n {"text": "one"}\n]', {}, r"d\.json\.gz is a JSON list; .*: zcat "),
         ("d.txt", b"messages", {"chat": True}, r"--chat reads conversations from JSON .*, and .*d\.txt is neither"),
         ("u.txt", "one".encode("utf-16"), {"documents": "lines"}, "u.txt is UTF-16; convert it first: iconv -f UTF-16"),
     ],

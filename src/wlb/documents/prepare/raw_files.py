@@ -10,6 +10,7 @@ import codecs
 import gzip
 import io
 import json
+import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -44,22 +45,36 @@ class Reject(StrEnum):
 
 def refuse_list(path: Path) -> None:
     """Raise ``UserError`` if a .json file is one list instead of JSON Lines."""
-    with _open(path) as file:
+    with opened(path) as file:
         if file.read(1 << 10).decode("utf-8-sig", "replace").lstrip().startswith("["):
-            raise UserError(f"{path} is a JSON list; write an entry per line: jq -c '.[]' {path} > NEW.jsonl")
+            raise UserError(f"{path} is a JSON list; {one_per_line(path)}")
+
+
+def one_per_line(path: Path) -> str:
+    """The remedy for a JSON list where JSON Lines are read."""
+    read = {".gz": "zcat", ".zst": "zstdcat"}.get(path.suffix.lower(), "cat")
+    return f"write an entry per line: {read} {shlex.quote(str(path))} | jq -c '.[]' > NEW.jsonl"
+
+
+def format_of(path: Path) -> str:
+    """The suffix of the format, in front of a suffix of compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
 
 
 def has_lines(path: Path) -> bool:
     """Whether there is text after the first line; True for a pipe, which cannot be read twice."""
     if not path.is_file():
         return True
-    with _open(path) as file:
+    with opened(path) as file:
         return any(line.strip() for line in islice(file, 1, None))
 
 
 def read_text(path: Path) -> str | Reject:
     """The one document of a text file."""
-    with _open(path) as file:
+    with opened(path) as file:
         return utf8_text(file.read(), "utf-8-sig")  # a byte order mark is part of the encoding of a file
 
 
@@ -84,7 +99,7 @@ def as_text(value: Any) -> str | Reject:
 
 def read_lines(path: Path, start: int, end: float, document: Callable[[bytes], Any]) -> Iterator[Any]:
     """``document`` of every line that begins at byte ``start`` or later and before byte ``end``."""
-    with _open(path) as file:
+    with opened(path) as file:
         position = 0
         if start:  # the line that holds the byte before ``start`` began earlier
             file.seek(start - 1)
@@ -144,7 +159,7 @@ def choose_field(names: Collection[str]) -> str:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BinaryIO]:
     """The decompressed file."""
     try:
         with path.open("rb") as raw:

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from wlb.documents.prepare import raw_files
 from wlb.documents.prepare.chat import as_messages
-from wlb.documents.prepare.raw_files import COMPRESSED, Reject, as_text
+from wlb.documents.prepare.raw_files import COMPRESSED, Reject, as_text, format_of
 from wlb.errors import UserError, require
 from wlb.terminal import beginning_of
 
@@ -37,7 +37,8 @@ _BATCH_ITEMS = 4096
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 # The text files that are read from directories. A file that is named itself is read whatever its suffix.
 _TEXT = (
-    *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc"),
+    *(".txt", ".text"),
+    *(".md", ".markdown", ".rst", ".tex", ".org", ".adoc"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".cs", ".java", ".kt", ".scala", ".js", ".ts"),
     *(".go", ".rs", ".rb", ".sh", ".sql", ".jl", ".r", ".swift", ".lua", ".pl", ".php", ".hs", ".ml"),
 )
@@ -182,8 +183,7 @@ class FileCorpus(Corpus):
         if not files:
             raise UserError(f"{named} holds no text, JSON Lines or Parquet files; name other files or directories")
         for source in sources if documents is None else ():
-            suffix = _format(source)
-            if not source.is_dir() and suffix not in (*_KINDS, *_TEXT[2:]) and raw_files.has_lines(source):
+            if needs_documents(source):
                 raise UserError(
                     f"{source} has several lines; give --documents lines if each is a document, or --documents files "
                     "if the file is one"
@@ -192,6 +192,11 @@ class FileCorpus(Corpus):
         description = {"kind": "files", "files": len(files), "text_field": text_field, "documents": documents}
         super().__init__(f"{named} (one document per {units})", files, description, text_field, chat)
         self.skipped_files = len(found) - len(files)
+
+
+def needs_documents(source: Path) -> bool:
+    """Whether ``source`` may be one document or one per line, so that somebody must say which."""
+    return not source.is_dir() and format_of(source) not in (*_KINDS, *_TEXT[2:]) and raw_files.has_lines(source)
 
 
 def _found(source: Path) -> Iterator[Path | None]:
@@ -207,7 +212,7 @@ def _found(source: Path) -> Iterator[Path | None]:
                 yield from _found(path)
             else:
                 # A plain .json in a directory is more often a configuration than a corpus; name it to have it read.
-                is_read = path.suffix.lower() != ".json" and _format(path) in (*_KINDS, *_TEXT)
+                is_read = path.suffix.lower() != ".json" and format_of(path) in (*_KINDS, *_TEXT)
                 yield path if path.is_file() and not is_hidden and is_read else None
     except FileNotFoundError:
         raise UserError(f"source {source} does not exist; name a file or a directory of text") from None
@@ -215,17 +220,9 @@ def _found(source: Path) -> Iterator[Path | None]:
         raise UserError(f"source {source} cannot be read: {error.strerror}") from error
 
 
-def _format(path: Path) -> str:
-    """The suffix of the format, in front of a suffix of compression."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
-
-
 def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
     """The kind of a file. Raises ``UserError`` if it cannot be read."""
-    suffix = _format(path)
+    suffix = format_of(path)
     kind = _KINDS.get(suffix, "text")
     if suffix == ".json":
         raw_files.refuse_list(path)

@@ -56,7 +56,7 @@ def thresholds(
     from wlb_studies.packing import comparison_json, packer_for
     from wlb_studies.thresholds import trade_off
 
-    tokens = read_lengths(lengths)
+    tokens = read_lengths(lengths, column=asked.length_column)
     job, priced_by = asked.job(context, lengths, tokens)
     documents, _ = documents_of(tokens, asked.steps, job)
     trials = _trials(documents, asked, job)
