@@ -95,6 +95,7 @@ class Section(BaseModel):
 
 # pydantic's words, and ours for a user who writes TOML.
 _PLAIN = {
+    "Extra inputs are not permitted": "is unknown",
     "or Input should be": "or",
     "Input should be": "must be",
     "a valid integer": "a whole number",

@@ -109,7 +109,7 @@ def test_a_column_that_has_lengths_under_another_name(tmp_path, monkeypatch, nam
     assert read_lengths(name, column="n").tolist() == [3, 9]
     with pytest.raises(UserError, match=re.escape(message)):
         read_lengths(name)
-    with pytest.raises(UserError, match=r" has no column 'm', but (id, )?n(, length)?$"):
+    with pytest.raises(UserError, match=r" has no column 'm', but (id, )?n(, length)?; name one of those$"):
         read_lengths(name, column="m")
 
 

@@ -113,8 +113,7 @@ def read_lengths(source: StoreSource, *, column: str | None = None, keep_empty: 
 
 def _if_text(path: Path, entry: Any) -> str:
     """The end of a message: how to count the tokens of ``path`` if its first ``entry`` is text or a conversation."""
-    name, kind, options = shlex.quote(str(path)), format_of(path), ""
-    chats: list[str] = []
+    name, options, chats = shlex.quote(str(path)), "", list[str]()
     if isinstance(entry, dict):
         texts = [field for field in entry if isinstance(entry[field], str) and field not in _NAMES]
         texts.sort(key=lambda field: -len(entry[field]))
@@ -125,7 +124,7 @@ def _if_text(path: Path, entry: Any) -> str:
         options = " --chat" * bool(chats) + f" --text-field {shlex.quote(fields[0])}" * (usual not in fields)
     elif not isinstance(entry, str) or path == _STDIN:
         return ""
-    elif kind not in (".json", ".jsonl") and needs_documents(path):
+    elif needs_documents(path):
         options = " --documents lines"
     known, what = (" --tokenizer DIRECTORY", "holds conversations") if chats else ("", "is text")
     return (
@@ -140,31 +139,30 @@ def _column(path: Path, place: str, names: Collection[str], wanted: str | None, 
     for name in _NAMES if wanted is None else [wanted]:
         if name in names:
             return name
-    another, more = (" (--length-column names another)", advice()) if wanted is None else ("", "")
-    found = f"but {beginning_of(names) or 'none'}{more}"
-    raise UserError(f"{path}{place} has no column {(_NAMES[0] if wanted is None else wanted)!r}{another}, {found}")
+    there = beginning_of(names) or "none"
+    if wanted is not None:
+        raise UserError(f"{path}{place} has no column {wanted!r}, but {there}; name one of those")
+    raise UserError(f"{path}{place} has no column 'length' (--length-column names another), but {there}{advice()}")
 
 
 def _from_json(path: Path, column: str | None) -> Integers:
     """Lengths from JSON values: a number is a length, a list of token ids has one."""
-    where = "entry" if format_of(path) == ".json" else "line"
-    rows = _json_rows(path)
-
-    def if_text() -> str:
-        advice = _if_text(path, rows[0])
-        return f"; if it is text, {one_per_line(path)}" if advice and where == "entry" else advice
+    where, rows = "entry" if format_of(path) == ".json" else "line", _json_rows(path)
+    advice = _if_text(path, rows[0] if rows else None)
+    if advice and where == "entry":
+        advice = f"; if it is text, {one_per_line(path)}"
 
     def lengths() -> Iterator[tuple[int, Any]]:
         for number, said in enumerate(rows, int(where == "line")):
             name = None
             if isinstance(said, dict):
-                name = _column(path, f": {where} {number}", said, column, if_text)
+                name = _column(path, f": {where} {number}", said, column, lambda: advice)
                 said = said[name]
             elif column is not None:
                 raise UserError(f"{path}: {where} {number} has no fields; leave out --length-column {column}")
             yield number, len(said) if isinstance(said, list) and name not in _COUNTS else said
 
-    return _integers(path, where, lengths(), if_text)
+    return _integers(path, where, lengths(), advice)
 
 
 def _json_rows(path: Path) -> list[Any]:
@@ -180,8 +178,7 @@ def _json_rows(path: Path) -> list[Any]:
                 place = f": line {number}"
                 values.append(json.loads(line))
     except (ValueError, RecursionError) as error:
-        first = None if place else _first_entry(content)
-        advice = _if_text(path, first) if isinstance(first, dict) else ""
+        advice = _if_text(path, first) if not place and isinstance(first := _first_entry(content), dict) else ""
         raise UserError(f"{path}{place} is not valid JSON: {error}{advice}") from None
     if not isinstance(values, list):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; a list of lengths is needed")
@@ -190,13 +187,11 @@ def _json_rows(path: Path) -> list[Any]:
 
 def _first_entry(content: bytes) -> Any:
     """The first line of ``content``: a JSON value, other text, or None if it is neither."""
-    line = content.partition(b"\n")[0]
+    line = content.partition(b"\n")[0].decode(errors="replace")
     try:
         return json.loads(line)
-    except UnicodeDecodeError:
-        return None
     except (ValueError, RecursionError):
-        return None if b"\0" in line else line.decode()
+        return line if line.isprintable() and "\ufffd" not in line else None
 
 
 def _from_txt(path: Path, _: str | None) -> Integers:
@@ -209,7 +204,7 @@ def _from_txt(path: Path, _: str | None) -> Integers:
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8; write one length per line as plain text") from None
     lines = enumerate(text.rstrip().splitlines(), 1)
-    return _integers(path, "line", ((number, _parsed(line)) for number, line in lines), lambda: _if_text(path, text))
+    return _integers(path, "line", ((number, _parsed(line)) for number, line in lines), _if_text(path, text))
 
 
 def _from_csv(path: Path, column: str | None) -> Integers:
@@ -233,15 +228,13 @@ def _parsed(text: str) -> int | str:
     return text.strip() if count is None else count
 
 
-def _integers(
-    path: Path, where: str, numbered: Iterable[tuple[int, Any]], if_text: Callable[[], str] = str
-) -> Integers:
+def _integers(path: Path, where: str, numbered: Iterable[tuple[int, Any]], if_text: str = "") -> Integers:
     """Check that all values are whole numbers; each comes with its place in the file."""
     values = []
     for place, value in numbered:
         # bool is a subclass of int, but not a length.
         if type(value) is not int or abs(value) > np.iinfo(np.int64).max:
-            advice = if_text() if isinstance(value, str) and any(map(str.isalpha, value)) else ""
+            advice = if_text if isinstance(value, str) and any(map(str.isalpha, value)) else ""
             raise UserError(f"{path}: {where} {place} is {str(value)[:40]!r}; a whole number is needed{advice}")
         values.append(value)
     return np.array(values, np.int64)

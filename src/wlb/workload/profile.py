@@ -206,12 +206,13 @@ def read_profile(path: str | Path) -> WorkloadProfile:
     except OSError as error:
         raise UserError(f"profile {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"profile {path} is not valid JSON: {error}") from None
+        raise UserError(f"profile {path} is not valid JSON: {error}; wlb profile writes one") from None
     try:
         return WorkloadProfile.model_validate(content.get("profile", content) if isinstance(content, dict) else content)
     except ValidationError as error:
         problem = main_problem(error)
-        raise UserError(f"profile {path}: {': '.join(filter(None, ['.'.join(problem.where), problem.what]))}") from None
+        mistake = ": ".join(filter(None, [".".join(problem.where), problem.what]))
+        raise UserError(f"profile {path}: {mistake}; wlb profile writes one") from None
 
 
 def write_profile(profile: WorkloadProfile, path: str | Path) -> None:

@@ -108,7 +108,7 @@ class Corpus:
     def described_fields(self) -> str:
         """The field that was looked for in JSON, and the fields of the first entry without it."""
         names = beginning_of(self._other_fields) or "none"
-        remedy = raw_files.choose_field(self._other_fields)
+        remedy = raw_files.choose_field([] if self._chat else self._other_fields)
         return f"the first entry without the field {self._field!r} has: {names}; {remedy}"
 
     def _documents(self, first: int, stop: float) -> Iterator[Any]:
