@@ -235,7 +235,9 @@ class JobOptions(GpuOptions):
     pp: Annotated[int | None, number("Pipeline-parallel size; default: searched for.")] = None
     cp: Annotated[int | None, number("Context-parallel size; default: searched for.")] = None
     tp: Annotated[int | None, number("Tensor-parallel size; default: searched for.")] = None
-    virtual_pp: Annotated[int | None, number("Model chunks per pipeline rank; default: searched for.")] = None
+    virtual_pp: Annotated[
+        int | None, number("Model chunks per pipeline rank; default: searched for; 1 if dp, pp, cp and tp are given.")
+    ] = None
     schedule: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(SCHEDULES)}.")
     ] = None

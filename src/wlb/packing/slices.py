@@ -1,4 +1,4 @@
-"""Slices: pipeline steps of micro-batches of equal work, in which no document waits for a later step.
+"""Slices: pipeline steps of micro-batches of equal work, which defer no documents.
 
 The packer deals documents to the pipelines (data-parallel ranks), the most expensive first, each to the pipeline with
 the least work, and then to a given number of micro-batches inside each pipeline. A document that costs more than the

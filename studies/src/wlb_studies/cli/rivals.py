@@ -86,7 +86,7 @@ def rivals(
         return
     _show(outcomes, f"{title}\nsimulated; planning measured here", f"{DRAWS} draws of {number_of(steps, 'step')}")
     if question.assumed:
-        note(f"assumed: {', '.join(question.assumed)}")
+        note(f"defaults used: {', '.join(question.assumed)}")
     if passes > 1:
         note(too_few(passes))
     for name, why in without.items():
