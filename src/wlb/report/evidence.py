@@ -20,6 +20,8 @@ from wlb.simulate import SimulationResult
 from wlb.simulate.estimate import Estimate
 from wlb.simulate.verdict import BALANCED, BASELINE, Verdict
 
+_MIXED = 0.75  # of the tokens of a micro-batch, at most in one document
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -58,12 +60,24 @@ class Evidence:
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
-        """The heaviest micro-batch of a typical step under every strategy; empty without context parallelism."""
-        job = self.systems[self.sharded].job
-        if job.layout.cp == 1:
+        """A heavy micro-batch of a typical step under every strategy; empty if no ranks share one.
+
+        If possible one in which no document has most of the tokens: strategies treat a single document alike. Without
+        ``adaptive``, which always does as another one.
+        """
+        shared = [
+            (micro_batch, len(micro_batch.ranks) or step.job.layout.cp, step.job)
+            for step in (self.usual_steps[self.sharded], self.usual_steps[BASELINE])
+            for micro_batch in step.plan.micro_batches
+        ]
+        shared = [one for one in shared if one[1] > 1]
+        if not shared:
             return []
-        heaviest = max(self.usual_steps[self.sharded].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
-        return [make_shard_plan(heaviest.lengths, job.layout.cp, name, workload=job.costs) for name in STRATEGIES]
+        chosen, ranks, job = max(
+            shared, key=lambda one: (max(one[0].lengths) < _MIXED * one[0].tokens, one[0].workload)
+        )
+        names = [name for name in STRATEGIES if name != "adaptive"]
+        return [make_shard_plan(chosen.lengths, ranks, name, workload=job.costs) for name in names]
 
 
 def usual_step(verdict: Verdict, system: str, lengths: NDArray[np.int64]) -> Timeline:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +11,13 @@ from numpy.typing import NDArray
 from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
+from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import simulate_step
+from wlb.simulate.step import EVERYTHING, Steps
+from wlb.simulate.verdict import LOST, PARTS
 
 Array = NDArray[np.float64]
+WAITING, BUBBLES, EXCHANGE = LOST
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Timeline:
 
     job: Job
     plan: StepPlan
+    steps: Steps | LevelSteps  # this step alone, as it was simulated
     operations: tuple[Operation, ...]
     pipeline_ranks: tuple[int, ...]  # of each operation
     starts: Array  # (operations, dp)
@@ -35,7 +41,30 @@ class Timeline:
     rank_ends: Array  # (pp, dp)
     reduction: Array  # (pp,)
     optimizer: Array  # (pp,)
-    seconds: float  # of the whole step
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return float(self.steps.seconds[0])
+
+    @property
+    def lost(self) -> float:
+        """The share of the step that is lost to imbalance, as a verdict counts it."""
+        where = self.steps.where
+        return sum(max(0.0, sum(float(where[cause][0]) for cause in PARTS[part])) for part in LOST) / self.seconds
+
+    @cached_property
+    def in_operations(self) -> dict[str, Array]:
+        """How long the mean rank of a group works in each operation, exchanges K/V and waits; (operations, dp) each.
+
+        Work is computing, and communication other than of keys and values.
+        """
+        work = self._seconds_without(*PARTS[WAITING], *PARTS[EXCHANGE])
+        uneven = self._seconds_without(*PARTS[EXCHANGE])
+        return {"work": work, EXCHANGE: self.ends - self.starts - uneven, WAITING: uneven - work}
+
+    def _seconds_without(self, *causes: str) -> Array:
+        return replace(self.steps, modelled=EVERYTHING - {*causes}).pipelines.seconds[:, 0]
 
     @property
     def groups(self) -> list[tuple[int, int]]:
@@ -57,18 +86,16 @@ def timeline(plan: StepPlan, job: Job) -> Timeline:
     weights = 0.0 if steps.weights is None else steps.weights[..., None]
     computed = {FORWARD: forward, BACKWARD: backward, INPUT: backward - weights, WEIGHT: weights + 0 * backward}
     home = {stage: rank for rank, stages in enumerate(job.layout.rank_stages) for stage in stages}
-    reduction = steps.late_reduction[:, 0]
-    rank_ends = times.rank_ends[:, 0]
     return Timeline(
         job,
         plan,
+        steps,
         times.operations,
         tuple(home[operation.stage] for operation in times.operations),
         times.starts[:, 0],
         times.ends[:, 0],
         np.stack([computed[o.kind][0, :, o.stage, o.micro_batch] for o in times.operations]),
-        rank_ends,
-        reduction,
+        times.rank_ends[:, 0],
+        steps.late_reduction[:, 0],
         steps.costs.optimizer,
-        float((rank_ends.max(axis=1) + reduction + steps.costs.optimizer).max()),
     )

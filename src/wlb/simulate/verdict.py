@@ -188,6 +188,18 @@ class Verdict:
         product = " times ".join(f"{factor:.2f}x from {cause}" for factor, cause in made_of)
         return f" The {self.speed(self.winner):.2f}x is {product}."
 
+    @property
+    def headline(self) -> str:
+        """One line that answers."""
+        if self.winner == self.base:
+            return "Keep what you have"
+        return f"Switch to {self.winner}: {self.speed(self.winner):.2f}x as fast as {self.base}"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why, line by line."""
+        return [str(self)]
+
     def __str__(self) -> str:
         if self.winner != self.base:
             return f"{self.loses}. {self.runs}"

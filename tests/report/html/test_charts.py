@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram, series
-from wlb.report.html.diagrams import areas_by_document, heat_map, shard_chart
-from wlb.report.html.markup import WIDTH, Caption, Scale
+from wlb.report.html.diagrams import areas_by_document, shard_chart
+from wlb.report.html.markup import LETTER, WIDTH, Caption, Scale
 from wlb.sharding import STRATEGIES, make_shard_plan
 
 CAPTION = Caption("chart", "A title", "and a note")
@@ -22,12 +22,21 @@ CAPTION = Caption("chart", "A title", "and a note")
 
 def parse(figure: str) -> ElementTree.Element:
     """The chart as XML; checks what every chart must have."""
-    (svg,) = ElementTree.fromstring(figure).findall("div/svg")
+    (svg,) = ElementTree.fromstring(figure).findall("svg")
     assert svg.get("role") == "img"
     labels = [svg.find(f"*[@id='{name}']") for name in (svg.get("aria-labelledby") or "").split()]
     assert [label.tag for label in labels if label is not None and label.text] == ["title", "desc"]
     ends = [float(rect.get("x", 0)) + float(rect.get("width", 0)) for rect in svg.iter("rect")]
     assert all(end <= WIDTH + 1 for end in ends)
+    for label in svg.iter(
+        "text"
+    ):  # as wide as text may be; charts are scaled to the page, so this holds on a phone too
+        size, share = (
+            LETTER * len(label.text or ""),
+            {"start": 0, "middle": 0.5, "end": 1}[label.get("text-anchor", "")],
+        )
+        left = float(label.get("x", 0)) - share * size
+        assert -8 <= left <= left + size <= WIDTH + 12, label.text
     assert "nan" not in figure.lower().replace("</span>", "")
     return svg
 
@@ -46,11 +55,8 @@ def test_histogram_of_any_lengths(lengths):
         assert sum(shares) == pytest.approx(100, abs=0.06 * len(shares))
 
 
-def test_bars_and_their_parts_are_as_long_as_their_values():
-    svg = parse(bars(CAPTION, [("a", [1.0], "2"), ("b", [0.5], "1.5")], "label", origin=1.0, highlights=["b"]))
-    (long,), (short,) = boxes(svg, "fill-before"), boxes(svg, "fill-after")
-    assert long == pytest.approx(2 * short, abs=0.02)
-    svg = parse(bars(CAPTION, [("row", [1.0, 3.0], "4 s")], "seconds", parts=["a", "b"]))
+def test_parts_of_bars_are_as_long_as_their_values():
+    svg = parse(bars(CAPTION, [("row", [1.0, 3.0], "4 s")], "seconds", ["a", "b"]))
     assert boxes(svg, "part-1")[0] == pytest.approx(3 * boxes(svg, "part-0")[0], abs=0.05)
 
 
@@ -63,27 +69,12 @@ def test_intervals_and_series_are_drawn():
     assert len((line.get("points") or "").split()) == 5
 
 
-def test_charts_of_long_and_large_jobs_stay_small():
+def test_charts_of_long_jobs_stay_small():
     steps = np.arange(1_000_003.0)
     figure = series(CAPTION, [("run", "after", steps, np.ones(len(steps)))], "tokens")
     parse(figure)
     assert len(figure) < 40_000
-    seconds = np.random.default_rng(0).uniform(0.9, 1.1, (16, 50, 16))  # x tp 8, so a hundred thousand GPUs
-    assert len(heat_map(CAPTION, [("before", seconds), ("after", seconds)], "seconds")) < 1.5e6
     assert not re.search(r'"\d+\.\d{3,}"', length_histogram(np.array([10, 1000, 70000])))  # coordinates are short
-
-
-@settings(max_examples=examples(15), deadline=None)
-@given(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4)), st.integers(0, 100))
-def test_the_heat_map_has_a_cell_for_every_gpu(shape, seed):
-    panels = [("before", np.random.default_rng(seed).uniform(0.5, 2, shape)), ("after", np.ones(shape))]
-    svg = parse(heat_map(CAPTION, panels, "seconds"))
-    cells = sum((path.get("d") or "").count("M") for path in svg.iter("path"))
-    assert cells == 2 * np.prod(shape)
-    description = svg.find("desc")
-    assert description is not None
-    place = np.unravel_index(panels[0][1].argmax(), shape)
-    assert "at pp {}, dp {}, cp {}".format(*place) in (description.text or "")
 
 
 @pytest.mark.parametrize("cp", [2, 16])

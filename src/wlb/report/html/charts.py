@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from wlb.report.gain import Gain
 from wlb.report.html.escaping import Markup, tag
 from wlb.report.html.markup import (
+    LETTER,
     WIDTH,
     Caption,
     Scale,
@@ -72,34 +73,23 @@ def bars(
     caption: Caption,
     rows: Sequence[tuple[str, Sequence[float], str]],
     label: str,
-    *,
-    origin: float = 0.0,
-    highlights: Collection[str] = (),
-    parts: Sequence[str] = (),
+    parts: Sequence[str],
     show: Callable[[float], str] = _compact,
 ) -> Markup:
-    """One bar a row (name, values, total as shown) from ``origin``, its values one after another.
-
-    Values are ``parts``, which ``show`` writes out in tooltips; or there is one a row, and rows named in ``highlights``
-    stand out.
-    """
+    """One bar a row (name, values, total as shown): the values of ``parts``, which ``show`` writes in tooltips."""
 
     def draw_row(index: int, scale: Scale, middle: float) -> list[Markup]:
         name, values, shown = rows[index]
-        shapes, start = [], origin
-        for number, value in enumerate(values):
-            class_ = "fill-after" if name in highlights else "fill-before"
-            hint = f"{name}: {shown}"
-            if parts:
-                class_, hint = f"part-{number}", f"{name}, {parts[number]}: {show(value)}"
+        shapes, start = [], 0.0
+        for number, (part, value) in enumerate(zip(parts, values, strict=True)):
             x = scale(start)
             start += value
-            shapes.append(box(x, middle - 10, scale(start) - x, _ROW - 10, class_, hint))
+            hint = f"{name}, {part}: {show(value)}"
+            shapes.append(box(x, middle - 10, scale(start) - x, _ROW - 10, f"part-{number}", hint))
         return [*shapes, text(scale(start) + 6, middle + 4, shown)]
 
     longest = max(sum(values) for _, values, _ in rows)
-    span = (origin, origin + max(longest, 1e-3))
-    return _rows(caption, [(name, shown) for name, _, shown in rows], span, label, draw_row, parts)
+    return _rows(caption, [(name, shown) for name, _, shown in rows], (0.0, longest), label, draw_row, parts)
 
 
 def intervals(caption: Caption, rows: Sequence[tuple[str, Gain]], label: str) -> Markup:
@@ -117,7 +107,7 @@ def intervals(caption: Caption, rows: Sequence[tuple[str, Gain]], label: str) ->
         ]
 
     shown = [(name, str(g)) for name, g in rows]
-    return _rows(caption, shown, (low - margin, high + margin), label, draw_row, room=50.0)
+    return _rows(caption, shown, (low - margin, high + margin), label, draw_row)
 
 
 def _rows(
@@ -127,14 +117,14 @@ def _rows(
     label: str,
     draw_row: Callable[[int, Scale, float], list[Markup]],
     parts: Sequence[str] = (),
-    room: float = 0.0,
 ) -> Markup:
-    """Rows (name, value as shown) over one axis, with ``room`` on the right for long values.
+    """Rows (name, value as shown) over one axis, with room for the longest of both beside it.
 
     ``draw_row`` gets the row's index, the axis and where the middle of the row is.
     """
 
-    left, right = 160.0, WIDTH - 96 - room
+    left, room = (12 + LETTER * max(map(len, column)) for column in zip(*rows, strict=True))
+    right = WIDTH - room
     shapes, end = legend([(f"part-{n}", part) for n, part in enumerate(parts)], 10, 12 if parts else -6, WIDTH - 10)
     top, bottom = end + 8, end + 8 + _ROW * len(rows)
     scale = Scale(*span, left, right)

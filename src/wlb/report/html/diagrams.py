@@ -1,8 +1,9 @@
-"""Diagrams of a parallel job: which GPUs take longer, when pipeline ranks wait, and what shards attend."""
+"""Diagrams of a parallel job: when ranks wait, and what shards attend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,93 +21,34 @@ from wlb.report.html.markup import (
     line,
     text,
 )
-from wlb.report.timeline import Timeline
+from wlb.report.timeline import BUBBLES, EXCHANGE, WAITING, Timeline
 from wlb.schedules.operations import FORWARD
 from wlb.sharding.plan import ShardPlan
+from wlb.simulate.verdict import PARTS
 from wlb.workload.flops import attended_pairs
 
-SHADES = 21  # odd: the middle one is the mean
-_MAP_LEFT = 44.0
-_MAP_NAMES = 16  # of pipeline ranks, and of data-parallel ones
-_SWATCH = 14.0  # of the colour scale
-_LEAST_REACH = 0.05  # of the mean, at the ends of the colour scale: less is not worth a colour
 _ROWS_LEFT = 68.0
 _NAMED_WIDTH = 13.0  # a box as wide as this has room for the number of its micro-batch
 _ROWS_OF_ALL = 16  # up to as many rows all pipelines are drawn, beyond it the slowest only; of level steps the first
-_KINDS = ("idle", "forward", "backward")
+_PART = {part: f"part-{number}" for number, part in enumerate(PARTS)}  # its colour in all charts
+_OTHER = "other communication and optimizer"
 _NAMED_DOCUMENTS = 5
 _FIRST_DOCUMENT = 6  # among the colours of parts, after those of where time goes
 
 
-def heat_map(caption: Caption, panels: Sequence[tuple[str, NDArray[np.float64]]], unit: str) -> Markup:
-    """Seconds of every GPU, side by side for several systems, as WLB-LLM's Figure 1 shows them.
-
-    ``panels`` are (name, seconds of shape (pp, dp, cp)); ``unit`` says what the seconds are. Rows are pipeline ranks,
-    columns context-parallel ranks inside data-parallel ones. Colour is the seconds over the panel's mean, on one scale
-    for all. Cells of a colour share one path, so that a map of 100,000 GPUs stays small.
-    """
-    relative = [(name, seconds / seconds.mean()) for name, seconds in panels]
-    reach = max(_LEAST_REACH, *(float(np.abs(values - 1).max()) for _, values in relative))
-
-    shapes: list[Markup] = []
-    top = 20.0
-    for (name, values), (_, seconds) in zip(relative, panels, strict=True):
-        shapes.append(text(_MAP_LEFT, top, f"{name}: slowest {values.max():.2f} of the mean {seconds.mean():.3g} s"))
-        top = _heat_panel(shapes, values, reach, top + 8) + 30
-    left = _MAP_LEFT + 40
-    shapes.append(text(left - 8, top + 11, f"{1 - reach:.2f}", "end", "tick"))
-    shapes += [box(left + _SWATCH * n, top, _SWATCH + 0.3, _SWATCH, f"heat-{n}") for n in range(SHADES)]
-    shapes.append(text(left + _SWATCH * SHADES + 8, top + 11, f"{1 + reach:.2f} of the mean", "start", "tick"))
-    described = "; ".join(
-        f"{name}: slowest over mean {values.max():.3f}, {_heat_place(values, int(values.argmax()))}"
-        for name, values in relative
-    )
-    return figure(caption, f"{unit}. {described}", top + 26, shapes)
-
-
-def _heat_panel(shapes: list[Markup], values: NDArray[np.float64], reach: float, top: float) -> float:
-    """Draw one panel from ``top``; returns where it ends."""
-    pp, dp, cp = values.shape
-    across = WIDTH - 8 - _MAP_LEFT
-    gap = min(6.0, 0.2 * across / dp) if cp > 1 and dp > 1 else 0.0
-    width = (across - gap * (dp - 1)) / (dp * cp)
-    height = min(26.0, max(6.0, 240.0 / pp))
-    shade = np.rint((values - 1) / reach * (SHADES // 2)).astype(int) + SHADES // 2
-    outline = f"h{width:.2f}v{height:.1f}h-{width:.2f}z"
-    for value in np.unique(shade).tolist():
-        cells = "".join(
-            f"M{_MAP_LEFT + (d * cp + c) * width + d * gap:.1f} {top + p * height:.1f}{outline}"
-            for p, d, c in np.argwhere(shade == value).tolist()
-        )
-        middle = 1 + (value - SHADES // 2) * reach / (SHADES // 2)
-        shapes.append(tag("path", tag("title", f"about {middle:.2f} of the mean"), d=cells, class_=f"heat-{value}"))
-    shapes += [
-        text(_MAP_LEFT - 6, top + (stage + 0.5) * height + 4, f"pp {stage}", "end", "tick")
-        for stage in range(0, pp, -(-pp // _MAP_NAMES))
-    ]
-    bottom: float = top + pp * height
-    for rank in range(0, dp, -(-dp // _MAP_NAMES)):
-        x = _MAP_LEFT + rank * (cp * width + gap) + cp * width / 2
-        shapes.append(text(x, bottom + 14, f"dp {rank}", "middle", "tick"))
-    return bottom + 16
-
-
-def _heat_place(values: NDArray[np.float64], index: int) -> str:
-    pp, dp, cp = np.unravel_index(index, values.shape)
-    return f"at pp {pp}, dp {dp}, cp {cp}"
-
-
 def pipeline_chart(caption: Caption, steps: Sequence[tuple[str, Timeline]]) -> Markup:
-    """When every pipeline rank runs which forward and backward: rows for each (name, step), on one clock."""
-    described = []
-    for name, step in steps:
-        ranks = np.array([[len(micro_batch.ranks) or 1 for micro_batch in of_dp] for of_dp in step.plan.ranks])
-        taken = (step.ends - step.starts) * ranks[:, [operation.micro_batch for operation in step.operations]].T
-        busy = float(taken.sum() / (step.seconds * step.job.layout.pp * len(step.groups)))
-        described.append(f"{name}: {step.seconds:.3g} s, {step.plan.tokens:,} tokens, busy {busy:.0%}")
+    """What every pipeline rank does, and when: rows for each (name, step), on one clock.
 
+    A box is an operation of a context-parallel group: first the work of its mean rank, then exchange of keys and
+    values, then waiting for its slower ranks. In training they alternate, layer by layer.
+    """
+    described = [
+        f"{name}: {step.seconds:.3g} s, {step.plan.tokens:,} tokens, {step.lost:.0%} lost" for name, step in steps
+    ]
     scale = Scale(0, max(step.seconds for _, step in steps), _ROWS_LEFT, WIDTH - 10)
-    shapes, end = legend([(f"fill-{kind}", kind) for kind in _KINDS], _ROWS_LEFT, 14, WIDTH)
+    kinds = {"fill-forward": "forward", "fill-backward": "backward"}
+    kinds |= {_PART[part]: part for part in (WAITING, BUBBLES, EXCHANGE, _OTHER)}
+    shapes, end = legend([*kinds.items()], 4, 14, WIDTH)
     top = end + 32
     for summary, (_, step) in zip(described, steps, strict=True):
         shapes.append(text(4, top - 8, summary))
@@ -122,29 +64,42 @@ def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -
         groups = groups[:_ROWS_OF_ALL] if step.job.levels_steps else [(slowest, 0)]
     height = 20.0 if pp <= 8 else 13.0
     for dp, cp in groups:
-        boxes: dict[str, list[str]] = {kind: [] for kind in _KINDS}
-        numbers: list[Markup] = []
         for rank in range(pp):
-            y = top + rank * height
-            boxes["idle"].append(_outline(scale(0), y, scale(step.seconds), height))
             shown = f"dp {dp} pp {rank}" if step.job.layout.dp > 1 else f"pp {rank}"
             shown = f"cp {cp}" if step.job.levels_steps else shown
-            shapes.append(text(_ROWS_LEFT - 6, y + height / 2 + 4, shown, "end", "tick"))
+            shapes.append(text(_ROWS_LEFT - 6, top + (rank + 0.5) * height + 4, shown, "end", "tick"))
+        paths = defaultdict[str, str](str)
+        for class_, rank, start, end in _spans(step, dp, cp):
+            paths[class_] += f"M{scale(start):.1f} {top + rank * height:.0f}H{scale(end):.1f}v{height - 2:.0f}"
+            paths[class_] += f"H{scale(start):.1f}z"
+        shapes += [tag("path", d=path, class_=class_) for class_, path in paths.items()]
         for index in step.operations_of(dp, cp):
-            operation, start, end = step.operations[index], float(step.starts[index, dp]), float(step.ends[index, dp])
-            left, right, y = scale(start), scale(end), top + step.pipeline_ranks[index] * height
-            boxes["forward" if operation.kind == FORWARD else "backward"].append(_outline(left, y, right, height))
+            left, right = scale(step.starts[index, dp]), scale(step.ends[index, dp])
             if right - left >= _NAMED_WIDTH and height >= 16:
-                middle = text((left + right) / 2, y + height / 2 + 3, str(operation.micro_batch), "middle", "inside")
-                numbers.append(middle)
-        shapes += [tag("path", d="".join(paths), class_=f"fill-{kind} cell") for kind, paths in boxes.items()]
-        shapes += numbers
+                middle = top + (step.pipeline_ranks[index] + 0.5) * height + 3
+                number = str(step.operations[index].micro_batch)
+                shapes.append(text((left + right) / 2, middle, number, "middle", "inside"))
         top += pp * height + 6
     return top
 
 
-def _outline(left: float, top: float, right: float, height: float) -> str:
-    return f"M{left:.1f} {top:.0f}H{right:.1f}v{height - 2:.0f}H{left:.1f}z"
+def _spans(step: Timeline, dp: int, cp: int) -> Iterator[tuple[str, int, float, float]]:
+    """What a group of ranks does: (class, pipeline rank, start, end), each over those before it."""
+    pp, mine, parts = step.job.layout.pp, step.operations_of(dp, cp), step.in_operations
+    for rank in range(pp):
+        # Without a pipeline a rank pauses only until those that it shares a document with are free.
+        yield _PART[BUBBLES if pp > 1 else WAITING], rank, 0.0, step.seconds
+        own = max((step.ends[index, dp] for index in mine if step.pipeline_ranks[index] == rank), default=0.0)
+        met = step.rank_ends[rank].max()
+        yield _PART[WAITING], rank, own, met
+        yield _PART[_OTHER], rank, met, met + step.reduction[rank] + step.optimizer[rank]
+    for index in mine:
+        rank, start = step.pipeline_ranks[index], step.starts[index, dp]
+        worked = start + parts["work"][index, dp]
+        yield _PART[WAITING], rank, start, step.ends[index, dp]
+        yield _PART[EXCHANGE], rank, worked, worked + parts[EXCHANGE][index, dp]
+        kind = "forward" if step.operations[index].kind == FORWARD else "backward"
+        yield f"fill-{kind}", rank, start, worked
 
 
 def shard_chart(caption: Caption, plans: Sequence[ShardPlan]) -> Markup:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from wlb.report.html.escaping import Markup, join, tag
 
-WIDTH = 720.0  # of every chart, in the units of its coordinates: about one pixel on a screen
-_LETTER = 6.4  # mean width of one in a chart
+WIDTH = 440.0  # of every chart, in the units of its coordinates: somewhat less than a pixel on a phone, more on a desk
+LETTER = 7.4  # mean width of one in a chart, in a wide font
 
 
 def table(columns: Mapping[str, Sequence[str]], caption: str = "") -> Markup:
@@ -74,8 +74,7 @@ def figure(caption: Caption, description: str, height: float, shapes: Iterable[M
         class_="chart",
         id=name,
     )
-    shown = tag("div", picture, class_="wide")
-    return tag("figure", shown, tag("figcaption", tag("b", caption.title), ". ", caption.note))
+    return tag("figure", picture, tag("figcaption", tag("b", caption.title), ". ", caption.note))
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", class_: str = "label") -> Markup:
@@ -121,7 +120,7 @@ def legend(entries: Sequence[tuple[str, str]], left: float, y: float, right: flo
     shapes: list[Markup] = []
     x = left
     for class_, name in entries:
-        size = 16 + _LETTER * len(name) + 14
+        size = 16 + LETTER * len(name) + 14
         if x > left and x + size - 14 > right:
             x, y = left, y + 18
         shapes += [box(x, y - 9, 11, 11, class_), text(x + 16, y + 1, name)]

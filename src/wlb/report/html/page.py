@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wlb.errors import UserError
-from wlb.report.html.diagrams import SHADES
 from wlb.report.html.escaping import Markup, join, tag
-from wlb.report.plots import BALANCED, BASELINE, WAITING
+from wlb.report.plots import BALANCED, BASELINE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -29,10 +28,6 @@ _COLOURS = {
     "attention": ("#d1602b", "#f08a54"),
     "forward": ("#c6d4e2", "#41566c"),
     "backward": ("#92acc6", "#637f9c"),
-    "idle": (WAITING, "#d64545"),
-    "cold": ("#2f6fc4", "#6aa9ff"),  # of the heat map, as are the next two
-    "mean": ("#f2efe9", "#2a2f36"),
-    "hot": ("#c23b12", "#ff7a45"),
 }
 _PARTS = (
     ("#e03131", "#ef5350"),  # where time goes: three kinds of waiting in reds,
@@ -66,12 +61,13 @@ font-size:.8rem;color:var(--after)}
 .facts span{color:var(--muted);font-size:.85rem}
 figure{margin:14px 0 22px}
 .wide{overflow-x:auto}
-.chart{display:block;width:100%;min-width:600px;height:auto;font-size:12px}
+.chart{display:block;width:100%;max-width:640px;height:auto;font-size:12px}
+.chart path{shape-rendering:crispEdges}
 .chart text{fill:var(--ink)}.chart .tick{fill:var(--muted);font-size:11px}
-.chart .inside{font-size:10px;fill:var(--ink)}
+.chart .inside{font-size:9px;fill:var(--ink)}
+details{color:var(--muted);font-size:.9rem}summary{cursor:pointer}
 .grid{stroke:var(--grid)}.axis{stroke:var(--ink)}.whisker{stroke:var(--after);stroke-width:3;stroke-linecap:round}
 polyline{fill:none;stroke-width:2}
-.cell{stroke:var(--page);stroke-width:.6}
 table{border-collapse:collapse;width:100%;font-size:.88rem;margin:8px 0 20px;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:5px 10px;border-bottom:1px solid var(--grid)}
 th:first-child{text-align:left;font-weight:500;white-space:nowrap}
@@ -82,12 +78,12 @@ pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;
 th:first-child{white-space:normal}.facts{grid-template-columns:1fr 1fr}}
 @media screen and (min-width:1300px){main{max-width:1720px;display:grid;grid-template-columns:1fr 1fr;column-gap:56px}
 table{font-size:.82rem}th,td{padding:5px 7px}
-main>:not(section),#rivals,#config{grid-column:1/-1}#rivals figure{max-width:860px}
+main>:not(section),#config{grid-column:1/-1}
 .facts{grid-template-columns:repeat(4,minmax(0,300px))}}
 @media print{body{font-size:11pt}main{max-width:none;padding:0}h2,thead,.muted:has(+.wide){break-after:avoid}
 h2{margin-top:28px}
 figure,#config,.facts,.verdict,tr{break-inside:avoid}pre{white-space:pre-wrap;overflow:visible}
-p{orphans:3;widows:3}.wide{overflow:visible}
+p{orphans:3;widows:3}.wide{overflow:visible}details::details-content{content-visibility:visible;display:block}
 table{font-size:8pt}th,td{padding:3px 5px}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 """
@@ -122,7 +118,7 @@ def paragraph(*content: str, class_: str = "") -> Markup:
 
 
 def verdict(sentence: str) -> Markup:
-    """The first thing that is read."""
+    """The line that answers: the first thing that is read."""
     return paragraph(sentence, class_="verdict")
 
 
@@ -131,6 +127,15 @@ def facts(values: Mapping[str, str]) -> Markup:
     return tag(
         "div", *(tag("div", tag("b", value), tag("span", name)) for name, value in values.items()), class_="facts"
     )
+
+
+def folded(summary: str, lines: Sequence[str]) -> Markup:
+    """Lines that are read on demand, and on paper."""
+    return tag("details", tag("summary", summary), *(paragraph(line) for line in lines))
+
+
+def warning(text: str) -> Markup:
+    return paragraph(text, class_="warning")
 
 
 def code(text: str) -> Markup:
@@ -154,11 +159,5 @@ def _colour_rules() -> str:
         Markup(f".{'' if name.startswith('part-') else 'fill-'}{name}{{fill:var(--{name})}}") for name in variables
     )
     strokes = "".join(f".stroke-{name}{{stroke:var(--{name})}}" for name in ("before", "after"))
-    heat = "".join(f".heat-{n}{{fill:{_shade(n / (SHADES // 2) - 1)}}}" for n in range(SHADES))
     # Paper is white whatever the screen is.
-    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}{fills}{strokes}{heat}"
-
-
-def _shade(place: float) -> str:
-    """A colour of the heat map: cold below the mean, from -1, and hot above it, to 1."""
-    return f"color-mix(in srgb,var(--{'hot' if place > 0 else 'cold'}) {abs(place):.0%},var(--mean))"
+    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}{fills}{strokes}"
