@@ -75,7 +75,8 @@ def test_the_page_shows_the_answer(answered: Any, file: Path):
     verdict = found.verdict
     assert not page.exception
     assert not page.error
-    assert [info.value for info in page.info] == [str(verdict)]
+    assert [info.value for info in page.info] == [verdict.headline]
+    assert [text.value for text in page.text][: len(verdict.reasons)] == verdict.reasons
     assert page.table[0].value.to_dict("list") == columns_of(verdict)
     assert [metric.value for metric in page.metric] == [
         f"{verdict.speed(verdict.fastest):.2f}x",
@@ -104,6 +105,17 @@ def test_steps_are_drawn_on_one_clock_and_of_equal_work(app: Any, answered: Any)
     assert (
         0.5 < computing / sum(whole[row["system"]] for row in chart["data"]["values"] if row["what"] == app.WAITING) < 1
     )
+
+
+def test_it_opens_with_an_example(app: Any):
+    """Which is what ``wlb check`` says, for the command that the page shows."""
+    _, found, _ = app.answered(app.EXAMPLE, 0.0)
+    words = [word for option in app.EXAMPLE.options for word in option]
+    checked = run("check", app.EXAMPLE.lengths, *words, "--json")
+    assert json.loads(json.dumps(found.to_json())) == json.loads(checked.stdout)
+    page = shown(lengths="-")
+    assert not page.info  # a mistake in the address leaves no example beside it
+    assert len(page.error) == 1
 
 
 def test_a_dropped_file_keeps_its_name():
@@ -219,7 +231,7 @@ def test_it_fits_a_desk_and_a_phone(address: str, tmp_path: Path, width: int, he
         opened.until("document.body?.innerText.includes('What was simulated')")
         opened.until("document.querySelectorAll('.stVegaLiteChart svg, .stVegaLiteChart canvas').length == 1")
         command = f"wlb check synthetic:200:4K:0 {' '.join(WORDS)}"
-        assert opened.until("document.querySelector('[data-testid=stCode] code')?.textContent").strip() == command
+        opened.until(f"document.querySelector('[data-testid=stCode] code')?.textContent.trim() == {command!r}")
         assert "plain-4d loses" in opened.value("document.body.innerText")
         assert opened.value("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
         scrolled = "[...document.querySelectorAll('[data-testid=stMain]')].map(e => e.scrollWidth - e.clientWidth)"

@@ -43,6 +43,17 @@ class Asked(NamedTuple):
     content: bytes | None = None
 
 
+_SIZES = {"--dp": "1", "--cp": "8", "--tp": "1", "--pp": "1"}  # one layout, so nothing is searched
+_JOB = {
+    "--model": "llama3-8b",
+    "--hardware": "h100",
+    "--gpus": "8",
+    "--context-window": "64K",
+    "--batch-tokens": "256K",
+}
+EXAMPLE = Asked("synthetic:8000:64K:0", tuple((_JOB | _SIZES).items()))  # answered at once
+
+
 def asked_of_user() -> Asked:
     """The job chosen on the page; the page's address holds it too."""
     kept: dict[str, Any] = {"bind": "query-params"}
@@ -63,7 +74,7 @@ def asked_of_user() -> Asked:
     return Asked(lengths, given) if dropped is None else Asked(Path(dropped.name).name, given, dropped.getvalue())
 
 
-@st.cache_data(max_entries=64, show_spinner="Simulating every system in its fastest layout", show_time=True)
+@st.cache_data(max_entries=64, show_spinner=False)
 def answered(asked: Asked, at: float) -> Answer:
     """The answer of ``wlb check``; a new ``at`` asks again, since the file may have changed."""
     options, source = dict(asked.options), asked.lengths
@@ -76,7 +87,8 @@ def answered(asked: Asked, at: float) -> Answer:
             Path(folder, source).write_bytes(asked.content)
         lengths = read_lengths(source if asked.content is None else f"{folder}/{source}", keep_empty=True)
         job = options["--model"], options["--hardware"], int(options["--gpus"])
-        question = question_of(*job, lengths, context_window=window, batch_tokens=batch, source=source)
+        fixed = {option[2:]: int(options[option]) for option in _SIZES if option in options}
+        question = question_of(*job, lengths, context_window=window, batch_tokens=batch, source=source, fixed=fixed)
     # After a choice changes, Streamlit ends the old run when it next reads its state.
     found = estimate(question, lengths, source=source, on_progress=lambda *_: st.session_state.get("gpus"))
     read = [what_was_read(source, lengths, question.space.context_window), *notes.getvalue().splitlines()]
@@ -86,7 +98,9 @@ def answered(asked: Asked, at: float) -> Answer:
 
 def show(read: list[str], found: Estimate, steps: Mapping[str, Timeline], asked: Asked) -> None:
     verdict = found.verdict
-    st.info(str(verdict))
+    st.info(verdict.headline)
+    for line in verdict.reasons:
+        st.text(line)
     with st.container(horizontal=True):
         st.metric(f"Speed of {verdict.fastest}", f"{verdict.speed(verdict.fastest):.2f}x", width="content")
         st.metric("Delay, steps", f"{verdict.token_delay(verdict.fastest):.2f}", width="content")
@@ -139,10 +153,20 @@ def main() -> None:
     st.set_page_config("wlb: what imbalance costs", layout="wide")
     asked = asked_of_user()
     st.header("What imbalance costs your job :gray-badge[simulated]")
+    busy, example = st.empty(), st.empty()
     unchanging = asked.content is not None or asked.lengths.startswith("synthetic:")
     try:
-        show(*answered(asked, 0.0 if unchanging else time.time()), asked)
+        if "answered" not in st.session_state:
+            with example.container():
+                st.caption("An example, while your job is simulated: Llama 3 8B on 8 H100 in windows of 64K")
+                show(*answered(EXAMPLE, 0.0), EXAMPLE)
+        with busy, st.spinner("Simulating every system in its fastest layout", show_time=True):
+            answer = answered(asked, 0.0 if unchanging else time.time())
+        st.session_state["answered"] = True
+        example.empty()
+        show(*answer, asked)
     except UserError as error:
+        example.empty()
         st.error(re.sub(r"([^\w\s])", r"\\\1", re.sub(rf"{gettempdir()}/\w+/", "", str(error))))
 
 
