@@ -1,22 +1,30 @@
-"""Draw the pictures in docs/images whose shapes follow from figures: idea, sharding and attention-share.
+"""Draw every picture in docs/images, and print the figures in them.
 
-    .venv/bin/python scripts/pictures.py
+    .venv/bin/python scripts/pictures.py [FOLDER]
 
-Computing is blue-grey and waiting is red. Text stays readable when a phone shows a picture 390 pixels wide.
+``make demo`` measures and draws demo.png, which is copied if it is there. report.png needs Chromium; the others only
+what WLB needs. Computing is blue-grey and waiting is red. Text stays readable when a phone shows a picture 390 pixels
+wide.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.image import imread, imsave
 
 from wlb.sharding import make_shard_plan, shard_latency
 from wlb.workload import make_workload
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+ROOT = Path(__file__).resolve().parent.parent
 WIDTH, MARGIN = 640, 20
 STYLE = """
     text { fill: #1b2733; font-size: 18px }
@@ -24,7 +32,10 @@ STYLE = """
     .wait { fill: #e03131 } .loud { fill: #c92a2a; font-weight: bold } .inverse { fill: #ffffff; font-weight: bold }
     .bold { font-weight: bold } .mono { font-family: Menlo, Consolas, monospace; font-weight: bold; font-size: 20px }
     .middle { text-anchor: middle } .end { text-anchor: end }
-    polygon, .block { stroke: #ffffff; stroke-width: 1.5 } .axis { stroke: #6b7a89 } .grid { stroke: #d5dce3 }"""
+    polygon, .block { stroke: #ffffff; stroke-width: 1.5 } .axis { stroke: #6b7a89 } .grid { stroke: #d5dce3 }
+    .room { stroke: #4f6f8f; stroke-width: 1.5 } .plan { fill: #e6edf4 } .torch { fill: #4f6f8f }
+    .ground { fill: #f3f5f7; stroke: #8a97a5 } .name { font-weight: bold; font-size: 20px }
+    .light { fill: #ffffff }"""
 
 
 class Chunk(NamedTuple):
@@ -69,7 +80,7 @@ OURS: Steps = [
 ]
 
 
-def idea() -> None:
+def idea(folder: Path) -> str:
     """Twelve documents on two ranks, as plain-4d and as balanced run them, on one time axis."""
     scale = (WIDTH - 2 * MARGIN) / sum(LENGTHS.values())
     parts = [text(MARGIN, 34, "Twelve documents, A to L, for two steps", "bold")]
@@ -91,13 +102,14 @@ def idea() -> None:
     speed = taken["plain-4d"] / taken["balanced"]
     parts.append(text(WIDTH - MARGIN, 553, f"balanced: {speed:.2f}x as fast", "end bold"))
     write(
-        "idea",
+        folder / "idea.svg",
         570,
         "Twelve documents, A to L, trained in two steps by two ranks. A and G, the longest, are over half of the work. "
         "Under plain-4d rank 1 waits for rank 0 in both steps. Under balanced both ranks share A, B, G and H, and "
         f"finish almost together: {speed:.2f} times as fast.",
         parts,
     )
+    return f"balanced {speed:.2f}x as fast"
 
 
 def kind(name: str) -> str:
@@ -148,7 +160,7 @@ STRATEGIES = {
 }
 
 
-def sharding() -> None:
+def sharding(folder: Path) -> str:
     """One window over two context-parallel ranks, as three strategies divide it."""
     workload = make_workload("llama3-8b", "h100")
     gap = 5.0
@@ -183,12 +195,13 @@ def sharding() -> None:
         top = floor + 130
     seconds = ", ".join(f"{name} {price.slowest:.1f} s" for name, price in prices.items())
     write(
-        "sharding",
+        folder / "sharding.svg",
         top - 24,
         "Five documents of 72K, 24K, 16K, 12K and 4K tokens on two context-parallel ranks. Simulated seconds of "
         f"Llama 3 8B on H100: {seconds}.",
         parts,
     )
+    return seconds
 
 
 CURVES = {
@@ -202,7 +215,7 @@ CURVES = {
 }
 
 
-def attention_share() -> None:
+def attention_share(folder: Path) -> str:
     """How much of a document's seconds is attention, by its length, for models of several kinds."""
     left, right, top, bottom = 66, 464, 84, 420
     lengths = 1024 * 2 ** np.linspace(0, 10, 41)
@@ -228,9 +241,119 @@ def attention_share() -> None:
     for (name, colour), label in zip(CURVES.items(), labels, strict=True):
         parts.append(f'<text x="{right + 10}" y="{label + 6:.1f}" style="fill:{colour};font-weight:bold">{name}</text>')
     listed = ", ".join(f"{name} {share:.0%}" for name, (share, _) in shares.items())
-    write(
-        "attention-share", bottom + 70, f"Attention's share of the time for a document of 128K tokens: {listed}.", parts
+    described = f"Attention's share of the time for a document of 128K tokens: {listed}."
+    write(folder / "attention-share.svg", bottom + 70, described, parts)
+    return f"of 128K tokens: {listed}"
+
+
+HOUSE = (
+    (("cli · integrations · shadow_mode", "commands and frameworks", "plan"),),
+    (("report", "HTML and pictures", "plan"), ("training · profiling", "run and measure jobs", "torch")),
+    (("simulate", "seconds of a step", "plan"), ("models · runtime · attention", "run the plans", "torch")),
+    (("job", "configuration, prices, steps, memory: shared by both sides", "plan"),),
+    (("packing", "documents → StepPlan", "plan"), ("sharding", "micro-batch → ShardPlan", "plan")),
+    (
+        ("documents", "stores, lengths", "plan"),
+        ("schedules", "pipeline order", "plan"),
+        ("workload", "prices, links", "plan"),
+    ),
+    (("errors · files · settings · token_count", "lightest · os_limits · terminal", "ground"),),
+)
+
+
+def house(folder: Path) -> str:
+    """The packages of src/wlb, each above what it imports."""
+    parts = [text(MARGIN, 34, "without torch"), text(WIDTH - MARGIN, 34, "with torch", "end")]
+    for floor, rooms in enumerate(HOUSE):
+        width = (WIDTH - 2 * MARGIN + 20) / len(rooms)
+        for place, (name, holds, classes) in enumerate(rooms):
+            parts += room(MARGIN + place * width, 48 + 80 * floor, width - 20, 68, classes, name, holds)
+    label = (
+        "The packages of src/wlb, each above what it imports. Packages on the left and the lower half never import "
+        "torch."
     )
+    write(folder / "house.svg", 56 + 80 * len(HOUSE), label, parts)
+    return ""
+
+
+def architecture(folder: Path) -> str:
+    """How documents become plans, and who runs them."""
+    left, right, wide = MARGIN, 330, 290
+    parts = [
+        *room(left, 20, wide, 72, "ground", "documents", "only lengths are read"),
+        *room(right, 20, wide, 72, "ground", "workload model", "seconds per document"),
+        box(MARGIN, 130, WIDTH - 2 * MARGIN, 152, "room plan"),
+        text(WIDTH / 2, 160, "Every rank computes the same plan. No torch.", "middle"),
+        *room(36, 180, 180, 84, "paper", "pack", "micro-batches"),
+        *room(230, 180, 180, 84, "paper", "arrange", "ranks, order"),
+        *room(424, 180, 180, 84, "paper", "shard", "cp ranks"),
+        *room(left, 322, wide, 112, "plan", "simulate", "wlb check, simulate, report:", "gain on N GPUs"),
+        *room(right, 322, wide, 112, "torch", "train", "your trainer,", "or wlb train (torch)"),
+        *(part for x in (165, 475) for y in (92, 282) for part in arrow(x, y, x, y + 38)),
+        *(part for x in (216, 410) for part in arrow(x, 222, x + 14, 222)),
+    ]
+    label = (
+        "WLB reads document lengths and a workload model. It packs documents into micro-batches, arranges these on "
+        "ranks, and shards them over context-parallel ranks. The plan goes to the simulator, to your trainer or to wlb "
+        "train."
+    )
+    write(folder / "architecture.svg", 454, label, parts)
+    return ""
+
+
+JOB = ("synthetic:20000:128K:0",)  # that of README and docs/check.md
+TALLEST = 2000  # pixels of the top of a report
+
+
+def report(folder: Path) -> str:
+    """The top of the report on README's job, as a browser shows it on a narrow screen."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        return "left as it was: no chromium or google-chrome on the PATH"
+    path = folder / "report.png"
+    with TemporaryDirectory() as made:
+        page = Path(made, "report.html")
+        command = [sys.executable, "-m", "wlb", "report", *JOB, "--out", str(page), "--json"]
+        said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        page.write_text(page.read_text(encoding="utf-8").partition("<section")[0], encoding="utf-8")
+        options = (
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={made}/browser",
+        )
+        shown = (f"--window-size=500,{TALLEST}", f"--screenshot={path.resolve()}", page.as_uri())
+        subprocess.run([browser, *options, *shown], check=True, capture_output=True)
+    pixels = imread(path)
+    drawn = np.flatnonzero((pixels != pixels[-1]).any(axis=(1, 2)))
+    imsave(path, pixels[: drawn[-1] + MARGIN])
+    return str(said["verdict"])
+
+
+def demo(folder: Path) -> str:
+    """One measured step of each preset."""
+    measured = ROOT / "demo" / "demo.png"
+    if not measured.exists():
+        return "left as it was: `make demo` draws it"
+    shutil.copy(measured, folder / "demo.png")
+    return "as `make demo` printed"
+
+
+def room(x: float, y: float, width: float, height: float, classes: str, name: str, *lines: str) -> list[str]:
+    """A box with its name and what it holds."""
+    light = " light" if classes == "torch" else ""
+    middle, first = x + width / 2, y + (height - 24 * len(lines)) / 2 + 7
+    below = [text(middle, first + 24 * (n + 1), line, "middle" + light) for n, line in enumerate(lines)]
+    return [box(x, y, width, height, f"room {classes}"), text(middle, first, name, "middle name" + light), *below]
+
+
+def arrow(x: float, y: float, to_x: float, to_y: float) -> list[str]:
+    """From one box to the next, to the right or down."""
+    back, aside = (9, 0) if to_x > x else (0, 9), (0, 6) if to_x > x else (6, 0)
+    tip = [(to_x, to_y), *((to_x - back[0] + n * aside[0], to_y - back[1] + n * aside[1]) for n in (-1, 1))]
+    line = f'<line class="axis" x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}"/>'
+    return [line, shape(tip, "rank0")]
 
 
 def apart(places: Sequence[float], least: float) -> list[float]:
@@ -253,7 +376,7 @@ def shape(corners: Iterable[tuple[float, float]], classes: str) -> str:
     return f'<polygon class="{classes}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in corners)}"/>'
 
 
-def write(name: str, height: float, label: str, parts: Iterable[str]) -> None:
+def write(path: Path, height: float, label: str, parts: Iterable[str]) -> None:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{label}" '
@@ -261,11 +384,21 @@ def write(name: str, height: float, label: str, parts: Iterable[str]) -> None:
     )
     paper = f'<rect class="paper" width="{WIDTH}" height="{height:.0f}" rx="8"/>'
     lines = [head, f"  <style>{STYLE}\n  </style>", *(f"  {part}" for part in (paper, *parts)), "</svg>"]
-    (IMAGES / f"{name}.svg").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-PICTURES: tuple[Callable[[], None], ...] = (idea, sharding, attention_share)
+PICTURES: dict[str, Callable[[Path], str]] = {
+    "idea.svg": idea,
+    "house.svg": house,
+    "architecture.svg": architecture,
+    "sharding.svg": sharding,
+    "attention-share.svg": attention_share,
+    "demo.png": demo,
+    "report.png": report,
+}
 
 if __name__ == "__main__":
-    for draw in PICTURES:
-        draw()
+    into = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images"
+    into.mkdir(parents=True, exist_ok=True)
+    for picture, draw in PICTURES.items():
+        print(f"{picture}  {draw(into)}".rstrip())
