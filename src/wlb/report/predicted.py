@@ -111,7 +111,6 @@ def where_chart(verdict: Verdict) -> Markup:
         ],
         f"{BASELINE} = 1",
         [*PARTS],
-        lambda value: f"{value:.1%} of the time of {BASELINE}",
     )
 
 

@@ -74,9 +74,8 @@ def bars(
     rows: Sequence[tuple[str, Sequence[float], str]],
     label: str,
     parts: Sequence[str],
-    show: Callable[[float], str] = _compact,
 ) -> Markup:
-    """One bar a row (name, values, total as shown): the values of ``parts``, which ``show`` writes in tooltips."""
+    """One bar a row (name, values, total as shown): the shares of ``parts``, which are written in tooltips."""
 
     def draw_row(index: int, scale: Scale, middle: float) -> list[Markup]:
         name, values, shown = rows[index]
@@ -84,7 +83,7 @@ def bars(
         for number, (part, value) in enumerate(zip(parts, values, strict=True)):
             x = scale(start)
             start += value
-            hint = f"{name}, {part}: {show(value)}"
+            hint = f"{name}, {part}: {value:.1%}"
             shapes.append(box(x, middle - 10, scale(start) - x, _ROW - 10, f"part-{number}", hint))
         return [*shapes, text(scale(start) + 6, middle + 4, shown)]
 
