@@ -20,7 +20,7 @@ from wlb.simulate import SimulationResult
 from wlb.simulate.estimate import Estimate
 from wlb.simulate.verdict import BALANCED, BASELINE, Verdict
 
-_MIXED = 0.75  # of the tokens of a micro-batch, at most in one document
+_MIXED = 0.6  # of the tokens of a micro-batch, at most in one document
 
 
 @dataclass(frozen=True)
