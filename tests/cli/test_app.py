@@ -68,8 +68,8 @@ def test_help_is_in_one_style_and_its_examples_can_be_parsed(name):
 @in_turn(
     "arguments",
     [
-        ["simulate", "--search", "--gpus", 8, "--context-window"],
-        ["simulate", "--search", "--gpus", 8, "--batch-tokens"],
+        ["check", "synthetic:500:1K", "--micro-batch-tokens"],
+        ["check", "synthetic:500:1K", "--batch-tokens"],
         ["report", "synthetic:500:1K", "--context-window"],
         ["profile", "--out", "profile.json", "--max-length"],
     ],
@@ -107,7 +107,6 @@ def test_one_document_or_too_few_are_refused_at_once(tmp_path):
         (tmp_path / "l.json").write_text(json.dumps(lengths))
         for arguments in (
             [*SIMULATE[:2], "--lengths", tmp_path / "l.json"],
-            [*SEARCH[:-1], tmp_path / "l.json", "--gpus", 1, "--batch-tokens", "64K"],
             [*CHECK[:1], tmp_path / "l.json", *CHECK[2:]],
             ["report", tmp_path / "l.json", "--context-window", "4K", "--out", tmp_path / "r.html"],
         ):
@@ -126,7 +125,6 @@ def test_without_torch_training_names_the_extra(tmp_path, monkeypatch):
 
 
 CHECK = ["check", "synthetic:500:4K", "--context-window", "4K"]
-SEARCH = ["simulate", "--search", "--model", "tiny", "--context-window", "4K", "--lengths", "synthetic:500:4K"]
 SIMULATE = ["simulate", "550m-64k", "--lengths", "synthetic:500:4K"]
 REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
 
@@ -159,10 +157,10 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
             "--gpus 8 contradicts --dp 2 x --pp 2 x --cp 1 x --tp 1 = 4",
         ),
         (
-            [*SEARCH, "--gpus", 521, "--batch-tokens", "32K"],
+            [*CHECK, "--gpus", 521, "--batch-tokens", "32K"],
             "521 GPUs cannot share a step of 8 windows of 4096 tokens",
         ),
-        ([*SEARCH, "--gpus", 2, "--batch-tokens", "1024M"], "holds 262144 windows of 4096, over 65536; lower it"),
+        ([*CHECK, "--gpus", 2, "--batch-tokens", "1024M"], "holds 262144 windows of 4096, over 65536; lower it"),
         (["prepare", "--stdlib", "--out", "s", "--train-bpe", 2**31], "--train-bpe 2147483648: give 257 to"),
         (["prepare", "--stdlib", "--out", "s", "--workers", 10**6], "--workers"),
     ],
@@ -176,8 +174,6 @@ def test_values_that_cannot_be_are_refused_at_once(arguments, message):
     [
         ([*CHECK, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
         ([*CHECK, "--length-column", "n", "--tokenizer", "bytes"], "--length-column has no effect with --tokenizer"),
-        ([*SIMULATE, "--search", "--gpus", 8], "job has no effect with --search"),
-        ([*SEARCH, "--gpus", 8, "--trace", "t.json"], "--trace has no effect with --search"),
         (["train", "job.toml", "--dry-run", "--trace"], "--trace has no effect with --dry-run"),
         (["report", ".", "--steps", 3], "--steps has no effect on the report of a training run"),
         (["prepare", "--stdlib", "--out", "s", "--text-field", "t"], "--text-field has no effect with --stdlib"),
@@ -241,7 +237,6 @@ def test_paths_that_do_not_serve_are_one_line(tmp_path, monkeypatch, arguments):
 
 _DOCUMENTS = "lengths.json"
 _SMALL = ["--model", "tiny", "--hardware", "cpu", "--context-window", "4K"]
-_SEARCHED = ["--search", *_SMALL]
 _PLAIN = ["--systems", "plain-4d"]
 _BATCH = ["--batch-tokens", "64K", "--steps", 1]
 _SIZES = ["--dp", 2, "--pp", 1, "--cp", 2, "--tp", 1, "--batch-tokens", "32K", "--steps", 1]
@@ -255,7 +250,6 @@ _SIZES = ["--dp", 2, "--pp", 1, "--cp", 2, "--tp", 1, "--batch-tokens", "32K", "
         (["check", "texts/08.txt", "--tokenizer", "bytes", *_SMALL, "--pp", 1, "--steps", 1], ["prepare"]),
         (["check", _DOCUMENTS, *_SMALL, *_SIZES], ["report", "simulate"]),
         (["simulate", "550m-64k", "--steps", 1, "--lengths", "long.json", *_PLAIN], ["report", "simulate"]),
-        (["simulate", *_SEARCHED, "--gpus", 2, *_BATCH, *_PLAIN, "--lengths", _DOCUMENTS], ["report"]),
         (["simulate", "job.toml", "--set", "parallel.tp=1", "--hardware", "cpu", "--steps", 1, *_PLAIN], ["train"]),
     ],
 )

@@ -18,7 +18,7 @@ MIXTRAL = {
 SIZE = ("--context-window", 4096, "--batch-tokens", 4 * 4096, "--gpus", 2, "--steps", 1, "--systems", "plain-4d")
 COMMANDS = {
     "check": ("synthetic:400:4096:0", *SIZE),
-    "simulate --search": ("--lengths", "synthetic:400:4096:0", *SIZE),
+    "report": ("synthetic:400:4096:0", *SIZE[:-2]),
 }
 
 

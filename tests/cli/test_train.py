@@ -123,7 +123,7 @@ def test_a_job_without_its_store_is_tried_on_synthetic_documents(wlb, tmp_path, 
     assert shown["problems"] == [
         "token store index runs/data/stdlib.idx does not exist; make the store with wlb prepare"
     ]
-    assert (shown["data"], shown["speed_at_equal_work"]) == ("synthetic", None)
+    assert (shown["data"], shown["speedup"]) == ("synthetic", None)
     assert shown["first_steps"]["steps"] == 3
     assert sum(shown["worst_step"].values()) == shown["worst_step_bytes"] < shown["memory_limit_bytes"]
     assert not list(tmp_path.iterdir())
@@ -136,7 +136,7 @@ def test_a_job_that_would_start_is_predicted(tmp_path):
     assert "planned on its token store" in out
     simulated = printed("simulate", config, "--set", "parallel.pp=2", "--hardware", "cpu", "--json")
     (row,) = (row for row in json.loads(simulated)["systems"] if row["system"] == "as configured")
-    assert f"simulated: {row['speed_at_equal_work']:.2f}x as fast as plain-4d on the same documents" in out
+    assert f"simulated: {row['speedup']:.2f}x the tokens per second of plain-4d" in out
     assert "first 4 steps, simulated: " in out
     assert not (tmp_path / "metrics").exists()
 

@@ -59,7 +59,7 @@ HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 COMMANDS = {
     "prepare": "--stdlib --out --tokenizer --train-bpe --json",
     "check": "--context-window --batch-tokens --gpus --dp --pp --tp --cp --model --hardware --systems --json",
-    "simulate": "--lengths --steps --systems --set --trace --search --json",
+    "simulate": "--lengths --steps --systems --set --trace --json",
     "profile": "--device --out --json",
     "train": "--set --dry-run --json",
     "report": "--out --json",
@@ -78,9 +78,9 @@ SETTINGS = {
 }
 
 # Keys of --json: of check and simulate, of each of their systems, and of a line of steps.jsonl.
-VERDICT = "verdict base lost winner speed_at_equal_work systems"
+VERDICT = "verdict base lost winner speedup speed_at_equal_work systems"
 SYSTEM = (
-    "system layout steps tokens tokens_per_second mean_step_seconds where token_delay tokens_cv speed_at_equal_work "
-    "parts fits"
+    "system layout steps tokens tokens_per_second mean_step_seconds where token_delay tokens_cv speedup "
+    "speed_at_equal_work parts fits"
 )
 STEP = "step loss grad_norm tokens documents step_seconds tokens_per_second imbalance_degree document_ids"

@@ -154,8 +154,12 @@ def simulated_shards(case: Case) -> list[ShardPlan]:
     if job.levels_steps:
         return []
     layout, strategy, costs = job.layout, job.sharding.strategy, JobCosts(job).rank
-    lengths = [part.lengths for plan in simulated_plans(case) for part in plan.ranks[-1] if part.segments]
-    return [make_shard_plan(of_one, layout.cp, strategy, workload=costs) for of_one in lengths]
+    parts = [part for plan in simulated_plans(case) for part in plan.ranks[-1] if part.segments]
+    earlier = [part.earlier if part.is_slice else None for part in parts]
+    return [
+        make_shard_plan(part.lengths, layout.cp, strategy, workload=costs, earlier=before)
+        for part, before in zip(parts, earlier, strict=True)
+    ]
 
 
 # What is decided before a job starts

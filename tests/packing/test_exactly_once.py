@@ -170,7 +170,7 @@ def test_sequential_packing_cuts_documents_of_any_length():
             {"window": 2},
             "^window = 2: has no effect with method 'sequential', only with fixed_greedy, fixed_solver; leave it out",
         ),
-        ("sequential", {"queues": 1}, "has no option queues = 1; it has none; leave it out"),
+        ("sequential", {"queues": 1}, "has no option queues = 1; choose from micro_batch_windows"),
         ("balanced", {"spread": 1}, r"'balanced' has no option spread = 1; did you mean token_spread\?"),
         ("fixed_greedy", {"queues": 1}, "has no option queues = 1; choose from max_delay, window"),
         ("variable_length", {"outlier_thresholds": 8}, "^outlier_thresholds = 8: .*'auto' or a list"),

@@ -23,9 +23,9 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
 from wlb.job.job import Job
-from wlb.simulate.estimate import CONFIGURED, _each, config_of, estimate, judge_config, question_of
+from wlb.simulate.estimate import CONFIGURED, _each, _Watched, config_of, estimate, judge_config, question_of
 from wlb.simulate.job import simulated_job
-from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT
+from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT, TUNED
 from wlb.workload import MODEL_SHAPES
 
 
@@ -60,7 +60,7 @@ def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path
     except UserError:  # no layout fits
         return
     base = found.searched[BASELINE].job
-    for preset in found.searched.keys() - {BASELINE}:
+    for preset in found.searched.keys() - {BASELINE, TUNED}:
         path = tmp_path / f"{preset}.toml"
         path.write_text(config_of(preset, found.searched[preset].job, base, settings["model"], "x"))
         config = load_config(path)
@@ -82,11 +82,10 @@ def test_check_simulate_report_and_a_dry_run_give_one_number(tmp_path: Path):
     config.write_text(checked["config"])
     assert (tmp_path / "report.job.toml").read_text() == checked["config"]
     simulated = wlb("simulate", config, "--steps", 3)
-    assert simulated["speed_at_equal_work"] == checked["speed_at_equal_work"]
+    assert (simulated["speedup"], simulated["spread"]) == (checked["speedup"], checked["spread"])
     assert simulated["factors"] == checked["factors"]
     assert simulated["lost"] == checked["lost"]
-    usual = wlb("simulate", config)["speed_at_equal_work"]
-    assert wlb("train", config, "--dry-run")["speed_at_equal_work"] == usual
+    assert wlb("train", config, "--dry-run")["speedup"] == wlb("simulate", config)["speedup"]
 
 
 @pytest.mark.parametrize("name", ["my corpus", 'quote " \\ backslash ü', "line\n[baseline]\tand\x7f"])
@@ -104,7 +103,7 @@ def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: 
     config = load_config(path)
     assert (config.preset, str(config.data.store), config.data.context_window) == (BALANCED, store, 4096)
     assert config.model.vocab_size == job.shape.vocab_size == 33_024
-    assert config.parallel.layout == job.layout
+    assert config.parallel.layout == job.set_layout
     assert config.packing.max_length_factor == job.packing.max_length_factor
 
 
@@ -121,8 +120,8 @@ def test_a_layout_that_is_given_is_kept_by_all_systems():
     asked = ("check", "synthetic:2000:8K:0", "--context-window", "8K", "--steps", 1)
     found = wlb(*asked, "--batch-tokens", "64K", *("--dp", 2, "--pp", 2, "--cp", 2, "--tp", 8))
     for system in found["systems"]:
-        layout = system["layout"]
-        assert (layout["dp"] * layout["cp"], layout["pp"], layout["tp"]) == (4, 2, 8)
+        if system["system"] != TUNED:
+            assert [system["layout"][size] for size in ("dp", "pp", "cp", "tp")] == [2, 2, 2, 8]
     searched = wlb(*asked, "--systems", "plain-4d,balanced", "--gpus", 16, "--tp", 4)
     assert {system["layout"]["tp"] for system in searched["systems"]} == {4}
 
@@ -139,22 +138,14 @@ def test_what_is_assumed_is_said_with_the_option_that_sets_it():
     assert wlb(*asked, *given)["assumed"] == []
 
 
-def test_a_search_ranks_the_layouts_of_every_preset_that_check_names():
-    asked = ("--gpus", 4, "--model", "550m", "--context-window", "8K", "--batch-tokens", "128K", "--steps", 2)
-    lengths = "synthetic:2000:8K:0"
-    searched = wlb("simulate", "--search", *asked, "--lengths", lengths, "--systems", "plain-4d,balanced")
-    checked = wlb("check", lengths, *asked, "--systems", "plain-4d,balanced")
-    assert searched["systems"] == checked["systems"]
-    assert {*searched["layouts"]} == {"plain-4d", "balanced"}
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
 def test_presets_are_shared_with_a_forked_process_and_what_it_cannot_do_is_done_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("wlb.simulate.estimate.usable_cores", lambda: 2)
-    here = os.getpid()
+    here, silent = os.getpid(), _Watched([], lambda known: None)
     for names in ("", "a", "ab", "abcde"):
-        found = _each(lambda name: os.getpid() == here, names)
-        assert [*found.items()] == [(name, place % 2 == 0) for place, name in enumerate(names)]
+        found = _each(lambda name: os.getpid() == here, names, silent)
+        assert [*found] == [*names]
+        assert sum(found.values()) == min(1, len(names))
 
     def dies_elsewhere(name: str) -> str:
         if os.getpid() != here:
@@ -172,9 +163,9 @@ def test_presets_are_shared_with_a_forked_process_and_what_it_cannot_do_is_done_
         signal.pause()
         return name
 
-    assert _each(dies_elsewhere, "abc") == {"a": "a", "b": "b", "c": "c"}
+    assert _each(dies_elsewhere, "abc", silent) == {"a": "a", "b": "b", "c": "c"}
     with pytest.raises(UserError, match="b is too many"):
-        _each(refuses, "abc")
+        _each(refuses, "abc", silent)
     with pytest.raises(KeyboardInterrupt):
-        _each(is_interrupted, "ab")
+        _each(is_interrupted, "abc", silent)
     assert not active_children()

@@ -18,7 +18,7 @@ FORWARD, BACKWARD = np.full((1, 1, 1, 3), 0.02), np.full((1, 1, 1, 3), 0.04)  # 
 
 
 def costs(software: Software, hardware: Any = H100, **layout: Any) -> JobCosts:
-    sizes = {"dp": 16, "micro_batches": 3} | layout
+    sizes: dict[str, Any] = {"dp": 16, "micro_batches": 3, "weights": "gathered"} | layout
     return JobCosts(simulated_job(SHAPE, WINDOW, "plain-4d", hardware=hardware, software=software, **sizes))
 
 
@@ -37,6 +37,7 @@ def test_collectives_beside_computing_show_what_outlasts_it_and_a_share():
 
 
 def test_weights_are_gathered_as_the_software_does():
+    """Our trainer gathers for every backward, and keeps weights for the next forward."""
     ours, gathered, kept = (added(Software(weights=weights)) for weights in (None, "gathered", "kept"))
     assert ours[0][0] > 0
     assert ours[0][1:] == [0, 0]
@@ -44,6 +45,15 @@ def test_weights_are_gathered_as_the_software_does():
     assert gathered[1] == pytest.approx(ours[1])
     assert kept[1] == [0, 0, 0]
     assert 0 < kept[0][0] < ours[0][0]
+    layouts = [costs(Software(), weights=weights) for weights in ("kept", "auto")]
+    for of_layout in layouts:
+        added_by = [
+            seconds - seconds_before
+            for seconds, seconds_before in zip(
+                with_gathers(of_layout, FORWARD, BACKWARD), (FORWARD, BACKWARD), strict=True
+            )
+        ]
+        assert [one.ravel().tolist() for one in added_by] == [*kept]
 
 
 def test_without_prefetch_every_gather_shows_whole():

@@ -129,5 +129,5 @@ def test_what_level_steps_cannot_have(settings, said):
 
 
 def test_a_loop_in_lock_step_gets_pools():
-    job = simulated_job("llama3-8b", WINDOW, "balanced", dp=2, micro_batches=2, tp=2)
+    job = simulated_job("llama3-8b", WINDOW, "balanced", dp=4, micro_batches=2, tp=2)
     assert [decide(job, documents(500), lock_step=only).levels_steps for only in (False, True)] == [True, False]

@@ -19,7 +19,7 @@ from wlb.job.config import PRESETS
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.planner import StepPlanner
-from wlb.schedules.layout import Layout
+from wlb.schedules.layout import Layout, Weights
 from wlb.simulate import search, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.rate import rate, simulate_step
@@ -34,11 +34,14 @@ STEPS, DRAWS, WARM_UP = 4, 3, 4
 def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) -> Iterator[Job]:
     """Every job that fits, found without the search: each layout with each kind of activation checkpointing."""
     sizes = [size for size in range(1, space.gpus + 1) if space.gpus % size == 0]
-    for tp, cp, pp, stages in product(sizes, sizes, sizes, (1, 2, 4)):
+    handlings: tuple[Weights, ...] = ("kept", "gathered")
+    for tp, cp, pp, stages, weights in product(sizes, sizes, sizes, (1, 2, 4, 8), handlings):
         dp, rest = divmod(space.gpus, tp * cp * pp)
         if rest or not dp or space.hardware.node_size % tp or space.shape.kv_heads % tp or (pp == 1 and stages > 1):
             continue
-        layout = Layout(tp, cp, pp, dp, stages, "interleaved_1f1b" if stages > 1 else "1f1b")
+        if pp > 1 and weights == "gathered":
+            continue
+        layout = Layout(tp, cp, pp, dp, stages, "interleaved_1f1b" if stages > 1 else "1f1b", weights)
         micro_batches = space.micro_batches // dp
         packing = {"micro_batches": dp, "global_batch": space.micro_batches} if preset == "balanced" else None
         if packing is None and (space.micro_batches % dp or micro_batches < pp):
@@ -167,18 +170,18 @@ def test_a_layout_that_is_unlucky_in_one_step_of_many_windows_is_rated_on_more()
     """The draw decides by 5% in the first step, though it has 64 windows."""
     space = search_space("550m", 32, 131_072, hardware="a100", batch_tokens=2**23)
     layout = fastest_layout(space, sample_lengths(20_000, 131_072, 9), "per-document-4d").job.layout
-    assert (layout.tp, layout.cp, layout.pp, layout.virtual_pp, layout.dp) == (4, 2, 2, 4, 2)
+    assert (layout.tp, layout.cp, layout.pp, layout.virtual_pp, layout.dp) == (4, 2, 1, 1, 4)
 
 
 def test_a_layout_that_is_lucky_in_the_first_draw_only_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch):
-    lengths = sample_lengths(4000, 8192, 0)
-    space = search_space("550m", 8, 8192, batch_tokens=2**18)
-    fastest, second, *_ = fastest_layout(space, lengths, "plain-4d").ranking
+    lengths = sample_lengths(4000, 32_768, 0)
+    space = search_space("550m", 8, 32_768, batch_tokens=2**18)
+    fastest, second, *_ = fastest_layout(space, lengths, "per-document-4d").ranking
     rated = search._rated
 
     def with_luck(job: Job, *given: Any) -> search.Rated:
         luck = 1.0 if job.layout != second.job.layout else 1.08 if job.data.seed == 0 else 0.8
-        return search.Rated(job, luck * rated(job, *given).work_rate)
+        return search.Rated(job, luck * rated(job, *given).work_rate, 1.0)
 
     monkeypatch.setattr(search, "_rated", with_luck)
-    assert fastest_layout(space, lengths, "plain-4d").job == fastest.job
+    assert fastest_layout(space, lengths, "per-document-4d").job == fastest.job

@@ -419,7 +419,7 @@ def test_loss_and_gradients_equal_one_document_at_a_time(
     every = request.config.getoption("--all-layouts")
     layouts = [
         layout
-        for layout in ALL_LAYOUTS
+        for layout in [*ALL_LAYOUTS, *(replace(one, weights="gathered") for one in ALL_LAYOUTS if one.pp == 1)]
         if layout.world_size == world_size
         and (every or (layout.dp, layout.pp, layout.cp, layout.tp, layout.virtual_pp) in SELECTED)
     ]

@@ -1,14 +1,15 @@
-"""``wlb check``: what a job loses to imbalance on your documents, and how much faster each preset runs it."""
+"""``wlb check``: what a job loses to imbalance on your documents, and how much faster each preset trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import TaskID, TaskProgressColumn, TextColumn
 
 from wlb.cli import options
 from wlb.cli.console import emit_json, progress_bar, show_columns, show_next, stdout
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from wlb.simulate.estimate import Estimate, Question
+    from wlb.simulate.verdict import Progress
 
 _TEXT = names_of(options.TextOptions)
 _STORE = "corpus"  # that documents of text are prepared into
@@ -95,11 +97,19 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
 
 
 @contextmanager
-def progress_of(systems: Iterable[str], steps: int) -> Iterator[Callable[[str, int], None]]:
-    """A progress bar per system; the yielded function advances one by a number of steps."""
-    with progress_bar() as bar:
-        tasks = {name: bar.add_task(name, total=steps) for name in systems}
-        yield lambda name, done: bar.advance(tasks[name], done)
+def progress_of() -> Iterator[Progress]:
+    """A progress bar per system, with its speedup so far; the yielded function takes what is known of each."""
+    with progress_bar(TextColumn("{task.fields[speed]}"), TaskProgressColumn()) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(known: Mapping[str, tuple[float, float]]) -> None:
+            _, base = next(iter(known.values()))
+            for name, (done, rate) in known.items():
+                speed = f"{rate / base:.2f}x so far" if base and rate else "searching"
+                tasks[name] = tasks[name] if name in tasks else bar.add_task(name, total=1.0, speed=speed)
+                bar.update(tasks[name], completed=done, speed=speed)
+
+        yield show
 
 
 def estimated(
@@ -107,11 +117,8 @@ def estimated(
 ) -> Estimate:
     """``estimate`` of ``presets``, with a progress bar for each."""
     from wlb.simulate.estimate import estimate
-    from wlb.simulate.search import DRAWS
-    from wlb.simulate.verdict import usual_steps
 
-    all_steps = DRAWS * (steps or usual_steps(question.space.micro_batches))
-    with progress_of(presets, all_steps) as told:
+    with progress_of() as told:
         return estimate(question, lengths, presets, steps, source=source, on_progress=told)
 
 
@@ -120,8 +127,7 @@ def show_estimate(found: Estimate) -> None:
     from wlb.report.answer import about, columns_of, note_on
 
     verdict = found.verdict
-    for line in (f"{verdict}\n", *about(found)):
+    for line in (verdict.headline, *verdict.reasons, "", *about(found), ""):
         stdout.print(line, markup=False, highlight=False)
-    stdout.print()
     columns = columns_of(verdict)
     show_columns(columns, notes={next(iter(columns)): note_on(verdict)})

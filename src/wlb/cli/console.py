@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from wlb.terminal import next_command, tell, wrapped
@@ -99,12 +99,15 @@ def note(text: str) -> None:
     tell(f"wlb: note: {text}")
 
 
-def progress_bar() -> Progress:
-    """A progress bar on stderr that disappears when done; silent if stderr is not a terminal."""
+def progress_bar(*counted: ProgressColumn) -> Progress:
+    """A progress bar on stderr that disappears when done; silent if stderr is not a terminal.
+
+    ``counted`` are its columns in place of the parts done.
+    """
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        *(counted or [MofNCompleteColumn()]),
         TimeRemainingColumn(),
         console=stderr,
         transient=True,

@@ -6,17 +6,17 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from wlb.cli.groups import refuse_unused, was_given
-from wlb.errors import UserError, require
+from wlb.errors import UserError, choose_from, require
 from wlb.schedules.operations import SCHEDULES
 from wlb.token_count import parse_tokens
 
@@ -241,6 +241,23 @@ class JobOptions(GpuOptions):
     schedule: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(SCHEDULES)}.")
     ] = None
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Activation checkpointing: none, keep_attention or full; default: searched for."
+        ),
+    ] = None
+    sharding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Weights of your job without a pipeline: kept (DDP, ZeRO-1, FSDP2 without resharding) or gathered "
+            "again for each pass (FSDP2's default); default: searched for.",
+        ),
+    ] = None
+    micro_batch_tokens: Annotated[
+        int | None, number_of_tokens("Tokens of a micro-batch of your job, in whole windows; default: one window.")
+    ] = None
     steps: Annotated[
         int | None, number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows.")
     ] = None
@@ -255,6 +272,7 @@ class JobOptions(GpuOptions):
         from wlb.documents.lengths import assumed_window
         from wlb.simulate.estimate import question_of
         from wlb.simulate.space import PINNED
+        from wlb.workload.base import Checkpointing
 
         window = self.context_window or assumed_window(lengths)
         sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
@@ -262,7 +280,7 @@ class JobOptions(GpuOptions):
         layout = self._validated(sizes)
         if pinned:
             layout, gpu = self._layout(context, window, layout, sizes, windows)
-            gpus, fixed = layout.world_size, vars(layout)
+            gpus, fixed = layout.world_size, {name: size for name, size in vars(layout).items() if name != "weights"}
         else:
             gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
             fixed = sizes | ({"tp": gpu.tp} if gpu.measured else {})
@@ -280,7 +298,9 @@ class JobOptions(GpuOptions):
             lengths,
             context_window=self.context_window,
             batch_tokens=self.batch_tokens if windows is None else windows * window,
-            fixed=fixed,
+            fixed=fixed | _chosen("weights", "--sharding", self.sharding, ("kept", "gathered")),
+            checkpointing=_chosen("", "--recompute", self.recompute, get_args(Checkpointing)).get(""),
+            micro_batch_tokens=self.micro_batch_tokens,
             profile=gpu.measured,
             source=source,
             assumed=[f"--{name} {value}" for name, value in stated.items() if not was_given(context, name)],
@@ -308,6 +328,13 @@ class JobOptions(GpuOptions):
             layout = replace(layout, pp=min(4, max(1, windows // layout.dp)))
         gpu = replace(self, tp=sizes.get("tp")).priced(context, window, sizes.get("cp"), layout.pp, reads=["hardware"])
         return replace(layout, tp=gpu.tp, cp=gpu.cp), gpu
+
+
+def _chosen(name: str, option: str, value: str | None, choices: Sequence[str]) -> dict[str, Any]:
+    """``name`` and ``value``, if given. Raises ``UserError`` for a value that is none of ``choices``."""
+    if value is not None and value not in choices:
+        raise UserError(f"{option} {value!r} is unknown; {choose_from(value, choices)}")
+    return {} if value is None else {name: value}
 
 
 class DocumentsOption(StrEnum):

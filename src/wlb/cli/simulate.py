@@ -1,8 +1,8 @@
-"""``wlb simulate``: how long the steps of a job take, where the time goes, and which layout is fastest."""
+"""``wlb simulate``: how long the steps of a job take, and where the time goes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.check import estimated, progress_of, show_estimate
+from wlb.cli.check import estimated, progress_of
 from wlb.cli.console import emit_json, show_columns, show_next, stdout
-from wlb.cli.groups import given_again
 from wlb.errors import UserError
 from wlb.terminal import number_of, tell
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from wlb.documents.store.files import StoreSource
     from wlb.job.job import Job
     from wlb.simulate import SimulationResult
-    from wlb.simulate.search import Rated
     from wlb.simulate.verdict import Lengths, Verdict
     from wlb.workload.profile import WorkloadProfile
 
@@ -38,14 +36,12 @@ class SimulateOptions:
     """The job to simulate, and the systems to compare."""
 
     job: Annotated[
-        str | None,
+        str,
         typer.Argument(
             metavar="JOB",
-            help="Configuration file of a job, or a named one: 550m-64k ... 70b-128k, 405b-128k. \\[required without "
-            "--search]",
-            show_default=False,
+            help="Configuration file of a job, or a named one: 550m-64k ... 70b-128k, 405b-128k.",
         ),
-    ] = None
+    ]
     systems: _Systems = None
     length_column: options.LengthColumn = None
     hardware: options.Hardware = "h100"
@@ -70,8 +66,6 @@ class SimulateOptions:
         from wlb.simulate.job import NAMED_JOBS
         from wlb.workload.profile import read_profile
 
-        if self.job is None:
-            raise UserError("name a configuration file or a job, or use --search; for example: wlb simulate 7b-128k")
         profile = None if self.profile is None else read_profile(self.profile)
         if self.job in NAMED_JOBS:
             return self._named(options.names_in("--systems", self.systems, PRESETS), lengths, steps, profile)
@@ -86,9 +80,15 @@ class SimulateOptions:
 
         assert self.job is not None
         if self.job in NAMED_JOBS:
-            gpu = {"model": NAMED_JOBS[self.job].model, "tp": job.layout.tp, "cp": job.layout.cp}
-            priced = gpu if self.profile is None else {"profile": self.profile}
-            return ["report", *sources, *_as_options(job, priced | {"hardware": self.hardware})]
+            named = NAMED_JOBS[self.job]
+            priced = {"model": named.model} if self.profile is None else {"profile": self.profile}
+            asked = priced | {"hardware": self.hardware, "gpus": job.layout.world_size}
+            asked |= {"context_window": named.context_window, "batch_tokens": job.global_batch * named.context_window}
+            return [
+                "report",
+                *sources,
+                *(x for name, value in asked.items() for x in (f"--{name.replace('_', '-')}", value)),
+            ]
         if not all(map(names_store, job.data.stores)):
             return []
         settings = [word for one in self.settings or () for word in ("--set", one)]
@@ -97,7 +97,7 @@ class SimulateOptions:
     def _named(
         self, presets: list[str], lengths: str | None, steps: int | None, profile: WorkloadProfile | None
     ) -> tuple[Verdict, Lengths, list[StoreSource]]:
-        """Every system in the layout of the named job."""
+        """Every system in its own fastest layout on the GPUs of the named job."""
         from wlb.simulate.estimate import question_of
         from wlb.simulate.job import NAMED_JOBS
 
@@ -114,7 +114,6 @@ class SimulateOptions:
             documents,
             context_window=named.context_window,
             batch_tokens=layout.pp * layout.dp * named.context_window,
-            fixed=vars(layout),
             profile=profile,
             source=lengths,
         )
@@ -129,9 +128,7 @@ class SimulateOptions:
         from wlb.documents.store.reader import stored_vocab_size
         from wlb.job.config_file import load_config
         from wlb.job.job import Job
-        from wlb.simulate.estimate import CONFIGURED, judge_config
-        from wlb.simulate.search import DRAWS
-        from wlb.simulate.verdict import usual_steps
+        from wlb.simulate.estimate import judge_config
 
         config = load_config(path, self.settings or [])
         sources: list[StoreSource] = [*config.data.stores] if lengths is None else [lengths]
@@ -140,24 +137,12 @@ class SimulateOptions:
         job = job if profile is None else replace(job, profile=profile)
         presets = options.names_in("--systems", self.systems, ["plain-4d"])
         documents = _lengths(sources, self.length_column)
-        all_steps = DRAWS * (steps or usual_steps(job.global_batch))
-        with progress_of([CONFIGURED, *presets], all_steps) as told:
+        with progress_of() as told:
             return judge_config(config, job, documents, presets, steps, on_progress=told), documents, sources
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions(options.SpaceOptions):
-    """The job whose fastest layouts are searched for, and the systems to compare."""
-
-    systems: _Systems = None
-
-
 def simulate(
-    context: typer.Context,
-    asked: Annotated[
-        SimulateOptions | SearchOptions,
-        typer.Option("--search", help="Look for the fastest layout and packing."),
-    ],
+    asked: SimulateOptions,
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -174,17 +159,12 @@ def simulate(
     """Simulate steps of a job on any number of GPUs, and say where their time goes.
 
     Uses the plans and shards that the trainer would run, and predicts seconds from the hardware preset or a profile.
-    --search finds the fastest layouts of every preset.
+    wlb check finds the fastest layouts.
 
     Example: wlb simulate 7b-128k
 
     Example: wlb simulate configs/7b_128k.toml --lengths lengths.json --trace step.json
-
-    Example: wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
     """
-    if isinstance(asked, SearchOptions):
-        _search(context, asked, lengths or _synthetic(asked.context_window), steps, json)
-        return
     from wlb.documents.lengths import what_was_read
     from wlb.documents.store.files import source_name
     from wlb.simulate.filling import joined_lengths
@@ -216,73 +196,6 @@ def simulate(
                 f"trace: {asked.trace} (open it at ui.perfetto.dev)", markup=False, highlight=False, soft_wrap=True
             )
         show_next(*asked.follows(verdict.systems[verdict.base].job, sources))
-
-
-def _search(context: typer.Context, asked: SearchOptions, lengths: str, steps: int | None, json: bool) -> None:
-    from wlb.documents.lengths import what_was_read
-    from wlb.job.config import PRESETS
-    from wlb.simulate.estimate import question_of
-
-    documents = _lengths([lengths])
-    question = question_of(
-        asked.model,
-        asked.hardware,
-        asked.gpus,
-        documents,
-        context_window=asked.context_window,
-        batch_tokens=asked.batch_tokens,
-        source=lengths,
-    )
-    found = estimated(question, documents, options.names_in("--systems", asked.systems, PRESETS), steps, lengths)
-    rankings = {name: result.ranking for name, result in found.searched.items()}
-    if json:
-        nearest = {name: [_described(*rated) for rated in ranking] for name, ranking in rankings.items()}
-        emit_json(found.to_json() | {"layouts": nearest})
-        return
-    stdout.print(f"{what_was_read(lengths, documents, asked.context_window)}\n", markup=False, highlight=False)
-    show_estimate(found)
-    _show_layouts(rankings)
-    same = given_again(context, ["gpus", "model", "hardware", "batch_tokens", "steps"])
-    show_next("report", lengths, "--context-window", asked.context_window, *same)
-
-
-def _described(job: Job, work_rate: float) -> dict[str, Any]:
-    return {
-        "parallel": vars(job.layout),
-        "activation_checkpointing": job.activation_checkpointing,
-        "packing": job.packing.in_use(),
-        "sharding": job.sharding.model_dump(),
-        "work_rate": work_rate,
-    }
-
-
-def _show_layouts(rankings: Mapping[str, Sequence[Rated]]) -> None:
-    """Print the fastest layouts of each system."""
-    from wlb.simulate.search import layout_of
-
-    rows = [
-        (name, rated, rated.work_rate / found[0].work_rate)
-        for name, found in rankings.items()
-        for rated in found[:_NEAREST]
-    ]
-    columns: dict[str, list[str]] = {
-        "system": [name for name, _, _ in rows],
-        "layout": [layout_of(rated.job) for _, rated, _ in rows],
-        "check-\npointing": [rated.job.activation_checkpointing for _, rated, _ in rows],
-        "speed, % of\nthe fastest": [f"{share:.1%}" for _, _, share in rows],
-    }
-    show_columns(columns, title="The fastest layouts of each system", words=("system", "layout", "check-\npointing"))
-
-
-def _as_options(job: Job, priced: dict[str, Any]) -> list[object]:
-    """The options of ``wlb report`` for ``job``: its sizes, and the model and hardware in ``priced``."""
-    layout = job.layout
-    batch_tokens = job.global_batch * job.context_window
-    chosen: dict[str, Any] = {"context_window": job.context_window, "batch_tokens": batch_tokens}
-    chosen |= priced | {"dp": layout.dp, "pp": layout.pp}
-    if layout.virtual_pp > 1:
-        chosen |= {"virtual_pp": layout.virtual_pp, "schedule": layout.schedule}
-    return [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def _synthetic(context_window: int) -> str:
@@ -335,6 +248,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     causes = [cause for cause in CAUSES if any(abs(r.where[cause]) > 5e-4 for r in systems)]  # not shown as 0.000
     rows = {
         "speedup": [f"{verdict.speed(name):.3f}x" for name in results],
+        "speed at equal work": [f"{verdict.speed_at_equal_work(name):.3f}x" for name in results],
         "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in systems],
         **{cause: [f"{round(r.where[cause], 3) + 0.0:.3f}" for r in systems] for cause in causes},
         "step": [f"{r.mean_step_seconds:.3f}" for r in systems],
@@ -360,8 +274,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         notes={
             "": f"{number_of(first.steps, 'step')} of {micro_batches}, lengths {shown['lengths']}\n"
             f"{_repeated(systems)}"
-            f"speedup: time of {verdict.base} / time of this system for the same documents\n"
-            "tokens/s also rises where a system cuts documents or delays long ones; compare speedups instead\n"
+            f"speedup: tokens/s over those of {verdict.base}; equal work: seconds of work (W_a + W_l) per second\n"
             "compute to step: seconds · imbalance: slowest / mean · attention kept: not lost where documents are cut"
         },
     )

@@ -135,7 +135,7 @@ def _print(config: Path, result: DryRun) -> None:
         stdout.print(f"not simulated: {result.not_simulated}", markup=False, highlight=False)
     if result.speed is not None:
         stdout.print(
-            f"simulated: {result.speed:.2f}x as fast as plain-4d on the same documents; wlb simulate {config} says why"
+            f"simulated: {result.speed:.2f}x the tokens per second of plain-4d; wlb simulate {config} says why"
         )
     limit = found.job.memory_limit.number_of_bytes / 2**30
     stdout.print(f"the worst step that packing may produce needs {result.memory}, of {limit:.3g} GiB")

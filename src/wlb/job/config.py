@@ -21,7 +21,7 @@ from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import METHODS, PackingOptions, Pools
 from wlb.packing.packer import Packer
 from wlb.packing.registry import PACKERS
-from wlb.schedules.layout import Layout
+from wlb.schedules.layout import Layout, Weights
 from wlb.schedules.operations import SCHEDULES
 from wlb.settings import (
     MOST_MICRO_BATCHES,
@@ -118,6 +118,11 @@ class LayoutConfig(Section):
         description="planned: an order per step; auto: planned with preset balanced, else 1F1B (interleaved if "
         "virtual_pp is over 1)",
     )
+    weights: Weights = Field(
+        "auto",
+        description="Without a pipeline: kept for the step, or gathered again for each pass (FSDP2's resharding); auto "
+        "keeps them if memory allows",
+    )
 
     @property
     def layout(self) -> Layout:
@@ -129,6 +134,7 @@ class LayoutConfig(Section):
             raise ValueError(f"virtual_pp = {self.virtual_pp} cannot run schedule = '1f1b'; leave schedule out")
         if self.virtual_pp > 1 and self.pp == 1:
             raise ValueError(f"virtual_pp = {self.virtual_pp} needs pp of at least 2")
+        _ = self.layout  # checks weights
         return self
 
 
@@ -146,6 +152,7 @@ class BaselineConfig(LayoutConfig):
 
     dp: PositiveInt = Field(1, description="Data-parallel size")
     activation_checkpointing: Checkpointing = Field("none", description="As in [training]")
+    micro_batch_windows: MicroBatchCount = Field(1, description="As in [packing]")
 
 
 class PackingConfig(PackingOptions):

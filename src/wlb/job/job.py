@@ -65,7 +65,8 @@ class Job:
 
     ``packing.micro_batches`` counts over all data-parallel ranks. ``data`` has the order of documents and the policy
     for overlong ones; its store is not opened. With balanced ``packing``, ``pool`` of the dp x cp ranks form a pool;
-    ``with_pools`` returns the job whose context-parallel groups are these pools. ``tied_embeddings`` and
+    ``with_pools`` returns the job whose context-parallel groups are these pools; ``own_cp`` is then the cp that was
+    set. ``tied_embeddings`` and
     ``checkpoint_copy`` (of weights and moments, while a checkpoint is written) only affect memory. ``limit`` is the
     memory limit of a process, by default 90% of that of ``hardware``, less NCCL. ``phases`` are costs of documents
     before the language model.
@@ -84,6 +85,7 @@ class Job:
     data: DataConfig = field(default_factory=lambda: DataConfig(store=Path("documents")))
     layout: Layout = field(default_factory=Layout)
     pool: int | Literal["auto"] = "auto"
+    own_cp: int | None = None
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = False
     tied_embeddings: bool = False
@@ -145,9 +147,16 @@ class Job:
         )
 
     @property
+    def set_layout(self) -> Layout:
+        """The layout as it was set; in ``layout``, cp is the size of pools and dp their number."""
+        cp = self.own_cp or self.layout.cp
+        return replace(self.layout, cp=cp, dp=self.layout.dp_cp // cp)
+
+    @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of groups, and micro-batches per data-parallel rank; cp is the size of pools and dp their number."""
-        return self.layout.sizes | {"micro_batches": self.micro_batches_per_rank}
+        """Sizes of groups as they were set, and micro-batches per pipeline, which level steps do not fix."""
+        counted = {} if self.levels_steps else {"micro_batches": self.micro_batches_per_rank}
+        return self.set_layout.sizes | counted
 
     @property
     def memory_limit(self) -> MemoryLimit:
@@ -231,7 +240,7 @@ class Job:
     @property
     def global_batch(self) -> int:
         """Number of context windows that a step trains."""
-        return self.pools.global_batch if self.pools else self.packing.micro_batches
+        return self.pools.global_batch if self.pools else self.packing.micro_batches * self.packing.micro_batch_windows
 
     @property
     def least_length_factor(self) -> float:
@@ -378,7 +387,7 @@ class Job:
             pool_micro_batches=micro_batches,
             grouping=pools.grouping,
         )
-        job = replace(self, layout=replace(self.layout, dp=number, cp=size), pool=size, packing=packing)
+        job = self._with_groups(number, size, packing)
         factor = job.packing.max_length_factor
         if factor != "auto" and factor < job.least_length_factor:
             raise UserError(
@@ -387,6 +396,10 @@ class Job:
                 f'{job.least_length_factor:g}, or "auto"'
             )
         return job
+
+    def _with_groups(self, dp: int, cp: int, packing: PackingConfig) -> Self:
+        layout, own_cp = replace(self.layout, dp=dp, cp=cp), self.own_cp or self.layout.cp
+        return replace(self, layout=layout, own_cp=own_cp, pool=cp, packing=packing)
 
     def check_slices(self, pools: Pools) -> None:
         """Raise ``UserError`` if ``pools`` slice documents but no pipeline runs planned lists."""
@@ -408,10 +421,12 @@ class Job:
                 f"grouping = 'level' gives ranks different numbers of micro-batches, which the pp = {self.layout.pp} "
                 'stages of a pipeline cannot run; give "slices" or "even"'
             )
+        if not self.layout.keeps_weights:
+            raise UserError("grouping = 'level' keeps gathered weights all step; leave weights = 'gathered' out")
         packing = self.packing.changed(
             micro_batches=pools.global_batch, global_batch=pools.global_batch, grouping="level"
         )
-        return replace(self, layout=replace(self.layout, dp=1, cp=ranks), pool=ranks, packing=packing)
+        return self._with_groups(1, ranks, packing)
 
     def measured(self, prices: tuple[float, float, float] | None, speeds: tuple[float, ...] | None) -> Self:
         """The same job with the results of ``wlb.runtime.calibration``; without prices it keeps its own.

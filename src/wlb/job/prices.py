@@ -41,8 +41,8 @@ _LEAST, _MOST = 0.05, 4.0
 class Software:
     """How a training stack handles weights, and its prices; the defaults are ours.
 
-    ``weights`` of a pipeline rank are gathered once a step and "kept", or "gathered" for every pass of a micro-batch.
-    None is what our trainer does: kept in a pipeline, else gathered for every backward and kept for the next forward.
+    ``weights`` are gathered once a step and "kept", or "gathered" for every pass of a micro-batch. None is what our
+    trainer does: as the layout says and, if gathered, for every backward, and kept for the next forward.
     With ``prefetch`` they are gathered one block ahead. Gradients are reduced with the last micro-batch, or with each
     one (``reduces_always``). With ``fetches_shards`` ranks fetch shards of weights from each other and send gradients
     back point to point (ODC, arXiv 2601.19362), instead of using a ring over all adapters of a node.

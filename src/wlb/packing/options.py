@@ -25,7 +25,7 @@ Grouping = Literal["even", "level", "slices"]
 
 # The options that a method reads, and their defaults.
 METHODS: dict[str, dict[str, Any]] = {
-    "sequential": {},
+    "sequential": {"micro_batch_windows": 1},
     "fixed_greedy": {"max_delay": 16, "window": 1},
     "fixed_solver": {"max_delay": 16, "window": 1, "solver_nodes": 1000},
     "variable_length": {"max_delay": 16, "max_length_factor": 1.5, "outlier_thresholds": None, "early_release": True},
@@ -108,6 +108,7 @@ class PackingOptions(Section):
         "Steps (times packing.window) after which a waiting document is packed first; 0: no delay (balanced only)",
     )
     window: MicroBatchCount = _option("window", 1, "Global batches packed together")
+    micro_batch_windows: MicroBatchCount = _option("micro_batch_windows", 1, "Context windows in a micro-batch")
     solver_nodes: PositiveInt = _option("solver_nodes", 1, "Branch-and-bound nodes of one solve", le=100_000)
     max_length_factor: LengthFactor | Literal["auto"] = _option(
         "max_length_factor",
@@ -198,7 +199,7 @@ class PackingOptions(Section):
     def max_tokens(self, context_window: int, micro_batches: int) -> int:
         """L_max: the most tokens of a micro-batch, in steps of ``micro_batches``."""
         if self.max_length_factor != "auto":
-            return int(self.max_length_factor * context_window)
+            return int(self.max_length_factor * context_window) * self.micro_batch_windows
         if self.method != "balanced":
             raise UserError("max_length_factor = 'auto' needs the memory of a job; give a number of context windows")
         return math.ceil(self.largest_auto_factor(micro_batches) * context_window)

@@ -8,7 +8,7 @@ again, so documents are cut only between micro-batches.
 from __future__ import annotations
 
 import math
-from itertools import islice
+from itertools import chain, islice
 
 from wlb.documents.segments import Segment
 from wlb.packing.packer import Packer
@@ -17,23 +17,34 @@ from wlb.workload.phases import segment_seconds
 
 
 class SequentialPacker(Packer):
-    """Micro-batches of exactly ``context_window`` tokens; the last step of an epoch is divided evenly."""
+    """Micro-batches of ``micro_batch_windows`` windows of exactly ``context_window`` tokens.
+
+    The last step of an epoch is divided evenly.
+    """
 
     name = "sequential"
     _cuts_documents = True
+
+    @property
+    def global_batch_tokens(self) -> int:
+        return self._windows * self.context_window
+
+    @property
+    def _windows(self) -> int:
+        return self.micro_batches * self.options.micro_batch_windows
 
     def _tokens_wanted(self) -> int:
         return self.global_batch_tokens
 
     def _next_steps(self) -> list[StepPlan]:
-        return [self._cut([self.context_window] * self.micro_batches)]
+        return [self._cut([self.context_window] * self._windows)]
 
     def last_steps(self) -> list[StepPlan]:
-        share, rest = divmod(self._arrived_tokens, self.micro_batches)
-        return [self._cut([share + (index < rest) for index in range(self.micro_batches)])]
+        share, rest = divmod(self._arrived_tokens, self._windows)
+        return [self._cut([share + (index < rest) for index in range(self._windows)])]
 
     def _cut(self, sizes: list[int]) -> StepPlan:
-        """One step of micro-batches of exactly ``sizes`` tokens, taken from the front of the arrivals."""
+        """One step of windows of exactly ``sizes`` tokens, taken from the front of the arrivals."""
         segments = self._take(sum(sizes))[::-1]
         pieces: list[list[Segment]] = []
         for room in sizes:
@@ -52,5 +63,7 @@ class SequentialPacker(Packer):
         for segment in segments:  # at most one: what the cut left of the last document
             self._arrived.appendleft(segment)
             self._arrived_tokens += segment.length
+        together = self.options.micro_batch_windows
+        pieces = [list(chain(*pieces[first : first + together])) for first in range(0, len(pieces), together)]
         seconds = iter(segment_seconds(self.workload, [segment for piece in pieces for segment in piece]).tolist())
         return self._emit(MicroBatch(tuple(piece), math.fsum(islice(seconds, len(piece)))) for piece in pieces)

@@ -26,7 +26,7 @@ def predicted_report(evidence: Evidence, *, source: str) -> str:
     low, high = judged.spread(name)
     lost = " → ".join(f"{lost_share(judged, system):.0%}" for system in (BASELINE, name))
     values = {
-        f"speed of {name} over {BASELINE} ({low:.2f} to {high:.2f})": f"{judged.speed(name):.2f}x",
+        f"tokens/s of {name} over {BASELINE} ({low:.2f} to {high:.2f})": f"{judged.speed(name):.2f}x",
         f"time lost to imbalance, {BASELINE} → {name}": lost,
         f"tokens/s of {name}; of {BASELINE} {before.tokens_per_second:,.0f}": f"{after.tokens_per_second:,.0f}",
         f"mean token delay of {name}, steps": f"{judged.token_delay(name):.2f}",
@@ -78,8 +78,8 @@ def _gain(evidence: Evidence) -> list[Markup]:
     judged, systems = evidence.verdict, evidence.systems
     caption = Caption(
         "gain-chart",
-        f"Speedup over {BASELINE}",
-        f"Simulated. Dots: the median of {len(judged.draws)} shuffles of the documents. Lines: the lowest and highest.",
+        f"Tokens per second over {BASELINE}",
+        f"Simulated. Dots: {len(judged.draws)} shuffles of the documents together. Lines: the lowest and highest.",
     )
     others = [
         (name, Gain(judged.speed(name), *judged.spread(name), judged.steps)) for name in systems if name != BASELINE
@@ -102,7 +102,7 @@ def where_chart(verdict: Verdict) -> Markup:
         Caption(
             "where-chart",
             "Time of each system, by cause",
-            f"Simulated, mean over steps, as shares of the time of {BASELINE}. The simulator adds one cause after "
+            f"Simulated, for as many tokens, as shares of the time of {BASELINE}. The simulator adds one cause after "
             "another to a job without imbalance.",
         ),
         [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from wlb.errors import UserError
 from wlb.schedules.operations import RankOperations, rank_operations
@@ -11,14 +12,17 @@ from wlb.workload.shapes import ModelShape
 from wlb.workload.weights import mean_block_weights
 
 DIMENSIONS = ("tp", "cp", "pp", "dp", "virtual_pp")
+Weights = Literal["auto", "kept", "gathered"]
 
 
 @dataclass(frozen=True)
 class Layout:
     """tp x cp x pp x dp processes, with ``virtual_pp`` model chunks on each pipeline rank.
 
-    ``stage_blocks`` is the number of blocks of each stage; None deals them by weight (``split_layers``).
-    Raises ``UserError`` for a size below 1.
+    ``stage_blocks`` is the number of blocks of each stage; None deals them by weight (``split_layers``). Without a
+    pipeline, ``weights`` are kept until the step ends (FSDP2 without resharding, DDP or Megatron with a sharded
+    optimizer), or gathered again for every pass (FSDP2's default); "auto" keeps them where memory allows.
+    Raises ``UserError`` for a size below 1, and for weights that a pipeline would gather again.
     """
 
     tp: int = 1
@@ -27,12 +31,17 @@ class Layout:
     dp: int = 1
     virtual_pp: int = 1
     schedule: str = "auto"
+    weights: Weights = "auto"
     stage_blocks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
             if size < 1:
                 raise UserError(f"{name} = {size} is not a group size; it must be at least 1")
+        if self.pp > 1 and self.weights == "gathered":
+            raise UserError(
+                f"weights = 'gathered' is for jobs without a pipeline; with pp = {self.pp} a stage keeps its weights"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -46,6 +55,11 @@ class Layout:
     def operations(self, micro_batches: int) -> RankOperations:
         """The operations of every pipeline rank in a step of ``micro_batches``."""
         return rank_operations(self.schedule, self.pp, micro_batches, self.virtual_pp)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether gathered weights stay until the step ends."""
+        return self.weights != "gathered"
 
     @property
     def world_size(self) -> int:

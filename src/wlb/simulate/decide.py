@@ -1,4 +1,4 @@
-"""Decides what a job leaves "auto": first its pools, by simulation, then L_max, by its memory.
+"""Decides what a job leaves "auto": first its pools, by simulation, then weights and L_max, by its memory.
 
 Trainer, dry run, simulator, batches, report and rivals all call ``decide``, so that the same job runs everywhere.
 
@@ -56,18 +56,18 @@ _FORWARD_SHARE = 0.3  # of the computing of a micro-batch: just under a third if
 def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least_rate: float | None = None) -> Job:
     """``job`` with nothing left "auto"; the same job and documents always give the same result.
 
-    Context-parallel groups become the pools: those given, or the fastest on documents of ``lengths``. L_max becomes the
-    largest that ``job.memory_limit`` allows. ``lock_step`` excludes level steps, for loops with fixed context-parallel
-    groups. Raises ``UserError`` if given pools cannot run, if no pools can, or if L_max is "auto" and memory does not
-    hold one context window. Pools and an L_max that do not fit into memory are not refused, unless ``least_rate`` is
-    given: then pools that do not fit, or do fewer than ``least_rate`` seconds of ``job.work_prices`` in a second, count
-    as pools that cannot run.
+    Context-parallel groups become the pools: those given, or the fastest on documents of ``lengths``. Weights are kept
+    if ``job.memory_limit`` allows it. L_max becomes the largest that it allows. ``lock_step`` excludes level steps, for
+    loops with fixed context-parallel groups. Raises ``UserError`` if given pools cannot run, if no pools can, or if
+    L_max is "auto" and memory does not hold one context window. Pools and an L_max that do not fit into memory are not
+    refused, unless ``least_rate`` is given: then pools that do not fit, or do fewer than ``least_rate`` seconds of
+    ``job.work_prices`` in a second, count as pools that cannot run.
     """
     job = with_stages(job, lengths)
     pools = job.pools
     if pools is not None and not job.pools_decided:
         job = job.with_pools(_fastest(job, pools, lengths, lock_step, least_rate))
-    decided = _with_length(job)
+    decided = _with_length(_with_weights(job))
     if pools is None and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
         raise UserError(problem)
     return decided
@@ -95,6 +95,14 @@ def blocks_and_head(job: Job, documents: NDArray[np.int64]) -> tuple[float, floa
     blocks = costs.attention_seconds(lengths) @ counts + costs.blocks_seconds(tokens)
     blocks += (2 + again) * costs.tp_seconds(tokens) + again * costs.blocks_seconds(tokens, "forward")
     return float(blocks), float(costs.head_seconds(tokens))
+
+
+def _with_weights(job: Job) -> Job:
+    """``job`` with weights kept, or gathered again if memory does not hold them."""
+    if job.layout.pp > 1 or job.layout.weights != "auto":
+        return job
+    kept, gathered = (replace(job, layout=replace(job.layout, weights=one)) for one in ("kept", "gathered"))
+    return kept if job.levels_steps or _holds(kept) else gathered
 
 
 def _with_length(job: Job) -> Job:
@@ -199,7 +207,7 @@ class _PoolSearch:
                     bounds[filled] = self._least_seconds(filled)
                 yield _PricedPools(large, False, bounds[filled], 0, size, job.micro_batches_per_rank, grouping, job)
         free = (wanted, self.pools.micro_batches) == ("auto", "auto") and not self.lock_step
-        if free and layout.pp == 1 and layout.dp_cp in sizes:
+        if free and layout.pp == 1 and layout.keeps_weights and layout.dp_cp in sizes:
             job = self.job.with_pools(replace(self.pools, grouping="level"))
             yield _PricedPools(not _holds(job), False, 0.0, 0, layout.dp_cp, 0, "level", job)
 
@@ -231,7 +239,7 @@ class _PoolSearch:
         jobs, pools = [], replace(self.pools, size=size, grouping=_usual_grouping(self.job, self.pools))
         for count in sorted(set(counts)):
             with suppress(UserError):  # the pipeline needs whole rounds, or L_max is too small
-                jobs.append(self.job.with_pools(replace(pools, micro_batches=count)))
+                jobs.append(_with_weights(self.job.with_pools(replace(pools, micro_batches=count))))
         return [(not _holds(job), job) for job in jobs]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How much faster each preset runs a job: the answer of ``wlb check``, ``report`` and ``simulate --search``.
+"""How many more tokens per second each preset trains: the answer of ``wlb check`` and ``report``.
 
 A ``Question`` describes the job: model, GPUs, window, global batch, and the layout if it is given. ``estimate`` finds
 the fastest layout of every preset (``wlb.simulate.search``), simulates all on the same documents
@@ -7,7 +7,6 @@ the fastest layout of every preset (``wlb.simulate.search``), simulates all on t
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from functools import partial
 from math import prod
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,12 +36,13 @@ from wlb.schedules.layout import Layout
 from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
-from wlb.simulate.search import SearchResult, fastest_layout, layout_of
+from wlb.simulate.search import DRAWS, SearchResult, Told, fastest_layout, layout_of
 from wlb.simulate.space import BATCH_TOKENS, PINNED, SearchSpace, search_space
 from wlb.simulate.verdict import (
     BALANCED,
     BASELINE,
     PER_DOCUMENT,
+    TUNED,
     Lengths,
     Progress,
     Verdict,
@@ -50,6 +51,7 @@ from wlb.simulate.verdict import (
     verdict_of,
 )
 from wlb.workload import MODEL_SHAPES, model_shape
+from wlb.workload.base import Checkpointing
 from wlb.workload.profile import WorkloadProfile
 
 T = TypeVar("T")
@@ -57,6 +59,8 @@ T = TypeVar("T")
 _VOCABULARY_MULTIPLE = 128  # tensor-parallel ranks get equally many rows
 CONFIGURED = "as configured"
 CHECKED = (BASELINE, PER_DOCUMENT, BALANCED)  # two that stacks use today, and ours
+_SEARCH = 0.75  # of the time that a system takes; the rest simulates its fastest layout
+_SHOWN_EVERY = 0.2  # seconds
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,16 @@ class Question:
     assumed: Sequence[str] = ()
     profile: WorkloadProfile | None = None
 
-    def fastest(self, preset: str, lengths: NDArray[np.int64]) -> SearchResult:
-        """The layouts in which ``preset`` runs this job fastest."""
-        return fastest_layout(self.space, lengths, preset, adapt=self._priced)
+    def fastest(
+        self, system: str, lengths: NDArray[np.int64], on_progress: Told = lambda done, rate: None
+    ) -> SearchResult:
+        """The layouts in which ``system`` runs this job fastest."""
+        space, preset = self.space, system
+        if system == TUNED:
+            space, preset = replace(space, fixed=(), checkpointing=None, micro_batch_windows=1), BASELINE
+        elif system not in (BASELINE, PER_DOCUMENT):  # how weights are handled describes the job that runs today
+            space = replace(space, fixed=tuple((name, size) for name, size in space.fixed if name != "weights"))
+        return fastest_layout(space, lengths, preset, adapt=self._priced, on_progress=on_progress)
 
     def _priced(self, job: Job) -> Job:
         return job if self.profile is None else replace(job, profile=self.profile)
@@ -89,6 +100,8 @@ def question_of(
     context_window: int | None = None,
     batch_tokens: int | None = None,
     fixed: Mapping[str, int | str] | None = None,
+    checkpointing: Checkpointing | None = None,
+    micro_batch_tokens: int | None = None,
     profile: WorkloadProfile | None = None,
     source: str | None = None,
     assumed: Sequence[str] = (),
@@ -109,7 +122,22 @@ def question_of(
     stored = stored_vocab_size(source) if source is not None and names_store(source) else None
     if stored is not None and stored > shape.vocab_size:
         shape = replace(shape, vocab_size=-(-stored // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE)
-    space = search_space(shape, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, fixed=fixed)
+    windows, rest = divmod(micro_batch_tokens or context_window, context_window)
+    if rest or not windows:
+        raise UserError(
+            f"--micro-batch-tokens {micro_batch_tokens} is no multiple of the context window, {context_window} tokens; "
+            f"give {max(1, windows) * context_window}"
+        )
+    space = search_space(
+        shape,
+        gpus,
+        context_window,
+        hardware=hardware,
+        batch_tokens=batch_tokens,
+        fixed=fixed,
+        checkpointing=checkpointing,
+        micro_batch_windows=windows,
+    )
     _check_given(space)
     priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
     return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile)
@@ -166,7 +194,7 @@ class Estimate:
 
     @property
     def gpu_hours_a_day(self) -> float:
-        """GPU-hours that the winner saves per day."""
+        """GPU-hours a day that the winner saves for the same tokens."""
         return 24 * self.question.space.gpus * (1 - 1 / self.verdict.speed(self.verdict.winner))
 
     def to_json(self) -> dict[str, Any]:
@@ -185,39 +213,45 @@ def estimate(
     steps: int | None = None,
     *,
     source: str,
-    on_progress: Progress = lambda system, steps: None,
+    on_progress: Progress = lambda known: None,
 ) -> Estimate:
     """Compare ``presets`` on documents of ``lengths`` tokens, each in its fastest layout, or all in the fixed one.
 
-    The configuration names the documents of ``source``. Raises ``UserError`` for an unknown preset, if the documents
-    do not fill one step, and if plain-4d, or all of ``presets``, have no layout.
+    If the job of plain-4d was given, plain-4d in its fastest layout is one more system (``TUNED``). The configuration
+    names the documents of ``source``. Raises ``UserError`` for an unknown preset, if the documents do not fill one
+    step, and if plain-4d, or all of ``presets``, have no layout.
     """
     for preset in presets:
         preset_sections(preset, {})
     space = question.space
     steps = steps or usual_steps(space.micro_batches)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
-    found = _each(partial(_searched, question, lengths), presets)
+    systems = [*presets]
+    if space.given and BASELINE in presets:
+        systems.insert(systems.index(BASELINE) + 1, TUNED)
+    watched = _Watched(systems, on_progress)
+    found = _each(lambda name: _searched(question, lengths, name, watched), systems, watched)
     searched = {name: one for name, one in found.items() if not isinstance(one, UserError)}
     failures = {name: one for name, one in found.items() if isinstance(one, UserError)}
     if BASELINE in failures or not searched:
         raise failures.get(BASELINE) or next(iter(failures.values()))
     base = BASELINE if BASELINE in searched else next(iter(searched))
     simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=searched[base].job.work_prices)
-    here = os.getpid()
 
-    def told(name: str, done: int) -> None:
-        if os.getpid() == here:
-            on_progress(name, done)
+    def drawn_steps(name: str) -> list[SimulationResult]:
+        return simulated(searched[name].job, on_progress=partial(watched.simulated, name, DRAWS * steps))
 
-    verdict = _explained(
-        _each(lambda name: simulated(searched[name].job, on_progress=partial(told, name)), [*searched]),
-        simulated,
-        lambda winner: replace(question, space=space.fixed_to(searched[base].job.layout)).fastest(winner, lengths).job,
-    )
+    of_base = searched[base].job
+
+    def moved(winner: str) -> Job:
+        layout = replace(of_base.set_layout, weights="auto")
+        return replace(question, space=space.fixed_to(layout, space.checkpointing)).fastest(winner, lengths).job
+
+    verdict = _explained(_each(drawn_steps, [*searched], watched), simulated, moved, space.given)
     winner, config = verdict.winner, ""
     if winner != base:
-        config = config_of(winner, searched[winner].job, searched[base].job, question.model, source)
+        preset = BASELINE if winner == TUNED else winner
+        config = config_of(preset, searched[winner].job, of_base, question.model, source)
     return Estimate(question, verdict, searched, {name: str(why) for name, why in failures.items()}, config)
 
 
@@ -228,7 +262,7 @@ def judge_config(
     presets: Sequence[str] = (BASELINE,),
     steps: int | None = None,
     *,
-    on_progress: Progress = lambda system, steps: None,
+    on_progress: Progress = lambda known: None,
 ) -> Verdict:
     """Compare ``job`` of ``config`` with ``presets`` in its layout, and with plain-4d in the layout of ``[baseline]``.
 
@@ -244,19 +278,26 @@ def judge_config(
 
     jobs = {CONFIGURED: job}
     for preset in presets:
-        own = baseline if preset == BASELINE else None
-        jobs[preset] = fastest(preset, own.layout if own else job.layout)
-        if own:
-            jobs[preset] = replace(jobs[preset], activation_checkpointing=own.activation_checkpointing)
+        jobs[preset] = fastest(preset, job.layout)
+        if preset == BASELINE and baseline is not None:
+            own = replace(space, micro_batch_windows=baseline.micro_batch_windows)
+            own = own.fixed_to(baseline.layout, baseline.activation_checkpointing)
+            jobs[preset] = fastest_layout(own, lengths, preset, adapt=partial(_alike, job)).job
     prices = jobs.get(BASELINE, job).work_prices
     steps = steps or usual_steps(job.global_batch)
     simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=prices)
-    of_draws = {name: simulated(one, on_progress=partial(on_progress, name)) for name, one in jobs.items()}
+    watched = _Watched([*jobs], on_progress, searches=False)
+    of_draws = {
+        name: simulated(one, on_progress=partial(watched.simulated, name, DRAWS * steps)) for name, one in jobs.items()
+    }
     if baseline is None:
         return verdict_of(of_draws)
-    return _explained(
-        of_draws, simulated, lambda winner: fastest(config.preset if winner == CONFIGURED else winner, baseline.layout)
-    )
+
+    def moved(winner: str) -> Job:
+        layout = replace(baseline.layout, weights="auto")
+        return fastest(config.preset if winner == CONFIGURED else winner, layout)
+
+    return _explained(of_draws, simulated, moved)
 
 
 def _alike(job: Job, other: Job) -> Job:
@@ -270,29 +311,60 @@ def _explained(
     of_draws: Mapping[str, Sequence[SimulationResult]],
     simulated: Callable[[Job], Sequence[SimulationResult]],
     moved: Callable[[str], Job],
+    given: frozenset[str] = frozenset(),
 ) -> Verdict:
     """The verdict; a winner in another layout is simulated in the layout of the base too (the job ``moved``)."""
-    verdict = verdict_of(of_draws)
+    verdict = verdict_of(of_draws, given=given)
     base, winner = (of_draws[name][0].job for name in (verdict.base, verdict.winner))
-    if layout_of(base) == layout_of(winner):
+    if verdict.winner == TUNED or layout_of(base) == layout_of(winner):
         return verdict
     job = moved(verdict.winner)
-    return verdict_of(of_draws, simulated(job)) if fits(job) else verdict
+    return verdict_of(of_draws, simulated(job), given) if fits(job) else verdict
 
 
-def _searched(question: Question, lengths: NDArray[np.int64], preset: str) -> SearchResult | UserError:
+class _Watched:
+    """What is known so far of each system, also of those in a forked process: shares done, and tokens per second."""
+
+    def __init__(self, systems: Sequence[str], on_progress: Progress, *, searches: bool = True) -> None:
+        self._places, self._told = {name: place for place, name in enumerate(systems)}, on_progress
+        self._known = RawArray("d", 3 * len(systems))  # shared with forked processes
+        self._search_share = _SEARCH if searches else 0.0
+
+    def searched(self, system: str, done: float, rate: float) -> None:
+        self._tell(system, self._search_share * done, rate)
+
+    def simulated(self, system: str, all_steps: int, steps: int) -> None:
+        place = 3 * self._places[system]
+        self._known[place + 2] += steps
+        done = self._search_share + (1 - self._search_share) * self._known[place + 2] / all_steps
+        self._tell(system, done, self._known[place + 1])
+
+    def _tell(self, system: str, done: float, rate: float) -> None:
+        place = 3 * self._places[system]
+        self._known[place : place + 2] = [done, rate]
+        if current_process().name == "MainProcess":
+            self.show()
+
+    def show(self) -> None:
+        self._told({name: (self._known[3 * place], self._known[3 * place + 1]) for name, place in self._places.items()})
+
+
+def _searched(
+    question: Question, lengths: NDArray[np.int64], system: str, watched: _Watched
+) -> SearchResult | UserError:
     try:
-        return question.fastest(preset, lengths)
+        return question.fastest(system, lengths, partial(watched.searched, system))
     except UserError as error:
         return error
 
 
-def _each(function: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
-    """Call ``function`` on each of ``names``, every other one in a forked process: the most expensive come last.
+def _each(function: Callable[[str], T], names: Sequence[str], watched: _Watched) -> dict[str, T]:
+    """Call ``function`` on each of ``names``, two thirds of them in a forked process: the most expensive come last.
 
     Everything runs in this process with one core, outside Linux, and in a daemon, which may not start processes.
     """
-    own, others = names[::2], names[1::2]
+    shared = min(-(-2 * len(names) // 3), len(names) - 1)
+    own, others = names[shared:], names[:shared]
     if not others or sys.platform != "linux" or usable_cores() < 2 or current_process().daemon:
         return {name: function(name) for name in names}
     context = get_context("fork")
@@ -302,6 +374,8 @@ def _each(function: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
     sender.close()
     try:
         results = {name: function(name) for name in own}
+        while not receiver.poll(_SHOWN_EVERY):
+            watched.show()
         try:
             results |= zip(others, receiver.recv(), strict=True)
         except (EOFError, OSError):  # it failed, and will fail here too, or was killed, perhaps for memory
@@ -331,6 +405,8 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
         parallel["pool"] = job.layout.cp
         if not job.levels_steps:
             packing["pool_micro_batches"] = job.micro_batches_per_rank
+    if job.packing.micro_batch_windows > 1:
+        packing["micro_batch_windows"] = job.packing.micro_batch_windows
     if job.packing.reads("max_length_factor"):
         packing["max_length_factor"] = float(job.packing.max_length_factor)
     profile = job.profile
@@ -345,14 +421,16 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
     }
     if layout_of(job) != layout_of(base) or job.activation_checkpointing != base.activation_checkpointing:
         sections["baseline"] = _written(base) | {"activation_checkpointing": base.activation_checkpointing}
+        if base.packing.micro_batch_windows > 1:
+            sections["baseline"]["micro_batch_windows"] = base.packing.micro_batch_windows
     remark = "" if store else " Set data.store to your token store, which wlb prepare makes."
     return to_toml({"preset": preset}, sections, f"Computed for the documents of {source}.{remark}")
 
 
 def _written(job: Job) -> dict[str, Any]:
     interleaved = ("virtual_pp",) if job.layout.virtual_pp > 1 else ()
-    named = ("schedule",) if job.layout.schedule != "auto" else ()
-    return {name: getattr(job.layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved, *named)}
+    named = [name for name in ("schedule", "weights") if getattr(job.layout, name) != "auto"]
+    return {name: getattr(job.set_layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved, *named)}
 
 
 def _measured_name(profile: WorkloadProfile) -> str:

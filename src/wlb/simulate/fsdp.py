@@ -1,9 +1,9 @@
 """What FSDP adds to a step: gathering weights before use, and reducing gradients afterwards.
 
 A pipeline rank gathers its weights once, from the start of the step, and reduces all gradients after its last backward.
-Without a pipeline the first forward gathers weights, every backward gathers those that its forward freed, and the last
-backward also reduces gradients. Collectives run one block at a time beside computing, so the collective of a block
-costs time only as far as it takes longer than computing a block.
+Without a pipeline weights are kept in the same way or, to save memory, every backward gathers those that its forward
+freed; the last backward also reduces gradients. Collectives run one block at a time beside computing, so the collective
+of a block costs time only as far as it takes longer than computing a block.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def with_gathers(
     """Seconds of stages in micro-batches, shape (..., stages, micro-batches), with the gathers of weights.
 
     Keys and values use the links for ``moving`` seconds of each forward and backward; gathers run before and after,
-    because they share adapters. ``kept`` says whether weights stay until the step ends; by default the software of the
-    job decides.
+    because they share adapters. ``kept`` says whether weights stay until the step ends; by default software and layout
+    of the job decide.
     """
     if weights_kept(costs, kept):
         first = waiting_for_weights(costs, forward[..., 0])[..., None]
@@ -43,11 +43,11 @@ def with_gathers(
 
 
 def weights_kept(costs: JobCosts, kept: bool | None = None) -> bool:
-    """Whether weights stay gathered to the end of the step: ``kept`` or, if None, as in the software of the job."""
+    """Whether weights stay gathered to the end of the step: ``kept`` or, if None, as in software or layout."""
     if kept is not None:
         return kept
     weights = costs.job.software.weights
-    return costs.layout.pp > 1 if weights is None else weights == "kept"
+    return costs.layout.keeps_weights if weights is None else weights == "kept"
 
 
 def late_reduction(costs: JobCosts, backward: Array, *, kept: bool | None = None) -> Array:

@@ -6,8 +6,8 @@ Plans come from the planner of the trainer (``wlb.job.planner``), epoch after ep
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,9 @@ class SimulationResult(Rate):
     ``gpu_seconds`` is the computing of each GPU in a step, shape (pp, dp, cp); tensor-parallel ranks are the same.
     ``imbalance`` is as in ``Steps``. ``token_delay`` is the mean number of steps that a token waited, ``tokens_cv`` the
     coefficient of variation of tokens per step. ``attention_kept`` is the computed share of the query-key pairs of
-    documents. ``epochs`` is the number of passes over the documents; from 2 on, documents were repeated.
+    documents. ``epochs`` is the number of passes over the documents; from 2 on, documents were repeated. In level steps
+    documents from ``shared_tokens`` tokens on were shared, by up to ``sharing_ranks`` ranks. ``runs`` is the number of
+    micro-batches that the mean rank runs in a step.
     """
 
     job: Job
@@ -40,6 +42,9 @@ class SimulationResult(Rate):
     tokens_cv: float
     attention_kept: float
     epochs: int
+    shared_tokens: int | None = None
+    sharing_ranks: int = 1
+    runs: float = 1.0
 
     @property
     def steps(self) -> int:
@@ -57,15 +62,59 @@ class SimulationResult(Rate):
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def block_seconds(self) -> float:
+        """Computing of the mean GPU in a block, forward and backward, for a micro-batch."""
+        return float(self.gpu_seconds.mean()) * self.job.layout.pp / (self.runs * self.job.shape.layers)
+
+    @property
+    def sharing(self) -> str:
+        """Which documents ranks share beyond the context-parallel groups of the layout, as a clause; possibly empty."""
+        if self.shared_tokens is not None:
+            return f"Documents from {self.shared_tokens:,} tokens on are shared by up to {self.sharing_ranks} ranks"
+        pool = self.job.layout.cp
+        return f"Pools of {pool} ranks share long documents" if pool != self.job.set_layout.cp else ""
+
+    def speedup(self, base: SimulationResult) -> float:
+        """Tokens per second, over those of ``base``."""
+        return self.tokens_per_second / base.tokens_per_second
+
     def speed_at_equal_work(self, base: SimulationResult) -> float:
         """Speed of the same work, over that of ``base``."""
         return self.work_rate / base.work_rate
 
     def to_json(self) -> dict[str, Any]:
         rates = ("steps", "tokens", "work_seconds", "tokens_per_second", "mean_step_seconds")
-        means = ("where", "imbalance", "token_delay", "tokens_cv", "attention_kept", "epochs")
+        means = ("where", "imbalance", "token_delay", "tokens_cv", "attention_kept", "epochs", "sharing")
         sizes = {"gpus": self.job.layout.world_size, "layout": self.job.sizes}
         return sizes | {name: getattr(self, name) for name in (*rates, *means)}
+
+
+def pooled(results: Sequence[SimulationResult]) -> SimulationResult:
+    """Equally many steps of one job on several draws of the documents, as if they were one series."""
+    first, tokens = results[0], [count for one in results for count in one.step_tokens]
+    shared = [one.shared_tokens for one in results if one.shared_tokens is not None]
+
+    def mean(values: Iterable[Any], weights: Sequence[float] | None = None) -> Any:
+        return np.average([*values], axis=0, weights=weights)
+
+    return replace(
+        first,
+        work_seconds=sum(one.work_seconds for one in results),
+        step_tokens=tokens,
+        step_work_seconds=[seconds for one in results for seconds in one.step_work_seconds],
+        step_seconds=[seconds for one in results for seconds in one.step_seconds],
+        where={cause: float(mean(one.where[cause] for one in results)) for cause in first.where},
+        gpu_seconds=mean(one.gpu_seconds for one in results),
+        imbalance={name: float(mean(one.imbalance[name] for one in results)) for name in first.imbalance},
+        token_delay=float(mean((one.token_delay for one in results), [one.tokens for one in results])),
+        tokens_cv=float(np.std(tokens) / np.mean(tokens)),
+        attention_kept=float(mean(one.attention_kept for one in results)),
+        epochs=max(one.epochs for one in results),
+        shared_tokens=min(shared, default=None),
+        sharing_ranks=max(one.sharing_ranks for one in results),
+        runs=float(mean(one.runs for one in results)),
+    )
 
 
 def simulate(
@@ -92,7 +141,8 @@ def simulate(
     where, imbalance = defaultdict[str, float](float), defaultdict[str, float](float)
     gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
     pairs = whole_pairs = 0.0
-    delay = epochs = 0
+    delay = epochs = runs = 0
+    shared: list[tuple[int, int]] = []  # tokens of documents that ranks share in level steps, and how many do
     for plans, priced in first_steps(job, lengths, steps, warm_up):
         rated.add(plans, priced)
         for totals, of_steps in ((where, priced.where), (imbalance, priced.imbalance)):
@@ -100,6 +150,9 @@ def simulate(
                 totals[name] += float(values.sum())
         gpu_seconds += priced.gpu_seconds.sum(axis=0)
         delay += sum(plan.delay_token_steps for plan in plans)
+        micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
+        runs += sum(len(one.ranks) or job.layout.cp for one in micro_batches)
+        shared += [(one.tokens, len(one.ranks)) for one in micro_batches if len(one.ranks) > 1]
         document, start, length = np.concatenate([plan.table for plan in plans]).T
         epochs = max(epochs, 1 + int(document.max()) // len(of_documents))
         window = job.context_window
@@ -118,6 +171,9 @@ def simulate(
         tokens_cv=float(np.std(tokens) / np.mean(tokens)),
         attention_kept=pairs / whole_pairs,
         epochs=epochs,
+        shared_tokens=min(shared)[0] if shared else None,
+        sharing_ranks=max((ranks for _, ranks in shared), default=1),
+        runs=runs / (steps * job.layout.dp_cp),
     )
 
 

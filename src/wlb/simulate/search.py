@@ -1,8 +1,8 @@
-"""The search for the fastest layout of a preset, which ``check``, ``simulate --search``, ``report`` and rivals share.
+"""The search for the fastest layout of a preset, which ``check``, ``report`` and rivals share.
 
-The search simulates the preset itself in every layout that fits the memory: all tp inside a node, cp, pp and dp, one,
-two or four stages per pipeline rank, and every kind of activation checkpointing. Each preset has its own fastest
-layout, because a cost that hardly matters to one may be the main loss of another.
+The search simulates the preset itself in every layout that fits the memory: all tp inside a node, cp, pp and dp, one to
+eight stages per pipeline rank, weights kept or gathered again, and every kind of activation checkpointing. Each preset
+has its own fastest layout, because a cost that hardly matters to one may be the main loss of another.
 
 Layouts are tried in the order of a lower bound on their time (``least_seconds``), until the bound is worse than the
 best result. The best layouts are then rated over more steps, and the last few over other draws of the documents: a
@@ -51,16 +51,18 @@ _POOLS_NEAR = 0.01  # pools have many choices, and are expensive to simulate
 _WARM_UP = 4  # steps planned before the counted ones if documents may wait; none when layouts are first rated
 _LARGEST_TP = 32
 _LARGEST_PP = 32
-_STAGES_PER_RANK = (1, 2, 4)
+_STAGES_PER_RANK = (1, 2, 4, 8)
 
 Adapt = Callable[[Job], Job]
+Told = Callable[[float, float], None]  # the share of a search that is done, and tokens per second of the fastest so far
 
 
 class Rated(NamedTuple):
-    """A job without any "auto", and how many seconds of work it does per second: the mean of the draws."""
+    """A job without any "auto", and seconds of work and tokens that it does per second: the means of the draws."""
 
     job: Job
     work_rate: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,13 @@ class SearchResult:
 
 
 def fastest_layout(
-    space: SearchSpace, lengths: DocumentLengths, preset: str, *, adapt: Adapt = lambda job: job, draws: int = DRAWS
+    space: SearchSpace,
+    lengths: DocumentLengths,
+    preset: str,
+    *,
+    adapt: Adapt = lambda job: job,
+    draws: int = DRAWS,
+    on_progress: Told = lambda done, rate: None,
 ) -> SearchResult:
     """The fastest layouts of ``preset`` on documents of ``lengths``; ``adapt`` completes each job.
 
@@ -92,17 +100,17 @@ def fastest_layout(
     first, more = (max(1, min(_STEPS, windows // space.micro_batches)) for windows in (_FIRST_WINDOWS, _WINDOWS))
     near = min(_FARTHEST, _NEAR * math.sqrt(_CERTAIN / (first * space.micro_batches)))
     found: list[Rated] = []
-    settled: set[Layout] = set()  # with the cheapest checkpointing that leaves nothing to gain from more
-    for most, untried_job in bounded:
+    settled: set[tuple[Layout, Checkpointing]] = set()  # less memory would gain nothing there
+    for tried, (most, untried_job) in enumerate(bounded):
         if found and most < found[0].work_rate:
             break
-        if untried_job.layout in settled:
+        on_progress(tried / len(bounded), found[0].tokens_per_second if found else 0.0)
+        if (untried_job.layout, untried_job.activation_checkpointing) in settled:
             continue
         job = _fitting(untried_job, lengths, (1 - _POOLS_NEAR) * found[0].work_rate if found else 0.0)
         if job is None:
             continue
-        if job.pools is None and (job.packing.max_length_factor == untried_job.packing.max_length_factor):
-            settled.add(job.layout)
+        settled |= {*_settled_by(job, untried_job)}
         found.append(_rated(job, lengths, first, prices))
         found.sort(key=lambda one: -one.work_rate)
     if not found:
@@ -110,7 +118,7 @@ def fastest_layout(
             least = untried[-1]  # with full checkpointing
             if least.pools is None:
                 least = least.with_length_factor(least.least_length_factor)
-            return SearchResult([Rated(decide(least, lengths), 0.0)], 0)
+            return SearchResult([Rated(decide(least, lengths), 0.0, 0.0)], 0)
         raise no_memory(space, len(untried), _has_room)
     nearest = [one for one in found if one.work_rate >= (1 - near) * found[0].work_rate]
     if more > first or any(_warm_up(one.job) for one in nearest):
@@ -120,7 +128,8 @@ def fastest_layout(
         if ranking and one.work_rate < (1 - _NEARER) * ranking[0].work_rate:
             break
         others = (_rated(drawn(one.job, draw), lengths, more, prices, _warm_up(one.job)) for draw in range(1, draws))
-        ranking.append(Rated(one.job, fmean(rated.work_rate for rated in (one, *others))))
+        _, *rates = zip(one, *others, strict=True)
+        ranking.append(Rated(one.job, *map(fmean, rates)))
         ranking.sort(key=lambda one: -one.work_rate)
     return SearchResult(ranking, len(found))
 
@@ -144,17 +153,18 @@ def least_seconds(job: Job, segments: NDArray[np.int64]) -> float:
 
 
 def layout_of(job: Job) -> str:
-    """A layout in one line."""
-    layout = job.layout
+    """The layout that is set for ``job``, in one line."""
+    layout = job.set_layout
     interleaved = f" x {layout.virtual_pp} stages" if layout.virtual_pp > 1 else ""
     order = "" if layout.schedule == "auto" else f" {layout.schedule}"
-    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}{order}"
+    gathering = "" if layout.keeps_weights else ", weights gathered again"
+    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}{order}{gathering}"
 
 
 def meshes(space: SearchSpace) -> Iterator[Layout]:
     """All tp that divide a node and the GPUs, with all cp and pp that divide the GPUs; dp is the rest.
 
-    Pipelines have one, two or four stages per rank. Nothing checks whether a model or a global batch can be cut so.
+    Pipelines have one to eight stages per rank. Nothing checks whether a model or a global batch can be cut so.
     """
     small = [size for size in range(1, math.isqrt(space.gpus) + 1) if space.gpus % size == 0]
     sizes = sorted({*small, *(space.gpus // size for size in small)})
@@ -176,31 +186,48 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     memory.
     """
     if space.layout is not None:
-        yield space.layout
+        yield from _handlings(space.layout)
         return
     fixed = dict(space.fixed)
     schedule = str(fixed.pop("schedule", "auto"))
+    weights: Any = fixed.pop("weights", "auto")
+    if weights == "gathered":
+        fixed.setdefault("pp", 1)
     if pooled and not {"cp", "dp"} & fixed.keys():
         fixed["cp"] = 1
     for layout in meshes(space):
         held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
-            yield replace(layout, schedule=schedule)
+            yield from _handlings(replace(layout, schedule=schedule, weights=weights))
             if pooled and layout.pp > 1 and schedule == "auto":
                 yield replace(layout, schedule="1f1b" if layout.virtual_pp == 1 else "interleaved_1f1b")
 
 
+def _handlings(layout: Layout) -> Iterator[Layout]:
+    """``layout`` with its weights kept and, without a pipeline, gathered again; or as it says."""
+    if layout.pp > 1 or layout.weights != "auto":
+        yield layout
+    else:
+        yield from (replace(layout, weights=handling) for handling in ("kept", "gathered"))
+
+
 def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
     """``preset`` in every layout that can run the global batch, with every kind of activation checkpointing."""
-    pooled = preset_sections(preset, {})[0].pools("auto") is not None
+    packing, _ = preset_sections(preset, {})
+    pooled, together = packing.pools("auto") is not None, {}
+    if packing.reads("micro_batch_windows"):
+        together = {"micro_batch_windows": space.micro_batch_windows}
+    kinds = get_args(Checkpointing) if space.checkpointing is None else [space.checkpointing]
     for layout in _layouts(space, pooled=pooled):
-        micro_batches, rest = divmod(space.micro_batches, layout.dp)
+        micro_batches, rest = divmod(space.micro_batches, layout.dp * together.get("micro_batch_windows", 1))
         if pooled:
             job = job_on(space, preset, layout, 1, global_batch=space.micro_batches)
         else:
-            job = None if rest or micro_batches < layout.pp else job_on(space, preset, layout, micro_batches)
+            job = (
+                None if rest or micro_batches < layout.pp else job_on(space, preset, layout, micro_batches, **together)
+            )
         if job is not None:
-            yield from (replace(job, activation_checkpointing=kind) for kind in get_args(Checkpointing))
+            yield from (replace(job, activation_checkpointing=kind) for kind in kinds)
 
 
 def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int, **packing: int) -> Job | None:
@@ -234,6 +261,16 @@ def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | Non
     return decided if fits(decided) else None
 
 
+def _settled_by(job: Job, untried: Job) -> Iterator[tuple[Layout, Checkpointing]]:
+    """What need not be tried if ``job``, decided from ``untried``, fits: what needs less memory and takes longer."""
+    layouts = [untried.layout]
+    if untried.layout.pp == 1:
+        layouts.append(replace(untried.layout, weights="gathered"))
+    whole = job.pools is None and job.packing.max_length_factor == untried.packing.max_length_factor
+    kinds = get_args(Checkpointing) if whole else [untried.activation_checkpointing]
+    return product(layouts, kinds)
+
+
 def _has_room(space: SearchSpace) -> bool:
     """Whether micro-batches of one window fit the memory, of plain-4d in the layouts that need the least."""
     jobs = [
@@ -256,7 +293,8 @@ def _segments(job: Job, lengths: DocumentLengths) -> NDArray[np.int64]:
 
 
 def _rated(job: Job, lengths: DocumentLengths, steps: int, prices: DocumentPrices, warm_up: int = 0) -> Rated:
-    return Rated(job, rate(job, lengths, steps, prices, warm_up).work_rate)
+    rated = rate(job, lengths, steps, prices, warm_up)
+    return Rated(job, rated.work_rate, sum(rated.step_tokens) / rated.seconds)
 
 
 def _warm_up(job: Job) -> int:

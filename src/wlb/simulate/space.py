@@ -10,6 +10,7 @@ from wlb.errors import UserError
 from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload, model_shape
+from wlb.workload.base import Checkpointing
 
 BATCH_TOKENS = 2**22  # of a step, where nobody says
 PINNED = {"tp", "cp", "pp", "dp"}  # sizes that leave one layout
@@ -20,7 +21,8 @@ class SearchSpace:
     """How many GPUs of which kind, and what they train.
 
     ``micro_batches`` is the global batch in context windows. Only layouts with the ``fixed`` sizes (fields of
-    ``Layout``) are tried.
+    ``Layout``) are tried, and only the given activation ``checkpointing``. Packers that fill windows put
+    ``micro_batch_windows`` of them into a micro-batch.
     """
 
     gpus: int
@@ -29,6 +31,8 @@ class SearchSpace:
     context_window: int
     micro_batches: int
     fixed: tuple[tuple[str, int | str], ...] = ()
+    checkpointing: Checkpointing | None = None
+    micro_batch_windows: int = 1
 
     @property
     def layout(self) -> Layout | None:
@@ -40,9 +44,17 @@ class SearchSpace:
     def batch_tokens(self) -> int:
         return self.micro_batches * self.context_window
 
-    def fixed_to(self, layout: Layout) -> SearchSpace:
-        """The same with ``layout`` only."""
-        return replace(self, fixed=tuple(vars(layout).items()))
+    @property
+    def given(self) -> frozenset[str]:
+        """What describes a job that runs already: a whole layout, or settings that nobody would search for."""
+        settings = {"checkpointing": self.checkpointing, "micro_batch_windows": self.micro_batch_windows > 1}
+        layout = {"layout"} if self.layout else {"weights"} & {*dict(self.fixed)}
+        return frozenset({name for name, value in settings.items() if value} | layout)
+
+    def fixed_to(self, layout: Layout, checkpointing: Checkpointing | None = None) -> SearchSpace:
+        """The same with ``layout`` only; how it handles weights, and its blocks of stages, are free."""
+        sizes = {name: size for name, size in vars(layout).items() if name not in ("weights", "stage_blocks")}
+        return replace(self, fixed=tuple(sizes.items()), checkpointing=checkpointing)
 
     @property
     def work_prices(self) -> Costs:
@@ -58,6 +70,8 @@ def search_space(
     hardware: str | Hardware = "h100",
     batch_tokens: int = BATCH_TOKENS,
     fixed: Mapping[str, int | str] | None = None,
+    checkpointing: Checkpointing | None = None,
+    micro_batch_windows: int = 1,
 ) -> SearchSpace:
     """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
     if gpus < 1:
@@ -79,4 +93,6 @@ def search_space(
         context_window,
         micro_batches,
         tuple((fixed or {}).items()),
+        checkpointing,
+        micro_batch_windows,
     )

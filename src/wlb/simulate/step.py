@@ -179,7 +179,7 @@ class Steps(StepSeconds):
         if "weight gathers" in self.modelled:
             forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
         if not weights_kept(self.costs) and "dp ranks" in self.modelled:
-            # FSDP gathers weights in every micro-batch, so data-parallel ranks wait for each other.
+            # Weights are gathered in every micro-batch, so data-parallel ranks wait for each other.
             shape, slowest = forward.shape, (seconds.max(axis=1, keepdims=True) for seconds in (forward, backward))
             forward, backward = (np.broadcast_to(seconds, shape) for seconds in slowest)
         sent = layout.pp > 1 and "stage transfers" in self.modelled

@@ -100,7 +100,7 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
 class DryRun:
     """The problems of a job, the memory of its worst step, and the simulation of its first steps.
 
-    ``speed`` is the speed over plain-4d in predicted work per second, on the job's own documents. Both ``speed`` and
+    ``speed`` is tokens per second over those of plain-4d, on the job's own documents. Both ``speed`` and
     ``simulated`` may be None; ``not_simulated`` says why, such as documents that do not fill a step.
     """
 
@@ -123,7 +123,7 @@ class DryRun:
             "worst_step": self.memory.parts,
             "first_steps": None if self.simulated is None else self.simulated.to_json(),
             "not_simulated": self.not_simulated,
-            "speed_at_equal_work": self.speed,
+            "speedup": self.speed,
         }
 
 

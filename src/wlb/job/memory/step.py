@@ -114,8 +114,7 @@ class _Walk:
         self.blocks = split_layers(job.shape, job.layout)
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
         self.shards = job.layout.dp_cp  # ranks over which FSDP divides weights
-        kept = job.levels_steps or job.software.weights == "kept"
-        self.frees_weights = job.layout.pp == 1 and not kept  # and gathers them again in every micro-batch
+        self.frees_weights = not job.layout.keeps_weights  # and gathers them again in every micro-batch
         self.held: dict[str, int] = {}
         self.total = 0  # of ``held``
         self.most: dict[str, int] = {}

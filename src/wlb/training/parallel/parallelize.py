@@ -62,7 +62,7 @@ def build_stage_modules(
         if compiled:
             compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
-        shard_weights(module, mesh.weights, execution.dtype, reshard_after_forward=layout.pp == 1)
+        shard_weights(module, mesh.weights, execution.dtype, reshard_after_forward=not layout.keeps_weights)
         module.to_empty(device=execution.device)
         if seed is not None:
             initialise_weights(module, layers=config.shape.layers, seed=seed)
@@ -132,8 +132,8 @@ def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForwar
 def shard_weights(module: Transformer, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
     """Apply FSDP2, one unit per block and one for the rest; gradients are summed over ``mesh``, not averaged.
 
-    They are summed because the loss is already divided by the token count of all ranks. A pipeline stage keeps its
-    gathered weights for the whole step (``reshard_after_forward=False``), or every micro-batch would gather them again.
+    They are summed because the loss is already divided by the token count of all ranks. Without
+    ``reshard_after_forward`` gathered weights stay for the whole step.
     """
     # Inputs are not cast: embeddings and received activations have the right type, and rotary angles have their own.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype(dtype), cast_forward_inputs=False)

@@ -134,8 +134,8 @@ class PipelineRunner:
     ) -> list[Tensor]:
         (module,) = self._modules
         losses = []
-        levels = any(batch.ranks for batch in batches)
-        for index, batch in enumerate(in_turn(module, batches, keep_weights=levels, calibration=self._calibration)):
+        kept = self._layout.keeps_weights
+        for index, batch in enumerate(in_turn(module, batches, keep_weights=kept, calibration=self._calibration)):
             with self._clock.measuring("forward", index):
                 scores = module(batch.tokens, **keywords[index])
             loss = self._loss(scores, targets[index])

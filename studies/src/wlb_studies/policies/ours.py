@@ -14,8 +14,9 @@ from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.planner import StepPlanner
 from wlb.simulate.rate import simulate_steps
+from wlb.simulate.run import pooled
 from wlb.simulate.search import SearchSpace, fastest_layout, layout_of
-from wlb.simulate.verdict import mean_delay, simulate_draws, usual_steps
+from wlb.simulate.verdict import simulate_draws, usual_steps
 from wlb_studies.policies.plan import Integers
 from wlb_studies.policies.policy import Outcome, Policy
 from wlb_studies.policies.pricing import received_bytes
@@ -39,7 +40,7 @@ class PresetPolicy(Policy):
             work_rates=[result.work_rate for result in results],
             tokens=int(tokens.sum()),
             seconds=sum(result.seconds for result in results),
-            token_delay=mean_delay(results),
+            token_delay=pooled(results).token_delay,
             tokens_cv=float(np.std(tokens) / np.mean(tokens)),
             exchanged_bytes=exchanged,
             memory_bytes=predicted_memory(job).total,
