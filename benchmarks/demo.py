@@ -4,8 +4,8 @@
    windows end, as the paper's data loader does: from here on both presets train the same segments in every step.
 2. Train them on two data-parallel processes under ``plain-4d`` and ``balanced``, a step of each in turn. The figure is
    CPU seconds of the critical path: what a step takes where each rank has a core of its own. For it ranks compute one
-   at a time, as they would slow each other (``parts/training/side_by_side.py``); for the clock, a second time, both at
-   once.
+   at a time, as they would slow each other (``parts/training/side_by_side.py``); for the clock, once more, both at
+   once. Everything is trained twice, and the smaller seconds count: of every micro-batch, and by the clock of a step.
 3. Ask ``wlb check`` what a job on a cluster loses.
 4. Print both and draw one step of each preset, ``demo/demo.png``.
 
@@ -17,11 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
@@ -34,7 +35,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.parts.training.side_by_side import BEGIN, END, Note, files_of, launch, played, read_notes, step_seconds
+from benchmarks.parts.measurement import differences, load, lower_median, spread
+from benchmarks.parts.training.side_by_side import (
+    BEGIN,
+    END,
+    Note,
+    files_of,
+    launch,
+    micro_batch_seconds,
+    played,
+    read_notes,
+    step_seconds,
+    typical,
+)
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
@@ -47,11 +60,12 @@ from wlb_studies.filling import cut_at_windows
 
 CONFIG = Path("configs/tiny_balanced.toml")
 PRESETS = ("plain-4d", "balanced")
+TURNS = (*PRESETS, *reversed(PRESETS))  # so that both are, on average, at the same place
 RANKS = 2
 VOCABULARY = 512
 MODEL = ("hidden=64", "layers=2", "heads=4", "kv_heads=4", "head_dim=16", "ffn_hidden=176")
 ATTENTION = 10.0  # seconds of a window-long document's attention over those of everything else, about; 8B at 128K: 5
-ORDERS = 16  # of the documents, of which one is trained
+ORDERS = 32  # of the documents, of which one is trained
 CHECK = ("check", "synthetic:20000:128K:0")
 TOO_BUSY = 1.2  # times the CPU seconds that the clock may take and still say something
 
@@ -60,17 +74,33 @@ console = Console(width=80, highlight=False)
 
 @dataclass(frozen=True)
 class Measured:
-    """A preset's counted steps: their plans, the notes of all ranks in each, and what the clock said of the same."""
+    """A preset's counted steps: plans, and of every repetition the notes of all ranks and the seconds by the clock."""
 
     preset: str
     plans: list[StepPlan]
-    notes: list[list[list[Note]]]
-    clock_seconds: list[float]
+    repeated: list[list[list[list[Note]]]]  # repetition, step, rank
+    repeated_clock: list[list[float]]  # repetition, step
 
     @cached_property
+    def notes(self) -> list[list[list[Note]]]:
+        """The notes of all ranks in each step, with the smaller of the seconds that repetitions measured."""
+        return [[typical(of_rank) for of_rank in zip(*step, strict=True)] for step in zip(*self.repeated, strict=True)]
+
+    @cached_property
+    def cpu(self) -> NDArray[np.float64]:
+        """CPU seconds of each step's critical path, shape (1 + repetitions, steps): the figure, then each one."""
+        return np.array([[step_seconds(of_step) for of_step in steps] for steps in (self.notes, *self.repeated)])
+
+    @cached_property
+    def clock(self) -> NDArray[np.float64]:
+        """Seconds of each step by the clock, shape (1 + repetitions, steps): the smaller, then each repetition."""
+        return np.array([lower_median(self.repeated_clock), *self.repeated_clock])
+
+    @property
     def seconds(self) -> NDArray[np.float64]:
         """CPU seconds of each step's critical path, shape (steps,)."""
-        return np.array([step_seconds(of_step) for of_step in self.notes])
+        seconds: NDArray[np.float64] = self.cpu[0]
+        return seconds
 
     @property
     def even_seconds(self) -> float:
@@ -78,21 +108,26 @@ class Measured:
         return float(np.mean([[notes[-1].cpu_seconds for notes in of_step] for of_step in self.notes], axis=1).sum())
 
     @property
-    def imbalance(self) -> float:
-        """The critical path over the mean rank's work."""
-        return float(self.seconds.sum()) / self.even_seconds
+    def micro_batches(self) -> list[list[float]]:
+        """CPU seconds of each micro-batch, in every repetition."""
+        return [
+            [seconds for of_step in steps for notes in of_step for seconds in micro_batch_seconds(notes)]
+            for steps in self.repeated
+        ]
 
-    def speed(self, base: Measured) -> float:
-        return float(base.seconds.sum() / self.seconds.sum())
+    def speeds(self, base: Measured) -> list[float]:
+        """In CPU seconds over ``base``: the figure, then that of each repetition alone."""
+        return list(base.cpu.sum(axis=1) / self.cpu.sum(axis=1))
 
-    def clock_speed(self, base: Measured) -> float:
-        return sum(base.clock_seconds) / sum(self.clock_seconds)
+    def clock_speeds(self, base: Measured) -> list[float]:
+        """By the clock over ``base``: the figure, then that of each repetition alone."""
+        return list(base.clock.sum(axis=1) / self.clock.sum(axis=1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each preset; the first warms up")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each preset; the first warms up")
     parser.add_argument("--window", type=int, default=16_384, help="context window; a step has one for each rank")
     arguments = parser.parse_args()
     out: Path = arguments.out
@@ -100,13 +135,14 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     stage(1, "token store of the standard library of this Python")
     store = prepare(out, arguments.window, arguments.steps)
-    stage(2, f"{' and '.join(PRESETS)} on {RANKS} processes, {arguments.steps} steps each, in turn")
+    stage(2, f"{' and '.join(PRESETS)} on {RANKS} processes, {arguments.steps} steps each, twice, in turn")
     train_in_turns(out, store, arguments)
     base, ours = measure(out, store, arguments)
+    loads = load()
     stage(3, f"a cluster, simulated: wlb {' '.join(CHECK)}")
     checked = check()
     stage(4, "results")
-    show_measured(base, ours, arguments.window)
+    show_measured(base, ours, arguments.window, loads)
     draw(base, ours, out / "demo.png")
     show_simulated(checked)
     console.print(f"picture: {out / 'demo.png'} ({time.perf_counter() - began:.0f} s in all)", soft_wrap=True)
@@ -134,9 +170,10 @@ def prepare(out: Path, window: int, steps: int) -> Path:
 def usual_order(lengths: NDArray[np.int64], window: int, steps: int) -> list[Segment]:
     """The documents cut at windows, in the order whose first steps are nearest to the usual imbalance of plain-4d.
 
-    Usual is the mean over all steps of all orders. So few steps of any one order may be far more or less even.
+    Usual is the mean over all steps of all orders. So few steps of any one order may be far more or less even. One of
+    the steps, which is drawn, shall be near to it, too.
     """
-    orders, of_all, of_first = [], [], []
+    orders, of_all, of_first, of_each = [], [], [], []
     for seed in range(ORDERS):
         order = Permutation(len(lengths), seed).between(0, len(lengths))
         whole = zip(order.tolist(), lengths[order].tolist(), strict=True)
@@ -147,7 +184,10 @@ def usual_order(lengths: NDArray[np.int64], window: int, steps: int) -> list[Seg
         slowest, even = by_step.max(axis=1), by_step.mean(axis=1)
         of_all.append(slowest.sum() / even.sum())
         of_first.append(slowest[1:steps].sum() / even[1:steps].sum())
-    return orders[int(np.abs(np.array(of_first) - np.mean(of_all)).argmin())]
+        of_each.append(slowest[1:steps] / even[1:steps])
+    usual = np.mean(of_all)
+    apart = np.abs(np.array(of_first) - usual) + np.abs(np.array(of_each) - usual).min(axis=1)
+    return orders[int(apart.argmin())]
 
 
 def job_settings(preset: str, directory: Path, store: Path, arguments: argparse.Namespace) -> list[str]:
@@ -165,12 +205,13 @@ def job_settings(preset: str, directory: Path, store: Path, arguments: argparse.
 
 
 def train_in_turns(out: Path, store: Path, arguments: argparse.Namespace) -> None:
-    """Train every preset afresh."""
+    """Train every preset afresh, in the order of ``TURNS``."""
     words: list[str] = []
     for option, kind in (("--one-at-a-time", "cpu"), ("--job", "clock")):
-        for preset in PRESETS:
-            shutil.rmtree(out / kind / preset, ignore_errors=True)
-            words += [option, str(CONFIG), *job_settings(preset, out / kind / preset, store, arguments)]
+        for turn, preset in enumerate(TURNS):
+            directory = out / kind / str(turn)
+            shutil.rmtree(directory, ignore_errors=True)
+            words += [option, str(CONFIG), *job_settings(preset, directory, store, arguments)]
     launch(RANKS, out / "notes", words)
 
 
@@ -178,16 +219,17 @@ def measure(out: Path, store: Path, arguments: argparse.Namespace) -> list[Measu
     """Read what was noted of every preset, without the first step, and plan its steps once more."""
     notes = read_notes(out / "notes", RANKS)
     results = []
-    for number, preset in enumerate(PRESETS):
-        lines = (out / "clock" / preset / "steps.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines][1:]
-        job = check_job(load_config(CONFIG, job_settings(preset, out / "cpu" / preset, store, arguments)), RANKS).job
-        plans = list(islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, 1 + len(rows)))
-        assert [plan.tokens for plan in plans] == [row["tokens"] for row in rows], (
-            "the plans are those that were trained"
-        )
-        of_preset = [notes[number, row["step"]] for row in rows]
-        results.append(Measured(preset, plans, of_preset, [row["step_seconds"] for row in rows]))
+    for preset in PRESETS:
+        job = check_job(load_config(CONFIG, job_settings(preset, out / "plans", store, arguments)), RANKS).job
+        plans = list(islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, arguments.steps))
+        of_preset, clock = [], []
+        for turn in [turn for turn, its in enumerate(TURNS) if its == preset]:
+            lines = (out / "clock" / str(turn) / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+            rows = [json.loads(line) for line in lines][1:]
+            assert [plan.tokens for plan in plans] == [row["tokens"] for row in rows], "these plans were trained"
+            of_preset.append([notes[turn, row["step"]] for row in rows])
+            clock.append([row["step_seconds"] for row in rows])
+        results.append(Measured(preset, plans, of_preset, clock))
     first, second = ([sorted(plan.segments) for plan in result.plans] for result in results)
     assert first == second, "both trained the same segments in every step"
     return results
@@ -200,7 +242,7 @@ def check() -> dict[str, Any]:
     return checked
 
 
-def show_measured(base: Measured, ours: Measured, window: int) -> None:
+def show_measured(base: Measured, ours: Measured, window: int, loads: Mapping[str, float]) -> None:
     table = Table(
         title=f"measured: {len(base.plans)} steps of {RANKS} x {window:,} tokens on {RANKS} data-parallel processes",
         box=box.SIMPLE_HEAD,
@@ -209,34 +251,44 @@ def show_measured(base: Measured, ours: Measured, window: int) -> None:
     )
     table.add_column("\npreset")
     for heading in (
-        "\nspeed",
-        "CPU seconds\na step",
+        "CPU s\na step",
         "slowest rank\nover mean",
-        "clock, seconds\na step",
-        "speed by\nclock",
+        "speed in\nCPU seconds",
+        "clock s\na step",
+        "speed by\nthe clock",
     ):
         table.add_column(heading, justify="right")
-    for result in (base, ours):
-        table.add_row(
-            result.preset,
-            f"{result.speed(base):.2f}x",
-            f"{result.seconds.mean():.3f}",
-            f"{result.imbalance:.2f}",
-            f"{np.mean(result.clock_seconds):.3f}",
-            f"{result.clock_speed(base):.2f}x",
-        )
+    for result, speeds, by_clock in (
+        (base, "1.00x", "1.00x"),
+        (ours, _with_spread(ours.speeds(base)), _with_spread(ours.clock_speeds(base))),
+    ):
+        uneven = result.seconds.sum() / result.even_seconds
+        cells = (f"{result.seconds.mean():.3f}", f"{uneven:.2f}", speeds, f"{result.clock[0].mean():.3f}", by_clock)
+        table.add_row(result.preset, *cells)
     console.print(table)
+    even = min(base.even_seconds, ours.even_seconds)  # the work is the same, so of its two measurements the smaller
     console.print(
-        f"Perfectly even ranks would give {base.imbalance:.2f}x; {ours.preset} reaches "
-        f"{ours.speed(base) / base.imbalance:.0%} of that. Every step trains the same documents under both. "
-        "CPU seconds are of the slowest rank's own work."
+        f"Perfectly even ranks would give {base.seconds.sum() / even:.2f}x in CPU seconds; {ours.preset} reaches "
+        f"{even / ours.seconds.sum():.0%} of that. Both train the same documents in every step. We report the slowest "
+        "rank's CPU time, because a machine may be shared."
     )
-    stretched = max(sum(result.clock_seconds) / float(result.seconds.sum()) for result in (base, ours))
+    apart = differences(np.hstack([base.micro_batches, ours.micro_batches]))
+    console.print(
+        "Everything was measured twice, and the smaller time counts; in brackets also the first and the second alone. "
+        f"CPU seconds of one micro-batch differed by {apart['median_difference']:.0%} (median), at most by "
+        f"{apart['worst_difference']:.0%}. Load average: {loads['load_at_start']:.1f} before training, "
+        f"{loads['load_at_end']:.1f} after it, on {os.cpu_count()} cores (training itself adds 1 to {RANKS})."
+    )
+    stretched = max(float(result.clock[0].sum() / result.seconds.sum()) for result in (base, ours))
     if stretched > TOO_BUSY:
         console.print(
             f"[bold]The clock means little here:[/bold] it ran {stretched:.1f} times the CPU seconds, because other "
             "programs had the cores or the two processes slow each other."
         )
+
+
+def _with_spread(speeds: list[float]) -> str:
+    return f"{speeds[0]:.2f}x" + "\n({least:.2f} to {most:.2f})".format_map(spread(speeds))
 
 
 def show_simulated(checked: dict[str, Any]) -> None:
@@ -270,7 +322,7 @@ def bars(notes: Sequence[Note], times: Sequence[float]) -> list[Bar]:
 
 def draw(base: Measured, ours: Measured, path: Path) -> None:
     """Draw the ranks of one step of both presets: the step whose speed is nearest to that of all steps."""
-    step = int(np.abs(base.seconds / ours.seconds - ours.speed(base)).argmin())
+    step = int(np.abs(base.seconds / ours.seconds - ours.speeds(base)[0]).argmin())
     figure, axes = pyplot_without_display().subplots(2, 1, figsize=(5.6, 3.8), sharex=True, constrained_layout=True)
     ends = float(base.seconds[step])
     faster = f" ({ends / float(ours.seconds[step]):.2f}x as fast)"
@@ -301,15 +353,22 @@ def _draw_ranks(axis: Any, result: Measured, step: int) -> None:
             axis.vlines(right, rank - 0.4, rank + 0.4, color="white")
             if sum(bar.ends - bar.starts for bar in mine) < 0.95 * (right - left):  # the rank waits inside
                 _, left, right = max((bar.ends - bar.starts, bar.starts, bar.ends) for bar in mine)
-            _write(axis, rank, left, right, ends, f"longest document: {label}", "black")
+            labels = (
+                f"longest document: {label}",
+                f"longest document:\n{label}",
+                f"longest:\n{label.removesuffix(' tokens')}",
+            )
+            _write(axis, rank, left, right, ends, labels, "black")
         for bar, following in pairwise([*made, Bar(ends, ends, None)]):
-            _write(axis, rank, bar.ends, following.starts, ends, "waiting", "white")
+            _write(axis, rank, bar.ends, following.starts, ends, ["waiting"], "white")
 
 
-def _write(axis: Any, rank: int, left: float, right: float, ends: float, label: str, colour: str) -> None:
-    """Write ``label`` between ``left`` and ``right`` if it fits: about 50 letters do in a whole step."""
-    if right - left > len(label) * ends / 50:
-        axis.text((left + right) / 2, rank, label, ha="center", va="center", fontsize=12, color=colour)
+def _write(axis: Any, rank: int, left: float, right: float, ends: float, labels: Sequence[str], colour: str) -> None:
+    """Write the first of ``labels`` that fits between ``left`` and ``right``: about 50 letters do in a whole step."""
+    for label in labels:
+        if right - left > max(map(len, label.split("\n"))) * ends / 50:
+            axis.text((left + right) / 2, rank, label, ha="center", va="center", fontsize=12, color=colour)
+            break
 
 
 def longest_documents(plan: StepPlan, rank: int) -> list[str]:

@@ -11,9 +11,10 @@ take turns, a step each, in the same processes; the first step is not counted.
 
 Wall time says little on a machine that others use, so a step's seconds are the CPU seconds of its critical path: those
 of the slowest rank, and of others while it waits for them (``parts/training/side_by_side.py``), with the median over
-repetitions of what each rank computes between two messages. Programs that share caches with ranks still lengthen them;
-"in repetitions" says by how much. "busy" is the mean rank's share, and "of ideal" the speed over that of plain-4d if
-its ranks shared its CPU seconds evenly.
+repetitions (of two the smaller) of what each rank computes between two messages. Programs that share caches with ranks
+still lengthen them: "low to high" has the speed of every repetition alone, and "one micro-batch differs" says how far
+its longest measurement is over its shortest, median and worst. "busy" is the mean rank's share, and "of ideal" the
+speed over that of plain-4d if its ranks shared its CPU seconds evenly.
 
 Speed is at equal work, over plain-4d in the same layout: predicted seconds of work done in a second. Sequential packing
 cuts documents and leaves out part of their attention, so "in tokens", the speed of tokens/s, favours it; both of these,
@@ -25,7 +26,6 @@ values go to another rank, once for each, over all tokens.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,8 @@ COLUMNS = {
     "= 2": "{layout}",
     "preset": "{preset}",
     "speed": "{speed:.3f}x",
-    "in repetitions": "{least:.2f} to {most:.2f}",
+    "low to high": "{least:.2f} to {most:.2f}",
+    "one micro-batch differs": "{median_difference:.0%}, {worst_difference:.0%}",
     "predicted": "{predicted_speed:.3f}x",
     "apart": "{apart:+.1%}",
     "CPU s": "{cpu_seconds:.3f}",
@@ -51,6 +52,7 @@ COLUMNS = {
     "exchanged": "{exchanged:.0%}",
     "imbalance": "{imbalance_degree:.3f}",
     "clock": "{clock_speed:.3f}x",
+    "clock, low to high": "{clock_least:.2f} to {clock_most:.2f}",
     "tokens/s": "{tokens_per_second:,.0f}",
     "in tokens": "{clock_speed_in_tokens:.3f}x",
 }
@@ -71,18 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     store = prepare(options.directory)
     rows: list[dict[str, Any]] = []
     errors: list[float] = []
-    loads = [os.getloadavg()[0]]
     for layout in options.layouts.split(","):
         profiles = [measure_profile(options.directory)]
         for repetition in range(options.repetitions):
             train_in_turns(layout, repetition, options, store)
             profiles.append(measure_profile(options.directory))
-            loads.append(os.getloadavg()[0])
         jobs = {preset: trained(layout, preset, options, store, profiles) for preset in options.presets}
         base = jobs.get("plain-4d", jobs[options.presets[0]])
         rows += [job.row(base) for job in jobs.values()]
         errors += [abs(error) for job in jobs.values() for error in job.errors]
-    results = facts("torch") | {"steps": options.steps, "repetitions": options.repetitions, "load_averages": loads}
+    results = facts("torch") | {"steps": options.steps, "repetitions": options.repetitions}
     results |= {"median_absolute_error": median(errors), "most_apart": max(abs(row["apart"]) for row in rows)}
     show(f"measured, one thread a process; {options.repetitions} repetitions of {options.steps} steps", rows, COLUMNS)
     console.print(results)

@@ -1,5 +1,9 @@
 """What every benchmark here shares: its command line, timing of alternatives in turn, tables, and JSON that says where.
 
+Other programs lengthen the CPU seconds of what runs beside them, by up to 90% for one micro-batch. So everything is
+measured at least twice: ``lower_median`` is the figure, ``spread`` and ``differences`` say how far measurements are
+apart, and ``load`` how busy the machine was.
+
 Plans are computed by one thread, so they are timed by the CPU time of the process: other work on the machine then costs
 the caches it displaces, not the time it runs. The garbage collector stays on, as it is in training, but does not walk
 what imports left behind: the peers' packages bring hundreds of thousands of objects, and going over them would be
@@ -23,6 +27,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +39,7 @@ R = TypeVar("R")
 Row = Mapping[str, Any]
 
 console = Console(width=160, highlight=False)
+_LOAD_AT_START = os.getloadavg()[0]
 
 
 def make_parser(description: str | None, out: str | None = None) -> argparse.ArgumentParser:
@@ -98,15 +105,40 @@ def in_turns(alternatives: Mapping[str, Callable[[], T]], turns: int) -> dict[st
     return results
 
 
+def lower_median(repeated: ArrayLike) -> NDArray[np.float64]:
+    """The median of what was measured several times, shape (repetitions, ...); of two the smaller."""
+    ordered: NDArray[np.float64] = np.sort(np.asarray(repeated, np.float64), axis=0)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def spread(speeds: Sequence[float]) -> dict[str, float]:
+    """The lowest and highest of the speeds that repetitions gave, and of the figure made of them."""
+    return {"least": float(min(speeds)), "most": float(max(speeds))}
+
+
+def differences(repeated: ArrayLike) -> dict[str, float]:
+    """How far measurements of the same are apart: the longest over the shortest, less one.
+
+    ``repeated`` are measured seconds, shape (repetitions, measurements).
+    """
+    apart = np.max(repeated, axis=0) / np.min(repeated, axis=0) - 1
+    return {"median_difference": float(np.median(apart)), "worst_difference": float(apart.max())}
+
+
+def load() -> dict[str, float]:
+    """The load average (of a minute) when this program started and now; both count the program itself."""
+    return {"load_at_start": _LOAD_AT_START, "load_at_end": os.getloadavg()[0]}
+
+
 def facts(*distributions: str) -> dict[str, Any]:
-    """The machine, and versions of the installed ones of ``distributions``; nothing that names the machine."""
+    """The machine and its load, and versions of installed ``distributions``; nothing that names the machine."""
     here = {
         "cpu": _cpu_model(),
         "cores": str(os.cpu_count() or 1),
         "system": platform.system(),
         "python": platform.python_version(),
     }
-    return {"machine": here, "versions": versions("wlb-llm", "numpy", *distributions)}
+    return {"machine": here | load(), "versions": versions("wlb-llm", "numpy", *distributions)}
 
 
 def versions(*distributions: str) -> dict[str, str]:

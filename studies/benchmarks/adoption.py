@@ -8,6 +8,8 @@ by best fit, as TRL packs, and own_lists in lock step, too. All ways attend with
 without padding, so micro-batches differ in nothing but which documents are together. The ways take turns, after one
 turn to warm up. Seconds are CPU seconds of the critical path: of every step those of the slowest rank, forward and
 backward. Ranks that share a micro-batch begin it together; with FSDP2, in own_lists, all ranks do, but for own lists.
+A micro-batch counts with the median over turns, of two turns the smaller; "low to high" has the speed in every turn
+alone, and "one micro-batch differs" says how far its longest measurement is over its shortest, median and worst.
 Speed is at equal work, predicted seconds of work done in a second. Stacks that are not installed are left out.
 """
 
@@ -29,11 +31,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, write
+from benchmarks.parts.measurement import (
+    chosen,
+    command,
+    console,
+    differences,
+    facts,
+    lower_median,
+    make_parser,
+    show,
+    spread,
+    write,
+)
 from benchmarks.parts.ranks import on_ranks
 from studies.benchmarks.recorder import Recorder, positions_of, recording
 from wlb.integrations.packed import FlatteningCollator, PackedBatch
 from wlb.workload import make_workload
+
+Turn = list[list[tuple[tuple[int, ...], float]]]  # of one rank: steps of micro-batches, who shares each and its seconds
 
 EXAMPLES = Path("examples")
 PROCESSES, MICRO_BATCHES = 2, 2
@@ -49,7 +64,8 @@ COLUMNS = {
     "way": "{way}",
     "seconds": "{seconds:.1f}",
     "speed": "{speed:.2f}x",
-    "in turns": "{least:.2f} to {most:.2f}",
+    "low to high": "{least:.2f} to {most:.2f}",
+    "one micro-batch differs": "{median_difference:.0%}, {worst_difference:.0%}",
 }
 
 
@@ -93,16 +109,30 @@ def rows_of(example: str, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any
     """``ranks``: of every rank, by way, the micro-batches of each turn and the predicted seconds of its work."""
     ways = [*ranks[0]]
     work = {way: sum(rank[way]["work"] for rank in ranks) for way in ways}
-    seconds = {}
-    for way in ways:
-        turns = zip(*(rank[way]["turns"] for rank in ranks), strict=True)
-        seconds[way] = np.array([sum(map(critical_path, zip(*turn, strict=True))) for turn in turns])
+    seconds = {way: np.array(turn_seconds([rank[way]["turns"] for rank in ranks])) for way in ways}
     rows = []
     for way in ways:
         speeds = seconds[ways[0]] / seconds[way] * work[way] / work[ways[0]]
-        spread = {"speed": float(np.median(speeds)), "least": float(speeds.min()), "most": float(speeds.max())}
-        rows.append({"example": example, "way": way, "seconds": float(np.median(seconds[way]))} | spread)
+        row = {"example": example, "way": way, "seconds": float(seconds[way][0]), "speed": float(speeds[0])}
+        measured = np.hstack([[*map(seconds_of, rank[way]["turns"])] for rank in ranks])
+        rows.append(row | spread(speeds.tolist()) | differences(measured))
     return rows
+
+
+def turn_seconds(ranks: Sequence[list[Turn]]) -> list[float]:
+    """Seconds of the critical path: with the lower median of every micro-batch over turns, then in each turn."""
+    turns = zip(*([typical(turns), *turns] for turns in ranks), strict=True)
+    return [sum(map(critical_path, zip(*turn, strict=True))) for turn in turns]
+
+
+def typical(turns: Sequence[Turn]) -> Turn:
+    """Of one rank's turns, which trained the same, the lower median of the seconds of every micro-batch."""
+    seconds = iter(lower_median([*map(seconds_of, turns)]).tolist())
+    return [[(members, next(seconds)) for members, _ in step] for step in turns[0]]
+
+
+def seconds_of(turn: Turn) -> list[float]:
+    return [seconds for step in turn for _, seconds in step]
 
 
 def critical_path(lists: Sequence[Sequence[tuple[tuple[int, ...], float]]]) -> float:
@@ -157,6 +187,9 @@ def add_turn(
     # A plain FSDP2 loop gathers weights in every micro-batch, and so waits for all ranks in each.
     waits = tuple(range(PROCESSES)) if name == "own_lists" and not alone else ()
     found["turns"].append([[(one.ranks or waits, one.seconds) for one in step] for step in recorder.steps])
+    trained = [[one.tokens.tobytes() for one in step] for step in recorder.steps]
+    if found.setdefault("trained", trained) != trained:
+        raise AssertionError(f"{name}: turns trained different micro-batches")
     found["work"] = work_of(recorder)
 
 

@@ -5,7 +5,8 @@
 Two processes of one thread each train documents in random micro-batches, as ``studies.benchmarks.adoption`` does, under
 ``wlb.shadow``, which predicts how fast balanced steps are. Then they train the same documents in balanced steps, in
 lock step. Both take turns, after one to warm up. Seconds are CPU seconds of the critical path: with FSDP2 ranks wait
-for each other in every micro-batch, otherwise at the end of a step. Speeds are at equal work.
+for each other in every micro-batch, otherwise at the end of a step; a micro-batch counts with the median over turns, of
+two turns the smaller. "Low to high" has every turn alone. Speeds are at equal work.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from typing import Any
 import numpy as np
 
 import wlb
-from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, write
+from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, spread, write
 from benchmarks.parts.ranks import on_ranks
-from studies.benchmarks.adoption import PROCESSES, add_turn, critical_path, example, rows_of, unbalanced, ways_of
+from studies.benchmarks.adoption import PROCESSES, add_turn, example, rows_of, turn_seconds, unbalanced, ways_of
 
 STACKS = {"torch_loop": "DDP", "own_lists": "FSDP2", "hf_trainer": "Hugging Face Trainer"}  # by example
 COLUMNS = {
     "stack": "{stack}",
     "predicted": "{predicted:.3f}x",
-    "measured": "{measured:.3f}x",
+    "predicted, low to high": "{predicted_least:.2f} to {predicted_most:.2f}",
+    "measured": "{speed:.3f}x",
+    "measured, low to high": "{least:.2f} to {most:.2f}",
+    "one micro-batch differs": "{median_difference:.0%}, {worst_difference:.0%}",
     "predicted over measured": "{ratio:.3f}",
-    "in turns": "{least:.3f} to {most:.3f}",
     "R2": "{r_squared:.3f}",
     "random, predicted over measured s": "{own:.3f}",
 }
@@ -111,17 +114,14 @@ def predicted_row(name: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A row of the table."""
     ways = [{way: found for way, found in rank.items() if way != "gains"} for rank in ranks]
     gains = ranks[0]["gains"]
-    turns = zip(*(rank["random"]["turns"] for rank in ranks), strict=True)
-    random = [sum(map(critical_path, zip(*turn, strict=True))) for turn in turns]
+    _, *random = turn_seconds([rank["random"]["turns"] for rank in ranks])
     (_, balanced), predicted = rows_of(name, ways), [gain.speed for gain in gains]
     own = [gain.own * gain.steps / seconds for gain, seconds in zip(gains, random, strict=True)]
-    return {
+    return balanced | {
         "stack": STACKS[name],
         "predicted": float(np.median(predicted)),
-        "measured": balanced["speed"],
+        **{f"predicted_{name}": bound for name, bound in spread(predicted).items()},
         "ratio": float(np.median(predicted)) / balanced["speed"],
-        "least": min(predicted),
-        "most": max(predicted),
         "r_squared": float(np.median([gain.prices.r_squared for gain in gains])),
         "own": float(np.median(own)),
     }

@@ -31,6 +31,9 @@ CHECKED = {
 }
 
 
+LOADS = {"load_at_start": 0.5, "load_at_end": 2.0}
+
+
 def _notes(seconds: list[list[int]], *, meeting: bool) -> list[list[Any]]:
     """Every rank computes so many seconds between meetings of all."""
     ranks = range(len(seconds))
@@ -61,12 +64,14 @@ def test_computing_hides_a_message_that_was_started_early() -> None:
         side_by_side.step_seconds([[], idle])
 
 
-def test_the_median_is_taken_between_messages() -> None:
+def test_the_lower_median_is_taken_between_messages() -> None:
     repetitions = [
         [side_by_side.Note("a", (), a), side_by_side.Note("end", (), a + b)]
         for a, b in ((1.0, 9.0), (2.0, 3.0), (7.0, 4.0))
     ]
     assert side_by_side.typical(repetitions) == [side_by_side.Note("a", (), 2.0), side_by_side.Note("end", (), 6.0)]
+    of_two = side_by_side.typical(repetitions[:2])  # the smaller
+    assert of_two == [side_by_side.Note("a", (), 1.0), side_by_side.Note("end", (), 4.0)]
     with pytest.raises(ValueError, match="differ"):
         side_by_side.typical([*repetitions, repetitions[0][:1]])
 
@@ -110,28 +115,36 @@ def _step(*ranks: float) -> list[list[Any]]:
     ]
 
 
-def _measured(preset: str, steps: list[list[list[Any]]], clock: list[float]) -> Any:
+def _measured(preset: str, repeated: list[list[list[list[Any]]]], clock: list[list[float]]) -> Any:
     batches = [MicroBatch((Segment(0, 0, 4),), 1.0), MicroBatch((Segment(1, 0, 7), Segment(2, 0, 3)), 1.0)]
     plan: Any = SimpleNamespace(ranks=[[batch] for batch in batches])
-    return demo.Measured(preset, [plan] * len(steps), steps, clock)
+    return demo.Measured(preset, [plan] * len(clock[0]), repeated, clock)
 
 
 def test_what_is_printed_and_drawn_follows_from_the_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    base = _measured("plain-4d", [_step(3.5, 1.5), _step(0.5, 2.5)], clock=[5.0, 4.0])
-    ours = _measured("balanced", [_step(2.5, 2.5), _step(1.5, 2.0)], clock=[3.0, 3.0])
-    demo.show_measured(base, ours, 16_384)
+    steps = [_step(3.5, 1.5), _step(0.5, 2.5)], [_step(2.5, 2.5), _step(1.5, 2.0)]
+    base = _measured("plain-4d", [steps[0], [_step(7.0, 1.5), _step(0.5, 2.5)]], [[5.0, 5.0], [5.0, 4.0]])
+    ours = _measured("balanced", [[_step(2.5, 5.0), steps[1][1]], steps[1]], [[3.0, 3.0], [4.0, 3.0]])
+    demo.show_measured(base, ours, 16_384, LOADS)
     demo.show_simulated(CHECKED)
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if "x " in line}
-    assert rows["plain-4d"] == ["1.00x", "3.500", "1.40", "4.500", "1.00x"]  # (4 + 3) / 2, over (3 + 2) / 2
-    assert rows["balanced"] == ["1.27x", "2.750", "1.05", "3.000", "1.50x"]  # 7 / 5.5, and 9 / 6 by the clock
+    assert rows["plain-4d"] == ["3.500", "1.40", "1.00x", "4.500", "1.00x"]  # (4 + 3) / 2, over (3 + 2) / 2
+    assert rows["balanced"] == ["2.750", "1.05", "1.27x", "3.000", "1.50x"]  # 7 / 5.5, and 9 / 6 by the clock
     text = " ".join(printed.split())
-    assert "even ranks would give 1.40x; balanced reaches 91% of that" in text
+    assert "(0.88 to 1.91) (1.29 to 1.67)" in text  # 7 / 8 to 10.5 / 5.5; 9 / 7 to 10 / 6
+    assert "even ranks would give 1.40x in CPU seconds; balanced reaches 91% of that" in text
+    assert "one micro-batch differed by 0% (median), at most by 100%. Load average: 0.5 before training" in text
     assert "The clock means little here: it ran 1.3 times" in text
     assert f"simulated: 64 GPUs, each system in its own fastest layout {CHECKED['verdict']}" in text
-    demo.show_measured(_measured("plain-4d", base.notes, [3.5, 3.5]), _measured("balanced", ours.notes, [3, 3]), 16_384)
-    assert "means little" not in capsys.readouterr().out
+    faster = _measured(
+        "balanced", [[_step(1.0, 1.0), _step(1.0, 1.0)]], [[1.5, 1.5]]
+    )  # than the same work of the other
+    demo.show_measured(_measured("plain-4d", [steps[0]], [[3.5, 3.5]]), faster, 16_384, LOADS)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "means little" not in text
+    assert "even ranks would give 2.33x in CPU seconds; balanced reaches 100% of that" in text
     demo.draw(base, ours, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").stat().st_size < 200_000
 

@@ -8,7 +8,8 @@ its own ``steps.jsonl``. Wall time says little on a machine that others use. So 
 its threads, so that what gloo copies counts) when it starts a message, when it has waited for one, and where a
 micro-batch begins and ends. ``played`` plays such notes back: a rank goes on from a wait once its own CPU seconds are
 over and those of every rank that it waited for, up to where that one started the message. ``step_seconds``, the
-critical path, is what a step takes where every rank has a core of its own.
+critical path, is what a step takes where every rank has a core of its own. A job that is given twice does the same work
+twice, and ``typical`` takes the smaller of both seconds between any two notes.
 
 Ranks that compute at the same time slow each other, most of all on two hyperthreads of one core, and a rank whose peer
 waits is faster. Ranks of a job that is given by ``--one-at-a-time`` in place of ``--job`` take turns to compute.
@@ -34,9 +35,9 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed import distributed_c10d
 
+from benchmarks.parts.measurement import lower_median
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
 from wlb.runtime.clock import ComputeClock
@@ -116,16 +117,26 @@ def step_seconds(ranks: Sequence[Sequence[Note]]) -> float:
 
 
 def typical(repetitions: Sequence[Sequence[Note]]) -> list[Note]:
-    """One rank's notes of a step that was trained several times: the median seconds between two notes.
+    """One rank's notes of a step that was trained several times: the ``lower_median`` of seconds between two notes.
 
     Raises ``ValueError`` unless every repetition noted the same messages.
     """
     first = repetitions[0]
     if any([note[:2] for note in notes] != [note[:2] for note in first] for notes in repetitions):
         raise ValueError("the repetitions of a step differ in their messages")
-    seconds: NDArray[np.float64] = np.array([[note.cpu_seconds for note in notes] for notes in repetitions])
-    ends = np.cumsum(np.median(np.diff(seconds, prepend=0.0), axis=0))
+    seconds = np.array([[note.cpu_seconds for note in notes] for notes in repetitions])
+    ends = np.cumsum(lower_median(np.diff(seconds, prepend=0.0)))
     return [note._replace(cpu_seconds=end) for note, end in zip(first, ends.tolist(), strict=True)]
+
+
+def micro_batch_seconds(notes: Sequence[Note]) -> list[float]:
+    """CPU seconds of each micro-batch, forward and backward."""
+    seconds: dict[str, float] = {}
+    for message, _, cpu_seconds in notes:
+        mark, _, number = message.rpartition(" ")
+        if mark in (BEGIN, END):
+            seconds[number] = seconds.get(number, 0.0) + (cpu_seconds if mark == END else -cpu_seconds)
+    return [*seconds.values()]
 
 
 def read_notes(directory: Path, ranks: int) -> dict[tuple[int, int], list[list[Note]]]:

@@ -20,7 +20,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.parts.training.side_by_side import files_of, launch, read_notes, step_seconds, typical
+from benchmarks.parts.measurement import differences, lower_median, spread
+from benchmarks.parts.training.side_by_side import (
+    files_of,
+    launch,
+    micro_batch_seconds,
+    read_notes,
+    step_seconds,
+    typical,
+)
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
@@ -39,9 +47,11 @@ class Trained:
 
     layout: str
     preset: str
-    clock: list[float]  # seconds of each step, medians over repetitions
+    clock: list[float]  # seconds of each step, lower medians over repetitions
+    clock_of_repetitions: list[float]  # of all steps
     cpu: list[float]  # CPU seconds of each step's critical path
     cpu_of_repetitions: list[float]  # of all steps
+    differences: dict[str, float]  # of the CPU seconds of one micro-batch, in the repetitions
     busy: float  # the mean rank's share of these
     predicted: list[float]  # seconds of each step, medians over profiles
     work: float  # predicted seconds of one process that does all of these steps
@@ -60,13 +70,15 @@ class Trained:
             return self.work / mine / (base.work / its)
 
         measured, predicted = speed(sum(self.cpu), sum(base.cpu)), speed(sum(self.predicted), sum(base.predicted))
+        clock = speed(sum(self.clock), sum(base.clock))
         repeated = [speed(*pair) for pair in zip(self.cpu_of_repetitions, base.cpu_of_repetitions, strict=True)]
+        by_clock = [speed(*pair) for pair in zip(self.clock_of_repetitions, base.clock_of_repetitions, strict=True)]
         return {
             "layout": self.layout,
             "preset": self.preset,
             "speed": measured,
-            "least": min(repeated),
-            "most": max(repeated),
+            **spread([measured, *repeated]),
+            **self.differences,
             "predicted_speed": predicted,
             "apart": predicted / measured - 1,
             "cpu_seconds": mean(self.cpu),
@@ -74,7 +86,8 @@ class Trained:
             "prediction_error": median(self.errors),
             "busy": self.busy,
             "of_ideal": measured * base.busy,
-            "clock_speed": speed(sum(self.clock), sum(base.clock)),
+            "clock_speed": clock,
+            **{f"clock_{name}": bound for name, bound in spread([clock, *by_clock]).items()},
             "tokens_per_second": sum(self.tokens) / sum(self.clock),
             "clock_speed_in_tokens": sum(self.tokens) / sum(self.clock) / (sum(base.tokens) / sum(base.clock)),
             "imbalance_degree": self.imbalance_degree,
@@ -133,14 +146,13 @@ def trained(
     simulated = [simulate_steps(plans, replace(job, profile=profile)) for profile in profiles]
     prices = [make_workload(profile.model, "cpu", profile=profile) for profile in profiles]
     lengths = [segment.length for plan in plans for segment in plan.segments]
-    cpu, cpu_of_repetitions, busy = _cpu_seconds(layout, preset, options)
+    clock = [[row["step_seconds"] for row in of_repetition] for of_repetition in rows]
     return Trained(
         layout,
         preset,
-        clock=[median(row["step_seconds"] for row in of_step) for of_step in zip(*rows, strict=True)],
-        cpu=cpu,
-        cpu_of_repetitions=cpu_of_repetitions,
-        busy=busy,
+        clock=lower_median(clock).tolist(),
+        clock_of_repetitions=[*map(sum, clock)],
+        **_cpu_seconds(layout, preset, options),
         predicted=[median(of_step) for of_step in zip(*(steps.seconds.tolist() for steps in simulated), strict=True)],
         work=mean(float(workload.document_seconds(lengths).sum()) for workload in prices),
         tokens=tokens,
@@ -149,16 +161,25 @@ def trained(
     )
 
 
-def _cpu_seconds(layout: str, preset: str, options: argparse.Namespace) -> tuple[list[float], list[float], float]:
-    """CPU seconds of every step's critical path, those of all steps in each repetition, and how busy ranks were."""
+def _cpu_seconds(layout: str, preset: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What the notes of a preset's ranks say: fields of ``Trained``."""
     job = options.presets.index(preset)
     steps = [(job, step) for step in range(2, options.steps + 2)]  # counted from 1, without the first
     folders = [_folder(options, layout, "notes", n) for n in range(options.repetitions)]
     repetitions = [read_notes(folder, _processes(layout)) for folder in folders]
     ranks = [[typical(one) for one in zip(*(notes[step] for notes in repetitions), strict=True)] for step in steps]
     seconds = [step_seconds(of_step) for of_step in ranks]
-    busy = sum(mean(notes[-1].cpu_seconds for notes in of_step) for of_step in ranks) / sum(seconds)
-    return seconds, [sum(step_seconds(notes[step]) for step in steps) for notes in repetitions], busy
+    return {
+        "cpu": seconds,
+        "cpu_of_repetitions": [sum(step_seconds(notes[step]) for step in steps) for notes in repetitions],
+        "busy": sum(mean(notes[-1].cpu_seconds for notes in of_step) for of_step in ranks) / sum(seconds),
+        "differences": differences(
+            [
+                [one for step in steps for rank in notes[step] for one in micro_batch_seconds(rank)]
+                for notes in repetitions
+            ]
+        ),
+    }
 
 
 def _counted(folder: Path) -> list[dict[str, Any]]:
