@@ -364,9 +364,9 @@ def _draw_ranks(axis: Any, result: Measured, step: int) -> None:
 
 
 def _write(axis: Any, rank: int, left: float, right: float, ends: float, labels: Sequence[str], colour: str) -> None:
-    """Write the first of ``labels`` that fits between ``left`` and ``right``: about 50 letters do in a whole step."""
+    """Write the first of ``labels`` that fits between ``left`` and ``right``: about 46 letters do in a whole step."""
     for label in labels:
-        if right - left > max(map(len, label.split("\n"))) * ends / 50:
+        if right - left > max(map(len, label.split("\n"))) * ends / 46:
             axis.text((left + right) / 2, rank, label, ha="center", va="center", fontsize=12, color=colour)
             break
 

@@ -40,21 +40,15 @@ NAMES = [*PRESETS, *(f"balanced:{grouping}" for grouping in ("even", "level", "s
 COLUMNS = {
     "= 2": "{layout}",
     "preset": "{preset}",
-    "speed": "{speed:.3f}x",
-    "low to high": "{least:.2f} to {most:.2f}",
-    "one micro-batch differs": "{median_difference:.0%}, {worst_difference:.0%}",
-    "predicted": "{predicted_speed:.3f}x",
-    "apart": "{apart:+.1%}",
-    "CPU s": "{cpu_seconds:.3f}",
-    "error": "{prediction_error:+.1%}",
-    "busy": "{busy:.0%}",
-    "of ideal": "{of_ideal:.0%}",
+    "speed\nlow to high": "{speed:.3f}x\n{least:.2f} to {most:.2f}",
+    "one micro-batch\ndiffers": "{median_difference:.0%}\n{worst_difference:.0%}",
+    "predicted\napart": "{predicted_speed:.3f}x\n{apart:+.1%}",
+    "CPU s\nerror": "{cpu_seconds:.3f}\n{prediction_error:+.1%}",
+    "busy\nof ideal": "{busy:.0%}\n{of_ideal:.0%}",
     "exchanged": "{exchanged:.0%}",
     "imbalance": "{imbalance_degree:.3f}",
-    "clock": "{clock_speed:.3f}x",
-    "clock, low to high": "{clock_least:.2f} to {clock_most:.2f}",
-    "tokens/s": "{tokens_per_second:,.0f}",
-    "in tokens": "{clock_speed_in_tokens:.3f}x",
+    "clock\nlow to high": "{clock_speed:.3f}x\n{clock_least:.2f} to {clock_most:.2f}",
+    "tokens/s\nin tokens": "{tokens_per_second:,.0f}\n{clock_speed_in_tokens:.3f}x",
 }
 
 

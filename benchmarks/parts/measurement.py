@@ -1,6 +1,6 @@
 """What every benchmark here shares: its command line, timing of alternatives in turn, tables, and JSON that says where.
 
-Other programs lengthen the CPU seconds of what runs beside them, by up to 90% for one micro-batch. So everything is
+Other programs lengthen the CPU seconds of what runs beside them, by up to 90% for one micro-batch. So training is
 measured at least twice: ``lower_median`` is the figure, ``spread`` and ``differences`` say how far measurements are
 apart, and ``load`` how busy the machine was.
 

@@ -6,7 +6,7 @@ Two processes of one thread each train documents in random micro-batches, as ``s
 ``wlb.shadow``, which predicts how fast balanced steps are. Then they train the same documents in balanced steps, in
 lock step. Both take turns, after one to warm up. Seconds are CPU seconds of the critical path: with FSDP2 ranks wait
 for each other in every micro-batch, otherwise at the end of a step; a micro-batch counts with the median over turns, of
-two turns the smaller. "Low to high" has every turn alone. Speeds are at equal work.
+two turns the smaller. Brackets hold every turn alone. Speeds are at equal work.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from studies.benchmarks.adoption import PROCESSES, add_turn, example, rows_of, t
 STACKS = {"torch_loop": "DDP", "own_lists": "FSDP2", "hf_trainer": "Hugging Face Trainer"}  # by example
 COLUMNS = {
     "stack": "{stack}",
-    "predicted": "{predicted:.3f}x",
-    "predicted, low to high": "{predicted_least:.2f} to {predicted_most:.2f}",
-    "measured": "{speed:.3f}x",
-    "measured, low to high": "{least:.2f} to {most:.2f}",
+    "predicted": "{predicted:.3f}x ({predicted_least:.2f} to {predicted_most:.2f})",
+    "measured": "{speed:.3f}x ({least:.2f} to {most:.2f})",
     "one micro-batch differs": "{median_difference:.0%}, {worst_difference:.0%}",
     "predicted over measured": "{ratio:.3f}",
     "R2": "{r_squared:.3f}",
