@@ -39,7 +39,7 @@ R = TypeVar("R")
 Row = Mapping[str, Any]
 
 console = Console(width=160, highlight=False)
-_LOAD_AT_START = os.getloadavg()[0]
+_LOAD_AT_START = round(os.getloadavg()[0], 2)
 
 
 def make_parser(description: str | None, out: str | None = None) -> argparse.ArgumentParser:
@@ -127,7 +127,7 @@ def differences(repeated: ArrayLike) -> dict[str, float]:
 
 def load() -> dict[str, float]:
     """The load average (of a minute) when this program started and now; both count the program itself."""
-    return {"load_at_start": _LOAD_AT_START, "load_at_end": os.getloadavg()[0]}
+    return {"load_at_start": _LOAD_AT_START, "load_at_end": round(os.getloadavg()[0], 2)}
 
 
 def facts(*distributions: str) -> dict[str, Any]:
