@@ -327,10 +327,10 @@ def draw(base: Measured, ours: Measured, path: Path) -> None:
     ends = float(base.seconds[step])
     faster = f" ({ends / float(ours.seconds[step]):.2f}x as fast)"
     for axis, result, note in zip(axes, (base, ours), ("", faster), strict=True):
+        axis.set(xlim=(0, 1.005 * ends), ylim=(RANKS - 0.5, -0.5), yticks=range(RANKS))
         _draw_ranks(axis, result, step)
         seconds = float(result.seconds[step])
         axis.axvline(seconds, color="black", linewidth=1.5)
-        axis.set(xlim=(0, 1.005 * ends), ylim=(RANKS - 0.5, -0.5), yticks=range(RANKS))
         axis.set_yticklabels([f"rank {rank}" for rank in range(RANKS)])
         axis.set_title(f"{result.preset}: {seconds:.2f} s{note}", fontsize=14, loc="left", weight="bold")
         axis.spines[["top", "right", "left"]].set_visible(False)
@@ -358,15 +358,16 @@ def _draw_ranks(axis: Any, result: Measured, step: int) -> None:
                 f"longest document:\n{label}",
                 f"longest:\n{label.removesuffix(' tokens')}",
             )
-            _write(axis, rank, left, right, ends, labels, "black")
+            _write(axis, rank, left, right, labels, "black")
         for bar, following in pairwise([*made, Bar(ends, ends, None)]):
-            _write(axis, rank, bar.ends, following.starts, ends, ["waiting"], "white")
+            _write(axis, rank, bar.ends, following.starts, ["waiting"], "white")
 
 
-def _write(axis: Any, rank: int, left: float, right: float, ends: float, labels: Sequence[str], colour: str) -> None:
-    """Write the first of ``labels`` that fits between ``left`` and ``right``: about 46 letters do in a whole step."""
+def _write(axis: Any, rank: int, left: float, right: float, labels: Sequence[str], colour: str) -> None:
+    """Write the first of ``labels`` that fits between ``left`` and ``right``: about 46 letters fill the axis."""
+    letters = (right - left) / axis.get_xlim()[1] * 46
     for label in labels:
-        if right - left > max(map(len, label.split("\n"))) * ends / 46:
+        if letters > max(map(len, label.split("\n"))):
             axis.text((left + right) / 2, rank, label, ha="center", va="center", fontsize=12, color=colour)
             break
 
