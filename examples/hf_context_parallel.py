@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/hf_context_parallel.py
 
-Short documents stay whole on a rank, long ones are divided (hybrid sharding).
+Short documents stay whole on a rank, long ones are divided.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Case:
     dtype: torch.dtype = torch.float64
 
 
-CASES = [Case(window=window, strategy="hybrid") for window in (None, 1, 4, 24, 1000)]
+CASES = [Case(window=window, strategy="balanced") for window in (None, 1, 4, 24, 1000)]
 CASES += [Case((3, 1), value_dim=24), Case((4, 4), 9, value_dim=8), Case((4, 2), strategy="per_sequence")]
 CASES += [Case(window=window, dtype=torch.bfloat16) for window in (None, 9)]
 
@@ -125,7 +125,7 @@ def test_slices_out_of_order_and_without_a_place_to_keep_them_are_refused() -> N
     (_, out), _ = passes.forward(0), passes.forward(1)
     with pytest.raises(ValueError, match=r"earlier=0, length=20\) runs backward before a later slice"):
         out.sum().backward()
-    plan = make_shard_plan(LENGTHS, 1, "hybrid", earlier=0)
+    plan = make_shard_plan(LENGTHS, 1, "balanced", earlier=0)
     with pytest.raises(
         UserError, match="begins with a slice of a document, and only a pipeline keeps the 0 tokens before it"
     ):

@@ -21,6 +21,6 @@ def test_small_run_writes_what_it_prints(tmp_path):
     results = json.loads(out.read_text())
     assert results["largest_error"] < 1e-4
     rows = {row["method"]: row for row in results["methods"]}
-    assert {"per_sequence", "per_document", "adaptive", "hybrid", "torch, all-gather"} < set(rows)
+    assert {"per_sequence", "per_document", "adaptive", "balanced", "torch, all-gather"} < set(rows)
     assert rows["per_document"]["predicted"] == pytest.approx(1.0, abs=0.01)
     assert all(row["seconds"] > 0 and row["method"] in done.stdout for row in results["methods"])

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from wlb.cli import console
 
-WORDS = ["makespan, L_max 1.5, arranged, hybrid", "variable_length, L_max 1, adaptive"]
+WORDS = ["makespan, L_max 1.5, arranged, balanced", "variable_length, L_max 1, adaptive"]
 
 
 def table(*headings: str, folds: bool) -> Table:

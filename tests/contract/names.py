@@ -51,7 +51,7 @@ PUBLISHED: dict[str, str | None] = {
 
 PACKER_METHODS = {"plan": "arrivals", "drain": "", "state_dict": "", "load_state_dict": "state"}
 PACKERS = ("sequential", "fixed_greedy", "fixed_solver", "variable_length")  # of the paper
-STRATEGIES = ("per_sequence", "per_document", "adaptive", "hybrid")
+STRATEGIES = ("per_sequence", "per_document", "adaptive", "balanced")
 PRESETS = ("plain-4d", "fixed-4d", "wlb-llm", "balanced")
 MODELS = ("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b")
 HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")

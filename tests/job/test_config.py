@@ -212,7 +212,7 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
     job = load_config(config, ["packing.method=fixed_greedy", "sharding.strategy=toy", "parallel.cp=2"])
     simulate(Job.from_config(job), np.array([4000, 3000, 2000, 1000] * 20), 1)
     assert set(sharded) == {2}
-    known = "per_sequence, per_document, adaptive, hybrid, balanced, toy"
+    known = "per_sequence, per_document, adaptive, balanced, toy"
     with pytest.raises(UserError, match=rf"sharding\.strategy = 'worst': .*'worst' is unknown; choose from {known}"):
         load_config(config, ["sharding.strategy=worst"])
 
@@ -258,7 +258,7 @@ def test_settings_up_to_the_limits_are_taken_and_depart_from_the_preset(config):
         config,
         [
             "preset=plain-4d",
-            "sharding.strategy=hybrid",
+            "sharding.strategy=per_document",
             "packing.order=pipeline",
             "training.betas=[0, 0.999]",
             "training.timeout_seconds=604800",
@@ -267,7 +267,11 @@ def test_settings_up_to_the_limits_are_taken_and_depart_from_the_preset(config):
     )
     assert (job.packing.method, job.packing.order, job.packing.assignment) == ("sequential", "pipeline", "arrival")
     assert job.model.rope_scaling is not None
-    assert (job.sharding.strategy, job.training.betas, job.model.rope_scaling.factor) == ("hybrid", (0.0, 0.999), 4.0)
+    assert (job.sharding.strategy, job.training.betas, job.model.rope_scaling.factor) == (
+        "per_document",
+        (0.0, 0.999),
+        4.0,
+    )
     load_config(config, ["packing.max_delay=0"])
     load_config(config, ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=4"])
     method = "packing.method=variable_length"

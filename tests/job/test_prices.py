@@ -31,25 +31,25 @@ def misjudged(seconds, micro_batches, prices):
     return np.std(seconds - np.polyval(np.polyfit(priced, seconds, 1), priced)) / seconds.mean()
 
 
-@pytest.mark.parametrize(("model", "tp", "cp"), [("30b", 8, 4), ("7b", 8, 2), ("550m", 2, 4)])
+@pytest.mark.parametrize(("model", "tp", "cp"), [("30b", 8, 4), ("llama3-8b", 1, 8)])
 def test_micro_batches_cost_what_their_documents_add_up_to(model, tp, cp):
-    shape = model_shape(model)
+    workload = make_workload(model, H100, tp=tp)
     micro_batches = [lengths for seed in range(4) for lengths in mixes(seed)]
-    seconds = spent(micro_batches, cp, "hybrid", make_workload(shape, H100, tp=tp))
-    known = misjudged(seconds, micro_batches, sharded_prices(make_workload(shape, H100, tp=tp), cp, "hybrid", WINDOW))
-    alone = misjudged(seconds, micro_batches, make_workload(shape, H100, tp=tp, cp=cp))
+    seconds = spent(micro_batches, cp, "per_document", workload)
+    known = misjudged(seconds, micro_batches, sharded_prices(workload, cp, "per_document", WINDOW))
+    alone = misjudged(seconds, micro_batches, make_workload(model, H100, tp=tp, cp=cp))
     assert known < 0.9 * alone
 
 
 def test_one_rank_shares_nothing():
     shape = model_shape("7b")
-    prices = sharded_prices(make_workload(shape, H100, tp=8), 1, "hybrid", WINDOW)
+    prices = sharded_prices(make_workload(shape, H100, tp=8), 1, "balanced", WINDOW)
     lengths = [1, 1000, WINDOW]
     assert np.array_equal(prices.document_seconds(lengths), make_workload(shape, H100, tp=8).document_seconds(lengths))
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 100])
-@pytest.mark.parametrize("strategy", ["per_sequence", "hybrid"])
+@pytest.mark.parametrize("strategy", ["per_sequence", "balanced"])
 def test_windows_too_short_to_probe_still_give_prices(window, strategy):
     prices = sharded_prices(make_workload("tiny", "cpu"), 2, strategy, window)
     seconds = prices.document_seconds(np.arange(1, window + 1))

@@ -30,14 +30,14 @@ def test_per_document_pairs_head_and_tail_and_deals_what_is_left_over():
     assert pieces(plan)[1] == [[0, 2, 6], [1, 2, 4], [2, 0, 1], [3, 0, 1]]
 
 
-def test_hybrid_keeps_documents_whole_where_that_is_even():
-    plan = make_shard_plan([4000, 3000, 3000, 4000], 2, "hybrid")
+def test_balanced_keeps_documents_whole_where_that_is_even():
+    plan = make_shard_plan([4000, 3000, 3000, 4000], 2, "balanced")
     assert plan.kv_traffic.sum() == 0
     assert plan.tokens_per_rank.tolist() == [7000, 7000]
 
 
-def test_hybrid_cuts_a_document_longer_than_a_share_and_no_other():
-    plan = make_shard_plan([60_000, *[2000] * 20], 4, "hybrid")
+def test_balanced_cuts_a_document_longer_than_a_share_and_no_other():
+    plan = make_shard_plan([60_000, *[2000] * 20], 4, "balanced")
     latency = shard_latency(plan, make_workload())
     assert plan.kv_traffic.sum() > 0
     assert plan.kv_gather_fraction * plan.tokens < 60_000 - 3000  # the tail stays on its rank
@@ -48,17 +48,17 @@ def test_hybrid_cuts_a_document_longer_than_a_share_and_no_other():
 @pytest.mark.parametrize("cp_size", [2, 4, 8, 16])
 def test_synthetic_micro_batches_are_balanced(cp_size):
     workload = make_workload("7b", "h100")
-    area, hybrid, gathered, gathered_per_document = [], [], [], []
+    area, balanced, gathered, gathered_per_document = [], [], [], []
     for lengths in sampled_micro_batches(20):
         plan = make_shard_plan(lengths, cp_size, "per_document")
         areas = [attended_area(plan, rank) for rank in range(cp_size)]
         area.append(max(areas) / np.mean(areas))
         gathered_per_document.append(plan.kv_gather_fraction)
-        plan = make_shard_plan(lengths, cp_size, "hybrid", workload=workload)
-        hybrid.append(shard_latency(plan, workload).imbalance)
+        plan = make_shard_plan(lengths, cp_size, "balanced", workload=workload)
+        balanced.append(shard_latency(plan, workload).imbalance)
         gathered.append(plan.kv_gather_fraction)
     assert np.mean(area) <= 1.002
-    assert np.mean(hybrid) <= (1.02 if cp_size < 16 else 1.05)
+    assert np.mean(balanced) <= (1.02 if cp_size < 16 else 1.05)
     assert np.mean(gathered) <= np.mean(gathered_per_document) / 1.5
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.limits import examples
+from tests.sharding.micro_batches import WORKLOADS, long_lengths
 from wlb.documents.lengths import read_lengths
 from wlb.sharding import MicroBatches, ShardPlan, make_shard_plan, shard_latency
-from wlb.sharding.balanced import uneven_slices
-from wlb.sharding.pieces import rank_tables
+from wlb.sharding.balanced import balanced
 from wlb.workload import make_workload
 
 WINDOW = 131_072
@@ -17,11 +22,6 @@ WORKLOAD = make_workload("llama3-8b", "h100", tp=8)
 
 def _slice(lengths: list[int], ranks: int) -> ShardPlan:
     return make_shard_plan(lengths, ranks, "balanced", workload=WORKLOAD)
-
-
-def _uneven_slices(lengths: list[int], ranks: int) -> ShardPlan:
-    pieces = uneven_slices(MicroBatches(np.array(lengths), np.array([len(lengths)])), ranks, WORKLOAD).pieces
-    return ShardPlan("balanced", tuple(lengths), rank_tables(pieces, ranks))
 
 
 def _unevenness(plan: ShardPlan) -> tuple[float, float]:
@@ -39,7 +39,7 @@ def test_a_document_alone_is_cut_into_pairs_of_head_and_tail(ranks):
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_among_short_documents_a_long_one_is_cut_into_contiguous_slices(ranks):
-    plan = _uneven_slices([WINDOW, *[512] * 512], ranks)
+    plan = _slice([WINDOW, *[512] * 512], ranks)
     assert max(_unevenness(plan)) < 1.01
     slices = [table[table[:, 0] == 0] for table in plan.pieces]
     assert all(len(table) <= 2 for table in slices)  # its head lies where there is room
@@ -72,18 +72,19 @@ def test_sampled_micro_batches_are_level_in_tokens_in_forward_and_in_backward(wi
     assert np.mean(seconds) < 1.03
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "7b"])  # which has more keys and values to move
-@pytest.mark.parametrize(
-    "lengths", [[WINDOW, *[512] * 512], [WINDOW, WINDOW // 2, *[4096] * 40], [WINDOW, *[8192] * 48]]
-)
-def test_no_plan_of_even_tokens_is_much_faster(model, lengths):
-    workload = make_workload(model, "h100", tp=8)
-    balanced, hybrid = (make_shard_plan(lengths, 8, name, workload=workload) for name in ("balanced", "hybrid"))
-    assert _unevenness(balanced)[0] < 1.01
-    slices = shard_latency(_uneven_slices(lengths, 8), workload).slowest
-    assert shard_latency(balanced, workload).slowest <= slices
-    if _unevenness(hybrid)[0] < 1.01:
-        assert shard_latency(balanced, workload).slowest <= 1.011 * shard_latency(hybrid, workload).slowest
+@settings(deadline=None, max_examples=examples(20))
+@given(st.lists(long_lengths, min_size=2, max_size=5), st.integers(2, 9), st.sampled_from(sorted(WORKLOADS)))
+def test_a_micro_batch_is_cut_alike_whatever_is_cut_beside_it(micro_batches, ranks, workload):
+    sizes, counts = np.array([*chain(*micro_batches)]), np.array([*map(len, micro_batches)])
+    together = balanced(MicroBatches(sizes, counts), ranks, WORKLOADS[workload])
+    apart = [
+        balanced(MicroBatches(np.array(one), np.array([len(one)])), ranks, WORKLOADS[workload]) for one in micro_batches
+    ]
+    for number, pieces in enumerate(apart):
+        found = [column[together.lane // ranks == number] for column in together]
+        found[0] -= number * ranks
+        found[1] -= counts[:number].sum()
+        np.testing.assert_array_equal(found, pieces)
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [3, 2], [100, 1], [128] * 5])
@@ -98,6 +99,6 @@ def test_less_than_there_is_to_level(lengths, ranks):
 def test_ranks_may_hold_over_their_share_before_anything_is_cut(documents, ranks, seed):
     """Documents of like lengths come out as 7 on each of 16 ranks, for instance, and some ranks have the longest."""
     lengths = np.random.default_rng(seed).integers(3000, 4600, documents).tolist()
-    plan = _uneven_slices(lengths, ranks)
+    plan = _slice(lengths, ranks)
     assert int(plan.tokens_per_rank.sum()) == sum(lengths)
     assert _unevenness(plan)[0] < 1.05

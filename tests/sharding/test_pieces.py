@@ -113,7 +113,7 @@ def test_own_share_counts_pairs_whose_keys_the_rank_holds(lengths, cp, strategy)
 
 
 def test_an_empty_micro_batch_costs_nothing():
-    shards = price_shards([[], [100], []], 2, "hybrid", WORKLOAD)
+    shards = price_shards([[], [100], []], 2, "balanced", WORKLOAD)
     assert shards.tokens.sum(axis=1).tolist() == [0, 100, 0]
     assert not shards.attention_forward[[0, 2]].any()
     assert not shards.waits_for[[0, 2]].any()

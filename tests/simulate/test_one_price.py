@@ -97,7 +97,7 @@ def test_a_profile_changes_how_ranks_share_a_micro_batch_and_what_it_takes():
     counted, measured = (_by(profile, "balanced", cp=8) for profile in (False, True))
     lengths = sample_lengths(12, WINDOW, 0)
     pieces = [
-        [table.tolist() for table in make_shard_plan(lengths, 8, "hybrid", workload=job.costs).pieces]
+        [table.tolist() for table in make_shard_plan(lengths, 8, "balanced", workload=job.costs).pieces]
         for job in (counted, measured)
     ]
     assert pieces[0] != pieces[1]

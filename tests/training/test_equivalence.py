@@ -128,10 +128,10 @@ def steps(documents: RandomDocuments, model: TransformerConfig, micro_batches: i
     jobs.append(_job("fixed-4d", micro_batches=micro_batches, method="fixed_solver", solver_nodes=10))
     planned = [(_largest_step(job, documents), job.sharding.strategy) for job in jobs]
     alone = MicroBatch((Segment(0, 0, int(documents.lengths[0])),), 1.0)
-    planned.append((StepPlan(0, ((alone, *[MicroBatch((), 0.0)] * (micro_batches - 1)),)), "hybrid"))
+    planned.append((StepPlan(0, ((alone, *[MicroBatch((), 0.0)] * (micro_batches - 1)),)), "balanced"))
     masked = replace(documents, labelled=0.3)
     steps = [(plan, documents, strategy) for plan, strategy in planned]
-    steps += [(plan, masked, strategy) for plan, strategy in planned if strategy in ("per_sequence", "hybrid")][:2]
+    steps += [(plan, masked, strategy) for plan, strategy in planned if strategy in ("per_sequence", "balanced")][:2]
     return [Step(*step, *_one_segment_at_a_time(step[0], step[1], model)) for step in steps]
 
 
@@ -408,7 +408,7 @@ def test_the_steps_cover_the_hard_cases(steps: list[Step], micro_batches: int) -
     assert max(micro_batch.tokens for micro_batch in all_micro_batches) > CONTEXT_WINDOW
     assert any(micro_batch.tokens % 2 for micro_batch in all_micro_batches)
     assert all(len(step.plan.micro_batches) == micro_batches for step in steps)
-    assert {step.strategy for step in steps} == {"per_sequence", "per_document", "adaptive", "hybrid", "balanced"}
+    assert {step.strategy for step in steps} == {"per_sequence", "per_document", "adaptive", "balanced"}
 
 
 # Eight processes repeat, in layouts of three groups, what four prove of every two of them.

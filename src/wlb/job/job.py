@@ -27,7 +27,6 @@ from wlb.packing.slices import TILE
 from wlb.schedules.layout import Layout, split_layers
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size
-from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Checkpointing, DocumentPrices, Seconds
 from wlb.workload.fitted import FittedPrices
@@ -330,12 +329,6 @@ class Job:
             for one, first, second in zip(micro_batches, forward.tolist(), backward.tolist(), strict=True)
         )
         return replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
-
-    @property
-    def largest_shard(self) -> float:
-        """The most tokens of a micro-batch on a context-parallel rank, over the mean rank."""
-        uneven = self.sharding.strategy == "hybrid" and self.layout.cp > 1 and not self.levels_steps
-        return MEMORY_FACTOR if uneven else 1.0
 
     @property
     def pools(self) -> Pools | None:

@@ -1,7 +1,7 @@
 """Prices of the documents and micro-batches of a job, all from the one price in ``wlb.sharding.latency``.
 
 A packer needs prices that add up over documents, but the cost of a document depends on how the context-parallel group
-shards it. Under hybrid sharding a short document stays whole on one rank and exchanges nothing, while a long one is
+shards it. Under balanced sharding a short document stays whole on one rank and exchanges nothing, while a long one is
 cut; between distant ranks, its keys and values may take longer than the attention that hides them. So documents are
 probed: micro-batches with one document each, among short ones, are sharded and priced. What the document adds, over
 W_a + W_l, is the correction for its length. Corrections are interpolated between probes.

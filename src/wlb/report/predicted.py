@@ -131,10 +131,7 @@ def step_chart(steps: Mapping[str, Timeline]) -> Markup:
 def _sharding(evidence: Evidence) -> Markup:
     if not evidence.shards:
         return paragraph("No ranks share a micro-batch (cp = 1), so nothing is sharded.")
-    note = (
-        "A heavy micro-batch of the steps above; the line is the mean rank. hybrid gives ranks with less attention "
-        "more tokens, so its bars may differ while the ranks take equally long."
-    )
+    note = "A heavy micro-batch of the steps above; the line is the mean rank."
     return shard_chart(Caption("sharding-chart", "Attention of every context-parallel rank", note), evidence.shards)
 
 

@@ -114,7 +114,7 @@ class RankSlice:
     dp_rank: int = 0
     cp_rank: int = 0
     layout: Layout = field(default_factory=Layout)
-    strategy: str = "hybrid"
+    strategy: str = "balanced"
     workload: Costs | None = None
 
     def of(self, batch: TokenBatch, ranks: tuple[int, ...] = ()) -> ShardedBatch:

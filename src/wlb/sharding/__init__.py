@@ -18,7 +18,6 @@ from wlb.errors import UserError, choose_from
 from wlb.settings import MOST_RANKS
 from wlb.sharding.adaptive import adaptive
 from wlb.sharding.balanced import balanced
-from wlb.sharding.hybrid import hybrid
 from wlb.sharding.latency import ShardLatency, Shards, shard_latency
 from wlb.sharding.pieces import MicroBatches, Pieces, locality, rank_tables
 from wlb.sharding.plan import ShardPlan
@@ -44,7 +43,6 @@ STRATEGIES: dict[str, Callable[[MicroBatches, int, Costs], Pieces]] = {
     "per_sequence": per_sequence,
     "per_document": per_document,
     "adaptive": adaptive,
-    "hybrid": hybrid,
     "balanced": balanced,
 }
 _STATIC = {"per_sequence", "per_document"}

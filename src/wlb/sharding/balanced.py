@@ -16,8 +16,8 @@ three steps:
 A document alone in its micro-batch is thus cut into pairs of a head and a tail piece. Among short documents, which
 supply the cheap tokens, a long one is cut into contiguous pieces that get shorter with depth.
 
-``hybrid`` also has a plan of even tokens, which balances attention less but may send fewer keys and values. A
-micro-batch gets that plan if it is predicted to be over 1% faster.
+Arrays hold all micro-batches side by side. Tokens and attention are whole numbers, so the pieces of a micro-batch do
+not depend on which others are divided with it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from wlb.sharding.adaptive import Candidates, best_pieces, candidates_of, joined, price
-from wlb.sharding.hybrid import EVEN_TOKENS, TOLERANCE, hybrid_candidates
-from wlb.sharding.pieces import Integers, MicroBatches, Pieces
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces, in_order, merged
 from wlb.workload import Costs
 from wlb.workload.base import Seconds
 
@@ -38,151 +37,187 @@ _LEAST_CELLS = 128  # in an even share
 _MOST_CELLS = 2**18  # in a micro-batch; over 32M tokens are cut at multiples of several tiles
 _SHORT = 1 / 24  # of an even share: documents up to this are kept for the end
 _SHORT_TOKENS = 0.1  # of the micro-batch: the most that is kept for the end
+_WHOLE = 2**40  # ticks of attention in a micro-batch, and of the excess of its expensive parts
+
+Which = NDArray[np.bool_]
 
 
 def balanced(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Pieces:
-    """Balance tokens and attention, with a ``hybrid`` plan instead if that makes the group faster."""
-    slices = uneven_slices(micro_batches, cp_size, workload)
-    candidates = joined([slices, hybrid_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)])
-    seconds, _ = price(candidates, workload)
-    seconds[: len(micro_batches.counts)] *= 1 - TOLERANCE  # favours the uneven pieces, which come first
-    return best_pieces(candidates, seconds)
-
-
-def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Candidates:
     """Balance tokens and attention of all ranks, within a cell of about 1% of the share of a rank."""
-    plans = ((i, *_Slicing(lengths, cp_size, workload).rows()) for i, lengths in enumerate(micro_batches.each))
-    return candidates_of(plans, micro_batches, cp_size)
+    return _Slicing(micro_batches, cp_size, workload).pieces()
 
 
-class _DocumentRow(NamedTuple):
-    """Cells of documents in a row, with the tokens and the seconds of attention before each, and at the end of all."""
+class _Rows(NamedTuple):
+    """Cells of documents, a row for every micro-batch, with the tokens and ticks before each and at the end of all."""
 
-    cells: Integers  # (cells, 3): document, start, stop
-    tokens: Seconds  # (cells + 1,), whole numbers
-    attention: Seconds  # (cells + 1,)
-    middles: Seconds  # tokens before the middle of each cell, (cells,)
+    document: Integers  # (cells,)
+    start: Integers  # (cells,)
+    stop: Integers  # (cells,)
+    tokens: Integers  # (cells + 1,)
+    ticks: Integers  # (cells + 1,)
+    bounds: Integers  # the first cell of every row, and the number of cells; (micro_batches + 1,)
 
 
 class _Slicing:
-    """One micro-batch of documents of ``lengths`` tokens among ``ranks`` ranks."""
+    """Micro-batches among ``ranks`` ranks; documents are numbered longest first within each micro-batch."""
 
-    def __init__(self, lengths: Integers, ranks: int, workload: Costs) -> None:
-        self._lengths, self._ranks, self._workload = lengths, ranks, workload
-        self._attention = workload.attention_seconds(lengths)
-        self._even_tokens = float(lengths.sum()) / ranks
-        self._even_attention = float(self._attention.sum()) / ranks
-        self._cell = 1
-        while self._cell < _TILE and 2 * self._cell * _LEAST_CELLS <= self._even_tokens:
-            self._cell *= 2
-        while self._cell * _MOST_CELLS < self._even_tokens * ranks:
-            self._cell *= 2
-        # Depth in a document at which a token costs as much as the mean token; a multiple of the cell.
-        places = np.arange(0, int(lengths.max()) + 2 * self._cell, self._cell)
-        price = np.diff(workload.attention_seconds(places)) / self._cell
-        self._depth = int(places[np.searchsorted(price, self._even_attention / self._even_tokens)])
+    def __init__(self, micro_batches: MicroBatches, ranks: int, workload: Costs) -> None:
+        sizes, counts = micro_batches
+        self._ranks, self._workload, self._number = ranks, workload, len(counts)
+        self._of = np.repeat(np.arange(len(counts)), counts)  # the micro-batch of every document
+        self._segments = np.lexsort((-sizes, self._of))
+        self._lengths = sizes[self._segments]
+        self._total = self._sums(self._lengths)
+        self._tick = np.maximum(self._sums(workload.attention_seconds(self._lengths)) / _WHOLE, 1e-300)
+        self._ticks = self._until(self._lengths, self._of)
+        self._even_tokens, self._even_ticks = self._total / ranks, self._sums(self._ticks) / ranks
+        self._cell = np.ones_like(counts)
+        while (fine := (self._cell < _TILE) & (2 * self._cell * _LEAST_CELLS <= self._even_tokens)).any():
+            self._cell[fine] *= 2
+        while (many := self._cell * _MOST_CELLS < self._total).any():
+            self._cell[many] *= 2
+        self._depth = self._cell * self._cells_until_mean_price(self._lengths[micro_batches.first])
 
-    def rows(self) -> tuple[Integers, Integers]:
-        """The rank of every piece, shape (pieces,), and the pieces (document, start, stop), not yet merged."""
-        order = np.argsort(-self._lengths, kind="stable")
-        fits = (self._lengths <= self._even_tokens) & (self._attention <= self._even_attention)
-        long, whole = order[~fits[order]], order[fits[order]]
-        sizes = self._lengths[whole]
-        few = np.cumsum(sizes[::-1])[::-1] <= _SHORT_TOKENS * self._even_tokens * self._ranks
-        short = whole[few & (sizes <= _SHORT * self._even_tokens)]  # kept for the end
-        owners, tokens, attention = self._assign(whole[: len(whole) - len(short)], *self._room(long))
-        cut = np.concatenate([long, whole[: len(owners)][owners < 0]])
-        assigned = whole[: len(owners)][owners >= 0]
-        ranks, cells = self._share_out(cut, short, tokens, attention, in_order=len(long) > 0)
-        uncut = np.stack([assigned, np.zeros_like(assigned), self._lengths[assigned]], axis=1)
-        return np.concatenate([owners[owners >= 0], ranks]), np.concatenate([uncut, cells])
-
-    def _room(self, long: Integers) -> tuple[Seconds, Seconds]:
-        """Tokens and attention that each rank has room for beside its share of the expensive parts of ``long``."""
-        dear = self._row((long[::-1], self._depth, None))
-        cheap_tokens = self._even_tokens * self._ranks - dear.tokens[-1]
-        price = max(0.0, self._even_attention * self._ranks - dear.attention[-1]) / max(cheap_tokens, 1.0)
-        excess = dear.attention - price * dear.tokens
-        # The deepest part, at the end of the row, goes to the first rank.
-        bounds = np.searchsorted(excess, excess[-1] * np.arange(self._ranks, -1, -1) / self._ranks)
-        bounds[0], bounds[-1] = len(dear.cells), 0
-        return (
-            np.maximum(0.0, self._even_tokens + np.diff(dear.tokens[bounds])),
-            np.maximum(0.0, self._even_attention + np.diff(dear.attention[bounds])),
-        )
-
-    def _assign(
-        self, descending: Integers, room_tokens: Seconds, room_attention: Seconds
-    ) -> tuple[Integers, Seconds, Seconds]:
-        """The rank of every whole document (-1 without room), and the tokens and attention of each rank then."""
-        owners = np.full(len(descending), -1)
-        sizes = np.array([self._lengths[descending], self._attention[descending]])
-        rooms = np.array([np.maximum(room_tokens, 1e-3), np.maximum(room_attention, 1e-3 * self._even_attention)])
-        shares, full = 1 / rooms, np.zeros(rooms.shape)  # of the room
-        for index, size in enumerate(sizes.T[..., None]):
-            filled = size * shares
-            filled += full
-            fullness = np.maximum(filled[0], filled[1])
-            rank = int(fullness.argmin())
-            if fullness[rank] <= 1.0:
-                owners[index] = rank
-                full[:, rank] = filled[:, rank]
+    def pieces(self) -> Pieces:
+        of, lengths, even = self._of, self._lengths, self._even_tokens[self._of]
+        fits = (lengths <= even) & (self._ticks <= self._even_ticks[of])
+        before = np.cumsum(self._total) - self._total  # tokens of earlier micro-batches
+        rest = (before + self._total)[of] - np.cumsum(lengths) + lengths  # from here to the end of the micro-batch
+        short = fits & (rest <= _SHORT_TOKENS * self._total[of]) & (lengths <= _SHORT * even)  # kept for the end
+        owners = self._assigned(fits & ~short, self._rooms(~fits))
         held = owners >= 0
-        tokens, attention = (
-            np.bincount(owners[held], amount[held], self._ranks).astype(np.float64) for amount in sizes
-        )
-        return owners, tokens, attention
+        cells, cell_owners = self._shared_out(~fits, short, held, owners)
+        none = np.zeros_like(owners[held])
+        whole = of[held] * self._ranks + owners[held], self._segments[held], none, lengths[held]
+        lane = of[cells.document] * self._ranks + cell_owners
+        cut = lane, self._segments[cells.document], cells.start, cells.stop
+        pieces = merged(*map(np.concatenate, zip(whole, cut, strict=True)))  # few are left to sort
+        return merged(*in_order(pieces))
 
-    def _share_out(
-        self, cut: Integers, short: Integers, tokens: Seconds, attention: Seconds, *, in_order: bool
-    ) -> tuple[Integers, Integers]:
-        """Ranks and cells of everything to be cut, for ranks that already hold ``tokens`` and ``attention``."""
-        row = self._row((cut, 0, self._depth), (short, 0, None), (cut[::-1], self._depth, None))
-        lacks_tokens, lacks_attention = self._even_tokens - tokens, self._even_attention - attention
-        ranks = np.arange(self._ranks)
-        if not in_order:  # the rank short of the most expensive tokens takes the deepest
-            ranks = np.argsort(-lacks_attention / np.maximum(lacks_tokens, 1.0), kind="stable")
-            lacks_tokens, lacks_attention = lacks_tokens[ranks], lacks_attention[ranks]
-        lacked_tokens, lacked_attention = (lacks[::-1].cumsum()[::-1] for lacks in (lacks_tokens, lacks_attention))
-        owner = np.empty(len(row.cells), np.int64)
-        first, last = 0, len(row.cells)
-        for place, rank in enumerate(ranks[:-1].tolist()):
+    def _sums(self, values: Integers | Seconds) -> Seconds:
+        """Sums over the documents of each micro-batch; shape (micro_batches,)."""
+        return np.bincount(self._of, values, self._number).astype(np.float64)
+
+    def _until(self, places: Integers, of: Integers) -> Integers:
+        """Ticks of attention from the start of documents of micro-batches ``of`` up to these ``places`` (tokens)."""
+        return np.rint(self._workload.attention_seconds(places) / self._tick[of]).astype(np.int64)
+
+    def _cells_until_mean_price(self, longest: Integers) -> Integers:
+        """Depth in a document, in cells, at which a token costs as much as the mean token; shape (micro_batches,)."""
+        of, goal = np.arange(self._number), self._even_ticks / self._even_tokens * self._cell
+        low, high = np.zeros_like(longest), longest // self._cell + 1
+        while (low < high).any():
+            middle = (low + high) // 2
+            cheap = self._until((middle + 1) * self._cell, of) - self._until(middle * self._cell, of) < goal
+            low, high = np.where(cheap & (low < high), middle + 1, low), np.where(cheap, high, middle)
+        return low
+
+    def _rooms(self, long: Which) -> NDArray[np.float64]:
+        """Tokens and ticks that each rank has room for beside its share of the expensive parts of ``long`` documents.
+
+        Shape (2, micro_batches, ranks).
+        """
+        even, ranks = np.stack([self._even_tokens, self._even_ticks]), self._ranks
+        documents = np.flatnonzero(long)[::-1]
+        documents = documents[np.argsort(self._of[documents], kind="stable")]
+        dear = self._rows(documents, self._depth[self._of[documents]], self._lengths[documents])
+        first, last = dear.bounds[:-1], dear.bounds[1:]
+        tokens, ticks = dear.tokens[last] - dear.tokens[first], dear.ticks[last] - dear.ticks[first]
+        price = np.maximum(0.0, even[1] * ranks - ticks) / np.maximum(even[0] * ranks - tokens, 1.0)
+        scale = _WHOLE / np.maximum(1.0, ticks - price * tokens)
+        of = np.repeat(np.arange(self._number), last - first)
+        done = dear.ticks[:-1] - dear.ticks[first][of] - price[of] * (dear.tokens[:-1] - dear.tokens[first][of])
+        excess = np.maximum.accumulate(np.rint(done * scale[of]).astype(np.int64) + 2 * _WHOLE * of)
+        # The deepest part, at the end of the row, goes to the first rank.
+        wanted = _WHOLE * np.arange(ranks, -1, -1) // ranks + 2 * _WHOLE * np.arange(self._number)[:, None]
+        bounds = np.clip(np.searchsorted(excess, wanted), first[:, None], last[:, None])
+        bounds[:, 0], bounds[:, -1] = last, first
+        held = [of[bounds[:, :-1]] - of[bounds[:, 1:]] for of in (dear.tokens, dear.ticks)]
+        least = 1e-3 * np.stack([np.ones(self._number), even[1]])
+        return np.maximum(even[..., None] - held, least[..., None])
+
+    def _assigned(self, candidates: Which, rooms: NDArray[np.float64]) -> Integers:
+        """The rank of every document; -1 if it is no candidate or has no room.
+
+        The n-th candidates of all micro-batches are assigned together.
+        """
+        places, number = np.flatnonzero(candidates), np.bincount(self._of[candidates], minlength=self._number)
+        most_first = np.argsort(-number, kind="stable")
+        first, falling = (np.cumsum(number) - number)[most_first], -number[most_first]
+        sizes = np.stack([self._lengths, self._ticks])[..., None]
+        shares, owners = 1 / rooms[:, most_first], np.full(len(self._lengths), -1)
+        full = np.zeros(shares.shape)  # of the room
+        for turn in range(number.max()):
+            rows = np.arange(np.searchsorted(falling, -turn))
+            documents = places[first[rows] + turn]
+            filled = full[:, rows] + sizes[:, documents] * shares[:, rows]
+            fullness = filled.max(axis=0)
+            rank = fullness.argmin(axis=1)
+            fits = np.flatnonzero(fullness[rows, rank] <= 1.0)
+            rank = rank[fits]
+            owners[documents[fits]] = rank
+            full[:, fits, rank] = filled[:, fits, rank]
+        return owners
+
+    def _shared_out(self, long: Which, short: Which, held: Which, owners: Integers) -> tuple[_Rows, Integers]:
+        """Cells of everything that ``owners`` do not hold whole, and the rank of each cell."""
+        even, ranks = np.stack([self._even_tokens, self._even_ticks])[..., None], self._ranks
+        cut, ends = np.flatnonzero(~short & ~held), np.flatnonzero(short)
+        document = np.concatenate([cut, ends, cut[::-1]])
+        part = np.repeat([0, 1, 2], [len(cut), len(ends), len(cut)])
+        depth, length = self._depth[self._of[document]], self._lengths[document]
+        start, stop = np.where(part == 2, depth, 0), np.where(part == 0, np.minimum(length, depth), length)
+        order = np.lexsort((part, self._of[document]))
+        cells = self._rows(document[order], start[order], stop[order])
+
+        lane = self._of[held] * ranks + owners[held]
+        sizes = (np.bincount(lane, of[held], self._number * ranks) for of in (self._lengths, self._ticks))
+        lacks = even - np.stack([*sizes]).reshape(2, -1, ranks)
+        in_turn = np.tile(np.arange(ranks), (self._number, 1))
+        free = np.bincount(self._of[long], minlength=self._number) == 0
+        # Without long documents, the rank short of the most expensive tokens takes the deepest.
+        in_turn[free] = np.argsort(-lacks[1, free] / np.maximum(lacks[0, free], 1.0), axis=1, kind="stable")
+        lacks = np.take_along_axis(lacks, in_turn[None], axis=2)
+        lacked = lacks[..., ::-1].cumsum(axis=2)[..., ::-1]
+
+        first, last = cells.bounds[:-1], cells.bounds[1:]
+        fronts, backs = [first], [last]
+        for place in range(ranks - 1):
             # Rounding errors so far are shared by all following ranks.
-            following = self._ranks - place
-            over_tokens = (row.tokens[last] - row.tokens[first] - lacked_tokens[place]) / following
-            over_attention = row.attention[last] - row.attention[first] - lacked_attention[place]
-            front, back = self._take(
-                row, first, last, lacks_tokens[place] + over_tokens, lacks_attention[place] + over_attention / following
-            )
-            owner[first:front] = owner[back:last] = rank
-            first, last = front, back
-        owner[first:last] = ranks[-1]
-        return owner, row.cells
+            left = np.stack([of[last] - of[first] for of in (cells.tokens, cells.ticks)])
+            wanted = lacks[..., place] + (left - lacked[..., place]) / (ranks - place)
+            first, last = self._taken(cells, first, last, *np.rint(wanted).astype(np.int64))
+            fronts.append(first)
+            backs.append(last)
+        lengths = np.diff(np.stack([*fronts, *backs[::-1]], axis=1), axis=1)
+        taking = np.concatenate([in_turn, in_turn[:, -2::-1]], axis=1)  # from both ends towards the middle
+        return cells, np.repeat(taking.ravel(), lengths.ravel())
 
-    def _take(self, row: _DocumentRow, first: int, last: int, tokens: float, attention: float) -> tuple[int, int]:
+    def _taken(
+        self, cells: _Rows, first: Integers, last: Integers, tokens: Integers, ticks: Integers
+    ) -> tuple[Integers, Integers]:
         """Where a rank stops that takes cells from ``first`` on and before ``last``, to get closest to both amounts."""
-        earliest = int(row.tokens.searchsorted(row.tokens[last] - tokens))
-        back = max(first, min(earliest, last))  # or later; a rank may already hold more than its share
-        wanted = row.tokens[first] + tokens - (row.tokens[last] - row.tokens[back : last + 1])  # before the front's end
-        front = np.minimum(first + row.middles[first:].searchsorted(wanted), np.arange(back, last + 1))
-        taken = row.attention[front] - row.attention[first] + row.attention[last] - row.attention[back : last + 1]
-        off_tokens = np.maximum(0.0, np.abs(row.tokens[front] - wanted) - self._cell)
-        best = int((np.abs(taken - attention) / self._even_attention + off_tokens / self._even_tokens).argmin())
-        return int(front[best]), back + best
+        earliest = np.clip(np.searchsorted(cells.tokens, cells.tokens[last] - tokens), first, last)
+        # Or later; a rank may already hold more than its share.
+        back = np.minimum(earliest[:, None] + np.arange(1 + (last - earliest).max()), last[:, None])
+        wanted = (cells.tokens[first] + tokens - cells.tokens[last])[:, None] + cells.tokens[back]
+        front = np.searchsorted(cells.tokens[1:] + cells.tokens[:-1], 2 * wanted)  # the middles of cells
+        front = np.clip(front, first[:, None], back)
+        over = cells.ticks[front] - cells.ticks[back] + (cells.ticks[last] - cells.ticks[first] - ticks)[:, None]
+        off_tokens = np.maximum(0, np.abs(cells.tokens[front] - wanted) - self._cell[:, None])
+        off = np.abs(over) / self._even_ticks[:, None] + off_tokens / self._even_tokens[:, None]
+        best = np.arange(self._number), off.argmin(axis=1)
+        return front[best], back[best]
 
-    def _row(self, *parts: tuple[Integers, int, int | None]) -> _DocumentRow:
-        """Cells of parts (documents, start, stop), in order; stop None means the end of each document."""
-        documents = np.concatenate([of_part for of_part, _, _ in parts])
-        start = np.repeat([start for _, start, _ in parts], [len(of_part) for of_part, _, _ in parts])
-        most = np.iinfo(np.int64).max
-        stops = [np.minimum(self._lengths[of_part], most if stop is None else stop) for of_part, _, stop in parts]
-        stop = np.concatenate(stops)
-        counts = np.maximum(0, -(-(stop - start) // self._cell))
-        of_cell = np.repeat(np.arange(len(documents)), counts)
-        within = np.arange(len(of_cell)) - (np.cumsum(counts) - counts)[of_cell]
-        begins = start[of_cell] + self._cell * within
-        ends = np.minimum(begins + self._cell, stop[of_cell])
-        seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(begins)
-        cells = np.stack([documents[of_cell], begins, ends], axis=1)
-        tokens = np.append(0.0, np.cumsum(ends - begins))
-        return _DocumentRow(cells, tokens, np.append(0.0, np.cumsum(seconds)), (tokens[1:] + tokens[:-1]) / 2)
+    def _rows(self, document: Integers, start: Integers, stop: Integers) -> _Rows:
+        """Cells of parts of documents, which are in the order of their micro-batches."""
+        cell = self._cell[self._of[document]]
+        counts = np.maximum(0, -(-(stop - start) // cell))
+        part = np.repeat(np.arange(len(document)), counts)
+        within = np.arange(len(part)) - (np.cumsum(counts) - counts)[part]
+        begins = start[part] + cell[part] * within
+        ends, of = np.minimum(begins + cell[part], stop[part]), self._of[document[part]]
+        bounds = np.searchsorted(of, np.arange(self._number + 1))
+        tokens = np.append(0, np.cumsum(ends - begins))
+        ticks = np.append(0, np.cumsum(self._until(ends, of) - self._until(begins, of)))
+        return _Rows(document[part], begins, ends, tokens, ticks, bounds)

@@ -40,6 +40,6 @@ def test_small_run_writes_what_it_prints(tmp_path: Path):
             rows["per_sequence"]["attention_imbalance"]
         )
         assert rows["torch _PerDocumentHeadTail"]["padding"] > 0
-        assert rows["hybrid"]["kv_gather_fraction"] < 1 == rows["torch _PTRR"]["kv_gather_fraction"]
+        assert rows["balanced"]["kv_gather_fraction"] < 1 == rows["torch _PTRR"]["kv_gather_fraction"]
         assert all(row["planning_ms"] > 0 for row in cp_rows)
     assert str(tmp_path) not in out.read_text(), "results name no paths"

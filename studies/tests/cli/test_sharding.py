@@ -16,7 +16,7 @@ def test_strategies_are_compared_on_the_same_micro_batches():
     assert result.returncode == 0, result.stderr
     output = json.loads(result.stdout)
     rows = {row["strategy"]: row for row in output["strategies"]}
-    assert list(rows) == ["per_sequence", "per_document", "adaptive", "hybrid", "balanced"]
+    assert list(rows) == ["per_sequence", "per_document", "adaptive", "balanced"]
     for row in rows.values():
         assert row["micro_batches"] == output["samples"] == 10
         assert 0 <= row["kv_gather_fraction"] <= 1
@@ -24,11 +24,11 @@ def test_strategies_are_compared_on_the_same_micro_batches():
         assert row["planning_ms"] > 0
     assert rows["per_document"]["attention_imbalance"] <= 1.002 < rows["per_sequence"]["attention_imbalance"]
     assert rows["per_document"]["token_imbalance"] == rows["per_sequence"]["token_imbalance"] == 1
-    assert rows["hybrid"]["kv_gather_fraction"] < rows["per_document"]["kv_gather_fraction"]
-    assert rows["hybrid"]["slowest_seconds"] <= rows["adaptive"]["slowest_seconds"]
+    assert rows["balanced"]["kv_gather_fraction"] < rows["per_document"]["kv_gather_fraction"]
+    assert rows["balanced"]["slowest_seconds"] <= rows["adaptive"]["slowest_seconds"]
     assert rows["adaptive"]["slowest_seconds"] <= rows["per_document"]["slowest_seconds"]
     assert sum(rows["adaptive"]["chosen"].values()) == pytest.approx(1)
-    assert rows["hybrid"]["chosen"] is None
+    assert rows["balanced"]["chosen"] is None
 
 
 def test_the_seed_draws_the_micro_batches(tmp_path: Path):
@@ -43,7 +43,7 @@ def test_the_seed_draws_the_micro_batches(tmp_path: Path):
 def test_table_and_picture(tmp_path: Path):
     picture = tmp_path / "ranks.png"
     result = studies(
-        "sharding", SYNTHETIC, *SIZE, "--samples", "2", "--strategies", "per_document,hybrid", "--plot", picture
+        "sharding", SYNTHETIC, *SIZE, "--samples", "2", "--strategies", "per_document,balanced", "--plot", picture
     )
     assert result.returncode == 0, result.stderr
     assert "per_document" in result.stdout

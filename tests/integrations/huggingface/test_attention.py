@@ -105,15 +105,15 @@ def test_packed_documents_train_as_single_ones_under_autocast():
 
 
 SHARED = (
-    ("Llama", "hybrid", "of the model"),
+    ("Llama", "adaptive", "of the model"),
     ("Llama", "per_document", "of labels"),
     ("Llama", "per_sequence", "of the model"),
     ("Llama", "balanced", "of the model"),
-    ("Qwen3", "hybrid", "of labels"),
+    ("Qwen3", "balanced", "of labels"),
     ("Mistral", "per_document", "of the model"),
-    ("DeepseekV3", "hybrid", "of the model"),
+    ("DeepseekV3", "balanced", "of the model"),
 )
-LOOPS = (DOCUMENTS, DOCUMENTS[1:2])  # under hybrid sharding one rank has nothing of the second
+LOOPS = (DOCUMENTS, DOCUMENTS[1:2])  # under balanced sharding one rank has nothing of the second
 
 
 def _context_parallel_gradients() -> tuple[list[torch.Tensor], tuple[float, bool], list[torch.Tensor]]:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
-from wlb.job.config import ShardingConfig
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import LayerMemory
@@ -166,14 +165,6 @@ def test_passes_that_begin_alike_change_what_is_held_alike(job_, thousands, keep
         walk = _Walk(job_, rank, [(count, None) for count in rows])
         walk.passes = _Forgetful()
         assert predict_rank_memory(job_, rows, rank) == walk.over(of_rank)
-
-
-def test_uneven_shards_count_as_longer_micro_batches_but_keep_no_more_of_other_ranks():
-    layout, uneven = Layout(cp=2), ShardingConfig(strategy="hybrid")
-    key_value_bytes = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4
-    received_less = SHAPE.layers * (1250 - 1000) // 2 * key_value_bytes
-    assert total(job(layout, sharding=uneven), 1000) == total(job(layout), 1250) - received_less
-    assert total(job(sharding=uneven), 1000) == total(job(), 1000)
 
 
 @pytest.mark.parametrize(("strategy", "keeps"), [("none", True), ("keep_attention", True), ("full", False)])

@@ -7,7 +7,6 @@ attention are counted in the same way, but cannot be compared, as nothing here r
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -250,4 +249,4 @@ def _largest_exchange(job: Job, rows: int) -> Exchange:
     moved = (job.layout.cp - 1) * rows
     if job.levels_steps:  # a shared micro-batch has a single document
         moved = min(moved, job.context_window)
-    return Exchange(math.ceil(rows / job.largest_shard), moved)
+    return Exchange(rows, moved)

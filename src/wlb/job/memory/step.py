@@ -89,8 +89,7 @@ def predict_rank_memory(
 
 def largest_share(job: Job, tokens: int) -> int:
     """The most tokens of a micro-batch that a context-parallel rank holds."""
-    cp = job.layout.cp
-    return math.ceil(tokens * (job.largest_shard / cp)) if cp > 1 else tokens
+    return -(-tokens // job.layout.cp)
 
 
 class _WalkedPass(NamedTuple):

@@ -24,7 +24,7 @@ def sharding(
     gpu: options.GpuOptions,
     strategies: Annotated[
         str | None,
-        options.list_of_names("Of per_sequence, per_document, adaptive, hybrid, balanced; default: all."),
+        options.list_of_names("Of per_sequence, per_document, adaptive, balanced; default: all."),
     ] = None,
     samples: Annotated[int, options.number_of_steps("Micro-batches to shard, drawn at random.")] = 200,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the draw.")] = 0,

@@ -44,7 +44,7 @@ class Variant(NamedTuple):
         return replace(job, packed_by=prices)
 
 
-def _waiting(packing: dict[str, Any], sharding: str = "hybrid", prices: Prices = "balanced's") -> Variant:
+def _waiting(packing: dict[str, Any], sharding: str = "balanced", prices: Prices = "balanced's") -> Variant:
     return Variant("balanced", SCHEDULE | {"packing": packing, "sharding": sharding}, prices)
 
 
@@ -65,14 +65,14 @@ ONE_BY_ONE = {
     "Plain-4D": Variant("plain-4d", {}),
     "cp: per-document": Variant("plain-4d", {"sharding": "per_document"}),
     "cp: adaptive": Variant("plain-4d", {"sharding": "adaptive"}),
-    "cp: hybrid (ours)": Variant("plain-4d", {"sharding": "hybrid"}),
+    "cp: balanced (ours)": Variant("plain-4d", {"sharding": "balanced"}),
     "pp: packing": Variant("wlb-llm", {"sharding": "per_sequence"}),
     "WLB-LLM": Variant("wlb-llm", {}),
     "+ release search (ours)": _ours(lookahead=0.0, **_AS_PACKED),
     "+ look-ahead (ours)": _ours(**_AS_PACKED),
     "+ assignment (ours)": _ours(order="arrival"),
     "+ order (ours)": _ours(),
-    "+ hybrid sharding (ours)": _ours("hybrid"),
+    "+ balanced sharding (ours)": _ours("balanced"),
     "+ prices of sharded documents": WAITING,
     "balanced: slices and planned order": Variant("balanced", {}),
 }
@@ -83,8 +83,8 @@ LEFT_OUT = {
     "look-ahead": _without(lookahead=0.0),
     "assignment": _without(assignment="arrival"),
     "order": _without(order="arrival"),
-    "hybrid sharding (adaptive instead)": _waiting(_WAITS, "adaptive", "own"),
-    "prices of sharded documents (W_a + W_l instead)": _ours("hybrid"),
+    "balanced sharding (adaptive instead)": _waiting(_WAITS, "adaptive", "own"),
+    "prices of sharded documents (W_a + W_l instead)": _ours("balanced"),
 }
 
 
