@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -93,6 +94,7 @@ def split_layers(shape: ModelShape, layout: Layout) -> list[range]:
     return [range(stop - count, stop) for stop, count in zip(accumulate(counts), counts, strict=True)]
 
 
+@lru_cache(maxsize=1024)
 def dealt_blocks(layers: int, layout: Layout, head: float) -> tuple[int, ...]:
     """The number of ``layers`` blocks on each stage, so that the busiest pipeline rank has the least work.
 

@@ -18,8 +18,7 @@ from wlb.job.memory.step import (
     gib,
     largest_share,
     predict_memory,
-    predict_rank_memory,
-    unlike_ranks,
+    rank_memories,
 )
 from wlb.schedules.operations import round_size
 
@@ -30,7 +29,7 @@ _FACTORS = 64  # values of L_max that are tried per context window
 
 
 def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
-    """The peak memory of a process in the worst step; of the first pipeline rank over ``limit`` bytes, if any.
+    """The peak memory of a process in the worst step; or the first peak over ``limit`` bytes, if any.
 
     A full pipeline of equal micro-batches holds the same in every round, except for token ids, so only the first rounds
     are walked through.
@@ -61,15 +60,14 @@ def _planned_memory(job: Job, limit: float) -> MemoryEstimate:
     count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
     ranks = []
-    for rank in unlike_ranks(job):
-        ranks.append(predict_rank_memory(job, [usual] * walked, rank))
-        if ranks[-1].total > limit:
-            return ranks[-1]
+    for rank in rank_memories(job, [usual] * walked, limit):
+        ranks.append(rank)
+        if rank.total > limit:
+            return rank
     static = max(ranks, key=lambda rank: rank.total - _held(rank.parts))
     held, kept = _and_kept(job, ranks, in_flight=True)
     if job.slices_documents:
-        together = largest_share(job, job.sliced_length)
-        alone = [predict_rank_memory(job, [together], rank) for rank in unlike_ranks(job)]
+        alone = [*rank_memories(job, [largest_share(job, job.sliced_length)])]
         held, kept = max((held, kept), _and_kept(job, alone, in_flight=False), key=lambda one: _held(one[0]) + one[1])
     parts = static.parts | {name: held[name] for name in HELD if name in held}
     longest, short = (predict_memory(job, [tokens]) for tokens in (job.max_tokens, job.in_flight_length))

@@ -11,7 +11,8 @@ parts. How many micro-batches are in flight, and of which lengths, follows from 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -50,16 +51,23 @@ def predict_memory(job: Job, tokens: Sequence[int], limit: float = math.inf) -> 
     """The peak over a step whose micro-batches hold ``tokens`` tokens each, before cp and tp ranks share them.
 
     ``tokens`` are those of one data-parallel rank. Context-parallel ranks are assumed to exchange as if one document
-    filled the micro-batch. The estimate is of the first pipeline rank over ``limit`` bytes or, if there is none, of the
-    rank with the highest peak.
+    filled the micro-batch. The estimate is the first peak over ``limit`` bytes or, if there is none, that of the rank
+    with the highest peak.
     """
-    rows = [largest_share(job, count) for count in tokens]
     estimates = []
-    for rank in unlike_ranks(job):
-        estimates.append(predict_rank_memory(job, rows, rank))
-        if estimates[-1].total > limit:
-            return estimates[-1]
+    for estimate in rank_memories(job, [largest_share(job, count) for count in tokens], limit):
+        estimates.append(estimate)
+        if estimate.total > limit:
+            return estimate
     return max(estimates, key=lambda estimate: estimate.total)
+
+
+def rank_memories(job: Job, rows: Sequence[int], limit: float = math.inf) -> Iterator[MemoryEstimate]:
+    """``predict_rank_memory`` of the ``unlike_ranks``; of a rank over ``limit`` bytes, the first peak over it."""
+    passes: _Passes = {}
+    for rank in unlike_ranks(job):
+        walk = _Walk(job, rank, [(count, None) for count in rows], passes)
+        yield walk.over(job.layout.operations(len(rows))[rank], limit)
 
 
 def unlike_ranks(job: Job) -> list[int]:
@@ -97,20 +105,32 @@ class _WalkedPass(NamedTuple):
 
     most_total: float
     most: dict[str, int]
+    total: int  # of ``held``
     held: dict[str, int]
     left: _StageState
+
+
+_Passes = dict[tuple[Any, ...], _WalkedPass]
 
 
 class _Walk:
     """The step of one pipeline rank: bytes held by purpose, and the peak so far.
 
-    ``batches`` has the rows and the exchange of every micro-batch. Passes of a stage that begin in the same state
-    change memory in the same way, so each kind of pass is walked through once.
+    ``batches`` has the rows and the exchange of every micro-batch. Passes of like stages that begin in the same state
+    change memory in the same way, so each kind of pass is walked through once; ranks of a job may share ``passes``.
     """
 
-    def __init__(self, job: Job, rank: int, batches: Sequence[tuple[int, Exchange | None]]) -> None:
+    def __init__(
+        self, job: Job, rank: int, batches: Sequence[tuple[int, Exchange | None]], passes: _Passes | None = None
+    ) -> None:
         self.job, self.rank, self.batches = job, rank, batches
         self.blocks = split_layers(job.shape, job.layout)
+        ends = 0, len(self.blocks) - 1
+        kinds = [
+            (stage == ends[0], stage == ends[1], *map(job.shape.block_kind, layers))
+            for stage, layers in enumerate(self.blocks)
+        ]
+        self.like = [kinds.index(kind) for kind in kinds]  # the first stage like each
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
         self.shards = job.layout.dp_cp  # ranks over which FSDP divides weights
         self.frees_weights = not job.layout.keeps_weights  # and gathers them again in every micro-batch
@@ -121,11 +141,11 @@ class _Walk:
         self.gathered: set[int] = set()  # units of the current stage
         self.with_gradients: set[int] = set()
         self.states: dict[int, _StageState] = {}
-        self.passes: dict[tuple[Any, ...], _WalkedPass] = {}
+        self.passes: _Passes = {} if passes is None else passes
         self.known: dict[tuple[Any, ...], tuple[int, list[Unit]]] = {}
 
-    def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
-        """Walk through a step: forwards, backwards and the optimizer."""
+    def over(self, operations: Sequence[Operation], limit: float = math.inf) -> MemoryEstimate:
+        """Walk through a step: forwards, backwards and the optimizer; or until over ``limit`` bytes."""
         stages = self.job.layout.rank_stages[self.rank]
         mine = {stage: self._units(stage, LayerMemory(self.job, 1)) for stage in stages}
         weights = sum(unit.weights for units in mine.values() for unit in units)
@@ -139,31 +159,42 @@ class _Walk:
             for index, unit in enumerate(() if self.frees_weights else units):  # all at the start of the step
                 self._gather(index, unit)
             self.states[stage] = frozenset(self.gathered), frozenset()
+        walked, total, most_total, highest = [], self.total, self.most_total, -1
         for stage, micro_batch, kind in operations:
-            self._pass(stage, micro_batch, backward=kind != FORWARD)
+            one = self._pass(stage, micro_batch, backward=kind != FORWARD)
+            if total + one.most_total > most_total:
+                most_total, highest = total + one.most_total, len(walked)
+            total += one.total
+            walked.append(one)
+            if most_total > limit:
+                break
+        if highest >= 0:
+            self.most, self.most_total = _sum(self._held_after(walked[:highest]), walked[highest].most), most_total
+        self.held, self.total = self._held_after(walked), total
         self._note(working=shard)  # of the optimizer
         return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})
 
-    def _pass(self, stage: int, micro_batch: int, *, backward: bool) -> None:
-        last = micro_batch == len(self.batches) - 1
-        key = (stage, self.batches[micro_batch], backward, backward and last, self.states[stage])
+    def _held_after(self, walked: Sequence[_WalkedPass]) -> dict[str, int]:
+        """Bytes held by purpose after these passes."""
+        held, kinds = self.held, {id(one): one for one in walked}
+        for kind, count in Counter(map(id, walked)).items():
+            held = _sum(held, {name: count * value for name, value in kinds[kind].held.items()})
+        return held
+
+    def _pass(self, stage: int, micro_batch: int, *, backward: bool) -> _WalkedPass:
+        last, like = micro_batch == len(self.batches) - 1, self.like[stage]
+        key = (like, self.batches[micro_batch], backward, backward and last, self.states[stage])
         walked = self.passes.get(key)
         if walked is None:
             so_far = self.held, self.total, self.most, self.most_total
             self.held, self.total, self.most, self.most_total = {}, 0, {}, -math.inf
             self.gathered, self.with_gradients = map(set, self.states[stage])
-            if backward:
-                self._backward(stage, micro_batch)
-            else:
-                self._forward(stage, micro_batch)
+            (self._backward if backward else self._forward)(like, micro_batch)
             left = frozenset(self.gathered), frozenset(self.with_gradients)
-            walked = self.passes[key] = _WalkedPass(self.most_total, self.most, self.held, left)
+            walked = self.passes[key] = _WalkedPass(self.most_total, self.most, self.total, self.held, left)
             self.held, self.total, self.most, self.most_total = so_far
-        if self.total + walked.most_total > self.most_total:
-            self.most, self.most_total = _sum(self.held, walked.most), self.total + walked.most_total
-        for name, value in walked.held.items():
-            self._add(name, value)
         self.states[stage] = walked.left
+        return walked
 
     def _ends_and_units(self, stage: int, micro_batch: int) -> tuple[int, list[Unit]]:
         """Memory of a stage beside its layers, and the layers; the same for micro-batches with the same rows."""
