@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,35 @@ class DataConfig(Section):
 
 
 _CHECKED = 1 << 14  # documents checked at a time
+_DRAWS, _CHUNKS = 4, 1024  # draws of which the first chunks are held: a search plans the same ones in every layout
+
+
+class ByIdentity:
+    """Lengths as a key of a cache, equal only to themselves."""
+
+    def __init__(self, lengths: DocumentLengths) -> None:
+        self.lengths = lengths
+
+    def __hash__(self) -> int:
+        return id(self.lengths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and self.lengths is other.lengths
+
+
+class _Chunk(NamedTuple):
+    """The next few documents of a store."""
+
+    documents: int
+    segments: list[Segment]  # never changed
+    tokens: int
+    report: OverlongReport
+
+
+@lru_cache(maxsize=_DRAWS)
+def _chunks(lengths: ByIdentity, config: DataConfig) -> dict[tuple[int, ...], _Chunk]:
+    """The first chunks that were taken of a draw, by place and size."""
+    return {}
 
 
 class DocumentStream:
@@ -94,6 +124,8 @@ class DocumentStream:
         self._weights = config.weights or (1.0,)
         self._tokens = [0] * len(of_stores)  # taken from each store since these weights came into force
         self._overlong = OverlongReport()  # of all documents taken, over all epochs
+        # A store is read for training, and only once.
+        self._chunks = _chunks(ByIdentity(lengths), config) if isinstance(lengths, np.ndarray) else None
         self.begin(0)
 
     @property
@@ -109,18 +141,31 @@ class DocumentStream:
             store = self._stores[number]
             if store.is_over:
                 store.begin(store.epoch + 1)
-            first = self._firsts[number] + store.epoch * self._firsts[-1]
-            chosen, lengths = store.take(documents if len(self._stores) == 1 else 1)
-            documents -= len(chosen)
-            pairs = zip((chosen + first).tolist(), lengths.tolist(), strict=True)
-            whole = [Segment(document, 0, length) for document, length in pairs if length]
-            taken, report = split_overlong(whole, self._config.context_window, self._config.overlong)
-            self._overlong += report
-            self._tokens[number] += sum([segment.length for segment in taken])
-            segments += taken
+            chunk = self._next(number, documents if len(self._stores) == 1 else 1)
+            documents -= chunk.documents
+            self._overlong += chunk.report
+            self._tokens[number] += chunk.tokens
+            segments += chunk.segments
             if store.is_over:
                 self._unfinished.discard(number)
         return segments
+
+    def _next(self, number: int, documents: int) -> _Chunk:
+        """The next ``documents`` documents of a store, or as many as remain of its epoch."""
+        store = self._stores[number]
+        place = (*store.state_dict().values(), documents)
+        if self._chunks is not None and (known := self._chunks.get(place)):
+            store.skip(known.documents)
+            return known
+        first = self._firsts[number] + store.epoch * self._firsts[-1]
+        chosen, lengths = store.take(documents)
+        pairs = zip((chosen + first).tolist(), lengths.tolist(), strict=True)
+        whole = [Segment(document, 0, length) for document, length in pairs if length]
+        taken, report = split_overlong(whole, self._config.context_window, self._config.overlong)
+        chunk = _Chunk(len(chosen), taken, sum([segment.length for segment in taken]), report)
+        if self._chunks is not None and len(self._chunks) < _CHUNKS:
+            self._chunks[place] = chunk
+        return chunk
 
     def next_epoch(self) -> None:
         """Begin the next epoch; each store continues where it is."""
@@ -184,6 +229,9 @@ class _StoreOrder:
         chosen = (self._between or np.arange)(self._cursor, stop)
         self._cursor = stop
         return chosen, self._lengths[chosen]
+
+    def skip(self, documents: int) -> None:
+        self._cursor += documents
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "cursor": self._cursor, "seed": self._seed, "shuffle": self._shuffle}

@@ -55,6 +55,7 @@ class _Rows(NamedTuple):
     stop: Integers  # (cells,)
     tokens: Integers  # (cells + 1,)
     ticks: Integers  # (cells + 1,)
+    middles: Integers  # twice the tokens before the middle of each cell, (cells,)
     bounds: Integers  # the first cell of every row, and the number of cells; (micro_batches + 1,)
 
 
@@ -201,7 +202,7 @@ class _Slicing:
         # Or later; a rank may already hold more than its share.
         back = np.minimum(earliest[:, None] + np.arange(1 + (last - earliest).max()), last[:, None])
         wanted = (cells.tokens[first] + tokens - cells.tokens[last])[:, None] + cells.tokens[back]
-        front = np.searchsorted(cells.tokens[1:] + cells.tokens[:-1], 2 * wanted)  # the middles of cells
+        front = np.searchsorted(cells.middles, 2 * wanted)
         front = np.clip(front, first[:, None], back)
         over = cells.ticks[front] - cells.ticks[back] + (cells.ticks[last] - cells.ticks[first] - ticks)[:, None]
         off_tokens = np.maximum(0, np.abs(cells.tokens[front] - wanted) - self._cell[:, None])
@@ -220,4 +221,4 @@ class _Slicing:
         bounds = np.searchsorted(of, np.arange(self._number + 1))
         tokens = np.append(0, np.cumsum(ends - begins))
         ticks = np.append(0, np.cumsum(self._until(ends, of) - self._until(begins, of)))
-        return _Rows(document[part], begins, ends, tokens, ticks, bounds)
+        return _Rows(document[part], begins, ends, tokens, ticks, tokens[1:] + tokens[:-1], bounds)

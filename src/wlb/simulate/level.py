@@ -98,19 +98,23 @@ class LevelSteps(StepSeconds):
         forward, backward = (phase[:, 0, 0] for phase in self.stages)
         waits = waiting_for_weights(self.costs, forward[..., None])[..., 0] * ("weight gathers" in self.modelled)
         starts, ends = np.zeros_like(forward), np.zeros_like(forward)
-        free = np.zeros((len(forward), self.costs.layout.cp))
+        free = [[0.0] * self.costs.layout.cp for _ in forward]
         meet = "dp ranks" in self.modelled
-        for step, place, ranks in self.runs:
-            mine, at = free[step, ranks], (step, place)
-            seconds = forward[at] + backward[at] + waits[at] * bool((mine == 0).any())
-            starts[at], ends[at] = mine.max(), mine.max() + seconds
-            free[step, ranks] = seconds + (mine.max() if meet else mine)
+        both, waiting = (forward + backward).tolist(), waits.tolist()  # lists: most micro-batches have one rank
+        for step, place, group in self.runs:
+            ranks, of_step = group.tolist(), free[step]
+            mine = [of_step[rank] for rank in ranks]
+            begins, seconds = max(mine), both[step][place] + waiting[step][place] * (0.0 in mine)
+            starts[step, place], ends[step, place] = begins, begins + seconds
+            for rank, since in zip(ranks, mine, strict=True):
+                of_step[rank] = seconds + (begins if meet else since)
+        of_ranks = np.array(free)
         turns = ends - backward
         return PipelineTimes(
             tuple(Operation(0, place, kind) for kind in (FORWARD, BACKWARD) for place in range(forward.shape[1])),
             np.concatenate([turns - starts, backward], axis=1).T[..., None],
             np.concatenate([turns, ends], axis=1).T[..., None],
-            (free.max(axis=1) if meet else free.mean(axis=1))[None, :, None],
+            (of_ranks.max(axis=1) if meet else of_ranks.mean(axis=1))[None, :, None],
         )
 
     @property

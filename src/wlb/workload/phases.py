@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -107,7 +108,8 @@ def segment_seconds(prices: DocumentPrices, table: Table) -> Seconds:
 
 
 def _rows(table: Table) -> NDArray[np.int64]:
-    return np.asarray(table, np.int64).reshape(-1, 3)
+    rows = table if isinstance(table, np.ndarray) else np.fromiter(chain.from_iterable(table), np.int64)
+    return rows.reshape(-1, 3).astype(np.int64, copy=False)
 
 
 def _column(what: str, values: ArrayLike) -> Seconds:

@@ -159,7 +159,8 @@ class _Walk:
             for index, unit in enumerate(() if self.frees_weights else units):  # all at the start of the step
                 self._gather(index, unit)
             self.states[stage] = frozenset(self.gathered), frozenset()
-        walked, total, most_total, highest = [], self.total, self.most_total, -1
+        walked: list[_WalkedPass] = []
+        total, most_total, highest = self.total, self.most_total, -1
         for stage, micro_batch, kind in operations:
             one = self._pass(stage, micro_batch, backward=kind != FORWARD)
             if total + one.most_total > most_total:
