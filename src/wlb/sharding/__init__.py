@@ -47,6 +47,7 @@ STRATEGIES: dict[str, Callable[[MicroBatches, int, Costs], Pieces]] = {
 }
 _STATIC = {"per_sequence", "per_document"}
 _KEPT = 1024  # micro-batches whose pieces are cached
+_Keys = tuple[tuple[int, tuple[int, ...]], ...]  # micro-batches: tokens before the slice, or -1, and lengths
 
 
 def make_shard_plan(
@@ -135,8 +136,18 @@ def price_shards(
     Micro-batches are sharded as by ``make_shard_plan``; one without segments costs nothing. If ``earlier`` has a number
     for a micro-batch, its first segment is a slice with that many tokens before it.
     """
-    if any(before is not None for before in earlier):
-        return _price_slices(lengths, cp_size, strategy, costs, earlier)
+    before = [-1 if tokens is None else tokens for tokens in earlier] or [-1] * len(lengths)
+    keys = [*zip(before, map(tuple, lengths), strict=True)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    places = np.argsort(order)
+    return _priced(tuple([keys[place] for place in order]), cp_size, strategy, costs).map(lambda column: column[places])
+
+
+@lru_cache(maxsize=8)  # the micro-batches of a step are priced when planned, and again, dealt to ranks, when simulated
+def _priced(micro_batches: _Keys, cp_size: int, strategy: str, costs: Costs) -> Shards:
+    if any(before >= 0 for before, _ in micro_batches):
+        return _price_slices(micro_batches, cp_size, strategy, costs)
+    lengths = [of_one for _, of_one in micro_batches]
     counts = np.array([len(of_one) for of_one in lengths], np.int64)
     sizes = np.fromiter((length for of_one in lengths for length in of_one), np.int64, int(counts.sum()))
     filled = np.flatnonzero(counts)
@@ -153,15 +164,11 @@ def price_shards(
     return empty
 
 
-def _price_slices(
-    lengths: Sequence[Sequence[int]], cp_size: int, strategy: str, costs: Costs, earlier: Sequence[int | None]
-) -> Shards:
-    sliced = np.array([before is not None for before in earlier])
-    whole = price_shards(
-        [of_one[cut:] for of_one, cut in zip(lengths, sliced.tolist(), strict=True)], cp_size, strategy, costs
-    )
-    sizes = np.array([of_one[0] for of_one, cut in zip(lengths, sliced.tolist(), strict=True) if cut], np.int64)
-    before = np.array([tokens for tokens in earlier if tokens is not None], np.int64)
+def _price_slices(micro_batches: _Keys, cp_size: int, strategy: str, costs: Costs) -> Shards:
+    whole = price_shards([of_one[before >= 0 :] for before, of_one in micro_batches], cp_size, strategy, costs)
+    sliced = np.array([before >= 0 for before, _ in micro_batches])
+    sizes = np.array([of_one[0] for before, of_one in micro_batches if before >= 0], np.int64)
+    before = np.array([before for before, _ in micro_batches if before >= 0], np.int64)
     shards = whole.map(lambda column: column[sliced])
     together = shards.with_slices(per_document(MicroBatches(sizes, np.ones_like(sizes)), cp_size), sizes, before, costs)
     for everything, column in zip(whole, together, strict=True):
