@@ -50,15 +50,16 @@ class SequentialPacker(Packer):
         for room in sizes:
             piece: list[Segment] = []
             while room:
-                document, start, length = segments.pop()
-                taken = min(length, room)
-                if piece and piece[-1].document == document and piece[-1].start + piece[-1].length == start:
-                    piece[-1] = piece[-1]._replace(length=piece[-1].length + taken)
+                segment = segments.pop()
+                document, start, length = segment
+                if length > room:
+                    segments.append(Segment(document, start + room, length - room))
+                    segment = Segment(document, start, room)
+                room -= segment[2]
+                if start and piece and piece[-1].document == document and piece[-1].start + piece[-1].length == start:
+                    piece[-1] = piece[-1]._replace(length=piece[-1].length + segment[2])
                 else:
-                    piece.append(Segment(document, start, taken))
-                room -= taken
-                if taken < length:
-                    segments.append(Segment(document, start + taken, length - taken))
+                    piece.append(segment)
             pieces.append(piece)
         for segment in segments:  # at most one: what the cut left of the last document
             self._arrived.appendleft(segment)
