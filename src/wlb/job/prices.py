@@ -116,8 +116,11 @@ class LevelPrices:
         return self.alone(np.asarray(lengths, np.int64))
 
     def shared(self, lengths: NDArray[np.int64], ranks: int) -> Seconds:
-        shards = price_shards([[length] for length in lengths.tolist()], ranks, LEVEL_SHARDING, self.costs)
-        return group_seconds(shards, self.costs).both
+        known = _shared_seconds(self.costs, ranks)
+        if new := [length for length in dict.fromkeys(lengths.tolist()) if length not in known]:
+            shards = price_shards([[length] for length in new], ranks, LEVEL_SHARDING, self.costs)
+            known.update(zip(new, group_seconds(shards, self.costs).both.tolist(), strict=True))
+        return np.array([known[length] for length in lengths.tolist()])
 
     @cached_property
     def _rest(self) -> tuple[float, float]:
@@ -130,6 +133,12 @@ class LevelPrices:
     def _drain(self, lengths: NDArray[np.int64]) -> Seconds:
         forwards = 2 if self.costs.recomputed == "full" else 1
         return forwards * self.costs.drain_seconds(lengths, "forward") + self.costs.drain_seconds(lengths, "backward")
+
+
+@lru_cache(maxsize=256)
+def _shared_seconds(costs: Costs, ranks: int) -> dict[int, float]:
+    """Seconds of a document by its tokens; a step and its attempts at better groups ask for the same ones."""
+    return {}
 
 
 @dataclass(frozen=True)

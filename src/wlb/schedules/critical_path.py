@@ -141,10 +141,12 @@ class _Ranks:
             return
         arrives = end + self._transfer[micro_batch] * (self._pp > 1)
         if kind == FORWARD:
+            is_next = self._done[FORWARD][receiver] == len(self._forwards_at[receiver])
             self._forwards_at[receiver].append(arrives)
         else:
+            is_next = self._back[self._done[kind][receiver]] == micro_batch
             self._backwards_at[receiver][micro_batch] = arrives
-        if receiver % self._pp != rank:
+        if is_next and receiver % self._pp != rank:
             self._look(receiver % self._pp)
 
     def _look(self, rank: int) -> None:
