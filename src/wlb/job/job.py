@@ -25,6 +25,7 @@ from wlb.packing.plan import StepPlan
 from wlb.packing.registry import PACKERS
 from wlb.packing.slices import TILE
 from wlb.schedules.layout import Layout, split_layers
+from wlb.schedules.operations import check_operations
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
@@ -102,7 +103,7 @@ class Job:
         split_layers(self.shape, layout)
         if self.pools_decided:  # before that, the number of micro-batches is unknown
             check_dealt(micro_batches, layout.dp)
-            layout.operations(self.micro_batches_per_rank)
+            check_operations(layout.schedule, layout.pp, self.micro_batches_per_rank, layout.virtual_pp)
             if self.speeds is not None and self.levels_steps and len(self.speeds) != layout.cp:
                 raise UserError(
                     f"there are {len(self.speeds)} speeds for {layout.cp} ranks in level steps; give one per rank"

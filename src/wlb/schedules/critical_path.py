@@ -77,6 +77,7 @@ class _Ranks:
         self._needed = [self._by_document(stages, len(documents)) for stages in self._own]
         self._limits = [max(limit, *needed) for limit, needed in zip(limits, self._needed, strict=True)]
         self._held = [[0] * len(documents) for _ in range(pp)]
+        self._total = [0] * pp  # of ``_held``
         self._begun: list[list[int]] = [[] for _ in range(pp)]  # documents that the rank holds something of, ascending
         self._late: list[deque[tuple[int, int]]] = [deque() for _ in range(pp)]  # backwards with a weight part to run
         self._free = [0] * pp
@@ -123,6 +124,7 @@ class _Ranks:
         """Count (``sign`` 1) or release (-1) the memory of a forward."""
         document, leaves = self._document[micro_batch], self._leaves[stage][micro_batch]
         held = self._held[rank]
+        self._total[rank] += sign * leaves
         if sign > 0:
             self._needed[rank][document] -= leaves
             if not held[document] and leaves:
@@ -169,9 +171,14 @@ class _Ranks:
 
     def _has_room(self, rank: int, stage: int, micro_batch: int) -> bool:
         """Whether every document that has begun can still finish once those before it have gone backward."""
-        held, needed, limit = self._held[rank], self._needed[rank], self._limits[rank]
+        held, needed, limit, begun = self._held[rank], self._needed[rank], self._limits[rank], self._begun[rank]
         document, leaves, total = self._document[micro_batch], self._leaves[stage][micro_batch], 0
-        for other in reversed(self._begun[rank] if held[document] else [*self._begun[rank], document]):
+        everything = self._total[rank] + leaves
+        if everything + max(needed[document], *map(needed.__getitem__, begun), 0) <= limit:
+            return True  # whatever goes backward first
+        if begun and begun[0] < document and everything + needed[begun[0]] > limit:
+            return False
+        for other in reversed(begun if held[document] else [*begun, document]):
             total += held[other]
             rest = needed[other]
             if other == document:
@@ -183,21 +190,19 @@ class _Ranks:
 
 def _tails(load: PipelineLoad, back: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
     """The longest path from the start of each forward and backward to the end of the step, if all ranks were free."""
-    stages, micro_batches = load.forward.shape
-    backwards, forwards = np.zeros_like(load.backward), np.zeros_like(load.forward)
-    for stage in range(stages):
+    transfer, forwards, backwards = load.transfer.tolist(), load.forward.tolist(), load.backward.tolist()
+    below = [-sent for sent in transfer]  # the path that follows on the next stage: none yet
+    for tails in backwards:
         following = 0
         for micro_batch in reversed(back):
-            below = backwards[stage - 1, micro_batch] + load.transfer[micro_batch] if stage else 0
-            following = load.backward[stage, micro_batch] + max(following, below)
-            backwards[stage, micro_batch] = following
-    for stage in reversed(range(stages)):
+            following = tails[micro_batch] + max(following, below[micro_batch] + transfer[micro_batch])
+            tails[micro_batch] = following
+        below = tails
+    above = [tail - sent for tail, sent in zip(below, transfer, strict=True)]  # turns around on the same rank
+    for tails in reversed(forwards):
         following = 0
-        for micro_batch in reversed(range(micro_batches)):
-            last = stage + 1 == stages
-            above = backwards[stage, micro_batch] if last else forwards[stage + 1, micro_batch]
-            following = load.forward[stage, micro_batch] + max(
-                following, above + load.transfer[micro_batch] * (not last)
-            )
-            forwards[stage, micro_batch] = following
-    return forwards.tolist(), backwards.tolist()
+        for micro_batch in reversed(range(len(tails))):
+            following = tails[micro_batch] + max(following, above[micro_batch] + transfer[micro_batch])
+            tails[micro_batch] = following
+        above = tails
+    return forwards, backwards

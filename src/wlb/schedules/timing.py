@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -129,9 +129,9 @@ def planned_times(
         lists = operations[place[0]][place[1]]
         own = None if weights is None else weights[place]
         found.append(pipeline_times(lists, forward[place], backward[place], own, transfer=delays[place]))
-    tables = [sorted(range(len(times.operations)), key=times.operations.__getitem__) for times in found]
+    tables = [np.lexsort(_waves(operations[step][rank]).table) for step, rank in np.ndindex(steps, dp)]
     first = np.argsort(tables[0])  # from sorted to the order of the first
-    rows = [np.array(table)[first] for table in tables]
+    rows = [table[first] for table in tables]
 
     def together(columns: Iterable[Array]) -> Array:
         return np.stack([*columns], axis=1).reshape(-1, steps, dp)
@@ -210,23 +210,24 @@ class _Waves(NamedTuple):
 @lru_cache(maxsize=512)
 def _waves(operations: RankOperations) -> _Waves:
     pending = [list(reversed(of_rank)) for of_rank in operations]
+    next_input: list[tuple[Any, ...] | None] = [()] * len(operations)  # () if the rank has run everything
     in_two = {operation[:2] for of_rank in operations for operation in of_rank if operation.kind == INPUT}
     home = {operation.stage: rank for rank, of_rank in enumerate(operations) for operation in of_rank}
-    row: dict[Operation | None, int] = {None: 0}
+    row: dict[tuple[Any, ...] | None, int] = {None: 0}
     last_of_rank = [0] * len(operations)
     in_order: list[Operation] = []
     waiting: list[tuple[int, int, int]] = []
     bounds: list[tuple[int, int]] = []
+    ready = [*range(len(operations))]
     while any(pending):
-        ready = [
-            rank for rank, of_rank in enumerate(pending) if of_rank and _input_of(of_rank[-1], len(home), in_two) in row
-        ]
+        for rank in ready:
+            next_input[rank] = _input_of(pending[rank][-1], len(home), in_two) if pending[rank] else ()
+        ready = [rank for rank, waits_for in enumerate(next_input) if waits_for in row]
         assert ready, "the schedule deadlocks"
         bounds.append((len(in_order), len(in_order) + len(ready)))
         for rank in ready:
-            operation = pending[rank].pop()
-            waits_for = _input_of(operation, len(home), in_two)
-            from_afar = waits_for is not None and home[waits_for.stage] != rank
+            operation, waits_for = pending[rank].pop(), next_input[rank]
+            from_afar = waits_for is not None and home[waits_for[0]] != rank
             travelling = 1 + operation.micro_batch if from_afar else 0
             waiting.append((last_of_rank[rank], row[waits_for], travelling))
             in_order.append(operation)
@@ -241,13 +242,16 @@ def _waves(operations: RankOperations) -> _Waves:
     )
 
 
-def _input_of(operation: Operation, stages: int, in_two: Container[tuple[int, int]]) -> Operation | None:
-    """The operation whose result ``operation`` needs; ``in_two`` are (stage, micro-batch) of two-part backwards."""
+def _input_of(operation: Operation, stages: int, in_two: Container[tuple[int, int]]) -> tuple[int, int, str] | None:
+    """The operation, as a plain tuple, whose result ``operation`` needs; None if it needs none.
+
+    ``in_two`` are (stage, micro-batch) of two-part backwards.
+    """
     stage, micro_batch, kind = operation
     if kind == FORWARD:
-        return Operation(stage - 1, micro_batch, FORWARD) if stage else None
+        return (stage - 1, micro_batch, FORWARD) if stage else None
     if kind == WEIGHT:
-        return Operation(stage, micro_batch, INPUT)
+        return stage, micro_batch, INPUT
     if stage == stages - 1:
-        return Operation(stage, micro_batch, FORWARD)
-    return Operation(stage + 1, micro_batch, INPUT if (stage + 1, micro_batch) in in_two else BACKWARD)
+        return stage, micro_batch, FORWARD
+    return stage + 1, micro_batch, INPUT if (stage + 1, micro_batch) in in_two else BACKWARD
