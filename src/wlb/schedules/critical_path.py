@@ -171,20 +171,18 @@ class _Ranks:
 
     def _has_room(self, rank: int, stage: int, micro_batch: int) -> bool:
         """Whether every document that has begun can still finish once those before it have gone backward."""
-        held, needed, limit, begun = self._held[rank], self._needed[rank], self._limits[rank], self._begun[rank]
-        document, leaves, total = self._document[micro_batch], self._leaves[stage][micro_batch], 0
-        everything = self._total[rank] + leaves
-        if everything + max(needed[document], *map(needed.__getitem__, begun), 0) <= limit:
-            return True  # whatever goes backward first
-        if begun and begun[0] < document and everything + needed[begun[0]] > limit:
-            return False
-        for other in reversed(begun if held[document] else [*begun, document]):
-            total += held[other]
-            rest = needed[other]
-            if other == document:
-                total, rest = total + leaves, rest - leaves
-            if other <= document and total + rest > limit:
+        held, needed, begun = self._held[rank], self._needed[rank], self._begun[rank]
+        document, leaves, older = self._document[micro_batch], self._leaves[stage][micro_batch], 0
+        spare = self._limits[rank] - self._total[rank] - leaves
+        most = max(needed[document], max(map(needed.__getitem__, begun), default=0))
+        for other in begun if held[document] else [*begun, document]:
+            if most - older <= spare:
+                break  # neither this one nor later ones can need more
+            if needed[other] - leaves * (other == document) - older > spare:
                 return False
+            if other == document:
+                break
+            older += held[other]
         return True
 
 
