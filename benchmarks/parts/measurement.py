@@ -108,7 +108,8 @@ def in_turns(alternatives: Mapping[str, Callable[[], T]], turns: int) -> dict[st
 def lower_median(repeated: ArrayLike) -> NDArray[np.float64]:
     """The median of what was measured several times, shape (repetitions, ...); of two the smaller."""
     ordered: NDArray[np.float64] = np.sort(np.asarray(repeated, np.float64), axis=0)
-    return ordered[(len(ordered) - 1) // 2]
+    middle: NDArray[np.float64] = ordered[(len(ordered) - 1) // 2]
+    return middle
 
 
 def spread(speeds: Sequence[float]) -> dict[str, float]:

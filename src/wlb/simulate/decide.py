@@ -31,6 +31,7 @@ from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor, too_large
 from wlb.job.planner import documents_together
 from wlb.packing.options import Grouping, Pools
+from wlb.packing.plan import StepPlan
 from wlb.schedules.layout import dealt_blocks
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.sharding import price_shards
@@ -38,6 +39,8 @@ from wlb.simulate.costs import JobCosts
 from wlb.simulate.filling import global_batches
 from wlb.simulate.rate import rate
 from wlb.simulate.step import Steps
+from wlb.workload import Costs
+from wlb.workload.base import Checkpointing
 
 _STEPS = 4  # simulated for every choice; fewer if they are large
 _SIMULATED = 128  # most context windows in all these steps
@@ -47,6 +50,7 @@ _FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its
 _SLICED_FILLINGS = (2, 3, 4, 6, 8)  # the same with slices
 _FEWEST = (1, 1.15, 1.5)  # times the fewest micro-batches that fit, if the usual numbers do not fit into memory
 _ONE_STEP = 0.08  # choices slower by more than this share on one step are not simulated on others
+_FAR = 0.05  # behind what is wanted, with _ONE_STEP: then other numbers of micro-batches are not tried
 _LEAST_WINDOWS = 0.5  # in a mean micro-batch
 _LEAST_SLICED = 0.125  # the same where long documents are cut and memory does not hold more
 _FEWER_BUBBLES = 0.1  # share of bubbles saved by light micro-batches at both ends; measured on random jobs
@@ -89,12 +93,36 @@ def with_stages(job: Job, lengths: DocumentLengths) -> Job:
 
 def blocks_and_head(job: Job, documents: NDArray[np.int64]) -> tuple[float, float]:
     """Seconds of one tensor-parallel group for ``documents``: in all blocks, and in the output head."""
-    costs, again = job.costs, job.activation_checkpointing != "none"
-    lengths, counts = np.unique(documents, return_counts=True)
-    tokens = float(lengths @ counts)
-    blocks = costs.attention_seconds(lengths) @ counts + costs.blocks_seconds(tokens)
-    blocks += (2 + again) * costs.tp_seconds(tokens) + again * costs.blocks_seconds(tokens, "forward")
-    return float(blocks), float(costs.head_seconds(tokens))
+    (blocks,), (head,) = Packed(documents, np.zeros(len(documents), np.int64), 1).blocks_and_heads(job)
+    return float(blocks), float(head)
+
+
+class Packed:
+    """Micro-batches before a job runs them; ``owner`` is that of each of the ``documents`` (tokens)."""
+
+    def __init__(self, documents: NDArray[np.int64], owner: NDArray[np.int64], micro_batches: int) -> None:
+        self.documents, self._owner, self._micro_batches = documents, owner, micro_batches
+        self._known: dict[tuple[Costs, Checkpointing], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+
+    @classmethod
+    def of_plan(cls, plan: StepPlan) -> Packed:
+        counts = [len(part.segments) for part in plan.micro_batches]
+        lengths = [segment.length for part in plan.micro_batches for segment in part.segments]
+        return cls(np.array(lengths, np.int64), np.repeat(np.arange(len(counts)), counts), len(counts))
+
+    def blocks_and_heads(self, job: Job) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """``blocks_and_head`` of each micro-batch, shape (micro-batches,); the same for all cp, pp and dp."""
+        key = job.costs, job.activation_checkpointing
+        if key not in self._known:
+            costs, again = job.costs, job.activation_checkpointing != "none"
+            lengths, places = np.unique(self.documents, return_inverse=True)
+            seconds = np.asarray(costs.attention_seconds(lengths))[places]
+            attention = np.bincount(self._owner, seconds, self._micro_batches)
+            tokens = np.bincount(self._owner, self.documents, self._micro_batches)
+            blocks = attention + costs.blocks_seconds(tokens) + (2 + again) * costs.tp_seconds(tokens)
+            blocks += again * costs.blocks_seconds(tokens, "forward")
+            self._known[key] = blocks, np.asarray(costs.head_seconds(tokens))
+        return self._known[key]
 
 
 def _with_weights(job: Job) -> Job:
@@ -184,7 +212,12 @@ class _PoolSearch:
         choices = [choice for choice in self._choices() if least_rate is None or not choice.too_large]
         heapify(choices)
         while choices and choices[0].steps < self._steps and choices[0].seconds <= most_seconds:
-            heapreplace(choices, self._simulated(choices[0]))
+            simulated = self._simulated(choices[0])
+            heapreplace(choices, simulated)
+            if simulated.seconds > (1 + _FAR) * most_seconds:  # other numbers of micro-batches are not that much faster
+                alike = simulated.size, simulated.grouping
+                choices = [one for one in choices if (one.size, one.grouping) != alike or one.seconds > most_seconds]
+                heapify(choices)
         if not choices or choices[0].seconds > most_seconds:
             return None
         found = choices[0]

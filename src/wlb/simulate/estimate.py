@@ -316,7 +316,9 @@ def _explained(
     """The verdict; a winner in another layout is simulated in the layout of the base too (the job ``moved``)."""
     verdict = verdict_of(of_draws, given=given)
     base, winner = (of_draws[name][0].job for name in (verdict.base, verdict.winner))
-    if verdict.winner == TUNED or layout_of(base) == layout_of(winner):
+    # Level steps run on all ranks of a stage, however these are divided into dp and cp.
+    together = winner.levels_steps and (base.layout.tp, base.layout.pp) == (winner.layout.tp, 1)
+    if verdict.winner == TUNED or together or layout_of(base) == layout_of(winner):
         return verdict
     job = moved(verdict.winner)
     return verdict_of(of_draws, simulated(job), given) if fits(job) else verdict

@@ -4,8 +4,9 @@ The search simulates the preset itself in every layout that fits the memory: all
 eight stages per pipeline rank, weights kept or gathered again, and every kind of activation checkpointing. Each preset
 has its own fastest layout, because a cost that hardly matters to one may be the main loss of another.
 
-Layouts are tried in the order of a lower bound on their time (``least_seconds``), until the bound is worse than the
-best result. The best layouts are then rated over more steps, and the last few over other draws of the documents: a
+Layouts are tried in the order of a lower bound on their time (``least_seconds``), and left out if the bound is worse
+than the best result; pooled presets are first tried without a pipeline, whose level steps are cheap to plan and hard to
+beat. The best layouts are then rated over more steps, and the last few over other draws of the documents: a
 draw is a shuffle of the corpus with the next seed. The mean of the draws decides, because a layout that balances badly
 may be lucky in a few steps. All rates count the same work, priced on a single GPU.
 """
@@ -13,14 +14,13 @@ may be lucky in a few steps. All rates count the same work, priced on a single G
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
@@ -28,8 +28,9 @@ from wlb.job.config import PackingConfig
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.planner import StepPlanner
+from wlb.packing.plan import StepPlan
 from wlb.schedules.layout import Layout
-from wlb.simulate.decide import blocks_and_head, decide, with_stages
+from wlb.simulate.decide import Packed, decide, with_stages
 from wlb.simulate.job import preset_sections, simulated_job
 from wlb.simulate.no_layout import no_division, no_memory
 from wlb.simulate.rate import rate
@@ -47,18 +48,21 @@ _FIRST_WINDOWS, _WINDOWS = 16, 256
 _STEPS = 4
 _NEAR, _FARTHEST, _NEARER = 0.1, 0.15, 0.03
 _CERTAIN = 64
-_POOLS_NEAR = 0.01  # pools have many choices, and are expensive to simulate
+# Pools have many choices, and are expensive to simulate. Without interleaved stages a layout is tried if it may be
+# within _POOLS_FAR of the best; if not, it is not tried with them, as slices leave few bubbles to interleave.
+_POOLS_NEAR, _POOLS_FAR = 0.01, 0.1
 _WARM_UP = 4  # steps planned before the counted ones if documents may wait; none when layouts are first rated
 _LARGEST_TP = 32
 _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4, 8)
 
 Adapt = Callable[[Job], Job]
+_Key = tuple[Layout, Checkpointing]
 Told = Callable[[float, float], None]  # the share of a search that is done, and tokens per second of the fastest so far
 
 
 class Rated(NamedTuple):
-    """A job without any "auto", and seconds of work and tokens that it does per second: the means of the draws."""
+    """A job without any "auto", and seconds of work and tokens that it does per second: means of draws, if several."""
 
     job: Job
     work_rate: float
@@ -67,7 +71,7 @@ class Rated(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The fastest layouts, best first, and how many layouts fit the memory."""
+    """The fastest layouts, best first, and how many layouts were simulated."""
 
     ranking: list[Rated]
     layouts: int
@@ -94,21 +98,23 @@ def fastest_layout(
     untried = [with_stages(adapt(job), lengths) for job in _jobs(space, preset)]
     if not untried:
         raise no_division(space, _LARGEST_TP, _LARGEST_PP, lambda other: any(_jobs(other, preset)))
-    segments, prices = _segments(untried[0], lengths), untried[0].work_prices
-    work = float(segment_seconds(prices, segments).sum())
-    bounded = sorted(((work / least_seconds(job, segments), job) for job in untried), key=lambda pair: -pair[0])
+    plans, prices = _packed(untried[0], lengths), untried[0].work_prices
+    work = float(segment_seconds(prices, np.concatenate([plan.table for plan in plans])).sum())
+    packed = [Packed.of_plan(plan) for plan in plans]
+    bounded = sorted(((work / least_seconds(job, packed), job) for job in untried), key=_first_tried)
     first, more = (max(1, min(_STEPS, windows // space.micro_batches)) for windows in (_FIRST_WINDOWS, _WINDOWS))
-    near = min(_FARTHEST, _NEAR * math.sqrt(_CERTAIN / (first * space.micro_batches)))
+    certain = min(_FARTHEST, _NEAR * math.sqrt(_CERTAIN / (first * space.micro_batches)))
     found: list[Rated] = []
-    settled: set[tuple[Layout, Checkpointing]] = set()  # less memory would gain nothing there
+    settled: set[_Key] = set()  # less memory would gain nothing there
     for tried, (most, untried_job) in enumerate(bounded):
-        if found and most < found[0].work_rate:
-            break
         on_progress(tried / len(bounded), found[0].tokens_per_second if found else 0.0)
-        if (untried_job.layout, untried_job.activation_checkpointing) in settled:
+        if _key(untried_job) in settled or (found and most < found[0].work_rate):
             continue
-        job = _fitting(untried_job, lengths, (1 - _POOLS_NEAR) * found[0].work_rate if found else 0.0)
+        interleaved = _interleaved(untried_job)
+        near = _POOLS_FAR if interleaved else _POOLS_NEAR
+        job = _fitting(untried_job, lengths, (1 - near) * found[0].work_rate if found else 0.0)
         if job is None:
+            settled |= {_key(other) for other in interleaved}
             continue
         settled |= {*_settled_by(job, untried_job)}
         found.append(_rated(job, lengths, first, prices))
@@ -120,7 +126,9 @@ def fastest_layout(
                 least = least.with_length_factor(least.least_length_factor)
             return SearchResult([Rated(decide(least, lengths), 0.0, 0.0)], 0)
         raise no_memory(space, len(untried), _has_room)
-    nearest = [one for one in found if one.work_rate >= (1 - near) * found[0].work_rate]
+    nearest = [one for one in found if one.work_rate >= (1 - certain) * found[0].work_rate]
+    if len(nearest) == 1:
+        return SearchResult(nearest, len(found))
     if more > first or any(_warm_up(one.job) for one in nearest):
         nearest = [_rated(one.job, lengths, more, prices, _warm_up(one.job)) for one in nearest]
     ranking: list[Rated] = []
@@ -139,17 +147,28 @@ def drawn(job: Job, draw: int) -> Job:
     return replace(job, data=job.data.model_copy(update={"seed": job.data.seed + draw}))
 
 
-def least_seconds(job: Job, segments: NDArray[np.int64]) -> float:
-    """A lower bound on the seconds that ``job`` takes for ``segments``, however they are packed and sharded.
+def least_seconds(job: Job, steps: Sequence[Packed]) -> float:
+    """A lower bound on the seconds that ``job`` takes for ``steps``, which are not dealt to ranks yet.
 
-    The busiest pipeline rank computes its share of all segments, spread evenly over dp and cp, without communication
-    or waiting.
+    The busiest pipeline rank computes its share of all micro-batches without communication or waiting for peers. If
+    packing depends on the layout, or micro-batches are dealt by their work, data-parallel ranks share the work evenly;
+    else each has the micro-batches that it is dealt, and a named schedule fills and drains its pipeline.
     """
-    blocks, head = blocks_and_head(job, segments[:, 2])
-    share = [job.stage_shares[mine].sum() for mine in job.layout.rank_stages]
-    last = [job.layout.stages - 1 in mine for mine in job.layout.rank_stages]
-    busiest = max(part * blocks + has_head * head for part, has_head in zip(share, last, strict=True))
-    return float(busiest / job.layout.dp_cp)
+    layout, packing = job.layout, job.packing
+    dealt = packing.assignment == "arrival" and not packing.reads("max_length_factor")
+    share = np.array([job.stage_shares[mine].sum() for mine in layout.rank_stages])
+    has_head = np.array([layout.stages - 1 in mine for mine in layout.rank_stages])
+    of_steps = [step.blocks_and_heads(job) for step in steps]
+    if not dealt:
+        blocks, head = (sum(float(each.sum()) for each in of_all) for of_all in zip(*of_steps, strict=True))
+        return float((share * blocks + has_head * head).max() / layout.dp_cp)
+    seconds = 0.0
+    for of_blocks, of_head in of_steps:
+        dealt_to = [slice(rank, None, layout.dp) for rank in range(layout.dp)]
+        busy = [share * of_blocks[mine].sum() + has_head * of_head[mine].sum() for mine in dealt_to]
+        shortest = float(of_blocks.min() * job.stage_shares.min()) * (not job.plans_operations)
+        seconds += float((np.max(busy, axis=0) + shortest * np.arange(layout.pp)).max()) / layout.cp
+    return seconds
 
 
 def layout_of(job: Job) -> str:
@@ -261,11 +280,14 @@ def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | Non
     return decided if fits(decided) else None
 
 
-def _settled_by(job: Job, untried: Job) -> Iterator[tuple[Layout, Checkpointing]]:
+def _key(job: Job) -> _Key:
+    return replace(job.layout, stage_blocks=None), job.activation_checkpointing
+
+
+def _settled_by(job: Job, untried: Job) -> Iterator[_Key]:
     """What need not be tried if ``job``, decided from ``untried``, fits: what needs less memory and takes longer."""
-    layouts = [untried.layout]
-    if untried.layout.pp == 1:
-        layouts.append(replace(untried.layout, weights="gathered"))
+    layout, _ = _key(untried)
+    layouts = [layout] if layout.pp > 1 else [layout, replace(layout, weights="gathered")]
     whole = job.pools is None and job.packing.max_length_factor == untried.packing.max_length_factor
     kinds = get_args(Checkpointing) if whole else [untried.activation_checkpointing]
     return product(layouts, kinds)
@@ -282,14 +304,27 @@ def _has_room(space: SearchSpace) -> bool:
     return any(fits(job) for job in jobs if job.layout.tp == most)
 
 
-def _segments(job: Job, lengths: DocumentLengths) -> NDArray[np.int64]:
-    """The segments of the first steps of ``job``: the same in every layout, except for delayed documents."""
+def _first_tried(bounded: tuple[float, Job]) -> tuple[bool, float]:
+    most, job = bounded
+    return job.pools is not None and job.layout.pp > 1, -most
+
+
+def _interleaved(job: Job) -> list[Job]:
+    """``job``, if it may run slices with one stage per rank, with more stages per rank."""
+    layout = job.layout
+    if job.pools is None or layout.pp == 1 or layout.virtual_pp > 1 or layout.schedule != "auto":
+        return []
+    more = (replace(layout, virtual_pp=stages, stage_blocks=None) for stages in _STAGES_PER_RANK[1:])
+    return [replace(job, layout=one) for one in more if one.stages <= job.shape.layers]
+
+
+def _packed(job: Job, lengths: DocumentLengths) -> list[StepPlan]:
+    """The first steps of ``job``: the same in every layout, except for delayed documents and pools."""
     packing = job.packing
     if job.pools is not None:  # pools neither cut nor delay documents, like other packing by the global batch
         packing = PackingConfig().changed(method="fixed_greedy", window=1, micro_batches=job.global_batch)
     alone = replace(job, layout=Layout(), packing=packing)
-    plans = StepPlanner(alone, lengths).plans(_warm_up(alone))
-    return np.concatenate([plan.table for plan in islice(plans, _STEPS)])
+    return [*islice(StepPlanner(alone, lengths).plans(_warm_up(alone)), _STEPS)]
 
 
 def _rated(job: Job, lengths: DocumentLengths, steps: int, prices: DocumentPrices, warm_up: int = 0) -> Rated:

@@ -20,6 +20,7 @@ from wlb.job.memory.step import predict_memory
 from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, rank_operations
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulated_job
+from wlb.simulate.decide import Packed
 from wlb.simulate.search import least_seconds
 from wlb.workload.base import Checkpointing
 from wlb_studies.policies import POLICIES
@@ -194,10 +195,9 @@ def test_ranks_recompute_what_their_memory_does_not_hold_and_no_more(kind: Check
 @given(lengths=DOCUMENTS)
 def test_no_plan_takes_less_than_its_work_spread_evenly(name, virtual_pp, lengths):
     job = job_of(virtual_pp=virtual_pp)
-    segments = np.stack([np.arange(len(lengths)), np.zeros_like(lengths), lengths], axis=1)
     alone = replace(job.layout, pp=1, virtual_pp=1, dp=job.layout.dp * job.layout.pp, stage_blocks=None)
     packing = job.packing.changed(micro_batches=alone.dp)
-    least = least_seconds(replace(job, layout=alone, packing=packing), segments)
+    least = least_seconds(replace(job, layout=alone, packing=packing), [Packed(lengths, np.zeros_like(lengths), 1)])
     for setting in SLICED[name].settings:
         assert SlicedTrial(job, SLICED[name].plan, tuple(setting.items())).step(lengths).price.seconds > least
 
