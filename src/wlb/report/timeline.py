@@ -59,8 +59,8 @@ class Timeline:
 
         Work is computing, and communication other than of keys and values.
         """
-        work = self._seconds_without(*PARTS[WAITING], *PARTS[EXCHANGE])
         uneven = self._seconds_without(*PARTS[EXCHANGE])
+        work = np.minimum(uneven, self._seconds_without(*PARTS[WAITING], *PARTS[EXCHANGE]))
         return {"work": work, EXCHANGE: self.ends - self.starts - uneven, WAITING: uneven - work}
 
     def _seconds_without(self, *causes: str) -> Array:

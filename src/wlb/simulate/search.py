@@ -42,8 +42,9 @@ from wlb.workload.phases import segment_seconds
 
 DRAWS = 3
 # Layouts are first rated on _FIRST_WINDOWS windows, those near the fastest again on _WINDOWS, in at most _STEPS steps.
-# In the end those within _NEARER of the best are rated on the other draws too. Fewer windows make a rate less certain:
-# from _CERTAIN windows on "near" means within _NEAR, with fewer windows within up to _FARTHEST.
+# In the end those within _NEARER of the best are rated on the other draws too; a bound may be as much behind. Fewer
+# windows make a rate less certain: from _CERTAIN windows on "near" means within _NEAR, with fewer windows within up to
+# _FARTHEST.
 _FIRST_WINDOWS, _WINDOWS = 16, 256
 _STEPS = 4
 _NEAR, _FARTHEST, _NEARER = 0.1, 0.15, 0.03
@@ -108,7 +109,7 @@ def fastest_layout(
     settled: set[_Key] = set()  # less memory would gain nothing there
     for tried, (most, untried_job) in enumerate(bounded):
         on_progress(tried / len(bounded), found[0].tokens_per_second if found else 0.0)
-        if _key(untried_job) in settled or (found and most < found[0].work_rate):
+        if _key(untried_job) in settled or (found and most < (1 - _NEARER) * found[0].work_rate):
             continue
         interleaved = _interleaved(untried_job)
         near = _POOLS_FAR if interleaved else _POOLS_NEAR
