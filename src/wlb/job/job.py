@@ -154,9 +154,10 @@ class Job:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of groups as they were set, and micro-batches per pipeline, which level steps do not fix."""
+        """Sizes of groups as they were set, of pools, and micro-batches per pipeline, which level steps do not fix."""
+        pool = {} if self.layout.cp == self.set_layout.cp else {"pool": self.layout.cp}
         counted = {} if self.levels_steps else {"micro_batches": self.micro_batches_per_rank}
-        return self.set_layout.sizes | counted
+        return self.set_layout.sizes | pool | counted
 
     @property
     def memory_limit(self) -> MemoryLimit:

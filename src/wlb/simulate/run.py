@@ -30,7 +30,7 @@ class SimulationResult(Rate):
     ``imbalance`` is as in ``Steps``. ``token_delay`` is the mean number of steps that a token waited, ``tokens_cv`` the
     coefficient of variation of tokens per step. ``attention_kept`` is the computed share of the query-key pairs of
     documents. ``epochs`` is the number of passes over the documents; from 2 on, documents were repeated. In level steps
-    documents from ``shared_tokens`` tokens on were shared, by up to ``sharing_ranks`` ranks. ``runs`` is the number of
+    all documents over ``alone_tokens`` tokens were shared, by up to ``sharing_ranks`` ranks. ``runs`` is the number of
     micro-batches that the mean rank runs in a step.
     """
 
@@ -42,7 +42,7 @@ class SimulationResult(Rate):
     tokens_cv: float
     attention_kept: float
     epochs: int
-    shared_tokens: int | None = None
+    alone_tokens: int = 0
     sharing_ranks: int = 1
     runs: float = 1.0
 
@@ -70,8 +70,8 @@ class SimulationResult(Rate):
     @property
     def sharing(self) -> str:
         """Which documents ranks share beyond the context-parallel groups of the layout, as a clause; possibly empty."""
-        if self.shared_tokens is not None:
-            return f"Documents from {self.shared_tokens:,} tokens on are shared by up to {self.sharing_ranks} ranks"
+        if self.sharing_ranks > 1:
+            return f"Documents over {self.alone_tokens:,} tokens are shared by up to {self.sharing_ranks} ranks"
         pool = self.job.layout.cp
         return f"Pools of {pool} ranks share long documents" if pool != self.job.set_layout.cp else ""
 
@@ -93,7 +93,6 @@ class SimulationResult(Rate):
 def pooled(results: Sequence[SimulationResult]) -> SimulationResult:
     """Equally many steps of one job on several draws of the documents, as if they were one series."""
     first, tokens = results[0], [count for one in results for count in one.step_tokens]
-    shared = [one.shared_tokens for one in results if one.shared_tokens is not None]
 
     def mean(values: Iterable[Any], weights: Sequence[float] | None = None) -> Any:
         return np.average([*values], axis=0, weights=weights)
@@ -111,7 +110,7 @@ def pooled(results: Sequence[SimulationResult]) -> SimulationResult:
         tokens_cv=float(np.std(tokens) / np.mean(tokens)),
         attention_kept=float(mean(one.attention_kept for one in results)),
         epochs=max(one.epochs for one in results),
-        shared_tokens=min(shared, default=None),
+        alone_tokens=max(one.alone_tokens for one in results),
         sharing_ranks=max(one.sharing_ranks for one in results),
         runs=float(mean(one.runs for one in results)),
     )
@@ -141,8 +140,8 @@ def simulate(
     where, imbalance = defaultdict[str, float](float), defaultdict[str, float](float)
     gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
     pairs = whole_pairs = 0.0
-    delay = epochs = runs = 0
-    shared: list[tuple[int, int]] = []  # tokens of documents that ranks share in level steps, and how many do
+    delay = epochs = runs = alone = 0
+    sharing = 1
     for plans, priced in first_steps(job, lengths, steps, warm_up):
         rated.add(plans, priced)
         for totals, of_steps in ((where, priced.where), (imbalance, priced.imbalance)):
@@ -152,7 +151,8 @@ def simulate(
         delay += sum(plan.delay_token_steps for plan in plans)
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
         runs += sum(len(one.ranks) or job.layout.cp for one in micro_batches)
-        shared += [(one.tokens, len(one.ranks)) for one in micro_batches if len(one.ranks) > 1]
+        sharing = max([sharing, *(len(one.ranks) for one in micro_batches)])
+        alone = max([alone, *(max(one.lengths) for one in micro_batches if len(one.ranks) == 1 and one.segments)])
         document, start, length = np.concatenate([plan.table for plan in plans]).T
         epochs = max(epochs, 1 + int(document.max()) // len(of_documents))
         window = job.context_window
@@ -171,8 +171,8 @@ def simulate(
         tokens_cv=float(np.std(tokens) / np.mean(tokens)),
         attention_kept=pairs / whole_pairs,
         epochs=epochs,
-        shared_tokens=min(shared)[0] if shared else None,
-        sharing_ranks=max((ranks for _, ranks in shared), default=1),
+        alone_tokens=alone,
+        sharing_ranks=sharing,
         runs=runs / (steps * job.layout.dp_cp),
     )
 

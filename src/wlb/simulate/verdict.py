@@ -181,7 +181,7 @@ class Verdict:
         if self.winner == TUNED:
             return f"Keep {self.base}, in another layout: {speed}."
         if self.winner != self.base:
-            return f"Switch to {self.winner}: {speed}."
+            return f"Switch to {self.winner}: {speed}." if self.winner in PRESETS else f"{_job(self.winner)}: {speed}."
         system = "preset" if PRESETS.keys() >= {*self.names} - {TUNED} else "system"
         none = f"Keep what you have: no {system} gains {LEAST_GAIN:.0%} in every shuffle"
         if self.speed(self.fastest) < 1.005:  # shown as 1.00x
@@ -201,7 +201,7 @@ class Verdict:
             )
             if self.dropped >= 0.005 and abs(self.speed_at_equal_work(shown) / self.speed(shown) - 1) >= 0.005:
                 lines.append(
-                    f"{shown} also computes the {self.dropped:.0%} of attention that cutting documents drops: "
+                    f"{_job(shown)} also computes the {self.dropped:.0%} of attention that cutting documents drops: "
                     f"{self.speed_at_equal_work(shown):.2f}x at equal work."
                 )
         lines.append(f"{self.loses}.")
@@ -284,6 +284,10 @@ class Verdict:
     def _one_layout(self) -> bool:
         base, winner = (self.draws[0][name].job.set_layout for name in (self.base, self.winner))
         return all(getattr(base, size) == getattr(winner, size) for size in ("tp", "pp", "virtual_pp", "dp_cp"))
+
+
+def _job(system: str) -> str:
+    return system if system in (*PRESETS, TUNED) else f"The job {system}"
 
 
 def rounded(shares: Sequence[float]) -> list[int]:
