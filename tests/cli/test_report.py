@@ -85,7 +85,7 @@ def test_a_run_directory_becomes_a_page(tmp_path: Path):
     with TokenStoreWriter(trained / "store", vocab_size=2) as writer:  # as where a job writes beside its store
         writer.add([0, 1])
     shown = json.loads(printed("report", trained, "--before", before, "--out", out, "--json"))
-    assert shown["gain"] == pytest.approx(1.5, rel=0.01)
+    assert shown["speedup"] == pytest.approx(1.5, rel=0.01)
     assert "measured" in out.read_text()
     with mock.patch("webbrowser.open") as opened:
         told = printed("report", trained, "--out", out, "--open")

@@ -10,7 +10,7 @@ import pytest
 from tests.report.conftest import HOSTILE, write_run
 from tests.report.html.reader import read
 from wlb.errors import UserError
-from wlb.report.measured import gain_at_equal_work, measured_report
+from wlb.report.measured import gain_at_equal_work, gain_in_tokens, measured_report
 from wlb.report.run_directory import TrainingRun, read_run
 
 
@@ -48,13 +48,15 @@ def test_two_runs_are_compared(tmp_path: Path):
     assert "1.50x" in page
 
 
-def test_the_gain_is_at_equal_work_over_all_steps(tmp_path: Path):
+def test_the_gain_is_in_tokens_over_all_steps_and_at_equal_work(tmp_path: Path):
     before, after = two_runs(tmp_path)
     cut = replace(before, columns={name: column[:5] for name, column in before.columns.items()})
-    result = gain_at_equal_work(cut, after)
-    assert result.factor == pytest.approx(after.utilisation / cut.utilisation)
+    equal, faster = gain_at_equal_work(cut, after), gain_in_tokens(cut, after)
+    assert equal.factor == pytest.approx(after.utilisation / cut.utilisation)
+    assert faster.factor == pytest.approx(after.tokens_per_second / cut.tokens_per_second)
     text = read(measured_report(after, cut)).text
-    assert f"{result.factor:.2f}xspeedup over plain" in text
+    assert f"{faster.factor:.2f}xtokens/s over plain" in text
+    assert f"it is {equal}" in text
 
 
 def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
@@ -62,7 +64,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
         read_run(write_run(tmp_path / name / "metrics", seconds=s)) for name, s in (("a", 3.0), ("b", 2.0))
     )
     text = read(measured_report(after, before)).text
-    assert "metrics does 1.50x the model FLOPs per second of metrics (before)" in text
+    assert "metrics trains 1.50x the tokens per second of metrics (before)" in text
     assert "metrics (before)19" in text
 
 

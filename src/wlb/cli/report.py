@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import webbrowser
-from dataclasses import asdict
 from itertools import chain, count
 from os.path import isdir
 from pathlib import Path
@@ -96,14 +95,15 @@ def _write_job(path: Path, job: str) -> None:
 
 
 def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
-    from wlb.report.measured import conclusion, gain_at_equal_work, measured_report
+    from wlb.report.measured import conclusion, gain_at_equal_work, gain_in_tokens, measured_report
     from wlb.report.run_directory import read_run
 
     run, earlier = read_run(path), None if before is None else read_run(before)
     summary: dict[str, Any] = {"kind": "measured", "steps": run.steps, "tokens_per_second": run.tokens_per_second}
     if earlier is not None:
-        summary["speed_at_equal_work"] = asdict(gain_at_equal_work(earlier, run))
-        summary["gain"] = run.tokens_per_second / earlier.tokens_per_second
+        gained = gain_in_tokens(earlier, run)
+        summary |= {"speedup": gained.factor, "spread": (gained.low, gained.high)}
+        summary["speed_at_equal_work"] = gain_at_equal_work(earlier, run).factor
     summary["verdict"] = conclusion(run, earlier)
     return measured_report(run, earlier), summary
 

@@ -26,8 +26,8 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     values["tokens/s, all ranks"] = f"{run.tokens_per_second:,.0f}"
     gained = []
     if before is not None:
-        faster = gain_at_equal_work(before, run)
-        over = f"speedup over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
+        faster = gain_in_tokens(before, run)
+        over = f"tokens/s over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
         values = {over: f"{faster.factor:.2f}x"} | values
         gained = [section("gain", "Gain", *_gain(before, run, faster))]
     covered = ", beside ".join(
@@ -56,7 +56,7 @@ def conclusion(run: TrainingRun, before: TrainingRun | None = None) -> str:
     """How much ``run`` loses, or how it compares with ``before``, in one sentence."""
     if before is None:
         return _verdict(run)
-    return _compared(run, _told_apart(before, run), gain_at_equal_work(before, run))
+    return _compared(run, _told_apart(before, run), gain_in_tokens(before, run))
 
 
 def _told_apart(before: TrainingRun, run: TrainingRun) -> TrainingRun:
@@ -70,7 +70,13 @@ def _verdict(run: TrainingRun) -> str:
 
 def _compared(run: TrainingRun, before: TrainingRun, faster: Gain) -> str:
     sure = "" if not faster.low <= 1 <= faster.high else ", which is within the noise of these steps"
-    return f"{run.label} does {faster.factor:.2f}x the model FLOPs per second of {before.label}{sure}."
+    return f"{run.label} trains {faster.factor:.2f}x the tokens per second of {before.label}{sure}."
+
+
+def gain_in_tokens(before: TrainingRun, run: TrainingRun) -> Gain:
+    """Compare tokens per second of all ranks."""
+    seconds = "step_seconds"
+    return gain(before.columns["tokens"], before.columns[seconds], run.columns["tokens"], run.columns[seconds])
 
 
 def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
@@ -80,13 +86,12 @@ def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
 
 def _gain(before: TrainingRun, run: TrainingRun, faster: Gain) -> list[Markup]:
     drawn = "Dot: measured; line: 95% of a moving-block bootstrap over steps."
-    caption = Caption("gain-chart", f"Speedup over {before.name}", drawn)
+    caption = Caption("gain-chart", f"Tokens per second over {before.name}", drawn)
     return [
         intervals(caption, [(run.label, faster)], f"times {before.label}"),
         paragraph(
-            "Speedup compares model FLOPs utilisation: the model FLOPs of the trained documents per second and device. "
-            f"Tokens/s rise {run.tokens_per_second / before.tokens_per_second:.2f}x, but they also rise where "
-            "documents are cut or still delayed."
+            f"At equal work (model FLOPs of the trained documents, per second and device) it is "
+            f"{gain_at_equal_work(before, run)}: tokens/s also rise where documents are cut or still delayed."
         ),
         paragraph(
             "The interval covers the variation of steps inside these two runs. It does not cover differences between "
