@@ -103,7 +103,8 @@ def test_a_job_that_runs_today_is_described_by_its_layout_weights_recomputation_
         assert rows[name]["activation_checkpointing"] == "full"
     assert rows["plain-4d"]["layout"]["micro_batches"] == 4  # of two windows each
     assert rows["plain-4d tuned"]["speedup"] > 1.05
-    assert "recomputation" not in found["verdict"]
+    assert found["verdict"].startswith("Keep plain-4d, but in its fastest layout: ")
+    assert "less recomputation" in found["verdict"]
     table = printed(*asked, *settings)
     assert [line.split()[1:4] for line in table.splitlines() if line.startswith(" weights")] == [
         ["gathered", "kept", "gathered"]
@@ -112,6 +113,13 @@ def test_a_job_that_runs_today_is_described_by_its_layout_weights_recomputation_
         assert f"{option} '{value}' is unknown; " in refusal(*asked, option, value)
     said = refusal(*asked, "--micro-batch-tokens", "6K")
     assert said == "--micro-batch-tokens 6144 is no multiple of the context window, 4096 tokens; give 4096"
+
+
+def test_layouts_are_called_host_bound_where_kernels_take_no_longer_than_their_launches():
+    tiny = ("check", "synthetic:1500:4K:0", "--model", "tiny", "--batch-tokens", "64K", "--gpus", 2, *TWO, "--steps", 1)
+    assert "host-bound: a block takes a GPU (plain-4d 0." in printed(*tiny)
+    large = ("check", "synthetic:1500:4K:0", "--model", "7b", "--batch-tokens", "64K", "--gpus", 2, *TWO, "--steps", 1)
+    assert "host-bound" not in printed(*large)
 
 
 @pytest.fixture

@@ -179,7 +179,7 @@ class Verdict:
         """The answer in one line."""
         speed = f"{self.speed(self.winner):.2f}x the tokens per second of {self.base}"
         if self.winner == TUNED:
-            return f"Keep {self.base}, in another layout: {speed}."
+            return f"Keep {self.base}, but in its fastest layout: {self.speed(TUNED):.2f}x the tokens per second."
         if self.winner != self.base:
             return f"Switch to {self.winner}: {speed}." if self.winner in PRESETS else f"{_job(self.winner)}: {speed}."
         system = "preset" if PRESETS.keys() >= {*self.names} - {TUNED} else "system"
@@ -235,7 +235,7 @@ class Verdict:
         if not self.moved and self._one_layout:
             layout = "other kernels and communication"
         factors = self.factors
-        if "checkpointing" in self.given:  # recomputation follows from what was given
+        if "checkpointing" in self.given and self.winner != TUNED:  # recomputation follows from what was given
             factors = factors | {"layout": factors["layout"] * factors["recomputation"], "recomputation": 1.0}
         more = "more" if factors["recomputation"] < 1 else "less"
         causes = (
