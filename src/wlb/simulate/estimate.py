@@ -32,7 +32,6 @@ from wlb.job.config_file import to_toml
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.os_limits import usable_cores
-from wlb.schedules.layout import Layout
 from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
@@ -272,17 +271,16 @@ def judge_config(
     check_documents(job, lengths, steps or 1)
     baseline = config.baseline
     space = SearchSpace(job.layout.world_size, job.shape, job.hardware, job.context_window, job.global_batch)
+    configured = replace(space, micro_batch_windows=job.packing.micro_batch_windows).fixed_to(job.layout)
+    spaces = dict.fromkeys(presets, configured)
+    if baseline is not None and BASELINE in presets:
+        own = replace(space, micro_batch_windows=baseline.micro_batch_windows)
+        spaces[BASELINE] = own.fixed_to(baseline.layout, baseline.activation_checkpointing)
 
-    def fastest(preset: str, layout: Layout) -> Job:
-        return fastest_layout(space.fixed_to(layout), lengths, preset, adapt=partial(_alike, job)).job
+    def fastest(preset: str, within: SearchSpace) -> Job:
+        return fastest_layout(within, lengths, preset, adapt=partial(_alike, job)).job
 
-    jobs = {CONFIGURED: job}
-    for preset in presets:
-        jobs[preset] = fastest(preset, job.layout)
-        if preset == BASELINE and baseline is not None:
-            own = replace(space, micro_batch_windows=baseline.micro_batch_windows)
-            own = own.fixed_to(baseline.layout, baseline.activation_checkpointing)
-            jobs[preset] = fastest_layout(own, lengths, preset, adapt=partial(_alike, job)).job
+    jobs = {CONFIGURED: job} | {preset: fastest(preset, within) for preset, within in spaces.items()}
     prices = jobs.get(BASELINE, job).work_prices
     steps = steps or usual_steps(job.global_batch)
     simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=prices)
@@ -294,8 +292,8 @@ def judge_config(
         return verdict_of(of_draws)
 
     def moved(winner: str) -> Job:
-        layout = replace(baseline.layout, weights="auto")
-        return fastest(config.preset if winner == CONFIGURED else winner, layout)
+        there = space.fixed_to(replace(baseline.layout, weights="auto"))
+        return fastest(config.preset if winner == CONFIGURED else winner, there)
 
     return _explained(of_draws, simulated, moved)
 

@@ -184,7 +184,8 @@ def layout_of(job: Job) -> str:
 def meshes(space: SearchSpace) -> Iterator[Layout]:
     """All tp that divide a node and the GPUs, with all cp and pp that divide the GPUs; dp is the rest.
 
-    Pipelines have one to eight stages per rank. Nothing checks whether a model or a global batch can be cut so.
+    Pipelines have one to eight stages per rank, or as many as are fixed. Nothing checks whether a model or a global
+    batch can be cut so.
     """
     small = [size for size in range(1, math.isqrt(space.gpus) + 1) if space.gpus % size == 0]
     sizes = sorted({*small, *(space.gpus // size for size in small)})
@@ -195,7 +196,7 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
             continue
         yield Layout(tp, cp, pp, dp)
         if pp > 1:
-            for stages in _STAGES_PER_RANK[1:]:
+            for stages in sorted({*_STAGES_PER_RANK[1:], int(dict(space.fixed).get("virtual_pp", 2))} - {1}):
                 yield Layout(tp, cp, pp, dp, virtual_pp=stages)
 
 
@@ -234,18 +235,18 @@ def _handlings(layout: Layout) -> Iterator[Layout]:
 def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
     """``preset`` in every layout that can run the global batch, with every kind of activation checkpointing."""
     packing, _ = preset_sections(preset, {})
-    pooled, together = packing.pools("auto") is not None, {}
-    if packing.reads("micro_batch_windows"):
-        together = {"micro_batch_windows": space.micro_batch_windows}
+    pooled = packing.pools("auto") is not None
+    together = space.micro_batch_windows if packing.reads("micro_batch_windows") else 1
     kinds = get_args(Checkpointing) if space.checkpointing is None else [space.checkpointing]
     for layout in _layouts(space, pooled=pooled):
-        micro_batches, rest = divmod(space.micro_batches, layout.dp * together.get("micro_batch_windows", 1))
+        micro_batches, rest = divmod(space.micro_batches, layout.dp * together)
         if pooled:
             job = job_on(space, preset, layout, 1, global_batch=space.micro_batches)
+        elif rest or micro_batches < layout.pp:
+            continue
         else:
-            job = (
-                None if rest or micro_batches < layout.pp else job_on(space, preset, layout, micro_batches, **together)
-            )
+            counted = {"micro_batch_windows": together} if together > 1 else {}
+            job = job_on(space, preset, layout, micro_batches, **counted)
         if job is not None:
             yield from (replace(job, activation_checkpointing=kind) for kind in kinds)
 
@@ -299,7 +300,8 @@ def _has_room(space: SearchSpace) -> bool:
     jobs = [
         job
         for job in _jobs(space, "plain-4d")
-        if job.activation_checkpointing == "full" and job.layout.virtual_pp == dict(space.fixed).get("virtual_pp", 1)
+        if job.activation_checkpointing == (space.checkpointing or "full")
+        and job.layout.virtual_pp == dict(space.fixed).get("virtual_pp", 1)
     ]
     most = max((job.layout.tp for job in jobs), default=1)
     return any(fits(job) for job in jobs if job.layout.tp == most)
