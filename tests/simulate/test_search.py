@@ -71,7 +71,7 @@ def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) ->
 def of_draws(job: Job, space: SearchSpace, lengths: np.ndarray) -> float:
     prices, warm_up = (
         make_workload(space.shape, space.hardware),
-        WARM_UP if job.packing.reads("max_length_factor") else 0,
+        WARM_UP if job.packing.max_delay else 0,  # as the search rates jobs whose documents may wait
     )
     return fmean(rate(drawn(job, n), lengths, STEPS, prices, warm_up).work_rate for n in range(DRAWS))
 

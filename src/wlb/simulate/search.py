@@ -152,11 +152,11 @@ def least_seconds(job: Job, steps: Sequence[Packed]) -> float:
     """A lower bound on the seconds that ``job`` takes for ``steps``, which are not dealt to ranks yet.
 
     The busiest pipeline rank computes its share of all micro-batches without communication or waiting for peers. If
-    packing depends on the layout, or micro-batches are dealt by their work, data-parallel ranks share the work evenly;
-    else each has the micro-batches that it is dealt, and a named schedule fills and drains its pipeline.
+    packing or dealing depends on prices, and so on the layout, data-parallel ranks share the work evenly; else each has
+    the micro-batches that it is dealt, and a named schedule fills and drains its pipeline.
     """
-    layout, packing = job.layout, job.packing
-    dealt = packing.assignment == "arrival" and not packing.reads("max_length_factor")
+    layout = job.layout
+    dealt = job.packing.method == "sequential" and job.packing.assignment == "arrival"
     share = np.array([job.stage_shares[mine].sum() for mine in layout.rank_stages])
     has_head = np.array([layout.stages - 1 in mine for mine in layout.rank_stages])
     of_steps = [step.blocks_and_heads(job) for step in steps]
