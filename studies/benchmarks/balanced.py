@@ -29,7 +29,6 @@ Row = dict[str, Any]
 TWO_STAGES: Row = {"virtual_pp": 2}
 MESHES = {131_072: (4, 2), 262_144: (4, 4), 524_288: (4, 8)}  # dp and cp by window; tp 8, pp 4
 SYSTEMS = ("plain-4d", "wlb-llm", "balanced")
-WAITING = {"max_delay": 8}  # balanced, where documents may wait
 IDLE = ("micro-batches", "dp ranks", "cp ranks", "cp exchange")
 
 
@@ -75,15 +74,12 @@ def of_systems(name: str, steps: int) -> list[Row]:
 
 
 def paper_jobs(steps: int) -> list[Row]:
-    """Speeds in the layouts of the paper's jobs, balanced's also where documents may wait; the last row has means."""
+    """Speeds in the layouts of the paper's jobs; the last row has means."""
     rows: list[Row] = []
     for name, paper in PAPER_JOBS.items():
         base = _simulated(paper.under("plain-4d", **TWO_STAGES), steps)
-        jobs = {system: paper.under(system, **TWO_STAGES) for system in SYSTEMS[1:]}
-        jobs["balanced, waiting"] = paper.under("balanced", packing=WAITING, **TWO_STAGES)
-        results = {system: _simulated(job, steps, base) for system, job in jobs.items()}
-        speeds = {system: result.speed_at_equal_work(base) for system, result in results.items()}
-        rows.append({"job": name} | speeds | {"its delay": results["balanced, waiting"].token_delay})
+        results = {system: _simulated(paper.under(system, **TWO_STAGES), steps, base) for system in SYSTEMS[1:]}
+        rows.append({"job": name} | {system: one.speed_at_equal_work(base) for system, one in results.items()})
     means = {column: mean(row[column] for row in rows) for column in rows[0] if column != "job"}
     return [*rows, {"job": "mean"} | means]
 

@@ -45,8 +45,6 @@ Row = dict[str, Any]
 AT_ONCE = 64  # documents, as the training loop feeds its packer
 FACTOR = 1.5  # L_max in windows
 OURS: dict[str, tuple[str, Row]] = {
-    "balanced, max_delay 8": ("balanced:8", {}),
-    "balanced, max_delay 8, delay_price 0.2": ("balanced:8", {"delay_price": 0.2}),
     "balanced": ("balanced", {}),
     "variable_length, 2 queues, early release": ("variable_length", {}),
     "variable_length, 2 queues, Algorithm 1": ("variable_length:paper", {}),

@@ -11,7 +11,7 @@ With checkpointing planned lists do not divide a backward.
 is the share of the time in which all GPUs would do W_a + W_l (with tensor parallelism's collectives, and nothing
 computed again) if nothing made them wait: no bubble, exchange, latency, or uneven stage. "delay" are the steps that the
 mean token waits. "in flight" are the most tokens that a pipeline rank holds, over those of ``balanced`` in lock step
-with ``max_delay = 8`` and the paper's schedule; "over bound" is what planned lists take over the least that any order
+with whole documents and the paper's schedule; "over bound" is what planned lists take over the least that any order
 could: the busiest rank's work, after the shortest way to it. "planning" is CPU time of a step. Rows are means over
 draws of the documents, with the range of the speed.
 """
@@ -104,10 +104,10 @@ def _rows(name: str, seed: int, options: argparse.Namespace) -> list[Row]:
         found = [_row(job.under(system, virtual_pp=n, **usual), lengths, steps, base) for n in _STAGES]
         rows[system] = found[_STAGES.index(2)]
         rows[f"{system}, stages free"] = dict(max(found, key=lambda row: float(row["rate"])))
-    waiting = _in_lock_step(job.under("balanced", virtual_pp=2, **usual))
-    rows["max_delay = 8"] = _row(waiting, lengths, steps, base)
+    whole = _in_lock_step(job.under("balanced", virtual_pp=2, **usual))
+    rows["whole documents"] = _row(whole, lengths, steps, base)
     rows["pp = 1"] = _row(_without_pipeline(job, windows, options.checkpointing), lengths, steps, base)
-    held = rows["max_delay = 8"]["in_flight"]
+    held = rows["whole documents"]["in_flight"]
     for system, row in rows.items():
         row |= {"job": name, "system": system, "speed": row["rate"] / rows["plain-4d"]["rate"]}
         row["in_flight"] /= held
@@ -137,8 +137,8 @@ def _row(job: Job, lengths: Lengths, steps: int, base: Job) -> Row:
 
 
 def _in_lock_step(job: Job) -> Job:
-    """Micro-batches of whole documents, some of which wait, in the paper's schedule."""
-    packing = job.packing.changed(max_delay=8, max_length_factor=1.5)
+    """Micro-batches of whole documents in the paper's schedule."""
+    packing = job.packing.changed(max_length_factor=1.5)
     job = replace(job, packing=packing, layout=replace(job.layout, schedule="interleaved_1f1b"))
     pools = job.pools
     assert pools is not None

@@ -2,9 +2,8 @@
 
     .venv/bin/python -m studies.benchmarks.step_sizes [--job NAME] [--steps N] [--lengths LENGTHS] [--out FILE]
 
-Plans of the trainer's own planner, without a GPU; simulated is only the price by which they are packed. Rows are the
-presets, then ``balanced`` where documents may wait. Tokens are in global batches. A document is long from half a
-window on.
+Plans of the trainer's own planner, without a GPU; simulated is only the price by which they are packed. Tokens are in
+global batches. A document is long from half a window on.
 """
 
 from __future__ import annotations
@@ -26,15 +25,6 @@ from wlb.simulate.decide import decide
 from wlb.simulate.job import NAMED_JOBS
 
 Row = dict[str, Any]
-_WAITING: tuple[Row, ...] = (
-    {},
-    {"token_spread": 0.5},
-    {"token_spread": 0.25},
-    {"token_spread": 0.1},
-    {"max_length_factor": 1.0},
-    {"max_length_factor": 1.25},
-    {"max_length_factor": 2.0},
-)
 _COLUMNS = {
     "system": "{system}",
     "least tokens": "{least:.2f}",
@@ -48,13 +38,9 @@ _COLUMNS = {
 }
 
 
-def steps_of(preset: str, packing: Row, options: argparse.Namespace, lengths: NDArray[np.int64]) -> Row:
+def steps_of(preset: str, options: argparse.Namespace, lengths: NDArray[np.int64]) -> Row:
     """Of some steps: tokens over a global batch, mean delay in steps, and shares of tokens by where they come from."""
-    named = NAMED_JOBS[options.job]
-    # Where documents may wait, in as many micro-batches as the other presets have.
-    counted = {"pool_micro_batches": options.micro_batches or named.layout.pp} if packing else {}
-    job = named.under(preset, packing=packing | counted, micro_batches=options.micro_batches)
-    job = decide(job, lengths)
+    job = decide(NAMED_JOBS[options.job].under(preset, micro_batches=options.micro_batches), lengths)
     plans = [*islice(StepPlanner(job, lengths).plans(), options.steps)]
     tokens = np.array([plan.tokens for plan in plans])
     whole = np.minimum(lengths, job.context_window)
@@ -67,7 +53,7 @@ def steps_of(preset: str, packing: Row, options: argparse.Namespace, lengths: ND
     shares = np.array(longs) / tokens
     batches = tokens / (job.global_batch * job.context_window)
     return {
-        "system": ", ".join([preset, *(f"{name} {value:g}" for name, value in packing.items())]),
+        "system": preset,
         "least": float(batches.min()),
         "most": float(batches.max()),
         "cv": float(batches.std() / batches.mean()),
@@ -90,9 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     window = NAMED_JOBS[options.job].context_window
     lengths = read_lengths(options.lengths or f"synthetic:100000:{window}:0")
-    systems: list[tuple[str, Row]] = [(preset, {}) for preset in PRESETS]
-    systems += [("balanced", {"max_delay": 8, "max_length_factor": 1.5} | settings) for settings in _WAITING]
-    rows = [steps_of(preset, packing, options, lengths) for preset, packing in systems]
+    rows = [steps_of(preset, options, lengths) for preset in PRESETS]
     show(f"{options.steps} steps of {options.job}", rows, _COLUMNS)
     write(facts() | {"job": options.job, "steps": rows}, options.out)
 

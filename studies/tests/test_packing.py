@@ -72,16 +72,16 @@ def test_leaving_long_documents_for_the_end_is_no_gain():
 
 def test_the_first_row_is_one_and_arrangement_alone_a_row_of_its_own():
     documents, _ = documents_for(lengths(), MICRO_BATCHES, WINDOW)
-    results = [compare_packer(name, packer_for(name, JOB), documents, JOB) for name in ("sequential", "balanced:8")]
+    results = [compare_packer(name, packer_for(name, JOB), documents, JOB) for name in ("sequential", "balanced")]
     rows = compared_rows(results)
-    assert [row.name for row in rows] == ["sequential", "sequential, arranged", "balanced:8"]
+    assert [row.name for row in rows] == ["sequential", "sequential, arranged", "balanced"]
     assert (rows[0].speed_at_equal_work, rows[0].speed_in_tokens) == (1.0, 1.0)
     assert rows[0].simulated == results[0].as_packed
     assert rows[1].simulated == results[0].arranged
     assert rows[1].speed_at_equal_work > 1  # the same packing, so the same work and the same tokens
     assert rows[1].speed_in_tokens == pytest.approx(rows[1].speed_at_equal_work)
     objects = comparison_json(results)
-    assert [one["method"] for one in objects] == ["sequential", "balanced:8"]
+    assert [one["method"] for one in objects] == ["sequential", "balanced"]
     assert [one["speed_at_equal_work"] for one in objects] == [row.speed_at_equal_work for row in rows[1:]]
     assert objects[0]["speed_at_equal_work_as_packed"] == 1.0
 
@@ -97,16 +97,14 @@ def test_it_is_the_speed_that_the_simulator_finds():
     documents, _ = documents_for(corpus, common.global_batch, window)
 
     common = replace(common, layout=replace(common.layout, schedule="1f1b"), pool=common.layout.cp)
-    waiting = {"max_delay": 8, "max_length_factor": 1.5}
-    given = {"balanced": waiting | {"pool_micro_batches": common.micro_batches_per_rank}}
+    given = {"balanced": {"max_length_factor": 1.5} | {"pool_micro_batches": common.micro_batches_per_rank}}
 
     def simulated(method: str, **arranged: str) -> SimulationResult:
         packing = common.packing.changed(method=method, **given.get(method, {}), **arranged)
         return simulate(replace(common, packing=packing), corpus, steps, work_prices=common.work_prices)
 
     def compared(method: str) -> MethodResult:
-        options = waiting if method == "balanced" else {}
-        return compare_packer(method, packer_for(method, common, **options), documents, common)
+        return compare_packer(method, packer_for(method, common, max_length_factor=1.5), documents, common)
 
     base, usual = simulated("sequential", assignment="arrival", order="arrival"), compared("sequential")
     for method in ("fixed_greedy", "variable_length", "balanced"):

@@ -235,7 +235,12 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
         ),
         (
             ["packing.method=fixed_greedy", "packing.max_delay=0"],
-            "packing.max_delay = 0: must be at least 1; only method balanced takes 0",
+            "packing.max_delay = 0: must be greater than or equal to 1",
+        ),
+        (
+            ["packing.max_delay=8"],
+            "packing.max_delay = 8: has no effect with method 'balanced', only with fixed_greedy, fixed_solver, "
+            "variable_length; leave it out",
         ),
         (
             ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=8"],
@@ -272,7 +277,6 @@ def test_settings_up_to_the_limits_are_taken_and_depart_from_the_preset(config):
         (0.0, 0.999),
         4.0,
     )
-    load_config(config, ["packing.max_delay=0"])
     load_config(config, ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=4"])
     method = "packing.method=variable_length"
     load_config(config, [method, "packing.outlier_thresholds=[4096]", "data.context_window=4096"])

@@ -39,8 +39,7 @@ def planner_of(
     overlong: str = "split",
     **packing: Any,
 ) -> StepPlanner:
-    """One with the options in ``packing`` that the method reads; "waiting" is balanced where documents may wait."""
-    method, packing = ("balanced", {"max_delay": 8} | packing) if method == "waiting" else (method, packing)
+    """One with the options in ``packing`` that the method reads."""
     data = DataConfig.model_validate(
         {"store": "unused", "context_window": window_tokens, "seed": 4, "overlong": overlong}
     )
@@ -212,7 +211,7 @@ def test_the_next_epoch_follows_without_draining():
     assert {(document, token) for document in range(500) for token in range(5)} <= trained.keys()
 
 
-@pytest.mark.parametrize("method", [*METHODS, "waiting"])
+@pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=examples(7), deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=80), overlong=st.sampled_from(["split", "truncate"]))
 def test_a_document_is_finished_when_all_of_its_pieces_are_trained(method, lengths, overlong):
@@ -227,7 +226,7 @@ def test_a_document_is_finished_when_all_of_its_pieces_are_trained(method, lengt
         assert step.pending_documents == step.state["stream"]["stores"][0]["cursor"] - left.count(0)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "fixed_solver", "waiting"])
+@pytest.mark.parametrize("method", [*METHODS, "fixed_solver"])
 @settings(max_examples=examples(12), deadline=None)
 @given(
     lengths=many_lengths,

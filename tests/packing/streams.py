@@ -63,7 +63,7 @@ def packings(draw: Any, /, methods: Sequence[str] = METHODS, auto: bool = True, 
         "context_window": window,
         "workload": WORKLOADS[draw(st.sampled_from(sorted(WORKLOADS)))],
     }
-    if method != "sequential":
+    if method not in ("sequential", "balanced"):
         options["max_delay"] = draw(st.integers(1, 8))
     if method.startswith("fixed"):
         options["window"] = draw(st.integers(1, 4 if method == "fixed_greedy" else 2))
@@ -73,10 +73,6 @@ def packings(draw: Any, /, methods: Sequence[str] = METHODS, auto: bool = True, 
         options["global_batch"] = draw(st.none() | st.integers(1, 9))
         least = max(1.0, (options["global_batch"] or options["micro_batches"]) / options["micro_batches"])
         options["max_length_factor"] = draw(st.just("auto") | st.floats(least, least + 1))
-        options["max_delay"] = draw(st.integers(0, 8))
-        options["delay_price"] = draw(st.sampled_from([0.0, 0.1, 3.0]))
-        options["lookahead"] = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-        options["token_spread"] = draw(st.sampled_from([0.0, 0.25, 0.75, 1.0]))
     if method == "variable_length":
         options["max_length_factor"] = draw(st.sampled_from([1, 1.0, 1.25, 1.5, 2, 3.0]) | st.floats(1, 3))
         some = st.sets(st.integers(1, 2 * window), max_size=4).map(lambda lengths: tuple(sorted(lengths)))
@@ -161,13 +157,12 @@ def check_plans(plans, method, options, documents):
         mean = (options.get("global_batch") or options["micro_batches"]) / options["micro_batches"]
         factor = options.get("max_length_factor", "auto")
         limit = math.ceil((max(2 * mean, mean + 1) if factor == "auto" else factor) * limit)
-    may_be_idle = method == "balanced" and not options.get("max_delay", 0)
     for number, plan in enumerate(plans):
         assert plan.step == number
         assert len(plan.micro_batches) == options["micro_batches"]
         assert max(micro_batch.tokens for micro_batch in plan.micro_batches) <= limit
         held = [len(micro_batch.segments) for micro_batch in plan.micro_batches]
-        assert min(held) > 0 or max(held) <= 1 or may_be_idle
+        assert min(held) > 0 or max(held) <= 1 or method == "balanced"
         assert plan.tokens > 0
         for micro_batch in plan.micro_batches:
             prices = options["workload"].document_seconds(micro_batch.lengths)

@@ -119,7 +119,6 @@ def test_the_timeline_has_no_rank_in_two_places(job, plans, tmp_path):
     [
         ({"pp": 2, "micro_batches": 2}, "stages of a pipeline"),
         ({"packing": {"pool_micro_batches": 4}}, "pool_micro_batches = 4 has no meaning"),
-        ({"packing": {"max_delay": 2}}, "moves no document"),
     ],
 )
 def test_what_level_steps_cannot_have(settings, said):

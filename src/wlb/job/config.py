@@ -174,10 +174,7 @@ class PackingConfig(PackingOptions):
         """The pools of ``size`` ranks to pack for; None if context-parallel groups run the micro-batches."""
         if self.method != "balanced":
             return None
-        moves = bool(self.max_delay or self.lookahead)
-        grouping = "even" if self.grouping == "auto" and moves else self.grouping
-        batch = self.global_batch or self.micro_batches
-        return Pools(size, self.pool_micro_batches, grouping, batch, delays=bool(self.max_delay))
+        return Pools(size, self.pool_micro_batches, self.grouping, self.global_batch or self.micro_batches)
 
     def in_use(self) -> dict[str, Any]:
         """The settings as JSON, without options that the packer does not read."""

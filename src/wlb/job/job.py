@@ -261,8 +261,7 @@ class Job:
     @property
     def most_step_tokens(self) -> int | None:
         """Most tokens that a step trains; None if unbounded."""
-        pools = self.pools
-        return None if pools is None or pools.delays else (pools.global_batch + 1) * self.context_window
+        return (self.pools.global_batch + 1) * self.context_window if self.pools else None
 
     @cached_property
     def costs(self) -> Costs:

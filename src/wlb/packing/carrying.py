@@ -15,7 +15,7 @@ document without room there has room nowhere. Two heaps find both in O(log N), s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import itemgetter
@@ -61,13 +61,13 @@ class OpenMicroBatches:
             heappush(shortest, (tokens[index], index))
         return left_over
 
-    def place_within(self, items: Sequence[Pending], limit: float) -> list[Pending]:
-        """Place each of ``items`` into the lightest micro-batch with room for it, if it stays within ``limit`` seconds.
+    def place_past_full(self, items: Sequence[Pending]) -> list[Pending]:
+        """Place each of ``items`` into the lightest micro-batch with room for it; returns those without room.
 
-        Unlike ``place``, this looks past the lightest one if that is full. Returns the items that were not placed.
+        Unlike ``place``, this looks past the lightest one if that is full.
         """
         rooms = [self.max_tokens - held for held in self.tokens]
-        owners, _ = into_lightest([item[4] for item in items], [item[1] for item in items], self.seconds, rooms, limit)
+        owners, _ = into_lightest([item[4] for item in items], [item[1] for item in items], self.seconds, rooms)
         self.tokens = [self.max_tokens - room for room in rooms]
         for item, owner in zip(items, owners, strict=True):
             if owner >= 0:
@@ -90,9 +90,6 @@ class OpenMicroBatches:
             self.seconds[heaviest] -= item.seconds
             self.tokens[heaviest] -= item.held
             self.put(item, index)
-
-
-Placed = tuple[OpenMicroBatches, list[Pending], list[Pending]]  # micro-batches, items without room, items that wait
 
 
 def longest_first(items: Iterable[Pending]) -> list[Pending]:
@@ -136,6 +133,10 @@ class CarryingPacker(Packer):
         """``items`` in the order in which they are placed."""
         return longest_first(items)
 
+    def _place(self, filled: OpenMicroBatches, items: list[Pending]) -> list[Pending]:
+        """Place ``items`` in the order given; returns those without room."""
+        return filled.place(items)
+
     def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
         """A better placement of the same documents, if a subclass has one."""
         return filled
@@ -175,20 +176,17 @@ class CarryingPacker(Packer):
         return fresh
 
     def _plan_round(self, items: list[Pending], steps: int) -> list[StepPlan]:
-        def place(ordered: list[Pending]) -> Placed:
-            filled = OpenMicroBatches(steps * self.micro_batches, self.max_tokens)
-            return filled, filled.place(ordered), []
-
-        filled, left_over, _ = self._placed(items, place)
+        """Place ``items`` by precedence or, if an overdue one would have no room, overdue ones first."""
+        ordered = self._precedence(items)
+        filled, left_over = self._filled(ordered, steps)
+        if any(map(self._overdue, left_over)):
+            filled, left_over = self._filled(self._overdue_first(ordered), steps)
         self._carry(left_over)
         return self._emit_filled(self._improved(filled))
 
-    def _placed(self, items: list[Pending], place: Callable[[list[Pending]], Placed]) -> Placed:
-        """Place ``items`` by precedence or, if an overdue one would have no room, overdue ones first."""
-        placed = place(self._precedence(items))
-        if any(map(self._overdue, placed[1])):
-            return place(self._overdue_first(self._precedence(items)))
-        return placed
+    def _filled(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
+        filled = OpenMicroBatches(steps * self.micro_batches, self.max_tokens)
+        return filled, self._place(filled, items)
 
     def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:
         plans, loads = [], iter(filled.seconds)

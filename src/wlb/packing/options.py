@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from wlb.errors import UserError, choose_from
-from wlb.settings import MOST_MICRO_BATCHES, MicroBatchCount, NonNegativeInt, Number, PositiveInt, Section, Tokens
+from wlb.settings import MOST_MICRO_BATCHES, MicroBatchCount, Number, PositiveInt, Section, Tokens
 
 LARGEST_AUTO_FACTOR = 4.0  # bound of L_max if memory sets none, as for a small model on a large device
 _POOL_FACTOR = 2.0  # L_max over the mean micro-batch: short documents have more tokens for the same seconds
@@ -29,19 +29,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "fixed_greedy": {"max_delay": 16, "window": 1},
     "fixed_solver": {"max_delay": 16, "window": 1, "solver_nodes": 1000},
     "variable_length": {"max_delay": 16, "max_length_factor": 1.5, "outlier_thresholds": None, "early_release": True},
-    # By default no document moves to another step.
     "balanced": {
-        "max_delay": 0,
         "max_length_factor": "auto",
-        "delay_price": 0.05,
-        "lookahead": 0.0,
-        "token_spread": 0.75,
         "global_batch": None,
         "pool_micro_batches": "auto",
         "grouping": "auto",
     },
 }
-_LOOKAHEAD = 0.5  # if documents may wait
 
 
 @dataclass(frozen=True)
@@ -50,15 +44,14 @@ class Pools:
 
     With grouping "level" every rank runs its own number of micro-batches, which differs from step to step: one pool
     holds all ranks of a stage, and ``micro_batches`` is "auto". A step trains ``global_batch`` context windows,
-    whatever the pools. ``grouping`` says how documents become micro-batches (``wlb.packing.balanced``); with
-    ``delays`` they may wait for another step. ``wlb.simulate.decide`` decides what is "auto".
+    whatever the pools. ``grouping`` says how documents become micro-batches (``wlb.packing.balanced``).
+    ``wlb.simulate.decide`` decides what is "auto".
     """
 
     size: int | Literal["auto"]
     micro_batches: int | Literal["auto"]
     grouping: Grouping | Literal["auto"]
     global_batch: int
-    delays: bool = False
 
 
 def checked_method(name: str) -> str:
@@ -93,19 +86,13 @@ def _option(name: str, unread: Any, description: str, **bounds: Any) -> Any:
 
 
 class PackingOptions(Section):
-    """A packing method and its options; options that the method does not read are refused.
-
-    With a ``delay_price`` of 0.05, a document of a fifth of the global batch waits a step if that makes the heaviest
-    micro-batch 1% lighter.
-    """
+    """A packing method and its options; options that the method does not read are refused."""
 
     method: Annotated[str, AfterValidator(checked_method)] = Field(
         "balanced", description="Packer", json_schema_extra={"enum": [*METHODS]}
     )
-    max_delay: NonNegativeInt = _option(
-        "max_delay",
-        0,
-        "Steps (times packing.window) after which a waiting document is packed first; 0: no delay (balanced only)",
+    max_delay: PositiveInt = _option(
+        "max_delay", 0, "Steps (times packing.window) after which a waiting document is packed first"
     )
     window: MicroBatchCount = _option("window", 1, "Global batches packed together")
     micro_batch_windows: MicroBatchCount = _option("micro_batch_windows", 1, "Context windows in a micro-batch")
@@ -124,19 +111,6 @@ class PackingOptions(Section):
     )
     early_release: bool = _option(
         "early_release", False, "Release a waiting outlier if the step can balance it; false: as in the paper"
-    )
-    delay_price: Number = _option(
-        "delay_price", 0.0, "Imbalance that outweighs delaying a global batch of tokens by one step", ge=0, le=100
-    )
-    lookahead: Number = Field(
-        default_factory=lambda given: _LOOKAHEAD if given.get("method") == "balanced" and given["max_delay"] else 0.0,
-        description="Part of the next global batch that a step may train early; default: half if documents may wait",
-        json_schema_extra={"defaults": {"balanced": None}},
-        ge=0,
-        le=1,
-    )
-    token_spread: Number = _option(
-        "token_spread", 0.0, "Global batches by which a step may be larger or smaller than one", ge=0, le=1
     )
     global_batch: MicroBatchCount | None = _option(
         "global_batch", None, "Context windows that a step trains; default: micro_batches"
@@ -162,23 +136,12 @@ class PackingOptions(Section):
             raise ValueError(f"has no effect with method {method!r}, only with {others}; leave it out")
         return value
 
-    @field_validator("max_delay")
-    @classmethod
-    def _check_delay(cls, max_delay: int, info: ValidationInfo) -> int:
-        if max_delay < 1 and info.data.get("method") != "balanced":
-            raise ValueError("must be at least 1; only method balanced takes 0, for no delay")
-        return max_delay
-
     @model_validator(mode="after")
     def _check_grouping(self) -> Self:
         if self.max_length_factor != "auto" and self.max_length_factor < 1 and self.grouping != "slices":
             raise ValueError(
                 f"max_length_factor = {self.max_length_factor:g} leaves no room for a document of a context window; "
                 "give at least 1, or less only with grouping = 'slices', which cuts documents"
-            )
-        if self.grouping in ("level", "slices") and (self.max_delay or self.lookahead):
-            raise ValueError(
-                f"grouping = {self.grouping!r} moves no document to another step; leave out max_delay and lookahead"
             )
         if self.grouping == "level" and self.pool_micro_batches != "auto":
             raise ValueError(
@@ -218,10 +181,9 @@ class PackingOptions(Section):
 
     def identity(self, context_window: int) -> dict[str, Any]:
         """The settings that decide which step trains which document, as JSON; a resumed job must keep them."""
-        free = {"solver_nodes"}  # only places documents inside their step
-        if self.method == "balanced":  # these do not move documents between steps
-            free |= {"pool_micro_batches", "global_batch", "max_length_factor", "grouping"}
-        own = self.model_dump(mode="json", include=METHODS[self.method].keys() - free)
+        if self.method == "balanced":  # its options only place documents inside their step
+            return {}
+        own = self.model_dump(mode="json", include=METHODS[self.method].keys() - {"solver_nodes"})  # as this one does
         if "outlier_thresholds" in own and self.outlier_thresholds != "auto":
             own["outlier_thresholds"] = [*self.thresholds(context_window)]
         return own

@@ -83,7 +83,7 @@ class StepPlan:
     If micro-batches name the context-parallel ranks that run them, each rank runs its own in this order. A packer emits
     all micro-batches on one rank; ``wlb.packing.arrange`` deals them to several.
     ``delay_token_steps`` is the sum over tokens of the steps that each waited since its document arrived;
-    ``longest_delay`` is the longest wait. Training a document early is no delay.
+    ``longest_delay`` is the longest wait.
 
     ``operations[d][p]`` is the list of operations of pipeline rank p of data-parallel rank d; empty if the pipeline
     runs a named schedule.

@@ -186,7 +186,7 @@ class _PricedPools(NamedTuple):
     """Pools, and their seconds per second of work: simulated, or a lower bound. They sort best first."""
 
     too_large: bool  # for the memory
-    no_room: bool  # for some document, which would wait although none should
+    no_room: bool  # for some document, which would wait for the next step
     seconds: float
     steps: int  # number of simulated steps
     size: int
@@ -323,7 +323,7 @@ class _PoolSearch:
         job = self._decided(choice)
         job = replace(job, packing=job.packing.changed(grouping=choice.grouping))
         rated = rate(job, self.lengths, steps, self.job.work_prices)
-        no_room = not self.pools.delays and sum(rated.step_tokens) < steps * job.global_batch * job.context_window
+        no_room = sum(rated.step_tokens) < steps * job.global_batch * job.context_window
         seconds = 1 / rated.work_rate * (1.0 if steps == self._steps else 1 - _ONE_STEP)
         return choice._replace(no_room=no_room and steps == self._steps, seconds=seconds, steps=steps)
 

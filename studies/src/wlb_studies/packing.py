@@ -164,21 +164,18 @@ def options_read_by(methods: Iterable[str]) -> set[str]:
 
 
 def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
-    """The options that ``argument`` stands for: global batches packed together, queues, steps of delay, or a word."""
+    """The options that ``argument`` stands for: global batches packed together, queues, or a word."""
     queues = "outlier_thresholds" in METHODS[name]
     if queues and argument in _WORDS:
         return _WORDS[argument]
-    option = next(
-        (option for option in ("outlier_thresholds", "window", "delay_price") if option in METHODS[name]), None
-    )
-    if option is None:
+    if not queues and "window" not in METHODS[name]:
         raise UserError(f"the method takes no argument, {argument!r} was given")
     number, least = parse_count(argument), 0 if queues else 1
     if number is None or number < least:
         raise UserError(f"{argument!r} is not a whole number of at least {least}")
     if queues:
         return {"outlier_thresholds": default_thresholds(context_window, number)}
-    return {"window" if option == "window" else "max_delay": number}
+    return {"window": number}
 
 
 def compare_packer(

@@ -10,7 +10,7 @@ from studies.benchmarks import packing
 WINDOW = 4096
 
 
-def test_a_small_run_packs_every_document_by_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_small_run_packs_every_document_by_every_method(tmp_path: Path):
     out = tmp_path / "results" / "packing.json"
     small = ["--lengths", f"synthetic:6000:{WINDOW}:0", "--context-window", str(WINDOW), "--turns", "1"]
     assert packing.main([*small, "--out", str(out)]) == 0
@@ -21,7 +21,6 @@ def test_a_small_run_packs_every_document_by_every_method(tmp_path: Path, capsys
     assert rows["fixed_greedy, 1 global batch"]["longest_micro_batch_tokens"] <= WINDOW
     assert rows["balanced"]["mean_token_delay"] == rows["sequential (plain-4D)"]["mean_token_delay"] == 0
     assert str(tmp_path) not in out.read_text(), "results name no paths"
-    assert "balanced, max_delay 8" in capsys.readouterr().out
 
 
 def test_a_global_batch_is_the_longest_run_that_fits():

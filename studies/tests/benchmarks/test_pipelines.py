@@ -14,4 +14,4 @@ def test_a_small_run_compares_every_system(tmp_path: Path):
     assert rows["balanced"]["speed"] > 1
     assert rows["balanced, stages free"]["speed"] >= rows["balanced"]["speed"]
     assert all(0 < row["of_ideal"] < 1 <= row["over_bound"] for row in rows.values())
-    assert rows["max_delay = 8"]["delay"] > 0 == rows["balanced"]["delay"]
+    assert rows["balanced"]["delay"] == 0

@@ -17,8 +17,7 @@ def test_rows_say_what_the_presets_do(tmp_path: Path) -> None:
     asked = ["--job", "7b-64k", "--steps", "12", "--lengths", tmp_path / "lengths.npy", "--out", out]
     assert step_sizes.main([*map(str, asked)]) == 0
     rows = {row["system"]: row for row in json.loads(out.read_text())["steps"]}
-    plain, ours = rows["plain-4d"], rows["balanced"]
-    waiting = rows["balanced, max_delay 8, max_length_factor 1.5"]
+    plain, ours, waiting = rows["plain-4d"], rows["balanced"], rows["wlb-llm"]
     assert plain["least"] == plain["most"] == 1
     assert plain["cut_share"] > 0.1 > waiting["cut_share"] == ours["cut_share"] == 0
     assert 0 == plain["token_delay"] <= ours["token_delay"] < waiting["token_delay"]

@@ -49,7 +49,7 @@ def test_examples_can_be_parsed(name: str):
         ([*PACKING, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
         ([*PACKING, "--plot", "picture.txt"], "picture picture.txt must end in one of .png, .pdf, .svg"),
         ([*PACKING, "--plot", "missing/x.png"], "directory missing of missing/x.png does not exist"),
-        ([*THRESHOLDS, "--max-delay", 0], "max_delay = 0: must be at least 1; only method balanced takes 0"),
+        ([*THRESHOLDS, "--max-delay", 0], "'--max-delay': Input should be greater than or equal to 1 (got 0)"),
         ([*THRESHOLDS, "--profile", "p.json", "--cp", 2], "--cp has no effect with --profile"),
         ([*THRESHOLDS, "--max-token-delay", "some"], "unable to parse string as a number (got some)"),
         ([*PREFILL, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),

@@ -134,18 +134,15 @@ def test_tune_recommends_within_the_bounds():
     assert [trial["mean_token_delay"] for trial in front] == sorted(trial["mean_token_delay"] for trial in front)
 
 
-@pytest.mark.parametrize(("bound", "method"), [("0.35", "balanced"), ("0", "variable_length")])
-def test_tune_prints_a_configuration_that_loads(tmp_path: Path, bound: str, method: str):
+def test_tune_prints_a_configuration_that_loads(tmp_path: Path):
     size = ["--context-window", "16384", "--micro-batches", "4", "--steps", "12"]
-    result = studies("thresholds", "synthetic:3000:16384:0", *size, "--max-token-delay", bound, "--max-delay", "7")
+    result = studies("thresholds", "synthetic:3000:16384:0", *size, "--max-delay", "7")
     section = result.stdout.partition("[packing]")[2].partition("\nnext: ")[0]
     config = tmp_path / "job.toml"
     config.write_text('[data]\nstore = "somewhere"\n[packing]' + section)
     from wlb.job.config_file import load_config
 
-    packing = load_config(config).packing
-    assert packing.method == method  # balanced makes documents wait here
-    assert packing.in_use()["max_delay"] == 7
+    assert load_config(config).packing.method == "balanced"
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,6 @@ def test_a_state_does_not_depend_on_how_settings_are_said(folder):
     changes = {"packing": {"method": "variable_length"}}
     with open_loader(folder, changes) as loader:
         state = loader.state_dict()
-    assert not any("delay_price" in name for name in state["identity"])
     same = {"packing": {"method": "variable_length", "max_delay": 16, "outlier_thresholds": [24, 72]}}
     open_loader(folder, same, state=state).close()
     with pytest.raises(UserError, match=r"packing.max_delay = 16, but this job has 3"):

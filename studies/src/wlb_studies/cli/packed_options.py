@@ -41,7 +41,7 @@ class PackedOptions(JobOptions):
     methods: Methods = None
     max_delay: Annotated[
         int | None,
-        typer.Option(min=0, metavar="STEPS", help="Most steps that a document may be delayed."),
+        typer.Option(min=1, metavar="STEPS", help="Most steps that a document may be delayed."),
     ] = None
 
     def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from wlb_studies.thresholds import Trial
 
 _TUNED, _UNTUNED = "variable_length, tuned", "balanced"
-_DELAY = 8  # default of steps that a document may wait without thresholds
 _AS_FAST = 0.99  # of the tuned setting's speed, since tuned thresholds fit other documents less well
 
 
@@ -67,8 +66,7 @@ def thresholds(
         for name in options.names_in("--methods", asked.methods, ["sequential"])
     }
     packers[_TUNED] = packer_for("variable_length", job, **shared, outlier_thresholds=best.outlier_thresholds)
-    delay = _DELAY if asked.max_delay is None else asked.max_delay
-    packers[_UNTUNED] = packer_for(_UNTUNED, job, **shared | {"max_delay": delay})
+    packers[_UNTUNED] = packer_for(_UNTUNED, job, **shared)
     results = compare_packers(packers.items(), documents, job)
     tuned, untuned = results[-2:]
     recommended = _recommended(best, tuned, untuned, asked)
@@ -121,14 +119,13 @@ def _trials(documents: Sequence[Segment], asked: TuneOptions, job: Job) -> list[
 
 
 def _recommended(best: Trial, tuned: MethodResult, untuned: MethodResult, asked: TuneOptions) -> dict[str, Any]:
-    """Settings of [packing]; ``max_delay`` where it is not the default."""
+    """Settings of [packing]; ``max_delay`` where it was given."""
     as_fast = untuned.arranged.work_rate >= _AS_FAST * tuned.arranged.work_rate
-    shared: dict[str, Any] = {"max_length_factor": best.max_length_factor}
-    if asked.max_delay is not None:
-        shared["max_delay"] = asked.max_delay
+    shared = {"max_length_factor": best.max_length_factor}
     if as_fast and untuned.mean_token_delay <= asked.max_token_delay:
-        return {"method": _UNTUNED, "max_delay": _DELAY} | shared
-    return {"method": "variable_length", **shared, "outlier_thresholds": list(best.outlier_thresholds)}
+        return {"method": _UNTUNED} | shared
+    delay = {} if asked.max_delay is None else {"max_delay": asked.max_delay}
+    return {"method": "variable_length", "outlier_thresholds": list(best.outlier_thresholds)} | shared | delay
 
 
 def _show_trade_off(curve: Sequence[Trial], best: Trial) -> None:

@@ -47,7 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fixed_greedy:1": {"preset": "fixed-4d"},
     "fixed_greedy:8": {"preset": "fixed-4d", "packing.window": 8},
     "WLB-LLM": {"preset": "wlb-llm"},
-    "balanced:8": {"packing.max_delay": 8, "packing.max_length_factor": 1.5},
+    "balanced": {},
 }
 
 
