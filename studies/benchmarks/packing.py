@@ -46,9 +46,7 @@ AT_ONCE = 64  # documents, as the training loop feeds its packer
 FACTOR = 1.5  # L_max in windows
 OURS: dict[str, tuple[str, Row]] = {
     "balanced": ("balanced", {}),
-    "variable_length, 2 queues, early release": ("variable_length", {}),
-    "variable_length, 2 queues, Algorithm 1": ("variable_length:paper", {}),
-    "variable_length, auto (searches included)": ("variable_length:auto", {}),
+    "variable_length, 2 queues": ("variable_length", {}),
     "sequential (plain-4D)": ("sequential", {}),
     "fixed_greedy, 1 global batch": ("fixed_greedy", {}),
     "fixed_greedy, 8 global batches": ("fixed_greedy:8", {}),

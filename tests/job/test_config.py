@@ -129,24 +129,23 @@ def test_options_of_a_preset_go_with_its_method(config):
                 own.get("assignment", "balanced"),
                 own.get("order", "fastest"),
             )
-    packing = load_config(config, ["preset=wlb-llm", "packing.early_release=true"]).packing
-    assert (packing.early_release, packing.max_delay) == (True, NO_BOUND)
+    packing = load_config(config, ["preset=wlb-llm", "packing.outlier_thresholds=[64]"]).packing
+    assert (packing.outlier_thresholds, packing.max_delay) == ((64,), NO_BOUND)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("max_length_factor=true", "max_length_factor = True: must be a number or 'auto'"),
-        ("outlier_thresholds=many", "outlier_thresholds = 'many': {auto} or a list"),
-        ("outlier_thresholds=[64, 16]", "outlier_thresholds = [64, 16]: {auto} or thresholds must rise"),
+        ("outlier_thresholds=many", "outlier_thresholds = 'many': must be a list"),
+        ("outlier_thresholds=[64, 16]", "outlier_thresholds = [64, 16]: thresholds must rise"),
         ("outlier_thresholds=[0]", "outlier_thresholds = 0: must be greater than or equal to 1"),
     ],
 )
 def test_what_fits_no_alternative_is_one_mistake_that_names_all(config, override, message):
     with pytest.raises(UserError) as refusal:
         load_config(config, ["packing.method=variable_length", f"packing.{override}"])
-    said = message.format(auto="must be 'auto'")
-    assert str(refusal.value) == f"config {config}: packing.{said}"
+    assert str(refusal.value) == f"config {config}: packing.{message}"
 
 
 @pytest.mark.parametrize(

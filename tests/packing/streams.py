@@ -54,7 +54,7 @@ WORKLOADS = {
 
 
 @st.composite
-def packings(draw: Any, /, methods: Sequence[str] = METHODS, auto: bool = True, **fixed: Any) -> Any:
+def packings(draw: Any, /, methods: Sequence[str] = METHODS, **fixed: Any) -> Any:
     """Name and options of a packer, with everything but the documents."""
     method = draw(st.sampled_from(methods))
     window = draw(st.integers(1, 64) | st.integers(1, 4000))
@@ -76,8 +76,7 @@ def packings(draw: Any, /, methods: Sequence[str] = METHODS, auto: bool = True, 
     if method == "variable_length":
         options["max_length_factor"] = draw(st.sampled_from([1, 1.0, 1.25, 1.5, 2, 3.0]) | st.floats(1, 3))
         some = st.sets(st.integers(1, 2 * window), max_size=4).map(lambda lengths: tuple(sorted(lengths)))
-        options["outlier_thresholds"] = draw(st.none() | st.just("auto") | some if auto else st.none() | some)
-        options["early_release"] = draw(st.booleans())
+        options["outlier_thresholds"] = draw(st.none() | some)
     return method, options | fixed
 
 

@@ -1,7 +1,5 @@
 """A packer restored from its state continues as the original would have, at any point and in any packer."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +11,6 @@ from tests.packing.streams import (
     coverage,
     packer_for,
     packings,
-    plan_all,
     segments_of,
     streams,
     through_json,
@@ -23,39 +20,29 @@ from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
 from wlb.packing.packer import held_segments
 from wlb.packing.registry import make_packer
-from wlb.packing.variable_length import VariableLengthPacker
-
-
-def small_tuner(monkeypatch):
-    """``auto`` tunes after two steps instead of 48, so that short streams see it."""
-    monkeypatch.setattr(VariableLengthPacker, "_SAMPLE_STEPS", 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_continues_identically_from_any_point(method, monkeypatch):
-    small_tuner(monkeypatch)
-
-    @SETTINGS
-    @given(streams(methods=(method,)), st.data())
-    def check(stream, data):
-        lengths = stream[2]
-        cut = data.draw(st.integers(0, len(lengths)))
-        original = packer_for(stream)
-        original.plan(lengths[:cut])
-        state = original.state_dict()
-        assert through_json(state) == state
-        used = packer_for(stream)
-        used.plan(lengths[: data.draw(st.integers(0, len(lengths)))])
-        expected = None
-        for packer in (original, packer_for(stream), used):
-            if packer is not original:
-                packer.load_state_dict(through_json(state))
-                assert packer.state_dict() == state
-            outcome = packer.plan(lengths[cut:]), packer.state_dict(), packer.drain()
-            assert expected in (None, outcome)
-            expected = outcome
-
-    check()
+@SETTINGS
+@given(st.data())
+def test_continues_identically_from_any_point(method, data):
+    stream = data.draw(streams(methods=(method,)))
+    lengths = stream[2]
+    cut = data.draw(st.integers(0, len(lengths)))
+    original = packer_for(stream)
+    original.plan(lengths[:cut])
+    state = original.state_dict()
+    assert through_json(state) == state
+    used = packer_for(stream)
+    used.plan(lengths[: data.draw(st.integers(0, len(lengths)))])
+    expected = None
+    for packer in (original, packer_for(stream), used):
+        if packer is not original:
+            packer.load_state_dict(through_json(state))
+            assert packer.state_dict() == state
+        outcome = packer.plan(lengths[cut:]), packer.state_dict(), packer.drain()
+        assert expected in (None, outcome)
+        expected = outcome
 
 
 @SETTINGS
@@ -97,7 +84,6 @@ def test_queues_that_are_merged_stay_in_order_of_arrival():
             context_window=16,
             workload=WORKLOADS["7b"],
             outlier_thresholds=thresholds,
-            early_release=False,
         )
 
     two, one = packer(4, 8), packer(4)
@@ -118,7 +104,7 @@ def test_a_drain_after_shrinking_keeps_to_the_window():
     assert [[m.tokens for m in plan.micro_batches] for plan in plans] == [[8, 8], [8, 8], [4, 3]]
 
 
-@pytest.mark.parametrize("thresholds", ["auto", (5,), ()])
+@pytest.mark.parametrize("thresholds", [(5,), ()])
 def test_a_state_with_documents_that_no_longer_fit_is_refused(thresholds):
     def packer(window):
         return make_packer(
@@ -150,19 +136,6 @@ def test_only_the_same_method_and_format_is_read(saved, loaded):
             packer.load_state_dict(wrong)
 
 
-def test_a_tuner_starts_afresh_from_a_state_without_one():
-    options = {"micro_batches": 2, "context_window": 8, "workload": WORKLOADS["7b"]}
-    auto = make_packer("variable_length", outlier_thresholds="auto", **options)
-    auto.plan([3, 5, 8] * 4)
-    fixed = make_packer("variable_length", outlier_thresholds=(2, 6), **options)
-    auto.load_state_dict(fixed.state_dict())
-    fresh = make_packer("variable_length", outlier_thresholds="auto", **options)
-    fresh.load_state_dict(fixed.state_dict())
-    assert json.dumps(auto.state_dict()) == json.dumps(fresh.state_dict())
-    assert auto.state_dict()["outlier_thresholds"] == [2, 6]
-    assert plan_all(auto, [8, 1] * 40) == plan_all(fresh, [8, 1] * 40)
-
-
 def test_a_job_keeps_to_the_options_that_decide_its_steps():
     """Not to how they are said, nor to those that only place documents within a step."""
 
@@ -171,7 +144,7 @@ def test_a_job_keeps_to_the_options_that_decide_its_steps():
 
     usual = identity("variable_length")
     assert usual == identity("variable_length", outlier_thresholds=(768, 2304))
-    assert usual != identity("variable_length", outlier_thresholds="auto")
+    assert usual != identity("variable_length", outlier_thresholds=(768,))
     assert usual != identity("variable_length", 8192)
     assert identity("fixed_solver", solver_nodes=5) == identity("fixed_solver")
     assert identity("fixed_solver", window=2) != identity("fixed_solver")

@@ -55,7 +55,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "sharding": {"strategy": "per_document"},
     },
     "wlb-llm": {
-        "packing": {"method": "variable_length", "early_release": False, "max_delay": NO_BOUND, **_AS_PACKED},
+        "packing": {"method": "variable_length", "max_delay": NO_BOUND, **_AS_PACKED},
         "sharding": {"strategy": "adaptive"},
     },
     "balanced": {"packing": {"method": "balanced"}, "sharding": {"strategy": "balanced"}},
@@ -318,7 +318,7 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> JobConfig:
         thresholds, window = self.packing.outlier_thresholds, self.data.context_window
-        if isinstance(thresholds, tuple) and thresholds and thresholds[-1] > window:
+        if thresholds and thresholds[-1] > window:
             raise ValueError(
                 f"packing.outlier_thresholds has {thresholds[-1]}, over data.context_window = {window}: no document "
                 "could reach it"

@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sequential": {"micro_batch_windows": 1},
     "fixed_greedy": {"max_delay": 16, "window": 1},
     "fixed_solver": {"max_delay": 16, "window": 1, "solver_nodes": 1000},
-    "variable_length": {"max_delay": 16, "max_length_factor": 1.5, "outlier_thresholds": None, "early_release": True},
+    "variable_length": {"max_delay": 16, "max_length_factor": 1.5, "outlier_thresholds": None},
     "balanced": {
         "max_length_factor": "auto",
         "global_batch": None,
@@ -103,14 +103,10 @@ class PackingOptions(Section):
         "L_max, the most tokens of a micro-batch, in context windows; auto: what memory allows, up to 4 (balanced: "
         'twice the mean micro-batch). Under 1 only with grouping = "slices"',
     )
-    outlier_thresholds: Literal["auto"] | Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)] | None = _option(
+    outlier_thresholds: Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)] | None = _option(
         "outlier_thresholds",
         None,
-        "Lengths from which documents wait in an outlier queue; auto: found from the documents seen; default: 3/16 and "
-        "9/16 of the context window",
-    )
-    early_release: bool = _option(
-        "early_release", False, "Release a waiting outlier if the step can balance it; false: as in the paper"
+        "Lengths from which documents wait in an outlier queue; default: 3/16 and 9/16 of the context window",
     )
     global_batch: MicroBatchCount | None = _option(
         "global_batch", None, "Context windows that a step trains; default: micro_batches"
@@ -155,9 +151,9 @@ class PackingOptions(Section):
         return option in METHODS[self.method]
 
     def thresholds(self, context_window: int) -> tuple[int, ...]:
-        """The given outlier thresholds, or the defaults, from which "auto" starts."""
+        """The given outlier thresholds, or the defaults."""
         given = self.outlier_thresholds
-        return given if isinstance(given, tuple) else default_thresholds(context_window)
+        return default_thresholds(context_window) if given is None else given
 
     def max_tokens(self, context_window: int, micro_batches: int) -> int:
         """L_max: the most tokens of a micro-batch, in steps of ``micro_batches``."""
@@ -184,6 +180,6 @@ class PackingOptions(Section):
         if self.method == "balanced":  # its options only place documents inside their step
             return {}
         own = self.model_dump(mode="json", include=METHODS[self.method].keys() - {"solver_nodes"})  # as this one does
-        if "outlier_thresholds" in own and self.outlier_thresholds != "auto":
+        if "outlier_thresholds" in own:
             own["outlier_thresholds"] = [*self.thresholds(context_window)]
         return own

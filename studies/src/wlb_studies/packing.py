@@ -130,10 +130,6 @@ def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
     ]
 
 
-# words allowed as ARGUMENT of ``variable_length:ARGUMENT``, besides a number of queues
-_WORDS: dict[str, dict[str, Any]] = {"auto": {"outlier_thresholds": "auto"}, "paper": {"early_release": False}}
-
-
 def packer_for(method: str, job: Job, *, solver_seconds: float | None = None, **overrides: object) -> Packer:
     """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``; ARGUMENT stands for options of that packer.
 
@@ -164,10 +160,8 @@ def options_read_by(methods: Iterable[str]) -> set[str]:
 
 
 def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
-    """The options that ``argument`` stands for: global batches packed together, queues, or a word."""
+    """The options that ``argument`` stands for: global batches packed together, or queues."""
     queues = "outlier_thresholds" in METHODS[name]
-    if queues and argument in _WORDS:
-        return _WORDS[argument]
     if not queues and "window" not in METHODS[name]:
         raise UserError(f"the method takes no argument, {argument!r} was given")
     number, least = parse_count(argument), 0 if queues else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,19 +12,16 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
 from wlb.packing.plan import StepPlan
-from wlb.packing.variable_length import (
-    DEFAULT_MAX_TOKEN_DELAY,
-    SCREENING_STEPS,
-    VariableLengthPacker,
-    imbalance_and_delay,
-    preference,
-    threshold_sets,
-)
+from wlb.packing.variable_length import VariableLengthPacker
 from wlb.workload.base import DocumentPrices
 from wlb_studies.filling import documents_filling
 
 MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
+DEFAULT_MAX_TOKEN_DELAY = 0.35
+SCREENING_STEPS = 96  # packed with every candidate
 
+# Thresholds tried, in context windows: about four to the octave where outliers are, coarser below.
+_THRESHOLD_FRACTIONS = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 7 / 16, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 _FINALISTS = 12  # this many of the best trials, and the trade-off curve, pack the whole sample
 
 
@@ -66,7 +64,9 @@ def search(
             f"{sample.sum()} tokens fill no step of {micro_batches} micro-batches x {context_window} tokens; "
             "give more lengths or fewer micro-batches"
         )
-    candidates = [(t, factor) for factor in factors for t in threshold_sets(context_window, queues)]
+    lengths_tried = sorted({max(1, int(fraction * context_window)) for fraction in _THRESHOLD_FRACTIONS})
+    threshold_sets = [one for count in range(queues + 1) for one in combinations(lengths_tried, count)]
+    candidates = [(thresholds, factor) for factor in factors for thresholds in threshold_sets]
     screening = sample[: documents_filling(sample, SCREENING_STEPS * step_tokens)]
 
     def run(settings: Sequence[tuple[tuple[int, ...], float]], part: NDArray[np.int64]) -> list[Trial]:
@@ -76,7 +76,11 @@ def search(
             packer = VariableLengthPacker(micro_batches, context_window, workload, tried)
             trials.append(_trial(packer.plan(part.tolist()), thresholds, factor))
             on_trial(done, len(settings))
-        return sorted(trials, key=lambda t: preference(t.imbalance_degree, t.mean_token_delay, max_token_delay))
+        return sorted(trials, key=preference)
+
+    def preference(trial: Trial) -> tuple[bool, float, float]:
+        imbalance, delay = trial.imbalance_degree, trial.mean_token_delay
+        return (False, imbalance, delay) if delay <= max_token_delay else (True, delay, imbalance)
 
     screened = run(candidates, screening)
     if len(screening) == len(sample):
@@ -89,9 +93,13 @@ def search(
 
 def _trial(plans: Sequence[StepPlan], thresholds: tuple[int, ...], factor: float) -> Trial:
     tokens = [plan.tokens for plan in plans]
-    longest_delay = max(plan.longest_delay for plan in plans)
     return Trial(
-        thresholds, factor, *imbalance_and_delay(plans), longest_delay, float(np.std(tokens) / np.mean(tokens))
+        thresholds,
+        factor,
+        imbalance_degree=float(np.mean([plan.imbalance for plan in plans])),
+        mean_token_delay=sum(plan.delay_token_steps for plan in plans) / sum(tokens),
+        longest_delay=max(plan.longest_delay for plan in plans),
+        tokens_per_step_cv=float(np.std(tokens) / np.mean(tokens)),
     )
 
 

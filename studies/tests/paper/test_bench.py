@@ -31,7 +31,6 @@ def test_wlb_llm_is_algorithm_1_and_nobody_else_is():
     published = options("wlb-llm")
     assert published == {
         "method": "variable_length",
-        "early_release": False,
         "max_delay": NO_BOUND,
         "max_length_factor": 1.5,
         "outlier_thresholds": None,

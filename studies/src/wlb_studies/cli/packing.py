@@ -28,7 +28,7 @@ _ALL = "all"
 _MANY_STEPS = 2000  # all methods together take about half a minute for this
 _DEFAULT_METHODS = (
     *("sequential", "fixed_greedy", "fixed_greedy:2", "fixed_greedy:4", "fixed_greedy:8"),
-    *("variable_length:paper", "variable_length", "variable_length:auto", "balanced"),
+    *("variable_length", "balanced"),
 )
 
 
@@ -59,8 +59,7 @@ def packing(
     """Compare packing methods on a list of document lengths; wlb check compares presets.
 
     Packs the documents with every method of sequential, fixed_greedy, fixed_solver, variable_length, balanced, or
-    "all". fixed_greedy:4 packs 4 global batches together; variable_length:1 has one outlier queue, variable_length:auto
-    tunes its thresholds as documents arrive, variable_length:paper is the paper's Algorithm 1, without early release.
+    "all". fixed_greedy:4 packs 4 global batches together; variable_length:1 has one outlier queue.
 
     Example: wlb-studies packing synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """

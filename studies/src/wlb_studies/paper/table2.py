@@ -26,7 +26,6 @@ METHODS = {
     **{f"fixed_greedy:{n}": f"fixed-length greedy, {n} global batches" for n in (1, 2, 4, 8)},
     **{f"fixed_solver:{n}": f"fixed-length solver, {n} global batches" for n in (1, 2, 4)},
     **{f"variable_length:{n}": f"WLB-LLM, {n} queues" for n in (1, 2, 3)},
-    "variable_length:auto": "ours: tuned queues, early release",
     "balanced": "ours: no document waits",
 }
 
@@ -66,10 +65,8 @@ def run(settings: Settings) -> Report:
 def _result(name: str, pieces: list[int], steps: int) -> MethodResult:
     if name.startswith("fixed_solver"):
         steps = min(steps, _SOLVER_STEPS)
-    # Algorithm 1 with queues of fixed thresholds, as the paper evaluates it.
-    is_published = name.startswith("variable_length:") and name != "variable_length:auto"
-    as_published = {"early_release": False, "max_delay": NO_BOUND} if is_published else {}
-    packer = packer_for(name, _JOB, solver_seconds=_SOLVER_SECONDS, **as_published)
+    delay = NO_BOUND if name.startswith("variable_length") else None  # as in the paper
+    packer = packer_for(name, _JOB, solver_seconds=_SOLVER_SECONDS, max_delay=delay)
     # The first pieces that fill the steps; they end with a window, as cut.
     filling = int(np.searchsorted(np.cumsum(pieces), steps * _JOB.global_batch * _JOB.context_window)) + 1
     return compare_packer(
