@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,16 +41,15 @@ _LEAST, _MOST = 0.05, 4.0
 class Software:
     """How a training stack handles weights, and its prices; the defaults are ours.
 
-    ``weights`` are gathered once a step and "kept", or "gathered" for every pass of a micro-batch. None is what our
-    trainer does: as the layout says and, if gathered, for every backward, and kept for the next forward.
-    With ``prefetch`` they are gathered one block ahead. Gradients are reduced with the last micro-batch, or with each
-    one (``reduces_always``). With ``fetches_shards`` ranks fetch shards of weights from each other and send gradients
-    back point to point (ODC, arXiv 2601.19362), instead of using a ring over all adapters of a node.
+    With ``prefetch`` weights are gathered one block ahead. Weights that the layout does not keep are gathered for every
+    backward, and kept for the next forward; gradients are reduced with the last micro-batch. With ``syncs_always``
+    every forward gathers too, and every micro-batch reduces. With ``fetches_shards`` ranks fetch shards of weights from
+    each other and send gradients back point to point (ODC, arXiv 2601.19362), instead of using a ring over all adapters
+    of a node.
     """
 
-    weights: Literal["gathered", "kept"] | None = None
     prefetch: bool = True
-    reduces_always: bool = False
+    syncs_always: bool = False
     fetches_shards: bool = False
 
     def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> Costs:

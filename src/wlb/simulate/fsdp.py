@@ -16,41 +16,29 @@ from wlb.simulate.costs import JobCosts
 Array = NDArray[np.float64]
 
 
-def with_gathers(
-    costs: JobCosts, forward: Array, backward: Array, *, kept: bool | None = None, moving: ArrayLike = 0.0
-) -> tuple[Array, Array]:
+def with_gathers(costs: JobCosts, forward: Array, backward: Array, *, moving: ArrayLike = 0.0) -> tuple[Array, Array]:
     """Seconds of stages in micro-batches, shape (..., stages, micro-batches), with the gathers of weights.
 
     Keys and values use the links for ``moving`` seconds of each forward and backward; gathers run before and after,
-    because they share adapters. ``kept`` says whether weights stay until the step ends; by default software and layout
-    of the job decide.
+    because they share adapters.
     """
-    if weights_kept(costs, kept):
+    if costs.layout.keeps_weights:
         first = waiting_for_weights(costs, forward[..., 0])[..., None]
     else:
         moved = np.broadcast_to(moving, forward.shape)
         first = _gathered_a_block_ahead(costs, forward[..., :1] - moved[..., :1])
-        if costs.job.software.weights == "gathered":
+        if costs.job.software.syncs_always:
             later = forward[..., 1:]
             forward = np.concatenate(
                 [forward[..., :1], later + _gathered_a_block_ahead(costs, later - moved[..., 1:])], -1
             )
         backward = backward + _gathered_a_block_ahead(costs, backward - moved)
-    if costs.job.software.reduces_always and costs.layout.pp == 1:
-        backward = backward.copy()
-        backward[..., 0, :-1] += reduced_behind(costs, backward[..., 0, :-1], kept=weights_kept(costs, kept))
+        if costs.job.software.syncs_always:
+            backward[..., 0, :-1] += reduced_behind(costs, backward[..., 0, :-1])
     return np.concatenate([forward[..., :1] + first, forward[..., 1:]], axis=-1), backward
 
 
-def weights_kept(costs: JobCosts, kept: bool | None = None) -> bool:
-    """Whether weights stay gathered to the end of the step: ``kept`` or, if None, as in software or layout."""
-    if kept is not None:
-        return kept
-    weights = costs.job.software.weights
-    return costs.layout.keeps_weights if weights is None else weights == "kept"
-
-
-def late_reduction(costs: JobCosts, backward: Array, *, kept: bool | None = None) -> Array:
+def late_reduction(costs: JobCosts, backward: Array) -> Array:
     """Seconds that reducing gradients adds after (or, without a pipeline, to) the last backward; shape (pp, steps).
 
     ``backward`` are the seconds of stages in micro-batches, shape (steps, dp, stages, micro-batches).
@@ -58,16 +46,16 @@ def late_reduction(costs: JobCosts, backward: Array, *, kept: bool | None = None
     if costs.layout.pp > 1:
         return np.broadcast_to(costs.rank_reduction[:, None], (costs.layout.pp, len(backward)))
     last = backward[:, :, 0, -1].max(axis=1)  # (steps,)
-    return reduced_behind(costs, last, kept=weights_kept(costs, kept))[None]
+    return reduced_behind(costs, last)[None]
 
 
-def reduced_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> Array:
+def reduced_behind(costs: JobCosts, seconds: Array) -> Array:
     """Seconds that reducing gradients adds to backwards of ``seconds``, one block at a time between gathers.
 
     For models of one stage; same shape.
     """
     blocks = costs.job.stage_blocks[0]
-    gather = 0.0 if kept else costs.block_gather
+    gather = 0.0 if costs.layout.keeps_weights else costs.block_gather
     free = np.maximum(0.0, seconds / blocks - gather)
     late = costs.root_reduction[0] + costs.block_reduction
     return np.asarray(late + (blocks - 1) * beside_computing(costs, costs.block_reduction, free))

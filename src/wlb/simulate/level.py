@@ -131,7 +131,7 @@ class LevelSteps(StepSeconds):
         for step, place, ranks in self.runs:
             if (last[step, ranks] == place).all():
                 beside[step, ranks] = self.stages.backward[step, 0, 0, place]
-        return reduced_behind(self.costs, beside.min(axis=1), kept=True)[None]
+        return reduced_behind(self.costs, beside.min(axis=1))[None]
 
     @property
     def imbalance(self) -> dict[str, Array]:

@@ -24,7 +24,7 @@ from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases, Shards, group_phases
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.fsdp import late_reduction, weights_kept, with_gathers
+from wlb.simulate.fsdp import late_reduction, with_gathers
 
 Array = NDArray[np.float64]
 
@@ -178,7 +178,7 @@ class Steps(StepSeconds):
         forward, backward = self.stages
         if "weight gathers" in self.modelled:
             forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
-        if not weights_kept(self.costs) and "dp ranks" in self.modelled:
+        if not layout.keeps_weights and "dp ranks" in self.modelled:
             # Weights are gathered in every micro-batch, so data-parallel ranks wait for each other.
             shape, slowest = forward.shape, (seconds.max(axis=1, keepdims=True) for seconds in (forward, backward))
             forward, backward = (np.broadcast_to(seconds, shape) for seconds in slowest)

@@ -179,7 +179,7 @@ def test_bytes_of_reshuffled_blocks_by_hand():
 
 
 def test_links_carry_what_is_moved_and_no_weights_meanwhile():
-    of = ranks(2)
+    of = ranks(2, weights="gathered")
     seconds, _ = moved_seconds(moved_plan(), of)
     most = 2 * query_bytes(of.job) + 4 * kv_bytes(of.job)  # rank 1 receives them and rank 0 sends them
     wire = of.job.shape.layers * float(group_link(of.job.hardware, "all_to_all", 2, stride=1).seconds(most))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from wlb.job.planner import StepPlanner
 from wlb.schedules.operations import rank_operations
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulate, simulate_step, simulated_job
+from wlb.simulate.run import pooled
 from wlb.simulate.search import SearchSpace, fastest_layout
 from wlb.simulate.verdict import simulate_draws
 from wlb.workload import hardware_preset, make_workload, model_shape
@@ -72,7 +74,7 @@ def test_pipelines_that_run_a_micro_batch_together_begin_it_together():
 def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
     lengths = lengths_of(4096, 512, 512, 4096)
     groups = (Group(0, (0,), (0,)), Group(0, (1,), (1,)), Group(1, (0,), (2,)), Group(1, (1,), (3,)))
-    keeping = Ranks(ranks(2).job, 4096, keeps_weights=True)
+    keeping = ranks(2, weights="kept")
     apart = price(GroupPlan(lengths, groups), keeping).seconds
     barrier = price(GroupPlan(lengths, groups, frozenset([1])), keeping).seconds
     assert barrier > 1.2 * apart
@@ -80,10 +82,11 @@ def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
 
 def test_ranks_that_fetch_weights_wait_for_nobody_and_share_no_adapters():
     """On one node fetching takes what gathering together does, so only waiting differs; on two it is slower."""
+    gathering = partial(ranks, weights="gathered")
 
     def seconds(lengths: tuple[int, ...], *, fetched: bool) -> float:
         groups = tuple(Group(index // 2, (index % 2,), (index,)) for index in range(len(lengths)) if lengths[index])
-        return price(GroupPlan(lengths_of(*lengths), groups, fetches_weights=fetched), ranks(2)).seconds
+        return price(GroupPlan(lengths_of(*lengths), groups, fetches_weights=fetched), gathering(2)).seconds
 
     alike, uneven = (4096, 4096, 4096, 4096), (4096, 512, 512, 4096)
     assert seconds(alike, fetched=True) == pytest.approx(seconds(alike, fetched=False))
@@ -92,7 +95,7 @@ def test_ranks_that_fetch_weights_wait_for_nobody_and_share_no_adapters():
     assert seconds(more, fetched=True) == pytest.approx(seconds(few, fetched=True), rel=0.01)
     assert seconds(more, fetched=False) > 1.1 * seconds(few, fetched=False)
     many = GroupPlan(lengths_of(*[4096] * 16), tuple(Group(0, (rank,), (rank,)) for rank in range(16)))
-    assert price(replace(many, fetches_weights=True), ranks(16)).seconds > price(many, ranks(16)).seconds
+    assert price(replace(many, fetches_weights=True), gathering(16)).seconds > price(many, gathering(16)).seconds
 
 
 @pytest.mark.parametrize("exchange", ["keys and values", "heads"])
@@ -202,9 +205,8 @@ def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gp
         assert outcome.memory_bytes <= 0.9 * 80e9
         if isinstance(POLICIES[name], PresetPolicy) and name != "balanced":  # which cut, carry over or delay documents
             continue
-        assert outcome.tokens == sum(int(batch.sum()) for batches in draws for batch in batches), name
-        seconds = sum(of_draw / rate for of_draw, rate in zip(work, outcome.work_rates, strict=True))
-        assert outcome.seconds == pytest.approx(seconds), name
+        assert outcome.draw_tokens == [sum(int(batch.sum()) for batch in batches) for batches in draws], name
+        assert outcome.draw_work == pytest.approx(work), name
         assert outcome.token_delay == 0
 
 
@@ -227,16 +229,18 @@ def test_presets_are_as_fast_as_the_verdict_says(preset, context_window):
     found = fastest_layout(searched, documents(), preset)
     results = simulate_draws(found.job, documents(), 3, searched.work_prices)
     outcome = POLICIES[preset].best(preset, searched, documents(), 3)
-    assert outcome.work_rates == [result.work_rate for result in results]
-    assert (outcome.steps, outcome.tokens) == (3, sum(result.tokens for result in results))
+    assert outcome.draw_seconds == [result.seconds for result in results]
+    assert outcome.tokens_per_second == pytest.approx(pooled(results).tokens_per_second)
+    assert outcome.steps == 3
 
 
-def test_speed_is_the_median_of_the_draws_each_over_the_base_in_the_same():
-    base = Outcome(BASE, "tp 1", 1, [1.0, 2.0, 4.0], 1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1)
-    other = replace(base, policy="other", work_rates=[1.5, 2.2, 8.0])
-    assert other.speed(base) == 1.5
-    assert other.spread(base) == (1.1, 2.0)
-    assert other.to_json(base)["spread"] == (1.1, 2.0)
+def test_a_speedup_is_tokens_per_second_of_all_draws_and_its_spread_that_of_each():
+    base = Outcome(BASE, "tp 1", 1, [10, 10], [1.0, 4.0], [2.0, 2.0], 0.0, 0.0, 0.0, 0.0, 0.0, 1)
+    other = replace(base, policy="other", draw_tokens=[10, 20], draw_work=[4.0, 6.0])
+    assert other.speedup(base) == 1.5
+    assert other.spread(base) == (1.0, 2.0)
+    assert other.speed_at_equal_work(base) == 2.5
+    assert other.to_json(base).items() >= {"speedup": 1.5, "spread": (1.0, 2.0), "speed_at_equal_work": 2.5}.items()
 
 
 class Timed(NamedTuple):
@@ -258,7 +262,7 @@ def test_all_draws_decide_among_layouts_that_are_near_in_the_first():
     first, even = Timed("first", {1: 1.0, 2: 2.0, 3: 2.0}), Timed("even", {1: 1.02, 2: 1.0, 3: 1.0})
     far = Timed("far", {1: 1.2, 2: 0.1, 3: 0.1})
     found = best_of("any", [first, even, far], draws, space())
-    assert (found.layout, found.seconds, found.tried) == ("even", 3.02, 3)
+    assert (found.layout, found.draw_seconds, found.tried) == ("even", [1.02, 1.0, 1.0], 3)
     assert best_of("any", [Timed("none", {}), even, first], draws, space(), most=1).layout == "even"
     with pytest.raises(UserError, match="any finds no layout"):
         best_of("any", [Timed("in the first draw only", {1: 1.0})], draws, space())
@@ -270,7 +274,7 @@ def test_the_fastest_layout_that_fits_in_every_step_is_taken():
     fast, slow, slowest = (dict.fromkeys(every, seconds) for seconds in (1.0, 2.0, 3.0))
     trials = [Timed("fast", fast, too_large=(20,)), Timed("slow", slow), Timed("slowest", slowest)]
     found = best_of("any", trials, draws, space())
-    assert (found.layout, found.seconds, found.steps, found.tried) == ("slow", 12.0, 2, 3)
+    assert (found.layout, found.draw_seconds, found.steps, found.tried) == ("slow", [4.0, 4.0, 4.0], 2, 3)
     with pytest.raises(UserError, match="any finds no layout"):
         best_of("any", trials[:1], draws, space())
 
@@ -278,13 +282,13 @@ def test_the_fastest_layout_that_fits_in_every_step_is_taken():
 def test_weights_are_kept_where_that_is_faster_and_fits():
     searched = space(gpus=2, micro_batches=4)
     either, freed, kept = (
-        RankPolicy(hybrid_data_parallel, pipelines=False, kept=kinds).best("any", searched, documents(), 1)
-        for kinds in ((False, True), (False,), (True,))
+        RankPolicy(hybrid_data_parallel, pipelines=False, handlings=kinds).best("any", searched, documents(), 1)
+        for kinds in (("gathered", "kept"), ("gathered",), ("kept",))
     )
     assert either.tried >= max(freed.tried, kept.tried)
-    assert either.seconds == min(freed.seconds, kept.seconds)
-    assert "weights kept" in kept.layout
-    assert "weights kept" not in freed.layout
+    assert sum(either.draw_seconds) == min(sum(freed.draw_seconds), sum(kept.draw_seconds))
+    assert "weights gathered again" in freed.layout
+    assert "weights gathered again" not in kept.layout
 
 
 def test_hotspa_has_its_buckets_from_the_tokens_of_the_documents():
@@ -312,10 +316,10 @@ def test_what_is_trained_is_credited_once_however_many_stages_run_it(pp):
     trials |= {"hotspa": HotSwitching((1024, 16_384), (of, of)), "hydraulis": Heterogeneous((Pipelines(of, 4, 1),))}
     for name, trial in trials.items():
         outcome = best_of(name, [trial], [batches], space())
-        assert outcome.tokens == sum(int(batch.sum()) for batch in batches), name
-        work = sum(prices.document_seconds(batch).sum() for batch in batches)
-        assert list(outcome.work_rates) == pytest.approx([work / outcome.seconds]), name
-        assert outcome.tokens_per_second == outcome.tokens / outcome.seconds
+        assert outcome.draw_tokens == [sum(int(batch.sum()) for batch in batches)], name
+        assert outcome.draw_work == pytest.approx([sum(prices.document_seconds(batch).sum() for batch in batches)]), (
+            name
+        )
     for preset in ("plain-4d", "fixed-4d", "wlb-llm", "balanced"):
         simulated = job(preset, dp=2, pp=pp, micro_batches=4)
         plans = [*itertools.islice(StepPlanner(simulated, documents()).plans(), 2)]

@@ -152,7 +152,7 @@ def software_of(job: Job) -> StackSoftware:
 def test_a_row_says_how_its_software_trains():
     unknown = published_step({**ROW, "repo": "nobody/nothing", "stack": STACK})
     software, hardware = software_of(unknown.job), unknown.job.hardware
-    assert (software.weights, software.prefetch, software.async_tp) == ("kept", False, True)
+    assert (unknown.job.layout.weights, software.prefetch, software.async_tp) == ("kept", False, True)
     assert hardware.attention == hardware_preset("h100-fa3").attention
     assert not any(one.startswith(("attention", "eager", "weights", "tensor")) for one in unknown.assumed)
 
@@ -258,7 +258,7 @@ def test_weights_are_kept_in_a_pipeline_and_so_it_says():
     gathered, kept = (published_step({**ROW, "pp": pp, "micro_batch": 2 * pp}) for pp in (1, 2))
     assert "weights gathered by FSDP in every micro-batch" in gathered.assumed
     assert "weights kept whole" in kept.assumed
-    assert (gathered.job.software.weights, kept.job.software.weights) == ("gathered", "kept")
+    assert (gathered.job.layout.weights, kept.job.layout.weights) == ("gathered", "kept")
 
 
 def test_recomputation_that_is_not_stated_is_the_cheapest_that_fits():

@@ -33,7 +33,7 @@ def rivals(
     """Compare balancing policies on the same documents, model, GPUs and global batch, each in its best layout.
 
     Everything is simulated with the same prices for all policies; only planning seconds are measured, on this machine.
-    Speed at equal work is over plain-4d, which is always included: the median of several draws of the documents, as in
+    A speedup is tokens per second over plain-4d, which is always included, of several draws of the documents, as in
     wlb check. --plot draws it.
 
     Example: wlb-studies rivals synthetic:20000:128K:0 --gpus 64 --context-window 128K --policies distca,balanced
@@ -87,11 +87,27 @@ def rivals(
     _show(outcomes, f"{title}\nsimulated; planning measured here", f"{DRAWS} draws of {number_of(steps, 'step')}")
     if question.assumed:
         note(f"defaults used: {', '.join(question.assumed)}")
+    if (more := _on_top(outcomes)) is not None:
+        note(more)
     if passes > 1:
         note(too_few(passes))
     for name, why in without.items():
         note(f"{name}: {why}")
     show_next("check", lengths, *given_again(context, ["gpus", "model", "context_window", "hardware", "batch_tokens"]))
+
+
+def _on_top(outcomes: Sequence[Outcome]) -> str | None:
+    """What policies that train whole documents compute beyond the base, if that cuts documents."""
+    base, *others = outcomes
+    whole = next((one for one in reversed(others) if one.attention_kept == 1), None)
+    dropped = 1 - base.attention_kept
+    if whole is None or dropped < 0.005:
+        return None
+    more = whole.speed_at_equal_work(base) / whole.speedup(base)
+    return (
+        f"policies that train whole documents also compute the {dropped:.0%} of attention that {base.policy} drops: "
+        f"at equal work their speed is {more:.2f} times the speedup"
+    )
 
 
 def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
@@ -100,7 +116,7 @@ def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
     policies = {"policy": [o.policy for o in outcomes]}
     spreads = [outcome.spread(base) for outcome in outcomes]
     columns = {
-        "speed at\nequal work": [f"{o.speed(base):.2f}x" for o in outcomes],
+        "speedup": [f"{o.speedup(base):.2f}x" for o in outcomes],
         "least-most\nof draws": [f"{low:.2f}-{high:.2f}" for low, high in spreads],
         "token\ndelay": [f"{o.token_delay:.2f}" for o in outcomes],
         "tokens/\nstep CV": [f"{o.tokens_cv:.3f}" for o in outcomes],
@@ -109,7 +125,7 @@ def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
         "planning\nCPU s": [f"{o.planning_seconds:.2f}" for o in outcomes],
     }
     notes = {
-        "speed at\nequal work": f"speed at equal work: over {base.policy}; median of {draws}",
+        "speedup": f"speedup: tokens per second over {base.policy}, of {draws}",
         "exchange\nGB/GPU": "exchange: received by a GPU in a step, for attention and switching strategies",
     }
     show_columns(policies | columns, title=title, notes=notes)

@@ -63,7 +63,9 @@ POLICIES: dict[str, Policy] = {
     "bytescale": RankPolicy(bytescale.hybrid_data_parallel, pipelines=False),
     "bytescale-pipeline": RankPolicy(bytescale.hybrid_data_parallel),
     "flexible-cp": RankPolicy(flexible_cp.any_degree),
-    "odc": RankPolicy(odc.minibatch_balanced, pipelines=False, kept=(False,)),  # weights are fetched every time
+    "odc": RankPolicy(
+        odc.minibatch_balanced, pipelines=False, handlings=("gathered",)
+    ),  # weights are fetched every time
     "hbp": HbpPolicy(),
     "distca": RankPolicy(partial(distca.attention_servers, idle_stages_serve=True), interleaves=False),
     "distca-busy": RankPolicy(partial(distca.attention_servers, idle_stages_serve=False), interleaves=False),

@@ -1,8 +1,9 @@
-"""Every rival policy beside ours: 128K to 1M tokens, 8B and 70B parameters, 64 to 1,024 GPUs.
+"""Rival policies beside ours: 8B and 70B parameters, 64 to 1,024 GPUs, on synthetic documents and on source code.
 
 For each job, the best layout of each policy is searched (``wlb_studies.policies``), with as many jobs at once as there
-are cores. A finished job is written to ``OUT/rivals/`` and reused with the same settings, so an interrupted run
-continues.
+are cores. Windows of 128K to 1M tokens have synthetic documents that grow with the window, and run every policy. Source
+code, which anyone has, runs the policies ``_ON_SOURCES``: a byte counts as a token. A finished job is written to
+``OUT/rivals/`` and reused with the same settings, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from wlb.documents.lengths import read_lengths
+from wlb.documents.prepare.sources import stdlib_documents, stdlib_files, stdlib_root
 from wlb.documents.synthetic import sample_lengths
-from wlb.errors import UserError
+from wlb.errors import UserError, require
 from wlb.report.plots import pyplot_without_display, save
 from wlb.simulate.search import DRAWS, search_space
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
 from wlb_studies.policies import BASE, POLICIES, Outcome, compare
 from wlb_studies.policies.filling import Integers
 
-BATCH_TOKENS = 2**24
+BATCH_TOKENS, _SOURCE_BATCH_TOKENS = 2**24, 2**22
 DOCUMENTS = 60_000  # more than the steps of a draw train, in every window
 _STEPS = 4  # of a draw
 K = 1024
@@ -40,16 +44,44 @@ class RivalJob(NamedTuple):
     model: str
     gpus: int
     context_window: int
+    source: str = ""  # of _SOURCES, or else synthetic
 
     @property
     def name(self) -> str:
         window = self.context_window // K
-        return f"{self.model}-{f'{window // K}m' if window >= K else f'{window}k'}-{self.gpus}"
+        named = f"{self.model}-{f'{window // K}m' if window >= K else f'{window}k'}-{self.gpus}"
+        return f"{named}-{self.source}" if self.source else named
+
+    @property
+    def batch_tokens(self) -> int:
+        return _SOURCE_BATCH_TOKENS if self.source else BATCH_TOKENS
+
+    @property
+    def policies(self) -> list[str]:
+        return [*(_ON_SOURCES if self.source else POLICIES)]
 
 
+def _definitions() -> Integers:
+    """Bytes of the documents of ``wlb prepare --stdlib``: one per definition of Python's standard library."""
+    texts = chain.from_iterable(map(stdlib_documents, stdlib_files(stdlib_root())))
+    return np.array([len(text.encode()) for text in texts if text])
+
+
+def _files_of_sympy() -> Integers:
+    """Bytes of the Python files of the installed sympy, which torch depends on."""
+    root = Path(require("sympy", "dev").__file__ or "").parent
+    return np.array([size for path in sorted(root.rglob("*.py")) if (size := path.stat().st_size)])
+
+
+_SOURCES = {"stdlib": _definitions, "sympy": _files_of_sympy}
+_ON_SOURCES = (
+    *(BASE, "per-document-4d", "wlb-llm", "megatron-packing", "bytescale"),
+    *("distca", "magi", "slimpipe", "balanced"),
+)
 MODELS = ("llama3-8b", "llama3-70b")
-JOBS = tuple(
-    RivalJob(model, gpus, window * K) for model, window, gpus in product(MODELS, (128, 256, 512, 1024), (64, 256, 1024))
+JOBS = (
+    *(RivalJob(model, gpus, size * K) for model, size, gpus in product(MODELS, (128, 256, 512, 1024), (64, 256, 1024))),
+    *(RivalJob(model, 64, size * K, source) for model, source, size in product(MODELS, _SOURCES, (32, 128))),
 )
 
 # Quoted: each publication's own figure, over its own baseline, on its own jobs.
@@ -82,15 +114,14 @@ class _Done:
     outcomes: list[Outcome]
     without: dict[str, str]
 
-    def speed(self, policy: str) -> float | None:
-        """Speed over the base for the same work."""
-        speeds = {outcome.policy: outcome.speed(self.outcomes[0]) for outcome in self.outcomes}
-        return speeds.get(policy)
+    def speedup(self, policy: str) -> float | None:
+        speedups = {outcome.policy: outcome.speedup(self.outcomes[0]) for outcome in self.outcomes}
+        return speedups.get(policy)
 
     @property
     def ranking(self) -> list[Outcome]:
         """Fastest first."""
-        return sorted(self.outcomes, key=lambda outcome: -outcome.speed(self.outcomes[0]))
+        return sorted(self.outcomes, key=lambda outcome: -outcome.speedup(self.outcomes[0]))
 
 
 def run(settings: Settings) -> Report:
@@ -98,31 +129,32 @@ def run(settings: Settings) -> Report:
     done = _all_jobs(settings, steps)
     found = {job: done[job] for job in JOBS if done[job].outcomes}
     too_large = [job.name for job in JOBS if not done[job].outcomes]
-    on_fewest = {(job.model, job.context_window): job for job in reversed(found)}
+    on_fewest = {(job.model, job.context_window): job for job in reversed(found) if not job.source}
     pictured = [*reversed(on_fewest.values())]
     findings = [_finding(job.name, of_job) for job, of_job in found.items()]
     return Report(
-        title="Rivals: speed at equal work over plain-4D, each policy in its best layout",
+        title="Rivals: tokens per second over plain-4D, each policy in its best layout",
         documents=settings.lengths or f"synthetic, {DOCUMENTS:,} documents that grow with the window",
         tables=[
-            *(_speeds(model, found) for model in MODELS),
+            *(_speedups(of_jobs) for of_jobs in _tables(found)),
             *(_details(job, of_job) for job, of_job in found.items()),
         ],
         draw=partial(
             grouped_bars,
-            title="speed at equal work over plain-4D, simulated",
+            title="tokens per second over plain-4D, simulated",
             groups=[job.name for job in pictured],
             series={
-                name: [found[job].speed(name) for job in pictured]
+                name: [found[job].speedup(name) for job in pictured]
                 for name in _shown([found[job] for job in on_fewest.values()])
             },
-            label="speed over plain-4D",
+            label="speedup over plain-4D",
         ),
         findings=findings,
         notes=[
             f"ours is the fastest in {sum(1 for one in findings if one.holds)} of {len(findings)} jobs",
-            f"{steps} steps of {BATCH_TOKENS:,} tokens in each of {DRAWS} draws of the documents, after warm-up steps; "
-            "each policy in its best layout, H100 preset; speeds are medians of the draws",
+            f"{steps} steps of {BATCH_TOKENS:,} tokens (source code: {_SOURCE_BATCH_TOKENS:,}) in each of {DRAWS} "
+            "draws of the documents, after warm-up steps; each policy in its best layout, H100 preset",
+            "source code: one token per byte; a draw repeats the standard library up to 5 times, sympy up to 2 times",
             "we re-implemented each policy from its publication; wlb_studies.policies lists the assumptions",
             *([f"plain-4d fits in memory in no layout of {', '.join(too_large)}"] if too_large else []),
         ],
@@ -131,7 +163,9 @@ def run(settings: Settings) -> Report:
 
 def _all_jobs(settings: Settings, steps: int) -> dict[RivalJob, _Done]:
     """Every job's outcomes; missing ones are computed, several at once."""
-    done = {job: read for job in JOBS if (read := _read(_path(job, settings), _asked(settings, steps))) is not None}
+    done = {
+        job: read for job in JOBS if (read := _read(_path(job, settings), _asked(job, settings, steps))) is not None
+    }
     left = [job for job in JOBS if job not in done]
     quiet = replace(settings, on_progress=print)  # picklable for another process, which does not call it
     with _workers() as workers:
@@ -148,19 +182,21 @@ def _workers() -> Executor:
 
 
 def _computed(job: RivalJob, settings: Settings, steps: int) -> _Done:
-    space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS)
+    space = search_space(job.model, job.gpus, job.context_window, batch_tokens=job.batch_tokens)
     try:
-        done = _Done(*compare([*POLICIES], space, documents_of(job, settings), steps))
+        done = _Done(*compare(job.policies, space, documents_of(job, settings), steps))
     except UserError as error:
         done = _Done([], {BASE: str(error)})
     path = _path(job, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_asked(settings, steps) | asdict(done), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_asked(job, settings, steps) | asdict(done), indent=1) + "\n", encoding="utf-8")
     return done
 
 
 def documents_of(job: RivalJob, settings: Settings) -> Integers:
-    """Lengths of the given documents, or of synthetic documents that grow with the window."""
+    """Lengths of source code, of the given documents, or of synthetic documents that grow with the window."""
+    if job.source:
+        return _SOURCES[job.source]()
     if settings.lengths is not None:
         return read_lengths(settings.lengths)
     return sample_lengths(DOCUMENTS, job.context_window, settings.seed)
@@ -170,10 +206,10 @@ def _path(job: RivalJob, settings: Settings) -> Path:
     return settings.out / "rivals" / f"{job.name}.json"
 
 
-def _asked(settings: Settings, steps: int) -> dict[str, object]:
+def _asked(job: RivalJob, settings: Settings, steps: int) -> dict[str, object]:
     """The settings that a stored file must have been computed with."""
     documents = {"lengths": settings.lengths, "documents": DOCUMENTS, "seed": settings.seed}
-    return documents | {"draws": DRAWS, "steps": steps, "policies": [*POLICIES]}
+    return documents | {"draws": DRAWS, "steps": steps, "policies": job.policies}
 
 
 def _read(path: Path, asked: dict[str, object]) -> _Done | None:
@@ -187,17 +223,25 @@ def _read(path: Path, asked: dict[str, object]) -> _Done | None:
     return _Done([Outcome(**outcome) for outcome in document["outcomes"]], document["without"])
 
 
-def _speeds(model: str, found: dict[RivalJob, _Done]) -> Table:
-    of_model = {job: of_job for job, of_job in found.items() if job.model == model}
+def _tables(found: dict[RivalJob, _Done]) -> list[dict[RivalJob, _Done]]:
+    """Jobs of one model on documents of one kind."""
+    kinds = dict.fromkeys((job.model, bool(job.source)) for job in found)
+    return [{job: found[job] for job in found if (job.model, bool(job.source)) == kind} for kind in kinds]
+
+
+def _speedups(of_jobs: dict[RivalJob, _Done]) -> Table:
+    model, source = next((job.model, job.source) for job in of_jobs)
     columns = (
         Column("policy"),
-        *(Column(job.name.removeprefix(f"{model}-"), "simulated", ".2f") for job in of_model),
+        *(Column(job.name.removeprefix(f"{model}-"), "simulated", ".2f") for job in of_jobs),
         Column("its own claim", ""),
     )
     rows: list[tuple[Value, ...]] = [
-        (policy, *(of_job.speed(policy) for of_job in of_model.values()), CLAIMS.get(policy)) for policy in POLICIES
+        (policy, *(of_job.speedup(policy) for of_job in of_jobs.values()), CLAIMS.get(policy))
+        for policy in (_ON_SOURCES if source else POLICIES)
     ]
-    return Table(f"{model}: speed at equal work over plain-4D; claims are quoted", columns, rows)
+    documents = "source code" if source else "synthetic documents"
+    return Table(f"{model}, {documents}: speedup over plain-4D; claims are quoted", columns, rows)
 
 
 def _shown(found: list[_Done]) -> list[str]:
@@ -214,17 +258,19 @@ def _finding(job: str, of_job: _Done) -> Finding:
 
 
 def _with_spread(outcome: Outcome, base: Outcome) -> str:
-    """Speed over ``base`` for the same work, with the smallest and largest of the draws."""
+    """Speedup over ``base``, with the smallest and largest of the draws."""
     low, high = outcome.spread(base)
-    return f"{outcome.speed(base):.2f} ({low:.2f} to {high:.2f})"
+    return f"{outcome.speedup(base):.2f} ({low:.2f} to {high:.2f})"
 
 
 def _details(job: RivalJob, of_job: _Done) -> Table:
     columns = (
         Column("policy"),
-        Column("speed at equal work", "simulated", ".2f"),
+        Column("tokens/s", "simulated", ",.0f"),
+        Column("speedup", "simulated", ".2f"),
         Column("least", "simulated", ".2f"),
         Column("most", "simulated", ".2f"),
+        Column("at equal work", "simulated", ".2f"),
         Column("token delay", "simulated", ".2f"),
         Column("tokens/step CV", "simulated", ".3f"),
         Column("exchange, GB of a GPU", "simulated", ".0f"),
@@ -236,22 +282,23 @@ def _details(job: RivalJob, of_job: _Done) -> Table:
     base = of_job.outcomes[0]
     for one in of_job.ranking:
         exchanged, peak = one.exchanged_bytes / 1e9, one.memory_bytes / 2**30
-        speeds, tokens = (one.speed(base), *one.spread(base)), (one.token_delay, one.tokens_cv)
+        speeds = (one.tokens_per_second, one.speedup(base), *one.spread(base), one.speed_at_equal_work(base))
+        tokens = (one.token_delay, one.tokens_cv)
         rows.append((one.policy, *speeds, *tokens, exchanged, peak, one.planning_seconds, one.layout))
     return Table(job.name, columns, rows)
 
 
 def draw_speeds(path: Path, outcomes: Sequence[Outcome], title: str) -> None:
-    """Bars of speed over the first outcome for the same work, with the smallest and largest of the draws."""
+    """Bars of the speedup over the first outcome, with the smallest and largest of the draws."""
     figure, axis = pyplot_without_display().subplots(figsize=(7, 1 + 0.32 * len(outcomes)), constrained_layout=True)
     base = outcomes[0]
     for one in reversed(outcomes):
-        speed, (low, high) = one.speed(base), one.spread(base)
+        speed, (low, high) = one.speedup(base), one.spread(base)
         colour = "#1b7f5c" if one.policy in _OURS else "#6a7fb5"
         shown = axis.barh(one.policy, speed, color=colour, xerr=[[speed - low], [high - speed]], ecolor="black")
         axis.bar_label(shown, [f"{speed:.2f}x"], fontsize=8, padding=2)
     axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_xlabel(f"speed at equal work over {base.policy}, simulated: median and spread of {DRAWS} draws")
+    axis.set_xlabel(f"tokens per second over {base.policy}, simulated, and their spread in {DRAWS} draws")
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(title, fontsize=10)
     save(figure, path)

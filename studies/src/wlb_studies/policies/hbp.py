@@ -74,7 +74,7 @@ class HbpPolicy(Policy):
         draws = batches_of_draws(lengths, space, steps)
         documents = draws[0][0]
         choices = candidate_ranks(space, documents, pipelines=False, interleaves=False)
-        of_layouts = {(ranks.job.layout, ranks.keeps_weights): ranks for ranks in choices}.values()
+        of_layouts = {ranks.job.layout: ranks for ranks in choices}.values()
         trials = [trial for ranks in of_layouts if (trial := selected(ranks, documents, space)) is not None]
         return best_of(name, trials, draws, space)
 

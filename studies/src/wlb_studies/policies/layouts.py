@@ -17,6 +17,7 @@ import numpy as np
 
 from wlb.errors import UserError
 from wlb.job.job import Job, limit_of_gpu
+from wlb.schedules.layout import Weights
 from wlb.settings import MOST_RANKS
 from wlb.simulate.decide import with_stages
 from wlb.simulate.search import SearchSpace, job_on, meshes
@@ -25,7 +26,7 @@ from wlb_studies.policies.filling import power_of_two
 from wlb_studies.policies.plan import Integers, Ranks
 from wlb_studies.policies.pricing import ideal_seconds, peak_memory
 
-KEPT_OR_NOT = (False, True)  # weights
+HANDLINGS: tuple[Weights, ...] = ("gathered", "kept")  # of weights, without a pipeline
 _TRIED = 6  # layouts tried of each kind, before other token caps of the fastest
 _LEAST_TOKENS = 1024  # of a rank
 _PROBED = (4096, 2**18)  # tokens of a rank whose memory is predicted
@@ -39,7 +40,7 @@ def candidate_ranks(
     *,
     pipelines: bool = True,
     interleaves: bool = True,
-    kept: Sequence[bool] = KEPT_OR_NOT,
+    handlings: Sequence[Weights] = HANDLINGS,
 ) -> list[Ranks]:
     """Layouts to try with their largest token cap, most promising first; blocks go to stages by seconds.
 
@@ -51,12 +52,8 @@ def candidate_ranks(
         return _ideal_seconds(of_all, ranks)
 
     found: list[Ranks] = []
-    for keeps_weights in kept:
-        fitting = (
-            ranks
-            for ranks in _fitting(space, keeps_weights)
-            if (pipelines or ranks.job.layout.pp == 1) and (interleaves or ranks.job.layout.virtual_pp == 1)
-        )
+    for weights in (*handlings, *["auto"] * pipelines):
+        fitting = (ranks for ranks in _fitting(space, weights) if interleaves or ranks.job.layout.virtual_pp == 1)
         found += sorted(_largest(fitting), key=ideal)[:_TRIED]
     if not found:
         raise no_layout("the policy", space)
@@ -79,7 +76,7 @@ def no_layout(policy: str, space: SearchSpace) -> UserError:
 def other_capacities(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
     """The same layout with other token caps and other activation checkpointing."""
     blocks, plain = ranks.job.layout.stage_blocks, _with_stages(ranks, None)
-    same = [other for other in _fitting(space, ranks.keeps_weights) if other.job == plain.job and other != plain]
+    same = [other for other in _fitting(space, ranks.job.layout.weights) if other.job == plain.job and other != plain]
     same += [other for other in checkpointed(plain, space) if other.job != plain.job]
     return [_with_stages(other, blocks) for other in same]
 
@@ -93,7 +90,7 @@ def checkpointed(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
     kind = ranks.job.activation_checkpointing
     return [
         other
-        for other in _largest(_fitting(space, ranks.keeps_weights))
+        for other in _largest(_fitting(space, ranks.job.layout.weights))
         if replace(other.job, activation_checkpointing=kind) == ranks.job
     ]
 
@@ -110,23 +107,22 @@ def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
 def layout_text(ranks: Ranks) -> str:
     job = ranks.job
     interleaved = f" x {job.layout.virtual_pp} stages" if job.layout.virtual_pp > 1 else ""
-    kept = ", weights kept" if ranks.keeps_weights else ""
+    gathered = "" if job.layout.keeps_weights else ", weights gathered again"
     return (
         f"tp {job.layout.tp} pp {job.layout.pp}{interleaved}, {ranks.count} ranks of {ranks.capacity:,} tokens, "
-        f"{job.activation_checkpointing}{kept}"
+        f"{job.activation_checkpointing}{gathered}"
     )
 
 
 @lru_cache(maxsize=8)
-def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
-    layouts = (one for one in meshes(space) if one.cp == 1 and (one.pp == 1 or not keeps_weights))
-    jobs = (job_on(space, "fixed-4d", layout, layout.pp) for layout in layouts)
-    return tuple(
-        ranks for job in jobs if job is not None for ranks in _capacities(job, space, keeps_weights=keeps_weights)
-    )
+def _fitting(space: SearchSpace, weights: Weights) -> tuple[Ranks, ...]:
+    """Layouts that handle weights so without a pipeline, or pipelines for "auto"."""
+    layouts = (one for one in meshes(space) if one.cp == 1 and (one.pp > 1) == (weights == "auto"))
+    jobs = (job_on(space, "fixed-4d", replace(layout, weights=weights), layout.pp) for layout in layouts)
+    return tuple(ranks for job in jobs if job is not None for ranks in _capacities(job, space))
 
 
-def _capacities(job: Job, space: SearchSpace, *, keeps_weights: bool) -> Iterator[Ranks]:
+def _capacities(job: Job, space: SearchSpace) -> Iterator[Ranks]:
     """Token caps worth trying, each with the cheapest activation checkpointing that fits.
 
     Unlike L_max of a job (``wlb.job.memory.fit``), a cap holds for one rank, whatever its group.
@@ -135,7 +131,7 @@ def _capacities(job: Job, space: SearchSpace, *, keeps_weights: bool) -> Iterato
     least = -(-space.context_window // job.layout.dp)
     known: set[int] = set()
     for kind in get_args(Checkpointing):  # cheapest first
-        most = _most_tokens(replace(job, activation_checkpointing=kind), space, keeps_weights)
+        most = _most_tokens(replace(job, activation_checkpointing=kind), space)
         wanted = (
             [int(most * part) for part in _FINER]
             if job.layout.pp == 1
@@ -145,10 +141,10 @@ def _capacities(job: Job, space: SearchSpace, *, keeps_weights: bool) -> Iterato
             capacity = min(tokens, most, max(even, least))
             if capacity >= least and capacity >= _LEAST_TOKENS and capacity not in known:
                 known.add(capacity)
-                yield Ranks(replace(job, activation_checkpointing=kind), capacity, keeps_weights)
+                yield Ranks(replace(job, activation_checkpointing=kind), capacity)
 
 
-def _most_tokens(job: Job, space: SearchSpace, keeps_weights: bool) -> int:
+def _most_tokens(job: Job, space: SearchSpace) -> int:
     """The most tokens that fit on a rank; 0 if too few to be worth trying.
 
     Memory grows almost evenly with tokens, so the search starts on the line through two token counts.
@@ -157,7 +153,7 @@ def _most_tokens(job: Job, space: SearchSpace, keeps_weights: bool) -> int:
 
     def peak(tokens: int) -> float:
         group = 2 * power_of_two(-(-space.context_window // tokens))  # some policies double the ranks of a document
-        return peak_memory(Ranks(job, tokens, keeps_weights), tokens, min(group, MOST_RANKS))
+        return peak_memory(Ranks(job, tokens), tokens, min(group, MOST_RANKS))
 
     low, high = map(peak, _PROBED)
     most = _PROBED[0] + (limit - low) * (_PROBED[1] - _PROBED[0]) / (high - low)

@@ -96,7 +96,7 @@ def _ideal(space: SearchSpace, batches: list[Integers]) -> float:
 def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Job, Job]:
     """The layout in which level steps are fastest, and the job in it."""
     fitting = []
-    for ranks in candidate_ranks(space, batch, pipelines=False, kept=(True,)):
+    for ranks in candidate_ranks(space, batch, pipelines=False, handlings=("kept",)):
         try:
             job = _decided(ranks.job, space, lengths, "level")
         except UserError:

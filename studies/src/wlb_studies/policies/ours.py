@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from itertools import islice
 
-import numpy as np
-
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.planner import StepPlanner
@@ -31,21 +29,22 @@ class PresetPolicy(Policy):
         steps = steps or usual_steps(space.micro_batches)
         found = fastest_layout(space, lengths, name)
         results = simulate_draws(found.job, lengths, steps, space.work_prices)
-        job, tokens = results[0].job, np.concatenate([result.step_tokens for result in results])
+        job, together = results[0].job, pooled(results)
         exchanged, planning = _measured(job, lengths, min(steps, _MEASURED))
         return Outcome(
             policy=name,
             layout=f"{layout_of(job)}, {job.activation_checkpointing}{_pools_of(job)}",
             steps=steps,
-            work_rates=[result.work_rate for result in results],
-            tokens=int(tokens.sum()),
-            seconds=sum(result.seconds for result in results),
-            token_delay=pooled(results).token_delay,
-            tokens_cv=float(np.std(tokens) / np.mean(tokens)),
+            draw_tokens=[result.tokens for result in results],
+            draw_seconds=[result.seconds for result in results],
+            draw_work=[result.work_seconds for result in results],
+            token_delay=together.token_delay,
+            tokens_cv=together.tokens_cv,
             exchanged_bytes=exchanged,
             memory_bytes=predicted_memory(job).total,
             planning_seconds=planning,
             tried=found.layouts,
+            attention_kept=together.attention_kept,
         )
 
 

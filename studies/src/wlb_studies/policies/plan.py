@@ -32,13 +32,12 @@ Hidden = Literal["everything", "heads", "attention"]
 class Ranks:
     """The GPUs as a policy sees them: ``job`` has tp, pp and, as dp, all ranks of a stage.
 
-    A rank holds at most ``capacity`` tokens of a micro-batch. With ``keeps_weights`` weights are gathered once per
-    step, as always in a pipeline, so ranks may run different numbers of micro-batches.
+    A rank holds at most ``capacity`` tokens of a micro-batch. If the layout keeps weights all step, as always in a
+    pipeline, ranks may run different numbers of micro-batches.
     """
 
     job: Job
     capacity: int
-    keeps_weights: bool = False
 
     @property
     def count(self) -> int:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
-from statistics import median_low
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,11 +22,11 @@ import numpy as np
 from wlb.errors import UserError
 from wlb.job.config import DataConfig
 from wlb.job.job import limit_of_gpu
+from wlb.schedules.layout import Weights
 from wlb.simulate.filling import global_batches
 from wlb.simulate.search import DRAWS, SearchSpace
 from wlb.simulate.verdict import usual_steps
-from wlb.workload import Costs
-from wlb_studies.policies.layouts import KEPT_OR_NOT, candidate_ranks, layout_text, no_layout, other_capacities
+from wlb_studies.policies.layouts import HANDLINGS, candidate_ranks, layout_text, no_layout, other_capacities
 from wlb_studies.policies.plan import Integers, Plan, Ranks
 from wlb_studies.policies.pricing import StepPrice, price
 
@@ -57,45 +56,51 @@ class LayoutTrial(Protocol):
 class Outcome:
     """Results of a policy in its best layout. Seconds are simulated, except planning seconds, which are measured here.
 
-    Each draw has ``steps`` steps. ``work_rates`` has the seconds of work done per second in each draw; ``tokens`` and
-    ``seconds`` add up all draws. ``exchanged_bytes`` is what the mean GPU receives in a step for context parallelism
-    and for weights and gradients that move. ``tried`` counts the layouts that fit.
+    Each draw has ``steps`` steps, and trains ``draw_tokens`` in ``draw_seconds``; ``draw_work`` is the work in it,
+    W_a + W_l, in seconds. ``attention_kept`` is below 1 if cutting documents drops attention. ``exchanged_bytes`` is
+    what the mean GPU receives in a step for context parallelism and for weights and gradients that move. ``tried``
+    counts the layouts that fit.
     """
 
     policy: str
     layout: str
     steps: int
-    work_rates: Sequence[float]
-    tokens: int
-    seconds: float
+    draw_tokens: Sequence[int]
+    draw_seconds: Sequence[float]
+    draw_work: Sequence[float]
     token_delay: float
     tokens_cv: float
     exchanged_bytes: float
     memory_bytes: float
     planning_seconds: float
     tried: int
+    attention_kept: float = 1.0
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+        return sum(self.draw_tokens) / sum(self.draw_seconds)
 
-    def speed(self, base: Outcome) -> float:
-        """Speed over ``base`` for the same work: the median of the draws, as in ``wlb.simulate.verdict``."""
-        return median_low(self._speeds(base))
+    def speedup(self, base: Outcome) -> float:
+        """Tokens per second over those of ``base``, of all draws together, as in ``wlb.simulate.verdict``."""
+        return self.tokens_per_second / base.tokens_per_second
 
     def spread(self, base: Outcome) -> tuple[float, float]:
-        """The smallest and largest speed of a draw."""
-        speeds = self._speeds(base)
-        return min(speeds), max(speeds)
+        """The lowest and the highest speedup of a draw."""
+        mine, its = (np.divide(one.draw_tokens, one.draw_seconds) for one in (self, base))
+        speedups = [*(mine / its).tolist(), self.speedup(base)]
+        return min(speedups), max(speedups)
 
-    def _speeds(self, base: Outcome) -> list[float]:
-        return [mine / its for mine, its in zip(self.work_rates, base.work_rates, strict=True)]
+    def speed_at_equal_work(self, base: Outcome) -> float:
+        """Work done per second over that of ``base``, which skips attention where it cuts documents."""
+        mine, its = (sum(one.draw_work) / sum(one.draw_seconds) for one in (self, base))
+        return mine / its
 
     def to_json(self, base: Outcome) -> dict[str, Any]:
         return vars(self) | {
             "tokens_per_second": self.tokens_per_second,
-            "speed_at_equal_work": self.speed(base),
+            "speedup": self.speedup(base),
             "spread": self.spread(base),
+            "speed_at_equal_work": self.speed_at_equal_work(base),
         }
 
 
@@ -133,22 +138,22 @@ class RankTrial:
 class RankPolicy(Policy):
     """``plan`` turns whole documents into a plan for the ranks of a stage.
 
-    With ``pipelines`` it may run several stages, with ``interleaves`` several per rank. ``kept`` lists the values of
-    ``keeps_weights`` to try (see ``Ranks``). If planning takes so long that only one layout is tried, so is only one
+    With ``pipelines`` it may run several stages, with ``interleaves`` several per rank. Without a pipeline each of
+    ``handlings`` of weights is tried. If planning takes so long that only one layout is tried, so is only one
     token cap. ``solver_nodes`` bounds each integer program.
     """
 
     plan: Callable[[Integers, Ranks], Plan]
     pipelines: bool = True
     interleaves: bool = True
-    kept: tuple[bool, ...] = KEPT_OR_NOT
+    handlings: tuple[Weights, ...] = HANDLINGS
     layouts: int | None = None
     solver_nodes: int | None = None
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         draws = batches_of_draws(lengths, space, steps)
         choices = candidate_ranks(
-            space, draws[0][0], pipelines=self.pipelines, interleaves=self.interleaves, kept=self.kept
+            space, draws[0][0], pipelines=self.pipelines, interleaves=self.interleaves, handlings=self.handlings
         )
         limit = "" if self.solver_nodes is None else solver_limit(self.solver_nodes)
         trials = (RankTrial(ranks, self.plan, limit) for ranks in choices)
@@ -208,13 +213,17 @@ def best_of(
     firsts, rest = steps[: len(draws)], iter(steps[len(draws) :])
     of_draws = [[first, *islice(rest, len(batches) - 1)] for first, batches in zip(firsts, draws, strict=True)]
     tokens = [int(step.trained.sum()) for step in steps]
+
+    def work_of(lengths: Integers) -> float:
+        return float(space.work_prices.document_seconds(lengths).sum())
+
     return Outcome(
         policy=name,
         layout=trial.layout,
         steps=len(of_draws[0]),
-        work_rates=[_work_rate(of_draw, space.work_prices) for of_draw in of_draws],
-        tokens=sum(tokens),
-        seconds=sum(step.price.seconds for step in steps),
+        draw_tokens=[sum(int(step.trained.sum()) for step in of_draw) for of_draw in of_draws],
+        draw_seconds=[sum(step.price.seconds for step in of_draw) for of_draw in of_draws],
+        draw_work=[sum(work_of(step.trained) for step in of_draw) for of_draw in of_draws],
         token_delay=0.0,
         tokens_cv=float(np.std(tokens) / np.mean(tokens)),
         exchanged_bytes=float(np.mean([step.price.exchanged_bytes for step in steps])),
@@ -237,11 +246,6 @@ def _attempted(
                     break
             else:
                 yield _Begun(trial, steps)
-
-
-def _work_rate(steps: Sequence[PricedStep], prices: Costs) -> float:
-    work = sum(float(prices.document_seconds(step.trained).sum()) for step in steps)
-    return work / sum(step.price.seconds for step in steps)
 
 
 def batches_of_draws(lengths: Integers, space: SearchSpace, steps: int | None = None) -> list[list[Integers]]:

@@ -158,10 +158,9 @@ def step_seconds(
     job = fetching(ranks.job) if fetched else ranks.job
     costs = own_costs(job)
     forward, backward = seconds.forward[None], seconds.backward[None]
-    kept = job.layout.pp > 1 or ranks.keeps_weights
-    if not kept and not fetched:
+    if not job.layout.keeps_weights and not fetched:
         began = np.zeros_like(began)  # weights are gathered from all ranks in every micro-batch
-    staged = with_gathers(costs, forward, backward, kept=kept, moving=seconds.moving)
+    staged = with_gathers(costs, forward, backward, moving=seconds.moving)
     if fetched:  # except by ranks without a micro-batch left
         forward_gathered, backward_gathered = (np.where(seconds.tokens[:, None] > 0, phase, 0.0) for phase in staged)
         staged = forward_gathered, backward_gathered
@@ -176,7 +175,7 @@ def step_seconds(
     )
     ends = times.rank_ends[:, 0].max(axis=1)
     if updates_weights:
-        ends = ends + late_reduction(costs, backward, kept=kept)[:, 0] + costs.optimizer
+        ends = ends + late_reduction(costs, backward)[:, 0] + costs.optimizer
     return float(ends.max())
 
 
@@ -201,14 +200,12 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
 
 def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
     """Bytes on a GPU if every micro-batch leaves ``tokens`` tokens on a rank, in groups of the given size."""
-    return float(_peak(ranks.job, max(1, round(tokens)), min(group, ranks.count), ranks.keeps_weights))
+    return float(_peak(ranks.job, max(1, round(tokens)), min(group, ranks.count)))
 
 
 @lru_cache(maxsize=4096)
-def _peak(job: Job, tokens: int, members: int, keeps_weights: bool) -> int:
+def _peak(job: Job, tokens: int, members: int) -> int:
     count = max(1, job.layout.dp // members)
-    if keeps_weights:
-        job = replace(job, software=replace(job.software, weights="kept"))
     grouped = replace(
         job,
         layout=replace(job.layout, cp=members, dp=count),

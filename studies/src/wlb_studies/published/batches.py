@@ -60,7 +60,7 @@ _SLOW = f"over {WARM_UP} times the median of its run, as when a system still war
 # Commit 53a9c5a of hao-ai-lab/DistCA (16 August 2025) fuses rotary embedding, SwiGLU and dropout of all systems.
 _FUSED_SINCE = "20250816"
 _H200 = hardware_preset("h200")
-_STACK = StackSoftware(weights="kept", gathers_context=True)
+_STACK = StackSoftware(gathers_context=True)
 # Until commit 9426950 (25 August 2025) DistCA's planner levelled attention until ranks differed by less than the square
 # of 8,192 tokens; since then it uses a tolerance, by default the same as here.
 _LEVEL = 0.01
@@ -245,7 +245,7 @@ def _wlb_llm(run: _Run) -> dict[str, Seconds]:
 def _distca(run: _Run) -> dict[str, Seconds]:
     """The first and the second half of the lists are two half-batches, served separately."""
     job = run.job()
-    ranks = Ranks(job, job.context_window, keeps_weights=True)
+    ranks = Ranks(job, job.context_window)
 
     def seconds(lists: Lists, tolerance: float) -> float:
         lengths = np.array(_joined(lists), np.int64)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
-from wlb.schedules.layout import Layout
+from wlb.schedules.layout import Layout, Weights
 from wlb.sharding import price_shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import simulated_job
@@ -159,7 +159,8 @@ def published_step(row: Row) -> PublishedStep:
     if shape.experts is not None:
         size(row, "ep")
     layout, count, lengths, assumed = _layout(row)
-    software = _software(row, stack)
+    weights = _weights(row, stack)
+    software = _software(row, stack, weights)
     if (gpus := layout.world_size // layout.pp) % software.expert_parallel:
         raise UserError(f"ep = {software.expert_parallel} does not divide the {gpus} GPUs of a pipeline stage")
     job = simulated_job(
@@ -170,9 +171,9 @@ def published_step(row: Row) -> PublishedStep:
         sharding="per_document",
         software=software,
         micro_batches=count,
-        **vars(layout),
+        **vars(layout) | {"weights": weights},
     )
-    assumed += _remarks(row, shape, stack, software)
+    assumed += _remarks(row, shape, stack, weights)
     recomputation = _stated_recomputation(row)
     if recomputation is None and stack.weights == "kept":
         assumed.append("no recomputation, or only of element-wise operations, whether or not that fits")
@@ -258,19 +259,21 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
 
 def _held(job: Job) -> Job:
     """The job for predicting memory: with one micro-batch if gradients are always reduced."""
-    if job.layout.pp > 1 or not job.software.reduces_always:
+    if job.layout.pp > 1 or not job.software.syncs_always:
         return job
     return replace(job, packing=job.packing.changed(micro_batches=job.layout.dp))
 
 
-def _software(row: Row, stack: Stack) -> StackSoftware:
-    weights = "gathered" if row["repo"] == _BRIDGE and row.get("fsdp") else stack.weights
+def _weights(row: Row, stack: Stack) -> Weights:
     if row.get("sharding") == "SHARD_GRAD_OP" or size(row, "pp") > 1:  # so do torchtitan and Automodel in a pipeline
-        weights = "kept"
+        return "kept"
+    return "gathered" if row["repo"] == _BRIDGE and row.get("fsdp") else stack.weights
+
+
+def _software(row: Row, stack: Stack, weights: Weights) -> StackSoftware:
     return StackSoftware(
-        weights=weights,
         prefetch=stack.prefetch,
-        reduces_always=weights == "gathered",
+        syncs_always=weights == "gathered",
         async_tp=stack.overlaps_tp,
         expert_parallel=1 if row.get("ep") is None else size(row, "ep"),
         overlaps_experts=stack.overlaps_experts,
@@ -339,7 +342,7 @@ def _stated_recomputation(row: Row) -> Recomputation | None:
     return "keep_attention" if "selective" in text else None
 
 
-def _remarks(row: Row, shape: ModelShape, stack: Stack, software: StackSoftware) -> list[str]:
+def _remarks(row: Row, shape: ModelShape, stack: Stack, weights: Weights) -> list[str]:
     """Assumptions about a row besides its layout; for its stack, the usual settings of its repository."""
     own = row.get("stack") or {}
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
@@ -348,7 +351,7 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack, software: StackSoftware)
     if "compiled" not in own and not _says(_note(row), "compile"):
         remarks.append("kernels compiled, or fused in another way" if stack.compiled else "eager kernels")
     if "weights" not in own and not row.get("fsdp"):
-        kept = "kept whole" if software.weights == "kept" else "gathered by FSDP in every micro-batch"
+        kept = "kept whole" if weights == "kept" else "gathered by FSDP in every micro-batch"
         remarks.append(f"weights {kept}")
     if "overlaps_tp" not in own and size(row, "tp") > 1 and stack.overlaps_tp and not _says(_note(row), "async"):
         remarks.append("tensor-parallel collectives overlapped")
