@@ -56,15 +56,15 @@ def run(settings: Settings) -> Report:
     kept = [row for row in rows if row[-1] == BASELINE]
     found = [row for row in rows if row[-1] is not None]
     return Report(
-        title="Speed over plain-4d for the same work, each system in its own fastest layout: median of three draws",
+        title="Tokens per second over plain-4d, each system in its own fastest layout: three draws together",
         documents="synthetic, as many as fill the steps",
         tables=[Table("by model, context window and GPUs", columns, rows)],
         draw=partial(
             grouped_bars,
-            title="speed over plain-4d for the same work, simulated",
+            title="tokens per second over plain-4d, simulated",
             groups=[f"{window}\n{gpus} GPUs" for _, window, gpus, *_ in rows[: len(WINDOWS) * len(GPUS)]],
             series={f"{model}, balanced": [_number(row[5]) for row in rows if row[0] == model] for model in MODELS},
-            label="speed over plain-4d",
+            label="speedup over plain-4d",
         ),
         findings=[
             Finding(

@@ -88,8 +88,8 @@ class MethodResult:
 class ComparedRow:
     """A row as shown: ``result`` with its micro-batches as packed, or arranged, over the first row.
 
-    ``speed_at_equal_work`` compares predicted seconds of work done per second. ``speed_in_tokens`` compares tokens; it
-    flatters a method that cuts documents, because cutting skips part of their attention.
+    ``speedup`` compares tokens per second; ``speed_at_equal_work`` predicted seconds of work, of which a method that
+    cuts documents skips some.
     """
 
     name: str
@@ -98,12 +98,12 @@ class ComparedRow:
     base: SimulatedSteps
 
     @property
-    def speed_at_equal_work(self) -> float:
-        return self.simulated.work_rate / self.base.work_rate
+    def speedup(self) -> float:
+        return self.simulated.tokens_per_second / self.base.tokens_per_second
 
     @property
-    def speed_in_tokens(self) -> float:
-        return self.simulated.tokens_per_second / self.base.tokens_per_second
+    def speed_at_equal_work(self) -> float:
+        return self.simulated.work_rate / self.base.work_rate
 
 
 def compared_rows(results: Sequence[MethodResult]) -> list[ComparedRow]:
@@ -118,15 +118,11 @@ def compared_rows(results: Sequence[MethodResult]) -> list[ComparedRow]:
 
 
 def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
-    """One object per method, with its speed over the first method as packed: arranged, and as packed."""
-    base = results[0].as_packed.work_rate
+    """One object per method, with its speeds, arranged, over the first method as packed."""
+    base = results[0].as_packed
+    rows = (ComparedRow(result.method, result, result.arranged, base) for result in results)
     return [
-        result.to_json()
-        | {
-            "speed_at_equal_work": result.arranged.work_rate / base,
-            "speed_at_equal_work_as_packed": result.as_packed.work_rate / base,
-        }
-        for result in results
+        row.result.to_json() | {"speedup": row.speedup, "speed_at_equal_work": row.speed_at_equal_work} for row in rows
     ]
 
 
@@ -348,11 +344,11 @@ def colour_of(method: str) -> str:
 
 
 def plot_comparison(results: Sequence[MethodResult], path: Path, *, title: str) -> None:
-    """The rows of ``wlb-studies packing``: speed at equal work, imbalance degree, pipeline cost, token delay."""
+    """The rows of ``wlb-studies packing``: speedup, imbalance degree, pipeline cost, token delay."""
     rows = compared_rows(results)
     colours = [colour_of(row.result.method) for row in rows]
     panels = (
-        ("speed at equal work", [row.speed_at_equal_work for row in rows], 0.0, "{:.2f}x"),
+        ("speedup, tokens per second", [row.speedup for row in rows], 0.0, "{:.2f}x"),
         ("imbalance degree (1 is perfect)", [row.result.imbalance_degree for row in rows], 1.0, "{:.3f}"),
         ("pipeline cost over perfect balance", [row.simulated.pipeline_cost for row in rows], 1.0, "{:.3f}"),
         ("mean token delay (steps)", [row.result.mean_token_delay for row in rows], 0.0, "{:.2f}"),

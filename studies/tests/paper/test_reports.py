@@ -11,7 +11,7 @@ import pytest
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb_studies.experiment import Report, Settings
-from wlb_studies.paper import paper, table2
+from wlb_studies.paper import paper, speedups, table2
 from wlb_studies.registry import EXPERIMENTS, OF_THE_PAPER
 
 STEPS = {"imbalance": 1, "table2": 8, "sharding": 8}
@@ -47,6 +47,8 @@ def long_documents(tmp_path_factory) -> Settings:
 def test_report_of_every_experiment(name, long_documents, tmp_path, monkeypatch):
     monkeypatch.setattr(table2, "_SOLVER_SECONDS", 0.05)
     monkeypatch.setattr(table2, "_SOLVER_STEPS", 4)
+    monkeypatch.setattr(speedups, "JOBS", ("550m-64k",))
+    monkeypatch.setattr(speedups, "LARGEST", "550m-64k")
     settings = Settings(steps=STEPS[name]) if name in STEPS else long_documents
     report = computed(name, settings)
     check_report(report)

@@ -148,13 +148,13 @@ def compare_packers(
 
 # What is explained below the table, by column.
 _NOTES = {
-    "speed at\nequal work": "speed at equal work: predicted seconds of work done per second, over row one\n"
+    "speedup": "speedup: tokens per second over row one\n"
     "all rows but the first are arranged: dealt to ranks and ordered by work",
     "token\ndelay": "token delay: mean (longest), in steps that tokens wait",
     "step\nspread": "step spread: standard deviation over mean of tokens per step",
     "pipeline\ncost": "pipeline cost: a step's seconds over those of a perfectly balanced one",
     "attention\nkept": "attention kept: share of query-key pairs computed; cutting skips the others",
-    "tokens/s": "tokens/s: over row one; skipped attention counts as a gain",
+    "at equal\nwork": "at equal work: predicted seconds of work done per second, over row one",
 }
 
 
@@ -167,14 +167,14 @@ def show_comparison(results: Sequence[MethodResult], title: str) -> None:
     gaps = ["" if r.optimality_gap is None else f" (gap {r.optimality_gap:.1%})" for r in shown]
     columns = {
         "method": [row.name + gap for row, gap in zip(rows, gaps, strict=True)],
-        "speed at\nequal work": [f"{row.speed_at_equal_work:.2f}x" for row in rows],
+        "speedup": [f"{row.speedup:.2f}x" for row in rows],
         "imbalance\ndegree": [f"{r.imbalance_degree:.3f}" for r in shown],
         "token\ndelay": [f"{r.mean_token_delay:.2f} ({r.longest_delay})" for r in shown],
         "step\nspread": [f"{r.tokens_per_step_cv:.1%}" for r in shown],
         "planning\nms/step": [f"{r.planning_ms_per_step:.2f}" for r in shown],
         "pipeline\ncost": [f"{row.simulated.pipeline_cost:.3f}" for row in rows],
         "attention\nkept": [f"{r.attention_kept:.0%}" for r in shown],
-        "tokens/s": [f"{row.speed_in_tokens:.2f}x" for row in rows],
+        "at equal\nwork": [f"{row.speed_at_equal_work:.2f}x" for row in rows],
     }
     wide_only = ("step\nspread", "planning\nms/step", "pipeline\ncost")
     show_columns(columns, title=title, notes=_NOTES, wide_only=wide_only)

@@ -47,7 +47,7 @@ def thresholds(
     Packs a sample of the documents with many settings, keeps the settings within the bounds on token delay and memory,
     and prints the trade-off between balance and delay. Compares the best with other methods (--methods, as in
     wlb-studies packing; default: sequential) and with balanced, which has no thresholds, at the same L_max. Recommends
-    balanced if it stays within the bound on token delay and is at most 1% slower for the same work.
+    balanced if it stays within the bound on token delay and is at most 1% slower.
 
     Example: wlb-studies thresholds synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
@@ -85,10 +85,10 @@ def thresholds(
         return
     _show_trade_off(curve, best)
     show_comparison(results, title_of(job, priced_by))
-    speed = untuned.arranged.work_rate / tuned.arranged.work_rate
+    speed = untuned.arranged.tokens_per_second / tuned.arranged.tokens_per_second
     stdout.print(
-        f"{_UNTUNED}, with nothing to tune but L_max, has {speed:.3f} times the tuned setting's speed at equal work, "
-        f"an imbalance degree of {untuned.imbalance_degree:.3f} ({tuned.imbalance_degree:.3f}) and a token delay of "
+        f"{_UNTUNED}, with nothing to tune but L_max, has {speed:.3f} times the tuned setting's tokens per second, an "
+        f"imbalance degree of {untuned.imbalance_degree:.3f} ({tuned.imbalance_degree:.3f}) and a token delay of "
         f"{untuned.mean_token_delay:.2f} ({tuned.mean_token_delay:.2f})",
         highlight=False,
     )
@@ -120,8 +120,8 @@ def _trials(documents: Sequence[Segment], asked: TuneOptions, job: Job) -> list[
 
 def _recommended(best: Trial, tuned: MethodResult, untuned: MethodResult, asked: TuneOptions) -> dict[str, Any]:
     """Settings of [packing]; ``max_delay`` where it was given."""
-    as_fast = untuned.arranged.work_rate >= _AS_FAST * tuned.arranged.work_rate
-    shared = {"max_length_factor": best.max_length_factor}
+    as_fast = untuned.arranged.tokens_per_second >= _AS_FAST * tuned.arranged.tokens_per_second
+    shared: dict[str, Any] = {"max_length_factor": best.max_length_factor}
     if as_fast and untuned.mean_token_delay <= asked.max_token_delay:
         return {"method": _UNTUNED} | shared
     delay = {} if asked.max_delay is None else {"max_delay": asked.max_delay}

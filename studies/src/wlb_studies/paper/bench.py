@@ -11,9 +11,10 @@ window, for all systems alike. ``cut_by_loader`` does the same, so every system 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.simulate import SimulationResult, simulate
 from wlb.simulate.job import NamedJob
+from wlb.simulate.search import fastest_layout, search_space
 from wlb_studies.experiment import Settings
 
 # The paper runs interleaved 1F1B (section 6) with "several chunks of layers" on each rank (section 2.1), and as many
@@ -34,7 +36,6 @@ ASSUMED = (
     f"interleaved 1F1B as in the paper, balanced in planned order; {CHUNKS} chunks on each rank (assumed); H100 "
     f"preset; WLB-LLM with L_max 1.5 windows and 2 outlier queues as in the paper, whose thresholds are assumed"
 )
-Treatment = Literal["cut", "whole"]
 
 _128K = 131_072
 _DOCUMENTS = 100_000
@@ -80,21 +81,29 @@ def cut_by_loader(lengths: NDArray[np.int64], context_window: int, seed: int) ->
 
 
 class Bench:
-    """One job's documents and number of steps; ``run`` takes what differs between systems.
+    """One job's documents and number of steps; ``run`` and ``fastest`` take what differs between systems."""
 
-    ``treatment`` says whether a data loader cuts documents at the window for every system, or every system gets them
-    whole and only Plain-4D cuts them.
-    """
-
-    def __init__(
-        self, job: NamedJob, documents: Documents, steps: int, settings: Settings, treatment: Treatment = "cut"
-    ) -> None:
+    def __init__(self, job: NamedJob, documents: Documents, steps: int, settings: Settings) -> None:
         self._job = job
         self.steps = steps
-        self._cut = treatment == "cut"
-        self._seed = settings.seed
-        lengths = documents.lengths
-        self.lengths = cut_by_loader(lengths, job.context_window, settings.seed) if self._cut else lengths
+        self.lengths = cut_by_loader(documents.lengths, job.context_window, settings.seed)
+
+    def fastest(self, preset: str, schedules: Sequence[str] = ("auto",)) -> SimulationResult:
+        """Simulate ``preset`` in its fastest layout on as many GPUs, with the same global batch."""
+        job, layout = self._job, self._job.layout
+        windows = layout.dp * (job.micro_batches or layout.pp)
+        sizes = (job.model, layout.world_size, job.context_window)
+        found = [
+            fastest_layout(
+                search_space(*sizes, batch_tokens=windows * job.context_window, fixed={"schedule": schedule}),
+                self.lengths,
+                preset,
+                adapt=_in_order,
+                draws=1,
+            )
+            for schedule in schedules
+        ]
+        return self.simulate(max((one.ranking[0] for one in found), key=lambda one: one.tokens_per_second).job)
 
     def run(self, preset: str, **settings: Any) -> SimulationResult:
         """Simulate the job under ``preset``; ``settings`` go to ``simulated_job``."""
@@ -112,6 +121,9 @@ class Bench:
         return simulate(job, self.lengths, self.steps)
 
     def job(self, preset: str, **settings: Any) -> Job:
-        simulated = self._job.under(preset, **({"virtual_pp": CHUNKS} | settings))
-        order = {"shuffle": False} if self._cut else {"seed": self._seed}
-        return replace(simulated, data=simulated.data.changed(**order))
+        return _in_order(self._job.under(preset, **({"virtual_pp": CHUNKS} | settings)))
+
+
+def _in_order(job: Job) -> Job:
+    """``job`` on documents in the order of the loader."""
+    return replace(job, data=job.data.changed(shuffle=False))
