@@ -26,15 +26,16 @@ from studies.tests.cli.conftest import studies
 from tests.cli.conftest import run
 from tests.limits import HUNG_SECONDS
 from tests.report.test_browser import area, pixels_of
+from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.report.answer import about, columns_of
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="no streamlit (wlb-studies[page]): the page not shown")
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on the PATH: the page not shown")
 
-LENGTHS = json.dumps([4096, 600, 1500, 900, 3000, 700, *range(20, 100, 10)] * 6)
-JOB = {"model": "tiny", "hardware": "cpu", "gpus": "2", "window": "4K"}
-OPTIONS = {"--model": "tiny", "--hardware": "cpu", "--gpus": "2", "--context-window": "4K"}
+LENGTHS = json.dumps(sample_lengths(600, 16_384, 0).tolist())
+JOB = {"model": "tiny", "hardware": "cpu", "gpus": "8", "window": "16K"}
+OPTIONS = {"--model": "tiny", "--hardware": "cpu", "--gpus": "8", "--context-window": "16K"}
 WORDS = [word for option in OPTIONS.items() for word in option]
 GREEN, RED = (0x1B, 0x9E, 0x6B), (0xD6, 0x45, 0x45)
 
@@ -90,7 +91,7 @@ def test_the_page_shows_the_answer(answered: Any, file: Path):
     assert "simulated" in page.header[0].value
 
 
-def test_steps_are_drawn_on_one_clock_and_of_equal_work(app: Any, answered: Any):
+def test_steps_are_drawn_on_one_clock_and_of_equal_tokens(app: Any, answered: Any):
     """So their lengths differ as the speeds do."""
     _, found, steps = answered
     verdict = found.verdict
@@ -119,7 +120,7 @@ def test_it_opens_with_an_example(app: Any):
 
 
 def test_a_dropped_file_keeps_its_name():
-    page = shown(lengths="nowhere.json", batch="8K")
+    page = shown(lengths="nowhere.json", batch="32K")
     page.file_uploader[0].set_value(("my lengths.json", LENGTHS.encode(), "application/json"))
     page.run()
     assert not page.error
@@ -135,7 +136,7 @@ def test_a_dropped_file_keeps_its_name():
     [
         ({}, "lengths - is standard input, which the page does not read; name a file"),
         ({"--model": "gpt-0"}, "unknown model 'gpt-0'"),
-        ({"--batch-tokens": "2K"}, "--batch-tokens 2048 is smaller than one context window of 4096 tokens; raise it"),
+        ({"--batch-tokens": "2K"}, "--batch-tokens 2048 is smaller than one context window of 16384 tokens; raise it"),
         ({"--hardware": "h10"}, "h10"),
     ],
 )

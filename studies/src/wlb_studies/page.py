@@ -102,12 +102,12 @@ def show(read: list[str], found: Estimate, steps: Mapping[str, Timeline], asked:
     for line in verdict.reasons:
         st.text(line)
     with st.container(horizontal=True):
-        st.metric(f"Speed of {verdict.fastest}", f"{verdict.speed(verdict.fastest):.2f}x", width="content")
+        st.metric(f"Tokens per second, {verdict.fastest}", f"{verdict.speed(verdict.fastest):.2f}x", width="content")
         st.metric("Delay, steps", f"{verdict.token_delay(verdict.fastest):.2f}", width="content")
         st.metric("GPU-hours saved a day", f"{found.gpu_hours_a_day:,.0f}", width="content")
     st.table(columns_of(verdict), border="horizontal", hide_index=True)
     st.subheader("One step of each")
-    st.text("Each row is one rank (a tensor-parallel group of GPUs). Steps are scaled to the same work.")
+    st.text("Each row is one rank (a tensor-parallel group of GPUs). Steps are scaled to the same tokens.")
     st.altair_chart(steps_chart(steps, verdict))
     st.subheader("The same in a terminal")
     st.code(shlex.join(["wlb", "check", asked.lengths, *chain.from_iterable(asked.options)]), "bash", wrap_lines=True)
@@ -136,7 +136,7 @@ def steps_chart(steps: Mapping[str, Timeline], verdict: Verdict) -> alt.Chart:
     each = RANK_HEIGHT * (1 + max(row["row"] for row in rows)) + NAME_HEIGHT
     names = alt.Axis(labelAlign="left", labelPadding=0, labelLimit=0, ticks=False, domain=False)
     names.labelOffset = 3 - each / 2  # above the bars
-    x = alt.X("start:Q", title=f"seconds for the work of a step of {verdict.base}")
+    x = alt.X("start:Q", title=f"seconds for the tokens of a step of {verdict.base}")
     legend = alt.Legend(orient="bottom", direction="vertical", title=None, labelLimit=0)
     chart: alt.Chart = alt.Chart(alt.Data(values=rows), height=alt.Step(each, **{"for": "position"})).mark_bar()
     return chart.encode(

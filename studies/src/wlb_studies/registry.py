@@ -16,13 +16,13 @@ from wlb_studies.policies import grid, level
 EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "imbalance": imbalance.run,  # Figures 1 and 4: latency per GPU of 8,192
     "table2": table2.run,  # Table 2: packing methods
-    "speedups": speedups.run,  # Table 1 and Figure 12: eight jobs, four systems
+    "speedups": speedups.run,  # Table 1 and Figure 12: eight jobs, also in each system's own layout; 405B
     "breakdown": breakdown.run,  # Figure 13: each remedy alone
     "context-windows": context_windows.run,  # Figure 14: 7B, 32K to 1M
     "sharding": sharding.run,  # Figure 15: strategies on one layer
     "kernel": kernel.run,  # Figures 7 and 10: attention by length
     "gains": gains.run,  # who gains, by model, window and GPUs
-    "grid": grid.run,  # published policies since, beside ours, in 22 jobs
+    "grid": grid.run,  # published policies since, beside ours, in 32 jobs
     "level": level.run,  # level steps over the ideal, beside pools
     "convergence": convergence.run,  # Figure 16: what a small model learns
 }

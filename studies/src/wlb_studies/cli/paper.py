@@ -53,7 +53,7 @@ def paper(
     """Reproduce the paper's evaluation, with quoted, simulated and measured numbers in columns of their own.
 
     Prints each table and writes it, with a picture, to --out. gains shows who gains, by model, window and GPUs. grid
-    searches layouts of all policies for 24 jobs, on all cores. level removes ingredients of level steps. convergence
+    searches layouts of all policies for 32 jobs, on all cores. level removes ingredients of level steps. convergence
     trains 12 small models for over an hour. You can interrupt and continue grid and convergence.
 
     Example: wlb-studies paper speedups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -87,8 +87,8 @@ def rivals(
     _show(outcomes, f"{title}\nsimulated; planning measured here", f"{DRAWS} draws of {number_of(steps, 'step')}")
     if question.assumed:
         note(f"defaults used: {', '.join(question.assumed)}")
-    if (more := _on_top(outcomes)) is not None:
-        note(more)
+    for remark in _beside(outcomes):
+        note(remark)
     if passes > 1:
         note(too_few(passes))
     for name, why in without.items():
@@ -96,18 +96,16 @@ def rivals(
     show_next("check", lengths, *given_again(context, ["gpus", "model", "context_window", "hardware", "batch_tokens"]))
 
 
-def _on_top(outcomes: Sequence[Outcome]) -> str | None:
-    """What policies that train whole documents compute beyond the base, if that cuts documents."""
+def _beside(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """What speedups leave out: attention that the base drops, and documents that wait."""
+    from wlb_studies.policies import DELAYING
+
     base, *others = outcomes
-    whole = next((one for one in reversed(others) if one.attention_kept == 1), None)
     dropped = 1 - base.attention_kept
-    if whole is None or dropped < 0.005:
-        return None
-    more = whole.speed_at_equal_work(base) / whole.speedup(base)
-    return (
-        f"policies that train whole documents also compute the {dropped:.0%} of attention that {base.policy} drops: "
-        f"at equal work their speed is {more:.2f} times the speedup"
-    )
+    if dropped >= 0.005 and any(one.attention_kept == 1 for one in others):
+        yield f"policies that train whole documents also the {dropped:.0%} of attention that {base.policy} drops"
+    if any(one.policy == DELAYING for one in others):
+        yield f"{DELAYING} delays documents, so a few steps have too many or too few long ones: compare at equal work"
 
 
 def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
@@ -129,5 +127,9 @@ def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:
         "exchange\nGB/GPU": "exchange: received by a GPU in a step, for attention and switching strategies",
     }
     show_columns(policies | columns, title=title, notes=notes)
-    layouts = {"tried": [f"{o.tried}" for o in outcomes], "its best layout": [o.layout for o in outcomes]}
+    layouts = {
+        "at equal\nwork": [f"{o.speed_at_equal_work(base):.2f}x" for o in outcomes],
+        "tried": [f"{o.tried}" for o in outcomes],
+        "its best layout": [o.layout for o in outcomes],
+    }
     show_columns(policies | layouts, words=("policy", "its best layout"))

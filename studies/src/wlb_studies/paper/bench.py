@@ -88,14 +88,19 @@ class Bench:
         self.steps = steps
         self.lengths = cut_by_loader(documents.lengths, job.context_window, settings.seed)
 
-    def fastest(self, preset: str, schedules: Sequence[str] = ("auto",)) -> SimulationResult:
-        """Simulate ``preset`` in its fastest layout on as many GPUs, with the same global batch."""
+    def fastest(self, preset: str, schedules: Sequence[str] = ("auto",), **sizes: int) -> SimulationResult:
+        """Simulate ``preset`` in its fastest layout of these ``sizes``, on as many GPUs with the same global batch."""
         job, layout = self._job, self._job.layout
         windows = layout.dp * (job.micro_batches or layout.pp)
-        sizes = (job.model, layout.world_size, job.context_window)
         found = [
             fastest_layout(
-                search_space(*sizes, batch_tokens=windows * job.context_window, fixed={"schedule": schedule}),
+                search_space(
+                    job.model,
+                    layout.world_size,
+                    job.context_window,
+                    batch_tokens=windows * job.context_window,
+                    fixed={"schedule": schedule, **sizes},
+                ),
                 self.lengths,
                 preset,
                 adapt=_in_order,

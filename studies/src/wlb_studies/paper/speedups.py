@@ -8,6 +8,7 @@ so the paper's systems may use them too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,12 +17,13 @@ import numpy as np
 from wlb.simulate import SimulationResult
 from wlb.simulate.job import NAMED_JOBS, PAPER_JOBS
 from wlb.simulate.search import layout_of
+from wlb.workload import hardware_preset
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, bars_of
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import ASSUMED, SCHEDULE, Bench, corpus
 
 _STEPS = 200  # with fewer steps, tokens/s favour systems in which many long documents still wait at the end
-_LARGEST_STEPS = 32  # each has 16 times as many documents
+_LARGEST_STEPS = 16  # each has 16 times as many documents
 LARGEST = "405b-128k"
 JOBS = tuple(PAPER_JOBS)
 PLAIN, WLB, OURS = "plain-4d", "wlb-llm", "balanced"
@@ -47,6 +49,7 @@ FIXED: dict[str, tuple[str, dict[str, Any]]] = {
     f"{OURS}, whole documents": (OURS, {"packing": {"grouping": "even"}}),
     OURS: (OURS, {}),
 }
+_ROOMY = replace(hardware_preset("h100"), memory_bytes=1e14)  # so that no system packs for less memory than another
 Rows = dict[str, dict[str, float]]  # speedups of each job, by system
 
 
@@ -56,12 +59,15 @@ def run(settings: Settings) -> Report:
     for name in JOBS:
         bench = Bench(PAPER_JOBS[name], documents, settings.steps or _STEPS, settings)
         settings.on_progress(f"{name}, in its layout")
-        fixed[name] = {system: bench.speedup(bench.run(preset, **said)) for system, (preset, said) in FIXED.items()}
+        fixed[name] = {
+            system: bench.speedup(bench.run(preset, hardware=_ROOMY, **said))
+            for system, (preset, said) in FIXED.items()
+        }
         found = _own(bench, settings, name)
         own[name] = {system: found[system].speedup(found[PLAIN]) for system in OWN}
         layouts[name] = [_layout(found[system]) for system in (PLAIN, OURS)]
     largest = Bench(NAMED_JOBS[LARGEST], documents, settings.steps or _LARGEST_STEPS, settings)
-    of_largest = _own(largest, settings, LARGEST)
+    of_largest = _own(largest, settings, LARGEST, tp=8)
     searched = Table(
         "each system in its own fastest layout: speedup over plain-4d in its fastest",
         (
@@ -102,12 +108,12 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _own(bench: Bench, settings: Settings, job: str) -> dict[str, SimulationResult]:
-    """Every system in its own fastest layout."""
+def _own(bench: Bench, settings: Settings, job: str, **ours: int) -> dict[str, SimulationResult]:
+    """Every system in its own fastest layout; ours with the given sizes."""
     found = {}
     for system, (preset, schedules) in OWN.items():
         settings.on_progress(f"{job}, {system} in its fastest layout")
-        found[system] = bench.fastest(preset, schedules)
+        found[system] = bench.fastest(preset, schedules, **(ours if system == OURS else {}))
     return found
 
 
@@ -118,7 +124,7 @@ def _layout(result: SimulationResult) -> str:
 def _largest_table(found: Mapping[str, SimulationResult]) -> Table:
     """At equal work, which is tokens here: systems train the same pieces, but long ones still wait at the end."""
     return Table(
-        f"{LARGEST}, {_gpus(LARGEST):,} GPUs, each system in its own fastest layout",
+        f"{LARGEST}, {_gpus(LARGEST):,} GPUs, each system in its own fastest layout ({OURS}: of those with tp 8)",
         (Column("system"), Column("speedup", "simulated", ".2f"), Column("its fastest layout")),
         [(name, one.speed_at_equal_work(found[PLAIN]), _layout(one)) for name, one in found.items()],
     )

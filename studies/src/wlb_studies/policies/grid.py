@@ -29,7 +29,7 @@ from wlb.errors import UserError, require
 from wlb.report.plots import pyplot_without_display, save
 from wlb.simulate.search import DRAWS, search_space
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
-from wlb_studies.policies import BASE, POLICIES, Outcome, compare
+from wlb_studies.policies import BASE, DELAYING, POLICIES, Outcome, compare
 from wlb_studies.policies.filling import Integers
 
 BATCH_TOKENS, _SOURCE_BATCH_TOKENS = 2**24, 2**22
@@ -117,16 +117,14 @@ class _Done:
     def speedup(self, policy: str) -> float | None:
         """Tokens per second over the base; None without a layout.
 
-        The few steps of a policy that delays documents train too many or too few long ones, so its work counts, for
-        the tokens that our policy trains with as much.
+        A few steps of a policy that delays documents train too many or too few long ones. So its work counts, for the
+        tokens that our policy trains with as much.
         """
         of_policy = {outcome.policy: outcome for outcome in self.outcomes}
-        one, ours = of_policy.get(policy), of_policy.get(_OURS[0])
-        if one is None:
-            return None
-        base = self.outcomes[0]
-        delays = one.token_delay > 0 and ours is not None
-        return one.speed_at_equal_work(ours) * ours.speedup(base) if ours and delays else one.speedup(base)
+        one, ours, base = of_policy.get(policy), of_policy.get(_OURS[0]), self.outcomes[0]
+        if one is not None and ours is not None and policy == DELAYING:
+            return one.speed_at_equal_work(ours) * ours.speedup(base)
+        return None if one is None else one.speedup(base)
 
     @property
     def ranking(self) -> list[Outcome]:
@@ -164,7 +162,7 @@ def run(settings: Settings) -> Report:
             f"ours is the fastest in {sum(1 for one in findings if one.holds)} of {len(findings)} jobs",
             f"{steps} steps of {BATCH_TOKENS:,} tokens (source code: {_SOURCE_BATCH_TOKENS:,}) in each of {DRAWS} "
             "draws of the documents, after warm-up steps; each policy in its best layout, H100 preset",
-            "wlb-llm delays documents: its tokens are those that balanced trains with as much work",
+            f"{DELAYING} delays documents: its tokens are those that balanced trains with as much work",
             "source code: one token per byte; a draw repeats the standard library up to 5 times, sympy up to 2 times",
             "we re-implemented each policy from its publication; wlb_studies.policies lists the assumptions",
             *([f"plain-4d fits in memory in no layout of {', '.join(too_large)}"] if too_large else []),
