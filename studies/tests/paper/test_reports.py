@@ -48,7 +48,7 @@ def test_report_of_every_experiment(name, long_documents, tmp_path, monkeypatch)
     monkeypatch.setattr(table2, "_SOLVER_SECONDS", 0.05)
     monkeypatch.setattr(table2, "_SOLVER_STEPS", 4)
     monkeypatch.setattr(speedups, "JOBS", ("550m-64k",))
-    monkeypatch.setattr(speedups, "LARGEST", "550m-64k")
+    monkeypatch.setattr(speedups, "LARGEST", "7b-64k")
     settings = Settings(steps=STEPS[name]) if name in STEPS else long_documents
     report = computed(name, settings)
     check_report(report)
