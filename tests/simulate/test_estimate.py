@@ -25,7 +25,7 @@ from wlb.job.config_file import load_config
 from wlb.job.job import Job
 from wlb.simulate.estimate import CONFIGURED, _each, _Watched, config_of, estimate, judge_config, question_of
 from wlb.simulate.job import simulated_job
-from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT, TUNED
+from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT, VARIANTS
 from wlb.workload import MODEL_SHAPES
 
 
@@ -39,11 +39,11 @@ def random_question(seed: int) -> tuple[np.ndarray, dict[str, Any]]:
     random = np.random.default_rng(seed)
     window = int(random.choice([4096, 16_384, 65_536]))
     gpus = int(random.choice([4, 8, 16]))
-    fixed = {} if random.random() < 0.5 else {"dp": 1, "pp": 2, "cp": gpus // 4, "tp": 2}
+    fixed = {} if random.random() < 0.5 else {"dp": gpus // 2, "pp": 1, "cp": 1, "tp": 2, "weights": "gathered"}
     lengths = sample_lengths(3000, window, seed, median_fraction=float(random.choice([1 / 64, 1 / 16])))
     model = str(random.choice(["550m", "qwen2.5-7b", "llama3-8b"]))
     settings = {"model": model, "hardware": str(random.choice(["h100", "h200", "a100"])), "gpus": gpus}
-    batch = int(random.choice([8, 16])) * window
+    batch = int(random.choice([8, 16])) * max(1, gpus // 16) * window
     return lengths, settings | {"context_window": window, "batch_tokens": batch, "fixed": fixed}
 
 
@@ -60,7 +60,7 @@ def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path
     except UserError:  # no layout fits
         return
     base = found.searched[BASELINE].job
-    for preset in found.searched.keys() - {BASELINE, TUNED}:
+    for preset in found.searched.keys() - {BASELINE, *VARIANTS}:
         path = tmp_path / f"{preset}.toml"
         path.write_text(config_of(preset, found.searched[preset].job, base, settings["model"], "x"))
         config = load_config(path)
@@ -120,7 +120,7 @@ def test_a_layout_that_is_given_is_kept_by_all_systems():
     asked = ("check", "synthetic:2000:8K:0", "--context-window", "8K", "--steps", 1)
     found = wlb(*asked, "--batch-tokens", "64K", *("--dp", 2, "--pp", 2, "--cp", 2, "--tp", 8))
     for system in found["systems"]:
-        if system["system"] != TUNED:
+        if system["system"] not in VARIANTS:
             assert [system["layout"][size] for size in ("dp", "pp", "cp", "tp")] == [2, 2, 2, 8]
     searched = wlb(*asked, "--systems", "plain-4d,balanced", "--gpus", 16, "--tp", 4)
     assert {system["layout"]["tp"] for system in searched["systems"]} == {4}

@@ -142,7 +142,8 @@ def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[st
 
 
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp", "schedule")
-_SETTING = re.compile(rf"(?<![\w/.-])(?:parallel\.)?({'|'.join(_SIZES)})\b(?![/.-]\w)(?: =)?")
+_SPELLED = {"virtual_pp": "--virtual-pp", "weights": "--sharding"}
+_SETTING = re.compile(rf"(?<![\w/.-])(?:parallel\.)?({'|'.join((*_SIZES, 'weights'))})\b(?![/.-]\w)(?: =)?")
 _COLUMNS_PER_GPU = 512
 _TOKENS_PER_GPU = 65_536
 GPUS_PER_NODE = 8
@@ -155,7 +156,7 @@ def _settings_as_options() -> Iterator[None]:
         yield
     except UserError as error:
         text = str(error).removeprefix("parallel: ")
-        raise UserError(_SETTING.sub(lambda found: f"--{found[1].replace('_', '-')}", text)) from None
+        raise UserError(_SETTING.sub(lambda found: _SPELLED.get(found[1], f"--{found[1]}"), text)) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +252,8 @@ class JobOptions(GpuOptions):
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Weights of your job without a pipeline: kept (DDP, ZeRO-1, FSDP2 without resharding) or gathered "
-            "again for each pass (FSDP2's default); default: searched for.",
+            help="Weights of your job without a pipeline: kept (a sharded optimizer alone, FSDP2 without resharding) "
+            "or gathered again for each pass (FSDP2's default); default: searched for.",
         ),
     ] = None
     micro_batch_tokens: Annotated[

@@ -329,7 +329,8 @@ class JobConfig(Section):
                 f"[baseline] is a job of {self.baseline.layout.world_size} processes and [parallel] of {processes}; "
                 "give both the same number, or leave [baseline] out"
             )
-        check_dealt(self.packing.micro_batches, self.parallel.dp)
+        if self.packing.global_batch is None:
+            check_dealt(self.packing.micro_batches, self.parallel.dp)
         if self.packing.pools(self.parallel.pool) is not None:
             if self.parallel.pool != "auto":
                 check_pool(self.parallel.dp * self.parallel.cp, self.parallel.pool)

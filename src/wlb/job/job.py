@@ -66,8 +66,8 @@ class Job:
     ``packing.micro_batches`` counts over all data-parallel ranks. ``data`` has the order of documents and the policy
     for overlong ones; its store is not opened. With balanced ``packing``, ``pool`` of the dp x cp ranks form a pool;
     ``with_pools`` returns the job whose context-parallel groups are these pools; ``own_cp`` is then the cp that was
-    set. ``tied_embeddings`` and
-    ``checkpoint_copy`` (of weights and moments, while a checkpoint is written) only affect memory. ``limit`` is the
+    set. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while a checkpoint is written) only affect
+    memory. ``limit`` is the
     memory limit of a process, by default 90% of that of ``hardware``, less NCCL. ``phases`` are costs of documents
     before the language model.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from wlb.job.memory.fit import fits
 from wlb.simulate.estimate import Estimate
 from wlb.simulate.space import PINNED
-from wlb.simulate.verdict import BASELINE, PARTS, PER_DOCUMENT, TUNED, Verdict
+from wlb.simulate.verdict import BASELINE, PARTS, PER_DOCUMENT, VARIANTS, Verdict
 from wlb.terminal import number_of
 
 # For the kernels of a block, forward and backward, in one micro-batch: some 80 launches of fused kernels at 10 to 15
@@ -29,9 +29,11 @@ def about(found: Estimate) -> list[str]:
     fixed = dict(space.fixed)
     each = "each system in its own fastest layout" + (f" with {listed(fixed)}" if fixed else "")
     if fixed.keys() >= PINNED:
-        tuned = f", and {BASELINE} also in its own fastest ({TUNED})" if TUNED in verdict.names else ""
-        each = f"every system in the given layout{tuned}"
-    too_large = ", ".join(name for name, system in verdict.systems.items() if not fits(system.job))
+        each = "every system in the given layout"
+    variants = [name for name in VARIANTS if name in verdict.names]
+    if variants:
+        each += f", except {' and '.join(variants)}"
+    too_large = [name for name, system in verdict.systems.items() if not fits(system.job)]
     return [
         f"simulated: {listed(question.priced_by)}, {number_of(space.gpus, 'GPU')}, {space.batch_tokens:,} tokens per "
         f"step ({number_of(space.micro_batches, 'window')} of {space.context_window:,}); {each}; "
@@ -39,7 +41,7 @@ def about(found: Estimate) -> list[str]:
         *(["defaults used: " + ", ".join(question.assumed)] if question.assumed else []),
         *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
         *(f"{name} is left out: {why}" for name, why in found.left_out.items()),
-        *([f"{too_large}: does not fit the memory of these GPUs; the figures ignore that"] if too_large else []),
+        *([f"over the memory of these GPUs, which the figures ignore: {', '.join(too_large)}"] if too_large else []),
         *_host_bound(verdict),
         *([too_few(passes)] if passes > 1 else []),
     ]

@@ -40,8 +40,9 @@ class Evidence:
 
     @property
     def shown(self) -> str:
-        """The system to show beside the baseline: the fastest, even if it is not worth a change."""
-        return self.verdict.fastest if self.verdict.fastest != BASELINE else self.sharded
+        """The system to show beside the baseline: the recommended one, or the fastest if none is worth a change."""
+        shown = self.verdict.winner if self.verdict.winner != BASELINE else self.verdict.fastest
+        return shown if shown != BASELINE else self.sharded
 
     @property
     def sharded(self) -> str:

@@ -70,7 +70,7 @@ def lost_share(judged: Verdict, system: str) -> float:
 def _does_not_fit(evidence: Evidence) -> Markup:
     return warning(
         f"The memory model finds no room for a window of {evidence.systems[BASELINE].job.context_window:,} tokens on "
-        "these GPUs, even with full activation checkpointing. The figures assume that it fits; raise cp, tp, pp or dp."
+        "these GPUs. The figures assume that it fits; recompute more activations, or raise cp, tp, pp or dp."
     )
 
 

@@ -39,9 +39,12 @@ from wlb.simulate.search import DRAWS, SearchResult, Told, fastest_layout, layou
 from wlb.simulate.space import BATCH_TOKENS, PINNED, SearchSpace, search_space
 from wlb.simulate.verdict import (
     BALANCED,
+    BALANCED_TUNED,
     BASELINE,
+    KEPT,
     PER_DOCUMENT,
     TUNED,
+    VARIANTS,
     Lengths,
     Progress,
     Verdict,
@@ -78,12 +81,16 @@ class Question:
     def fastest(
         self, system: str, lengths: NDArray[np.int64], on_progress: Told = lambda done, rate: None
     ) -> SearchResult:
-        """The layouts in which ``system`` runs this job fastest."""
-        space, preset = self.space, system
-        if system == TUNED:
-            space, preset = replace(space, fixed=(), checkpointing=None, micro_batch_windows=1), BASELINE
-        elif system not in (BASELINE, PER_DOCUMENT):  # how weights are handled describes the job that runs today
-            space = replace(space, fixed=tuple((name, size) for name, size in space.fixed if name != "weights"))
+        """The layouts in which ``system``, a preset or one of ``VARIANTS``, runs this job fastest."""
+        space, fixed = self.space, dict(self.space.fixed)
+        if system in (KEPT, BALANCED):  # how weights are handled describes the job that runs today
+            fixed["weights"] = "auto"
+        elif system in VARIANTS:
+            measured = {"tp"} if self.profile is not None else set()
+            fixed = {name: size for name, size in fixed.items() if name in measured or not space.layout}
+            fixed.pop("weights", None)
+            space = replace(space, checkpointing=None, micro_batch_windows=1)
+        space, preset = replace(space, fixed=tuple(fixed.items())), VARIANTS.get(system, system)
         return fastest_layout(space, lengths, preset, adapt=self._priced, on_progress=on_progress)
 
     def _priced(self, job: Job) -> Job:
@@ -114,19 +121,20 @@ def question_of(
     if context_window is None:
         context_window = assumed_window(lengths)
         assumed.append(described_window(context_window, lengths))
-    if batch_tokens is None:
-        batch_tokens, why = _assumed_batch(lengths, context_window, fixed)
-        assumed.append(f"--batch-tokens {batch_tokens}{why}")
-    shape = model_shape(model) if profile is None else profile.model
-    stored = stored_vocab_size(source) if source is not None and names_store(source) else None
-    if stored is not None and stored > shape.vocab_size:
-        shape = replace(shape, vocab_size=-(-stored // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE)
     windows, rest = divmod(micro_batch_tokens or context_window, context_window)
     if rest or not windows:
         raise UserError(
             f"--micro-batch-tokens {micro_batch_tokens} is no multiple of the context window, {context_window} tokens; "
             f"give {max(1, windows) * context_window}"
         )
+    if batch_tokens is None:
+        least = windows * int(fixed.get("dp", 1)) * int(fixed.get("pp", 1))
+        batch_tokens, why = _assumed_batch(lengths, context_window, least)
+        assumed.append(f"--batch-tokens {batch_tokens}{why}")
+    shape = model_shape(model) if profile is None else profile.model
+    stored = stored_vocab_size(source) if source is not None and names_store(source) else None
+    if stored is not None and stored > shape.vocab_size:
+        shape = replace(shape, vocab_size=-(-stored // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE)
     space = search_space(
         shape,
         gpus,
@@ -137,14 +145,18 @@ def question_of(
         checkpointing=checkpointing,
         micro_batch_windows=windows,
     )
+    if space.micro_batches % windows:
+        raise UserError(
+            f"--batch-tokens {space.batch_tokens} is no multiple of --micro-batch-tokens {windows * context_window}; "
+            f"give {windows * context_window * max(1, space.micro_batches // windows)}"
+        )
     _check_given(space)
     priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
     return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile)
 
 
-def _assumed_batch(lengths: NDArray[np.int64], window: int, fixed: Mapping[str, Any]) -> tuple[int, str]:
-    """4M tokens, or what every rank of a given layout needs; halved until the documents fill it."""
-    least = fixed.get("dp", 1) * fixed.get("pp", 1)
+def _assumed_batch(lengths: NDArray[np.int64], window: int, least: int) -> tuple[int, str]:
+    """4M tokens, or the ``least`` windows that a given layout needs; halved until the documents fill it."""
     windows, tokens, why = max(least, BATCH_TOKENS // window // least * least), int(lengths.sum()), ""
     while windows % (2 * least) == 0 and windows * window > tokens:
         windows, why = windows // 2, f" (the documents have {tokens:,})"
@@ -165,7 +177,13 @@ def _check_given(space: SearchSpace) -> None:
         return
     if layout.world_size != space.gpus:
         raise UserError(f"--gpus {space.gpus} contradicts {sizes}; leave out --gpus, or one of the sizes")
-    windows, least = space.micro_batches, layout.dp * layout.pp
+    windows, least, together = space.micro_batches, layout.dp * layout.pp, space.micro_batch_windows
+    if together > 1 and (windows % (layout.dp * together) or windows < least * together):
+        raise UserError(
+            f"a global batch of {windows} windows cannot be dealt to --dp {layout.dp} ranks, --pp {layout.pp} stages, "
+            f"in micro-batches of {together} windows (--micro-batch-tokens); give --batch-tokens "
+            f"{least * together * max(1, windows // (least * together)) * space.context_window}"
+        )
     if windows % layout.dp:
         raise UserError(
             f"a global batch of {windows} windows cannot be dealt evenly to --dp {layout.dp} ranks; give a "
@@ -216,9 +234,9 @@ def estimate(
 ) -> Estimate:
     """Compare ``presets`` on documents of ``lengths`` tokens, each in its fastest layout, or all in the fixed one.
 
-    If the job of plain-4d was given, plain-4d in its fastest layout is one more system (``TUNED``). The configuration
-    names the documents of ``source``. Raises ``UserError`` for an unknown preset, if the documents do not fill one
-    step, and if plain-4d, or all of ``presets``, have no layout.
+    If the job of plain-4d was given, ``VARIANTS`` are further systems. The configuration names the documents of
+    ``source``. Raises ``UserError`` for an unknown preset, if the documents do not fill one step, and if plain-4d, or
+    all of ``presets``, have no layout.
     """
     for preset in presets:
         preset_sections(preset, {})
@@ -227,7 +245,10 @@ def estimate(
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
     systems = [*presets]
     if space.given and BASELINE in presets:
-        systems.insert(systems.index(BASELINE) + 1, TUNED)
+        kept = [KEPT] if dict(space.fixed).get("weights") == "gathered" else []
+        place = systems.index(BASELINE) + 1
+        systems[place:place] = [*kept, TUNED]
+        systems += [BALANCED_TUNED] if BALANCED in presets else []
     watched = _Watched(systems, on_progress)
     found = _each(lambda name: _searched(question, lengths, name, watched), systems, watched)
     searched = {name: one for name, one in found.items() if not isinstance(one, UserError)}
@@ -249,8 +270,7 @@ def estimate(
     verdict = _explained(_each(drawn_steps, [*searched], watched), simulated, moved, space.given)
     winner, config = verdict.winner, ""
     if winner != base:
-        preset = BASELINE if winner == TUNED else winner
-        config = config_of(preset, searched[winner].job, of_base, question.model, source)
+        config = config_of(VARIANTS.get(winner, winner), searched[winner].job, of_base, question.model, source)
     return Estimate(question, verdict, searched, {name: str(why) for name, why in failures.items()}, config)
 
 
@@ -271,7 +291,8 @@ def judge_config(
     check_documents(job, lengths, steps or 1)
     baseline = config.baseline
     space = SearchSpace(job.layout.world_size, job.shape, job.hardware, job.context_window, job.global_batch)
-    configured = replace(space, micro_batch_windows=job.packing.micro_batch_windows).fixed_to(job.layout)
+    given = None if baseline else job.activation_checkpointing
+    configured = replace(space, micro_batch_windows=job.packing.micro_batch_windows).fixed_to(job.layout, given)
     spaces = dict.fromkeys(presets, configured)
     if baseline is not None and BASELINE in presets:
         own = replace(space, micro_batch_windows=baseline.micro_batch_windows)
@@ -316,7 +337,9 @@ def _explained(
     base, winner = (of_draws[name][0].job for name in (verdict.base, verdict.winner))
     # Level steps run on all ranks of a stage, however these are divided into dp and cp.
     together = winner.levels_steps and (base.layout.tp, base.layout.pp) == (winner.layout.tp, 1)
-    if verdict.winner == TUNED or together or layout_of(base) == layout_of(winner):
+    if verdict.winner == BALANCED_TUNED and fits(of_draws[BALANCED][0].job):
+        return verdict_of(of_draws, of_draws[BALANCED], given)
+    if verdict.winner in VARIANTS or together or layout_of(base) == layout_of(winner):
         return verdict
     job = moved(verdict.winner)
     return verdict_of(of_draws, simulated(job), given) if fits(job) else verdict
@@ -401,7 +424,7 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
     packing: dict[str, Any] = {"micro_batches": job.packing.micro_batches}
     parallel = _written(job)
     if job.pools is not None:
-        packing |= {"global_batch": job.global_batch, "grouping": job.pools.grouping}
+        packing = {"global_batch": job.global_batch, "grouping": job.pools.grouping}
         parallel["pool"] = job.layout.cp
         if not job.levels_steps:
             packing["pool_micro_batches"] = job.micro_batches_per_rank

@@ -89,4 +89,5 @@ def _multiple(number: int, size: int) -> int:
 
 def _options(space: SearchSpace) -> str:
     """The options that fixed some sizes."""
-    return " and ".join(f"--{name.replace('_', '-')}" for name, _ in space.fixed)
+    spelled = {"weights": "--sharding"}
+    return " and ".join(spelled.get(name, f"--{name.replace('_', '-')}") for name, _ in space.fixed)

@@ -52,8 +52,8 @@ class SearchSpace:
         return frozenset({name for name, value in settings.items() if value} | layout)
 
     def fixed_to(self, layout: Layout, checkpointing: Checkpointing | None = None) -> SearchSpace:
-        """The same with ``layout`` only; how it handles weights, and its blocks of stages, are free."""
-        sizes = {name: size for name, size in vars(layout).items() if name not in ("weights", "stage_blocks")}
+        """The same with ``layout`` only, but for its blocks of stages."""
+        sizes = {name: size for name, size in vars(layout).items() if name != "stage_blocks"}
         return replace(self, fixed=tuple(sizes.items()), checkpointing=checkpointing)
 
     @property
