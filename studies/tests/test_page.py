@@ -228,10 +228,10 @@ def test_others_are_refused(address: str):
 @in_browser
 @pytest.mark.parametrize(("width", "height"), [(1280, 2400), (390, 3600)])
 def test_it_fits_a_desk_and_a_phone(address: str, tmp_path: Path, width: int, height: int):
-    with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': 'synthetic:200:4K:0'})}", width, height) as opened:
+    with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': 'synthetic:600:16K:0'})}", width, height) as opened:
         opened.until("document.body?.innerText.includes('What was simulated')")
         opened.until("document.querySelectorAll('.stVegaLiteChart svg, .stVegaLiteChart canvas').length == 1")
-        command = f"wlb check synthetic:200:4K:0 {' '.join(WORDS)}"
+        command = f"wlb check synthetic:600:16K:0 {' '.join(WORDS)}"
         opened.until(f"document.querySelector('[data-testid=stCode] code')?.textContent.trim() == {command!r}")
         assert "plain-4d loses" in opened.value("document.body.innerText")
         assert opened.value("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
