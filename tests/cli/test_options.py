@@ -22,7 +22,8 @@ COMMANDS = {
 }
 
 
-def test_a_directory_its_config_json_and_no_unknown_name_are_models(tmp_path):
+def test_a_directory_its_config_json_and_no_unknown_name_are_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL), encoding="utf-8")
     for command, arguments in COMMANDS.items():
         named = [(*command.split(), *arguments, "--model", name) for name in (tmp_path, tmp_path / "config.json")]
