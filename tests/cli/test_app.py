@@ -133,6 +133,10 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
     ("arguments", "message"),
     [
         ([*CHECK, "--gpus", 0], "Invalid value for '--gpus': Input should be greater than or equal to 1 (got 0)"),
+        (
+            [*CHECK, "--pp", 2, "--sharding", "gathered"],
+            "--sharding 'gathered' is for jobs without a pipeline, not for --pp 2",
+        ),
         ([*CHECK, "--gpus", "some"], "unable to parse string as an integer (got some)"),
         ([*CHECK, "--steps", 1000001], "less than or equal to 1000000 (got 1000001)"),
         ([*CHECK, "--systems", "any,"], "--systems 'any,' has an empty name; list names as a,b,c"),

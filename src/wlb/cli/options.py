@@ -278,7 +278,8 @@ class JobOptions(GpuOptions):
         window = self.context_window or assumed_window(lengths)
         sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
         pinned = self.gpus is None and (windows is not None or sizes.keys() >= PINNED)
-        layout = self._validated(sizes)
+        weights = _chosen("weights", "--sharding", self.sharding, ("kept", "gathered"))
+        layout = self._validated(sizes | weights)
         if pinned:
             layout, gpu = self._layout(context, window, layout, sizes, windows)
             gpus, fixed = layout.world_size, {name: size for name, size in vars(layout).items() if name != "weights"}
@@ -299,7 +300,7 @@ class JobOptions(GpuOptions):
             lengths,
             context_window=self.context_window,
             batch_tokens=self.batch_tokens if windows is None else windows * window,
-            fixed=fixed | _chosen("weights", "--sharding", self.sharding, ("kept", "gathered")),
+            fixed=fixed | weights,
             checkpointing=_chosen("", "--recompute", self.recompute, get_args(Checkpointing)).get(""),
             micro_batch_tokens=self.micro_batch_tokens,
             profile=gpu.measured,
@@ -315,7 +316,8 @@ class JobOptions(GpuOptions):
         from wlb.sharding import check_group_size
         from wlb.workload import model_shape
 
-        layout = ParallelConfig.of({"pp": 4} | sizes, "parallel").layout
+        pp = 1 if sizes.get("weights") == "gathered" else 4
+        layout = ParallelConfig.of({"pp": pp} | sizes, "parallel").layout
         check_group_size(layout.cp)
         if "pp" in sizes:
             split_layers(model_shape(self.model), layout)

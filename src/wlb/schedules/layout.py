@@ -41,7 +41,7 @@ class Layout:
                 raise UserError(f"{name} = {size} is not a group size; it must be at least 1")
         if self.pp > 1 and self.weights == "gathered":
             raise UserError(
-                f"weights = 'gathered' is for jobs without a pipeline; with pp = {self.pp} a stage keeps its weights"
+                f"weights = 'gathered' is for jobs without a pipeline, not for pp = {self.pp}; leave one of them out"
             )
 
     @property

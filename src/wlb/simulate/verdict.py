@@ -36,7 +36,7 @@ BASELINE, PER_DOCUMENT, BALANCED = "plain-4d", "per-document-4d", "balanced"  # 
 KEPT, TUNED, BALANCED_TUNED = "plain-4d kept", "plain-4d tuned", "balanced tuned"
 VARIANTS = {KEPT: BASELINE, TUNED: BASELINE, BALANCED_TUNED: BALANCED}
 _ADVICE = {
-    KEPT: "Keep plain-4d, and its weights gathered for the step",
+    KEPT: "Keep plain-4d, but keep its weights for the whole step",
     TUNED: "Keep plain-4d, in its fastest layout",
     BALANCED_TUNED: "Switch to balanced, in its fastest layout",
 }
