@@ -44,7 +44,9 @@ def random_question(seed: int) -> tuple[np.ndarray, dict[str, Any]]:
     model = str(random.choice(["550m", "qwen2.5-7b", "llama3-8b"]))
     settings = {"model": model, "hardware": str(random.choice(["h100", "h200", "a100"])), "gpus": gpus}
     batch = int(random.choice([8, 16])) * max(1, gpus // 16) * window
-    return lengths, settings | {"context_window": window, "batch_tokens": batch, "fixed": fixed}
+    together = 2 * window if fixed else None
+    given = {"batch_tokens": batch, "fixed": fixed, "micro_batch_tokens": together}
+    return lengths, settings | {"context_window": window} | given
 
 
 @pytest.mark.parametrize(

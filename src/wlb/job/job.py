@@ -67,9 +67,8 @@ class Job:
     for overlong ones; its store is not opened. With balanced ``packing``, ``pool`` of the dp x cp ranks form a pool;
     ``with_pools`` returns the job whose context-parallel groups are these pools; ``own_cp`` is then the cp that was
     set. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while a checkpoint is written) only affect
-    memory. ``limit`` is the
-    memory limit of a process, by default 90% of that of ``hardware``, less NCCL. ``phases`` are costs of documents
-    before the language model.
+    memory. ``limit`` is the memory limit of a process, by default 90% of that of ``hardware``, less NCCL. ``phases``
+    are costs of documents before the language model.
 
     ``hardware`` has the rates of the type that the job computes in. A measured ``profile`` replaces the terms that it
     measured, but not links. ``packed_by`` are prices of documents given by a caller, used for packing. ``speeds`` are

@@ -7,6 +7,7 @@ the fastest layout of every preset (``wlb.simulate.search``), simulates all on t
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -351,7 +352,7 @@ class _Watched:
     def __init__(self, systems: Sequence[str], on_progress: Progress, *, searches: bool = True) -> None:
         self._places, self._told = {name: place for place, name in enumerate(systems)}, on_progress
         self._known = RawArray("d", 3 * len(systems))  # shared with forked processes
-        self._search_share = _SEARCH if searches else 0.0
+        self._search_share, self._here = _SEARCH if searches else 0.0, os.getpid()
 
     def searched(self, system: str, done: float, rate: float) -> None:
         self._tell(system, self._search_share * done, rate)
@@ -365,7 +366,7 @@ class _Watched:
     def _tell(self, system: str, done: float, rate: float) -> None:
         place = 3 * self._places[system]
         self._known[place : place + 2] = [done, rate]
-        if current_process().name == "MainProcess":
+        if os.getpid() == self._here:
             self.show()
 
     def show(self) -> None:
@@ -442,12 +443,16 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
         "packing": packing,
         "training": {"activation_checkpointing": job.activation_checkpointing},
     }
-    if layout_of(job) != layout_of(base) or job.activation_checkpointing != base.activation_checkpointing:
-        sections["baseline"] = _written(base) | {"activation_checkpointing": base.activation_checkpointing}
-        if base.packing.micro_batch_windows > 1:
-            sections["baseline"]["micro_batch_windows"] = base.packing.micro_batch_windows
+    if _as_baseline(base) != _as_baseline(job):
+        sections["baseline"] = _as_baseline(base)
     remark = "" if store else " Set data.store to your token store, which wlb prepare makes."
     return to_toml({"preset": preset}, sections, f"Computed for the documents of {source}.{remark}")
+
+
+def _as_baseline(job: Job) -> dict[str, Any]:
+    windows = job.packing.micro_batch_windows
+    counted = {"micro_batch_windows": windows} if windows > 1 else {}
+    return _written(job) | {"activation_checkpointing": job.activation_checkpointing} | counted
 
 
 def _written(job: Job) -> dict[str, Any]:

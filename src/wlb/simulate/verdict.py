@@ -102,9 +102,9 @@ class Verdict:
         """Each system in all draws together."""
         return {name: pooled([draw[name] for draw in self.draws]) for name in self.names}
 
-    def speed(self, system: str, base: str | None = None) -> float:
-        """Tokens per second over those of ``base``."""
-        return self.systems[system].speedup(self.systems[base or self.base])
+    def speed(self, system: str) -> float:
+        """Tokens per second over those of the base."""
+        return self.systems[system].speedup(self.systems[self.base])
 
     def speeds(self, system: str) -> list[float]:
         """``speed`` in each draw."""
