@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.distributed import RankFailure, run_ranks
@@ -46,10 +48,10 @@ def steps_of(documents: Any = DOCUMENTS, **settings: Any) -> PackedSteps:
     return packed_batches(documents, model="tiny", own_lists=True, **sizes, **settings)
 
 
-class Holder(torch.nn.Module):
+class Holder(nn.Module):
     """A module of the user's that is not itself the one that reduces gradients."""
 
-    def __init__(self, parallel: torch.nn.Module) -> None:
+    def __init__(self, parallel: nn.Module) -> None:
         super().__init__()
         self.parallel = parallel
 
@@ -68,14 +70,14 @@ def wrapped(kind: str) -> Any:
     return fully_shard(model)
 
 
-def trained(kind: str, folder: Path | None = None, killed: bool = False) -> tuple[dict[str, Any], list[float], int]:
-    """Weights after all steps, the loss of each of them, and how many micro-batches were shared.
+def trained(kind: str, folder: Path | None = None, killed: bool = False) -> tuple[dict[str, Any], list[float], Any]:
+    """Weights after all steps, the loss of each, and for every step which of the micro-batches were shared.
 
     With a ``folder`` rank 0 saves after every step and the ranks go on from there; ``killed``: rank 1 is, in step 3.
     """
     model = wrapped(kind)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    steps, losses, shared = steps_of(), [], 0
+    steps, losses, shared = steps_of(), [], []
     saved = folder / "state.pt" if folder else None
     if saved and saved.exists():
         state = torch.load(saved, weights_only=False)
@@ -83,7 +85,7 @@ def trained(kind: str, folder: Path | None = None, killed: bool = False) -> tupl
         steps.load_state_dict(state["steps"])
         losses = state["losses"]
     for step in steps:
-        shared += sum(batch.attend is not None for batch in step.batches)
+        shared.append([batch.is_shared for batch in step.batches])
         if killed and len(losses) == 2 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         loss = level_step(model, step.batches, lambda batch: batch.loss(model(**batch).logits))
@@ -123,11 +125,13 @@ def trained_alone(world_size: int) -> tuple[dict[str, Any], list[float]]:
     return model.state_dict(), losses
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("held", 2), ("fsdp2", 4)])
-def test_level_steps_train_what_one_process_trains_document_by_document(kind, ranks):
-    weights, losses = trained_alone(ranks)
-    results = run_ranks(ranks, trained, kind)
-    assert sum(shared for *_, shared in results) > 0
+@pytest.mark.parametrize("kind", ["held", "fsdp2"])
+def test_level_steps_train_what_one_process_trains_document_by_document(kind):
+    weights, losses = trained_alone(2)
+    results = run_ranks(2, trained, kind)
+    lists = [shared for *_, shared in results]
+    assert any(map(any, lists[0]))
+    assert any(len({*map(len, of_ranks)}) > 1 for of_ranks in zip(*lists, strict=True))
     for theirs, their_losses, _ in results:
         assert their_losses == pytest.approx(losses, rel=1e-12)
         assert max((theirs[name] - weight).abs().max().item() for name, weight in weights.items()) < 1e-13
@@ -162,6 +166,78 @@ def test_the_last_micro_batch_of_a_rank_is_the_last_of_all_that_share_it():
     ]
 
 
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 4)), nn.Linear(4, 2))
+
+
+def sharded_net() -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = net()
+    fully_shard(model[1], mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+class Collectives(TorchDispatchMode):
+    """Notes the kind of every collective."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.events.append("gather" if "allgather" in str(func) else "reduce")
+        return func(*args, **kwargs or {})
+
+
+def events_of_a_step() -> tuple[list[str], bool]:
+    """What FSDP2 and a rank do in a level step; whether gradients equal those of a reduction in the last backward."""
+    events: list[str] = []
+    model, plain = sharded_net(), sharded_net()
+    inputs = torch.randn(3, 5, 4).unbind()[: 1 + 2 * dist.get_rank()]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        events.append("batch")
+        return model(x).square().sum()  # type: ignore[no-any-return]
+
+    with Collectives(events):
+        level_step(model, inputs, loss)
+    plain.set_reshard_after_forward(False)
+    for index, x in enumerate(inputs):
+        plain.set_requires_gradient_sync(index == len(inputs) - 1)
+        plain.set_reshard_after_backward(index == len(inputs) - 1)
+        plain(x).square().sum().backward()
+    same = [
+        torch.equal(full(a.grad), full(b.grad)) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+    return events, all(same)
+
+
+def test_ranks_meet_at_the_start_and_at_the_end_of_a_step_only():
+    ranks = run_ranks(2, events_of_a_step)
+    for batches, (events, same) in zip((1, 3), ranks, strict=True):
+        assert events == ["gather"] * 2 + ["batch"] * batches + ["reduce"] * 2
+        assert same
+
+
+def gradients_that_would_stay() -> None:
+    inner = net()
+    cases: list[tuple[Any, Any, str]] = [
+        (inner, inner, "Sequential is on 2 processes, and nothing reduces its gradients; give the model that DDP"),
+        (DistributedDataParallel(inner), inner, "call the model that it returned, not the module inside it"),
+        (DistributedDataParallel(net(), static_graph=True), inner, "static_graph = True of DDP does not accumulate"),
+    ]
+    mine = torch.full((1, 4), 1.0 + dist.get_rank())
+    for model, inside, refusal in cases:
+        with pytest.raises(UserError, match=refusal):
+            level_step(model, [mine], lambda x: inside(x).sum())  # noqa: B023
+
+
+def test_gradients_that_would_stay_on_a_rank_are_refused():
+    run_ranks(2, gradients_that_would_stay)
+
+
 def plans_that_differ() -> None:
     steps = steps_of()
     steps.agree()
@@ -172,7 +248,7 @@ def plans_that_differ() -> None:
 
 
 def fsdp1_is_refused() -> None:
-    model = FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     with pytest.raises(UserError, match="use fully_shard"):
         level_step(model, [0], lambda _: model(torch.ones(1, 2)).sum())
 
@@ -184,12 +260,12 @@ def test_what_would_deadlock_is_refused():
 
 def test_mistakes_of_a_loop_are_said_in_a_line():
     step = next(packed_batches(DOCUMENTS, context_window=256, micro_batches=1, model="tiny"))
-    net = torch.nn.Linear(2, 2)
+    linear = nn.Linear(2, 2)
     for batches in ((), step):
         with pytest.raises(UserError, match=r"not a list of at least one; give step\.batches"):
-            level_step(net, batches, lambda _: net(torch.ones(2)).sum())  # type: ignore[arg-type]
+            level_step(linear, batches, lambda _: linear(torch.ones(2)).sum())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"loss_fn returned a NoneType, not a scalar tensor"):
-        level_step(net, [1], lambda _: None)  # type: ignore[arg-type,return-value]
+        level_step(linear, [1], lambda _: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(UserError, match=r"logits are a str, and the batch has"):
         step.batches[0].loss("logits")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"give a tensor \(\d+, vocabulary\)"):

@@ -2,9 +2,13 @@
 
 In a level step every rank runs its own number of micro-batches, and all finish together. Several ranks share the
 micro-batches of long documents. So ranks synchronise in three places only: inside a shared micro-batch, when weights
-are gathered at the start of the step, and when gradients are reduced in the backward of the last micro-batch. Two rules
-prevent deadlocks. Ranks run the micro-batches that they share in the order of the plan, and the last micro-batch of a
-rank is the last of every rank that shares it (``own_micro_batches``).
+are gathered at the start of the step, and when gradients are reduced. FSDP2 reduces them after the last backward
+(``reduce_gradients``), because inside it a rank would wait in every layer for the ranks that are not there yet. DDP
+reduces them beside the last backward. Two rules prevent deadlocks. Ranks run the micro-batches that they share in the
+order of the plan, and the last micro-batch of a rank is the last of every rank that shares it (``own_micro_batches``).
+
+This file and ``stage`` use private parts of FSDP2, the same in torch 2.11 to 2.14: the parameter groups of a module,
+``post_backward`` of a group, which adds up gradients and reduces them, and the end of a backward of the root module.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -22,8 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.calibration import Calibration
+from wlb.runtime.collectives import gathered_rows
 
 T = TypeVar("T")
+
+_CHECKED = WeakSet[DistributedDataParallel]()  # whose first step was right
 
 
 def names_ranks(plan: StepPlan) -> bool:
@@ -34,8 +43,8 @@ def names_ranks(plan: StepPlan) -> bool:
 def own_micro_batches(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[MicroBatch]:
     """The micro-batches of ``plan`` that a rank runs, in order.
 
-    In a level step a rank reduces its gradients in the backward of its last micro-batch, layer by layer, and waits
-    there for all other ranks. So no other rank may still need it. If its last micro-batch is not the last of all ranks
+    In a level step under DDP a rank reduces its gradients beside the backward of its last micro-batch, and a reduction
+    waits for all other ranks. So no other rank may still need it. If its last micro-batch is not the last of all ranks
     that share it, the list ends with an empty micro-batch (``make_batch`` makes it a single unlabelled token).
     """
     micro_batches = plan.ranks[dp_rank]
@@ -63,12 +72,11 @@ def level_step(
     """Run forward and backward of the ``batches`` of this rank; accumulate gradients and reduce them once, at the end.
 
     Every rank calls this once per step, with its own batches, and steps its optimizer afterwards. FSDP2 weights are
-    gathered at the start and stay gathered until the last backward. The last batch of a rank must run through every
-    FSDP or DDP unit that any batch used, because it reduces the gradients.
+    gathered at the start, and stay gathered until gradients are reduced, after the last backward. Under DDP the last
+    batch of a rank must use every parameter that any batch used, because its backward reduces the gradients.
 
     Args:
-        model: Holds DDP (``DistributedDataParallel``, ``replicate``) or FSDP2 units (``fully_shard``). Gradients of a
-            module without either stay on this rank.
+        model: Holds DDP (``DistributedDataParallel``, ``replicate``) or FSDP2 units (``fully_shard``).
         batches: At least one. Ranks may have different numbers.
         loss_fn: Runs ``model`` on a batch and returns the loss of the batch as part of the step, a scalar
             (``PackedBatch.loss(logits)``). It must not call other collectives, so gather a second FSDP2 model before.
@@ -79,8 +87,9 @@ def level_step(
         if ``loss_fn`` scales for averaged gradients.
 
     Raises:
-        UserError: There are no batches, ``loss_fn`` returns no scalar tensor, or the model is wrapped by FSDP1, which
-            gathers weights in every micro-batch and would deadlock.
+        UserError: There are no batches, ``loss_fn`` returns no scalar tensor, or gradients would stay on this rank:
+            several processes train a model without DDP or FSDP2, or ``loss_fn`` calls the module inside DDP. Also
+            for FSDP1, which gathers weights in every micro-batch and would deadlock, and for ``static_graph`` of DDP.
     """
     losses = []
     if not isinstance(batches, Sequence) or not batches:
@@ -101,17 +110,14 @@ def level_step(
 def in_turn(
     model: nn.Module, batches: Sequence[T], *, keep_weights: bool = True, calibration: Calibration | None = None
 ) -> Iterator[T]:
-    """Yield each of ``batches`` with ``model`` set to reduce gradients in the backward of the last one only.
+    """Yield each of ``batches`` with ``model`` set to accumulate gradients, and reduce them once.
 
     ``calibration`` times the work of the caller on all batches but the first and last, in which ranks wait for each
-    other. With ``keep_weights`` FSDP2 weights are gathered before the first batch and kept. Otherwise every batch
-    gathers them block by block, which needs equally many batches on all ranks.
+    other. With ``keep_weights`` FSDP2 weights are gathered before the first batch and kept, and gradients are reduced
+    after the last batch: ask for one more. Otherwise every batch gathers weights block by block, which needs equally
+    many batches on all ranks, and the last backward reduces gradients. Raises ``UserError`` as ``level_step`` does.
     """
-    modules, units = [*model.modules()], fsdp_units(model)
-    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-        raise UserError("FSDP1 gathers weights in every micro-batch, so level steps would deadlock; use fully_shard")
-    wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    synchronised: list[Any] = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
+    units, wrapped, replicated = fsdp_units(model), *_data_parallel(model)
     if keep_weights:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -119,9 +125,8 @@ def in_turn(
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         for unit in units:
-            unit.set_is_last_backward(is_last)
-            unit.set_reshard_after_backward(is_last, recurse=False)
-        for module in synchronised:  # by fully_shard or replicate
+            _set_reducing(unit, is_last and not keep_weights)
+        for module in replicated:
             module.set_requires_gradient_sync(is_last)
         with ExitStack() as local:
             for module in wrapped if not is_last else ():
@@ -129,6 +134,71 @@ def in_turn(
             if calibration is not None and index > 0 and not is_last:
                 local.enter_context(calibration.timing(batch))
             yield batch
+    if keep_weights:
+        reduce_gradients(model)
+    for module in wrapped:
+        _check_reduced(module)
+
+
+def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], list[Any]]:
+    """The modules in ``model`` with DDP, and those with ``replicate``. Raises ``UserError`` if none can accumulate."""
+    modules = [*model.modules()]
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
+        raise UserError("FSDP1 gathers weights in every micro-batch, so level steps would deadlock; use fully_shard")
+    wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if any(module.static_graph for module in wrapped):
+        raise UserError("static_graph = True of DDP does not accumulate gradients; leave it out")
+    reducing = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
+    if not wrapped and not reducing and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        needed = "give the model that DDP returned, or call fully_shard on it"
+        raise UserError(f"{type(model).__name__} is on {ranks} processes, and nothing reduces its gradients; {needed}")
+    return wrapped, [module for module in reducing if not isinstance(module, FSDPModule)]
+
+
+def _check_reduced(module: DistributedDataParallel) -> None:
+    """Raise ``UserError`` if ranks have different gradients after the first step of ``module``."""
+    if module in _CHECKED:
+        return
+    _CHECKED.add(module)
+    gradients = [weight.grad.detach() for weight in module.parameters() if weight.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
+    device = next(module.parameters()).device
+    norms = gathered_rows([norm], torch.float64, device, module.process_group)
+    if not torch.allclose(norms, norms[:1], rtol=1e-6, atol=0.0, equal_nan=True):
+        raise UserError("DDP did not reduce the gradients; call the model that it returned, not the module inside it")
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduce the gradients that the FSDP2 units in ``model`` have accumulated, and free their gathered weights.
+
+    All ranks call it after their last backward. Until then a rank holds gradients of all its weights, in the type of
+    the reduction. Every parameter must have a gradient on all ranks or on none.
+    """
+    units = fsdp_units(model)
+    roots: dict[int, Any] = {}
+    for unit in reversed(units):
+        _set_reducing(unit, True)
+        state = unit._get_fsdp_state()
+        roots[id(state._state_ctx)] = state  # last the outermost
+    for unit in reversed(units):
+        end_backward(unit)
+    for root in roots.values():
+        root._root_post_backward_final_callback()
+
+
+def end_backward(unit: FSDPModule) -> None:
+    """Add the gradients of a backward to those in the type of the reduction, and reduce them if ``unit`` is set to."""
+    state: Any = unit._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group is not None:
+            group.post_backward()
+
+
+def _set_reducing(unit: FSDPModule, reduces: bool) -> None:
+    """Whether the next backward of ``unit`` reduces gradients and frees its weights."""
+    unit.set_is_last_backward(reduces)
+    unit.set_reshard_after_backward(reduces, recurse=False)
+    unit.set_requires_gradient_sync(reduces, recurse=False)
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:

@@ -8,11 +8,11 @@ re-initialised, which would clear accumulated gradients (NeMo Automodel #3530).
 A stage sends results as soon as they are computed. NCCL deadlocks unless two ranks order their messages alike
 (pytorch#172668), so every rank places sends and receives by the same order of the operations of all ranks.
 
-This is the only file that uses private parts of ``torch.distributed.pipelining`` and of FSDP2. It relies on the
-following in torch 2.11 to 2.14: a stage with example inputs and outputs infers no shapes at run time; the runtime runs
+This is the only file that uses private parts of ``torch.distributed.pipelining``. It relies on the following in torch
+2.11 to 2.14: a stage with example inputs and outputs infers no shapes at run time; the runtime runs
 ``pipeline_order_with_comms`` of its rank, gets received data through the two ``_retrieve_recv_*`` methods, runs
-micro-batches through the three ``*_one_chunk`` methods, and takes lists of them in ``_step_microbatches``; FSDP2 adds
-up gradients in ``post_backward`` of its parameter groups.
+micro-batches through the three ``*_one_chunk`` methods and reductions through ``perform_reduce_grad``, and takes lists
+of micro-batches in ``_step_microbatches``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wlb.attention.slices import KeptSlices
 from wlb.errors import UserError
-from wlb.runtime.own_lists import fsdp_units, gather_weights
+from wlb.runtime.own_lists import end_backward, fsdp_units, gather_weights, reduce_gradients
 from wlb.runtime.weight_gradients import WeightGradients
 from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, RankOperations
 from wlb.schedules.timing import in_dependency_order
@@ -105,11 +105,11 @@ class PlannedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self._measuring("backward", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-            for unit in fsdp_units(self.submod):  # adds up gradients in the type of the reduction
-                state = unit._get_fsdp_state()
-                for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                    if group is not None:
-                        group.post_backward()
+            for unit in fsdp_units(self.submod):
+                end_backward(unit)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        reduce_gradients(self.submod)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:

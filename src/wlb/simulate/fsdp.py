@@ -1,9 +1,10 @@
 """What FSDP adds to a step: gathering weights before use, and reducing gradients afterwards.
 
-A pipeline rank gathers its weights once, from the start of the step, and reduces all gradients after its last backward.
-Without a pipeline weights are kept in the same way or, to save memory, every backward gathers those that its forward
-freed; the last backward also reduces gradients. Collectives run one block at a time beside computing, so the collective
-of a block costs time only as far as it takes longer than computing a block.
+Where weights are kept, a rank gathers them once, from the start of the step, and reduces all gradients after its last
+backward: nothing hides that, but no rank waits for others before (``wlb.runtime.own_lists``). Otherwise, to save
+memory, every backward gathers those that its forward freed, and the last one reduces gradients as well. These run one
+block at a time beside computing, so the collective of a block costs time only as far as it takes longer than computing
+a block.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def with_gathers(costs: JobCosts, forward: Array, backward: Array, *, moving: Ar
 
 
 def late_reduction(costs: JobCosts, backward: Array) -> Array:
-    """Seconds that reducing gradients adds after (or, without a pipeline, to) the last backward; shape (pp, steps).
+    """Seconds that reducing gradients adds after the last backward, or to it, if it also gathers; shape (pp, steps).
 
     ``backward`` are the seconds of stages in micro-batches, shape (steps, dp, stages, micro-batches).
     """
-    if costs.layout.pp > 1:
+    if costs.layout.keeps_weights:
         return np.broadcast_to(costs.rank_reduction[:, None], (costs.layout.pp, len(backward)))
     last = backward[:, :, 0, -1].max(axis=1)  # (steps,)
     return reduced_behind(costs, last)[None]
@@ -55,8 +56,7 @@ def reduced_behind(costs: JobCosts, seconds: Array) -> Array:
     For models of one stage; same shape.
     """
     blocks = costs.job.stage_blocks[0]
-    gather = 0.0 if costs.layout.keeps_weights else costs.block_gather
-    free = np.maximum(0.0, seconds / blocks - gather)
+    free = np.maximum(0.0, seconds / blocks - costs.block_gather)
     late = costs.root_reduction[0] + costs.block_reduction
     return np.asarray(late + (blocks - 1) * beside_computing(costs, costs.block_reduction, free))
 

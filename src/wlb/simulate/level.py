@@ -24,7 +24,7 @@ from wlb.schedules.timing import PipelineTimes
 from wlb.sharding import LEVEL_SHARDING, price_shards
 from wlb.sharding.latency import Phases, Shards
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.fsdp import reduced_behind, waiting_for_weights
+from wlb.simulate.fsdp import waiting_for_weights
 from wlb.simulate.step import CAUSES, Array, Steps, StepSeconds, slowest_over_mean
 
 Integers = NDArray[np.int64]
@@ -120,18 +120,6 @@ class LevelSteps(StepSeconds):
     @property
     def ends(self) -> Array:
         return self.pipelines.rank_ends
-
-    @property
-    def late_reduction(self) -> Array:
-        """It can overlap with the backward of a micro-batch that is the last one of all its ranks."""
-        last = np.full((len(self.tokens), self.costs.layout.cp), -1)
-        for step, place, ranks in self.runs:
-            last[step, ranks] = place
-        beside = np.zeros(last.shape)
-        for step, place, ranks in self.runs:
-            if (last[step, ranks] == place).all():
-                beside[step, ranks] = self.stages.backward[step, 0, 0, place]
-        return reduced_behind(self.costs, beside.min(axis=1))[None]
 
     @property
     def imbalance(self) -> dict[str, Array]:

@@ -75,8 +75,13 @@ class StepSeconds(ABC):
 
     @property
     @abstractmethod
+    def stages(self) -> Phases:
+        """Seconds of stages in micro-batches; shape (steps, dp, stages, micro-batches)."""
+
+    @property
     def late_reduction(self) -> Array:
         """Seconds that reducing gradients adds after the last backward; shape (pp, steps)."""
+        return late_reduction(self.costs, self.stages.backward)
 
     @cached_property
     def seconds(self) -> Array:
@@ -146,7 +151,6 @@ class Steps(StepSeconds):
 
     @cached_property
     def stages(self) -> Phases:
-        """Seconds of stages in micro-batches; shape (steps, dp, stages, micro-batches)."""
         groups, head = self.groups, Phases(*map(self._together, self.head))
         if "micro-batches" not in self.modelled:
             groups, head = (Phases(*map(_mean_of_step, seconds)) for seconds in (groups, head))
@@ -187,10 +191,6 @@ class Steps(StepSeconds):
         if self.operations:
             return planned_times(self.operations, forward, backward, self.weights, transfer)
         return pipeline_times(layout.operations(forward.shape[-1]), forward, backward, transfer=transfer)
-
-    @property
-    def late_reduction(self) -> Array:
-        return late_reduction(self.costs, self.stages.backward)
 
     @property
     def ends(self) -> Array:

@@ -2,8 +2,9 @@
 
 The prediction walks through a step operation by operation, in the order of the pipeline schedule
 (``wlb.schedules.operations``). A forward holds what its backward will read, layer by layer; a backward releases it and
-leaves gradients; weights are gathered and freed as FSDP does. The largest sum is the prediction, reported with its
-parts. How many micro-batches are in flight, and of which lengths, follows from the walk.
+leaves gradients; weights are gathered and freed as FSDP does. Where weights are kept, gradients of all layers are held
+to the end of the last backward, and reduced then. The largest sum is the prediction, reported with its parts. How many
+micro-batches are in flight, and of which lengths, follows from the walk.
 
 ``wlb.job.memory.layers`` has the memory of each layer. Nothing here imports torch.
 """
@@ -227,16 +228,15 @@ class _Walk:
     def _backward(self, stage: int, micro_batch: int) -> None:
         ends, units = self._ends_and_units(stage, micro_batch)
         last = micro_batch == len(self.batches) - 1
-        alone = self.job.layout.pp == 1
         self._gather_root(units)
         for index, unit in reversed(list(enumerate(units))):
             self._gather(index, unit)
-            if alone and index and not units[index - 1].root:
+            if self.job.layout.pp == 1 and index and not units[index - 1].root:
                 self._gather(index - 1, units[index - 1])  # FSDP gathers one unit ahead
             self._note(working=unit.backward)
             self._hold(unit, -1)
             self._add_gradients(index, unit)
-            if alone and last and not unit.root:
+            if self.frees_weights and last and not unit.root:
                 self._reduce(index, unit)
         self._add("activations", -ends)
         if last:
