@@ -4,10 +4,12 @@
 
 Each stack trains the same documents with the same model as its example does, and as it is without us: in random
 micro-batches of as many documents as fill the window on average. Loops of one's own also train them in windows filled
-by best fit, as TRL packs, and own_lists in lock step, too. All ways attend with the same attention and pack
-without padding, so micro-batches differ in nothing but which documents are together. The ways take turns, after one
-turn to warm up. Seconds are CPU seconds of the critical path: of every step those of the slowest rank, forward and
-backward. Ranks that share a micro-batch begin it together; with FSDP2, in own_lists, all ranks do, but for own lists.
+by best fit, as TRL packs, and own_lists in equal numbers of balanced micro-batches, too. All ways attend with the same
+attention and pack without padding, so micro-batches differ in nothing but which documents are together. The ways take
+turns, after one turn to warm up. Seconds are CPU seconds of the critical path: of every step those of the slowest rank,
+forward and backward. Ranks that share a micro-batch begin it together. All ways of own_lists run in ``level_step``,
+where FSDP2 keeps gathered weights and ranks wait for all others at the end only; "weights gathered" is what the same
+micro-batches cost in a loop that gathers weights in every micro-batch, where ranks begin each together.
 A micro-batch counts with the median over turns, of two turns the smaller; "low to high" has the speed in every turn
 alone, and "one micro-batch differs" says how far its longest measurement is over its shortest, median and worst.
 Speed is at equal work, predicted seconds of work done in a second. Stacks that are not installed are left out.
@@ -94,14 +96,14 @@ def ways_of(example: str) -> dict[str, dict[str, Callable[..., Any]]]:
     """What is put in place of our names in an example, by way; plain micro-batches come first."""
     from wlb.integrations.packed import packed_batches
 
-    def in_lock_step(documents: Any, *, own_lists: bool, **settings: Any) -> Any:
+    def in_equal_numbers(documents: Any, *, own_lists: bool, **settings: Any) -> Any:
         return packed_batches(documents, **settings)
 
     if example in ("torch_loop", "own_lists", "with_lightning"):
         ways = {"random": random_steps, "best fit": packed_steps}
-        lock_step = {"lock step": in_lock_step} if example == "own_lists" else {}
+        equal = {"equal numbers": in_equal_numbers} if example == "own_lists" else {}
         ours: dict[str, Any] = {"balanced" if example != "own_lists" else "own lists": {}}
-        return {way: {"packed_batches": steps} for way, steps in (ways | lock_step).items()} | ours
+        return {way: {"packed_batches": steps} for way, steps in (ways | equal).items()} | ours
     return {"random": {"balanced": unbalanced}, "balanced": {}}
 
 
@@ -163,8 +165,17 @@ def train_in_turns(name: str, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {way: {"turns": []} for way in ways}
     for _ in range(options.turns + 1):
         for way, replaced in ways.items():
-            add_turn(found[way], name, train, replaced, alone=way == "own lists")
-    return {way: {"turns": of_way["turns"][1:], "work": of_way["work"]} for way, of_way in found.items()}
+            add_turn(found[way], name, train, replaced)
+    measured = {way: {"turns": of_way["turns"][1:], "work": of_way["work"]} for way, of_way in found.items()}
+    if name != "own_lists":
+        return measured
+    waiting = {way: one | {"turns": [*map(begun_together, one["turns"])]} for way, one in measured.items()}
+    return {f"{way}, weights gathered": one for way, one in waiting.items() if way != "own lists"} | measured
+
+
+def begun_together(turn: Turn) -> Turn:
+    """``turn`` in a loop in which ranks begin every micro-batch together."""
+    return [[(tuple(range(PROCESSES)), seconds) for _, seconds in step] for step in turn]
 
 
 def example(name: str, options: argparse.Namespace) -> Callable[[], None]:
@@ -178,15 +189,11 @@ def example(name: str, options: argparse.Namespace) -> Callable[[], None]:
     return cast(Callable[[], None], runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="example")["train"])
 
 
-def add_turn(
-    found: dict[str, Any], name: str, train: Callable[[], None], replaced: dict[str, Any], *, alone: bool = False
-) -> None:
+def add_turn(found: dict[str, Any], name: str, train: Callable[[], None], replaced: dict[str, Any]) -> None:
     """Train once with ``replaced`` for names of the example, and add its micro-batches to ``found``."""
     with mock.patch.dict(train.__globals__, replaced):
         recorder = recorded(train, None if "lists" in name else MICRO_BATCHES)
-    # A plain FSDP2 loop gathers weights in every micro-batch, and so waits for all ranks in each.
-    waits = tuple(range(PROCESSES)) if name == "own_lists" and not alone else ()
-    found["turns"].append([[(one.ranks or waits, one.seconds) for one in step] for step in recorder.steps])
+    found["turns"].append([[(one.ranks, one.seconds) for one in step] for step in recorder.steps])
     trained = [[one.tokens.tobytes() for one in step] for step in recorder.steps]
     if found.setdefault("trained", trained) != trained:
         raise AssertionError(f"{name}: turns trained different micro-batches")

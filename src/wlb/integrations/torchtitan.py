@@ -172,25 +172,26 @@ class LevelTrainer(Trainer):
         loss: Any = self.loss_fn
         if isinstance(loss, ChunkedLossWrapper):
             loss.set_lm_head(partial(model.lm_head))  # given the FSDP unit itself, it would reduce the gradients
-        self.loss_fn: Any = partial(self._loss_in_turn, loss)
 
     def train_step(self, data_iterator: Any) -> None:
         first = next(data_iterator)  # plans the step
         batches = [first, *islice(data_iterator, len(self.dataloader.batches.of_step) - 1)]
         self.gradient_accumulation_steps = len(batches)
-        self._turns = in_turn(self.model_parts[0], [None, *batches])
-        next(self._turns)  # gathers the weights
+        self._turns, self._left = in_turn(self.model_parts[0], batches), len(batches)
         super().train_step(iter(batches))
+
+    def forward_backward_step(self, *arguments: Any, **keywords: Any) -> Any:
+        next(self._turns)  # the first time gathers the weights
+        loss = super().forward_backward_step(*arguments, **keywords)
+        self._left -= 1
+        if self._left == 0:
+            next(self._turns, None)  # reduces the gradients
+        return loss
 
     def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> Any:
         # torchtitan makes masks from positions, which fails where no document begins on this rank.
         inputs, labels, _ = super().post_dataloading_process({"input": input_dict["input"]}, labels)
         return inputs, labels, {"positions": input_dict["positions"], "attention_masks": input_dict["attend"]}
-
-    def _loss_in_turn(self, loss: Any, *arguments: Any, **keywords: Any) -> Any:
-        result = loss(*arguments, **keywords)  # a chunked loss runs the backward of the head
-        next(self._turns)  # the backward of the model comes next, and may be the one that reduces gradients
-        return result
 
 
 def level_steps(config: Trainer.Config, **settings: Any) -> LevelTrainer.Config:
