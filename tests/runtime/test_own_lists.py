@@ -196,6 +196,8 @@ def events_of_a_step() -> tuple[list[str], bool]:
     events: list[str] = []
     model, plain = sharded_net(), sharded_net()
     inputs = torch.randn(3, 5, 4).unbind()[: 1 + 2 * dist.get_rank()]
+    for x in inputs:
+        x.requires_grad_().register_hook(lambda _: events.append("backward ends"))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         events.append("batch")
@@ -203,6 +205,7 @@ def events_of_a_step() -> tuple[list[str], bool]:
 
     with Collectives(events):
         level_step(model, inputs, loss)
+    noted = list(events)
     plain.set_reshard_after_forward(False)
     for index, x in enumerate(inputs):
         plain.set_requires_gradient_sync(index == len(inputs) - 1)
@@ -211,13 +214,13 @@ def events_of_a_step() -> tuple[list[str], bool]:
     same = [
         torch.equal(full(a.grad), full(b.grad)) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
     ]
-    return events, all(same)
+    return noted, all(same)
 
 
 def test_ranks_meet_at_the_start_and_at_the_end_of_a_step_only():
     ranks = run_ranks(2, events_of_a_step)
     for batches, (events, same) in zip((1, 3), ranks, strict=True):
-        assert events == ["gather"] * 2 + ["batch"] * batches + ["reduce"] * 2
+        assert events == ["gather"] * 2 + ["batch", "backward ends"] * batches + ["reduce"] * 2
         assert same
 
 
