@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.attention.cuda_on_cpu import cuda_on_cpu
 from tests.attention.oracle import output_and_gradients, random_inputs
 from tests.attention.plans import random_plan
 from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention, exchange
+from wlb.attention.backends import BACKENDS
 from wlb.attention.exchange import KVReexchanges
 from wlb.errors import UserError
 from wlb.sharding import STRATEGIES, make_shard_plan
@@ -37,7 +39,7 @@ class Case:
     head_dim: int = 16
     value_dim: int | None = None
     dtype: torch.dtype = torch.float64
-    backend: str = "cpu"
+    backends: tuple[str, ...] = ("cuda", "cpu")
     window: int | None = None
 
 
@@ -61,23 +63,18 @@ def _tails_apart(lengths: list[int], cp_size: int) -> ShardPlan:
 def _cases(cp_size: int) -> list[Case]:
     cases = []
     for name, lengths in MIXES.items():
-        for strategy in STRATEGIES:
-            plan = make_shard_plan(lengths, cp_size, strategy).to_json()
-            cases.append(Case(f"{strategy}, {name}", plan))
-            cases.append(Case(f"{strategy}, {name}, float32", plan, dtype=torch.float32))
+        plans = {strategy: make_shard_plan(lengths, cp_size, strategy) for strategy in STRATEGIES}
         for owners in range(1, cp_size + 1):
-            plan = random_plan(lengths, cp_size, owners, seed=owners).to_json()
-            cases.append(Case(f"random over {owners} ranks, {name}", plan))
+            plans[f"random over {owners} ranks"] = random_plan(lengths, cp_size, owners, seed=owners)
         if cp_size > 1:
-            cases.append(Case(f"tails apart, {name}", _tails_apart(lengths, cp_size).to_json()))
+            plans["tails apart"] = _tails_apart(lengths, cp_size)
+        cases += [Case(f"{how}, {name}", plan.to_json()) for how, plan in plans.items()]
     plan = make_shard_plan(MIXES["many"], cp_size, "per_document").to_json()
     cases += [Case(f"{heads} heads", plan, heads=heads) for heads in ((4, 4), (4, 1), (6, 3))]
     cases += [Case(f"head_dim {head_dim}", plan, head_dim=head_dim) for head_dim in (64, 128)]
     cases += [Case(f"values {wide}, window {w}", plan, value_dim=wide, window=w) for wide in (8, 24) for w in (None, 9)]
-    cases += [Case(f"reference, {dtype}", plan, backend="reference", dtype=dtype) for dtype in TOLERANCES]
-    cases += _windowed_cases(cp_size)
-    cases.append(Case("auto, bfloat16", plan, backend="auto", dtype=torch.bfloat16))
-    return cases
+    cases += [Case(str(dtype), plan, backends=tuple(BACKENDS), dtype=dtype) for dtype in TOLERANCES]
+    return cases + _windowed_cases(cp_size)
 
 
 def _windowed_cases(cp_size: int) -> list[Case]:
@@ -86,22 +83,23 @@ def _windowed_cases(cp_size: int) -> list[Case]:
     plans = [make_shard_plan(lengths, cp_size, strategy) for strategy in STRATEGIES]
     plans += [random_plan(lengths, cp_size, owners, seed=owners) for owners in range(1, cp_size + 1)]
     cases = [
-        Case(f"window {window}, {plan.strategy}, {backend}", plan.to_json(), backend=backend, window=window)
+        Case(f"window {window}, {plan.strategy}", plan.to_json(), backends=("cuda", other), window=window)
         for plan in plans
-        for window, backend in ((1, "cpu"), (9, "cpu"), (40, "reference"), (1000, "cpu"))
+        for window, other in ((1, "cpu"), (9, "cpu"), (40, "reference"), (1000, "cpu"))
     ]
     narrow = Case("window 9, bfloat16", plans[0].to_json(), dtype=torch.bfloat16, window=9)
     return [*cases, narrow]
 
 
-def _largest_error(
+@cuda_on_cpu()
+def _largest_errors(
     case: Case,
     seed: int,
     group: dist.ProcessGroup | None,
     rank: int | None = None,
     members: Sequence[int] | None = None,
-) -> float:
-    """The largest error of this rank's output and gradients, over the largest entry expected or 1."""
+) -> dict[str, float]:
+    """The largest error of this rank's output and gradients by back end, over the largest entry expected or 1."""
     plan = ShardPlan.from_json(case.plan)
     # Rounded first, so that a narrow type is charged for its arithmetic and not for its inputs.
     inputs = [
@@ -111,18 +109,22 @@ def _largest_error(
     mine = torch.from_numpy(plan.positions(dist.get_rank(group) if rank is None else rank))
     *tensors, grad_out = (tensor[mine] for tensor in inputs)
     query, key, value = (tensor.requires_grad_() for tensor in tensors)
-    out = context_parallel_attention(query, key, value, plan, group, case.backend, window=case.window, members=members)
-    assert out.shape == (*query.shape[:2], value.shape[2])
-    assert out.dtype == case.dtype
-    actual = [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
-    return max(
-        float((got.double() - want[mine]).abs().max() / max(1.0, float(want.abs().max()))) if len(mine) else 0.0
-        for got, want in zip(actual, expected, strict=True)
-    )
+    errors = {}
+    for backend in case.backends:
+        out = context_parallel_attention(query, key, value, plan, group, backend, window=case.window, members=members)
+        assert out.shape == (*query.shape[:2], value.shape[2])
+        assert out.dtype == case.dtype
+        actual = [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
+        relative = [
+            (got.double() - want[mine]).abs().flatten() / want.abs().max().clamp(min=1.0)
+            for got, want in zip(actual, expected, strict=True)
+        ]
+        errors[backend] = float(torch.cat([torch.zeros(1), *relative]).max())  # NaN where any is
+    return errors
 
 
-def _all_errors(cases: list[Case]) -> list[float]:
-    return [_largest_error(case, seed, None) for seed, case in enumerate(cases)]
+def _all_errors(cases: list[Case]) -> list[dict[str, float]]:
+    return [_largest_errors(case, seed, None) for seed, case in enumerate(cases)]
 
 
 # Two ranks repeat what three and four prove; test_equivalence trains with two.
@@ -135,7 +137,7 @@ def test_output_and_gradients_equal_those_of_one_process(cp_size: int) -> None:
     failures = {
         case.name: errors
         for case, *errors in zip(cases, *by_rank, strict=True)
-        if not max(errors) <= TOLERANCES[case.dtype]
+        if not all(error <= TOLERANCES[case.dtype] for of_rank in errors for error in of_rank.values())
     }
     assert not failures
 
@@ -143,7 +145,7 @@ def test_output_and_gradients_equal_those_of_one_process(cp_size: int) -> None:
 def test_a_window_that_holds_every_document_is_full_attention() -> None:
     with mock.patch("wlb.attention.shard_layout._window_layout", side_effect=AssertionError):
         case = Case("", make_shard_plan([5, 1, 9], 1, "per_document").to_json(), window=9)
-        assert _largest_error(case, 0, None, rank=0) < 1e-10
+        assert max(_largest_errors(case, 0, None, rank=0).values()) < 1e-10
 
 
 def test_what_does_not_fit_the_plan_is_refused() -> None:
@@ -174,14 +176,14 @@ def test_a_group_of_another_size_than_the_plans_is_refused() -> None:
     }
 
 
-def _errors_of_some(cases: list[tuple[tuple[int, ...], Case]]) -> list[float]:
+def _errors_of_some(cases: list[tuple[tuple[int, ...], Case]]) -> list[dict[str, float]]:
     """Of plans for some ranks of the world, and of one for a group of two, beside which the others run theirs."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = [(members, case) for members, case in cases if rank in members]
-    errors = [_largest_error(case, 0, None, members.index(rank), members) for members, case in mine]
+    errors = [_largest_errors(case, 0, None, members.index(rank), members) for members, case in mine]
     of_two = Case("two groups", make_shard_plan(MIXES["many"], 2, "per_document").to_json())
-    return [*errors, _largest_error(of_two, 0, groups[rank % 2])]
+    return [*errors, _largest_errors(of_two, 0, groups[rank % 2])]
 
 
 def test_plans_for_some_ranks_of_a_group_work_beside_each_other() -> None:
@@ -192,7 +194,8 @@ def test_plans_for_some_ranks_of_a_group_work_beside_each_other() -> None:
             plan = make_shard_plan(MIXES["many"], len(members), strategy)
             cases.append((members, Case(str(members), plan.to_json(), window=window)))
     cases.append(((3, 0), Case("sent again", _tails_apart(MIXES["many"], 2).to_json())))
-    assert max(error for errors in run_ranks(4, _errors_of_some, cases) for error in errors) < 1e-10
+    by_rank = run_ranks(4, _errors_of_some, cases)
+    assert all(error < 1e-10 for errors in by_rank for of_case in errors for error in of_case.values())
 
 
 def _events(plan: ShardPlan, layers: int, *, reexchanges: bool = True) -> tuple[list[str], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Queries against other keys, the other half of what a back end computes, and the merging that it allows."""
+"""All that a back end computes: own keys, received keys, keys in a window, and the merging that it allows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.attention.cuda_on_cpu import cuda_on_cpu
 from tests.limits import examples
 from wlb.attention.backends import BACKENDS
 from wlb.attention.variable_length import VariableLengthBatch
 
-BATCHES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5).map(
-    lambda pairs: VariableLengthBatch(tuple(query for query, _ in pairs), tuple(key for _, key in pairs), causal=False)
-)
+PAIRS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> VariableLengthBatch:
+    queries, others = zip(*draw(PAIRS), strict=True)
+    kind = draw(st.sampled_from(["own", "received", "window"]))
+    if kind == "window":
+        keys = tuple(map(sum, zip(queries, others, strict=True)))
+        return VariableLengthBatch(queries, keys, causal=True, window=draw(st.integers(1, 60)))
+    return VariableLengthBatch(queries, queries if kind == "own" else others, causal=kind == "own")
+
+
 HEADS = st.sampled_from([(4, 4), (4, 2), (3, 1)])
 
 
@@ -34,21 +45,29 @@ def _all_results(name: str, inputs: list[Tensor], batch: VariableLengthBatch) ->
     return [out, log_sum_exp, *BACKENDS[name].backward(grad_out, query, key, value, merged, more, batch)]
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
 @settings(max_examples=examples(15), deadline=None)
-@given(batch=BATCHES, heads=HEADS)
-def test_cpu_equals_the_reference(batch: VariableLengthBatch, heads: tuple[int, int]) -> None:
+@given(batch=batches(), heads=HEADS)
+@cuda_on_cpu()
+def test_every_back_end_equals_the_reference(name: str, batch: VariableLengthBatch, heads: tuple[int, int]) -> None:
     inputs = _inputs(batch, heads, 16)
-    results = (_all_results(name, inputs, batch) for name in ("cpu", "reference"))
+    results = (_all_results(one, inputs, batch) for one in (name, "reference"))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_cuda_stays_close_to_the_reference(heads: tuple[int, int], causal: bool) -> None:
-    lengths = (300, 1, 37, 160)
-    batch = VariableLengthBatch(lengths, lengths if causal else (17, 400, 1, 128), causal)
+@pytest.mark.parametrize(
+    "batch",
+    [
+        VariableLengthBatch.of_segments((300, 1, 37, 160)),
+        VariableLengthBatch((300, 1, 37, 160), (17, 400, 1, 128), causal=False),
+        VariableLengthBatch((300, 1, 37, 160), (340, 50, 37, 180), causal=True, window=30),
+    ],
+    ids=["own", "received", "window"],
+)
+def test_cuda_stays_close_to_the_reference(heads: tuple[int, int], batch: VariableLengthBatch) -> None:
     inputs = [tensor.to("cuda", torch.bfloat16) for tensor in _inputs(batch, heads, 64)]
     exact = [tensor.double() for tensor in inputs]
     for actual, expected in zip(

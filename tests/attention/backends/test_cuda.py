@@ -1,8 +1,9 @@
-"""The CUDA back end without a GPU: the operators' shape functions accept its calls, and the kernel's checks hold."""
+"""The CUDA back end on fake tensors of a GPU; its results, the other tests prove with ``cuda_on_cpu``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ HEAD_DIM = 64
 
 @pytest.fixture(autouse=True)
 def fake() -> Iterator[None]:
-    with FakeTensorMode():
+    # Its cache would mix fake tensors and real ones.
+    with FakeTensorMode(), mock.patch.object(cuda, "_cu_seqlens", cuda._cu_seqlens.__wrapped__):
         yield
-    cuda._cu_seqlens.cache_clear()  # or real tensors would meet these
 
 
 def tensor(*shape: int, device: torch.device = CUDA) -> Tensor:
@@ -121,19 +122,36 @@ def test_what_is_exchanged_is_what_nccl_takes(rank: int, members: tuple[int, ...
                 assert message.is_contiguous()
 
 
-def arguments_of(operator: torch._ops.OpOverload) -> list[str]:
-    return [argument.name for argument in operator._schema.arguments]
+ATTENDED = "Tensor query, Tensor key, Tensor value"
+LENGTHS = "cum_seq_q, Tensor{0} cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal"
+OPTIONS = "*, float? scale=None, SymInt? window_size_left=None, SymInt? window_size_right=None"
 
 
-def test_the_operators_take_their_arguments_in_this_order():
-    """They are not public; ``cuda`` hands over most by position, on every torch that is supported."""
-    attended = ["query", "key", "value"]
-    cu_seqlens = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
-    options = ["scale", "window_size_left", "window_size_right"]
-    forward = arguments_of(torch.ops.aten._flash_attention_forward.default)
-    assert forward[:13] == [*attended, *cu_seqlens, "return_debug_mask", *options]
-    backward = arguments_of(torch.ops.aten._flash_attention_backward.default)
-    assert backward == ["grad_out", *attended, "out", "logsumexp", *cu_seqlens, "rng_state", "unused", *options]
+@pytest.mark.parametrize(
+    ("name", "arguments", "returns"),
+    [
+        (
+            "_flash_attention_forward",
+            f"{ATTENDED}, Tensor? {LENGTHS.format('?')}, bool return_debug_mask, {OPTIONS}",
+            "Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask",
+        ),
+        (
+            "_flash_attention_backward",
+            f"Tensor grad_out, {ATTENDED}, Tensor out, Tensor logsumexp, Tensor {LENGTHS.format('')}, "
+            f"Tensor rng_state, Tensor unused, {OPTIONS}",
+            "Tensor, Tensor, Tensor",
+        ),
+    ],
+)
+def test_the_operators_are_the_same_on_every_torch(name: str, arguments: str, returns: str):
+    """They are not public, and ``cuda`` hands over most by position. Newer ones add arguments with defaults."""
+    schema = getattr(torch.ops.aten, name).default._schema
+    assert str(schema).startswith(f"aten::{name}({arguments}")
+    assert str(schema).endswith(f") -> ({returns})")
+    assert all(argument.has_default_value() for argument in schema.arguments[arguments.count(",") :])
+    on_cuda, on_cpu = (torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) for key in ("CUDA", "CPU"))
+    assert on_cuda == torch.backends.cuda.is_built()
+    assert not on_cpu  # or ``cuda_on_cpu`` would replace it
 
 
 @pytest.mark.parametrize(
