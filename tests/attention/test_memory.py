@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.attention.cuda_on_cpu import cuda_on_cpu
 from tests.attention.live_bytes import LiveBytes
 from tests.attention.oracle import random_inputs
 from tests.training.distributed import join_again, run_ranks
@@ -39,7 +41,8 @@ class Memory:
     backward_peak: int
 
 
-def _measure(plan: ShardPlan, folder: Path) -> Memory:
+@cuda_on_cpu()
+def _measure(plan: ShardPlan, backend: str, folder: Path) -> Memory:
     rank = dist.get_rank()
     layout = shard_layout(plan, rank, torch.device("cpu"))
     tokens = int(plan.tokens_per_rank[rank])
@@ -47,9 +50,9 @@ def _measure(plan: ShardPlan, folder: Path) -> Memory:
     for tensor in (query, key, value):
         tensor.requires_grad_()
     with LiveBytes() as live:
-        out = context_parallel_attention(query, key, value, plan, None)
+        out = context_parallel_attention(query, key, value, plan, None, backend)
         forward_peak = live.peak
-        join_again(folder / plan.strategy)
+        join_again(folder / f"{plan.strategy}, {backend}")
         live.peak = held = live.now
         grads = torch.autograd.grad(out, (query, key, value), grad_out)
         backward_peak = live.peak - held
@@ -63,16 +66,17 @@ def _measure(plan: ShardPlan, folder: Path) -> Memory:
     return Memory(tokens, attending, received, exchanged, held, forward_peak, backward_peak)
 
 
-def _measure_all(plans: list[dict[str, object]], folder: Path) -> list[Memory]:
-    return [_measure(ShardPlan.from_json(plan), folder) for plan in plans]
+def _measure_all(plans: list[dict[str, object]], backend: str, folder: Path) -> list[Memory]:
+    return [_measure(ShardPlan.from_json(plan), backend, folder) for plan in plans]
 
 
-def test_memory_is_bounded_by_what_the_plan_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_memory_is_bounded_by_what_the_plan_needs(backend: str, tmp_path: Path) -> None:
     lengths = [700, 40, 33, 500, 1, 260]
     whole = ShardPlan("whole", (400, 400), (np.array([[0, 0, 400]]), np.array([[1, 0, 400]])))
     plans = [make_shard_plan(lengths, 2, strategy) for strategy in ("per_sequence", "per_document")] + [whole, APART]
     assert [plan.keeps_received for plan in plans] == [True, True, True, False]
-    for memories in run_ranks(2, _measure_all, [plan.to_json() for plan in plans], tmp_path):
+    for memories in run_ranks(2, _measure_all, [plan.to_json() for plan in plans], backend, tmp_path):
         for plan, memory in zip(plans, memories, strict=True):
             own = memory.tokens * (QUERY_ROW + LOG_SUM_EXP_ROW)
             own_grads = memory.tokens * (QUERY_ROW + KEY_VALUE_ROW)

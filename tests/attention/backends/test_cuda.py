@@ -155,7 +155,17 @@ def test_the_operators_are_the_same_on_every_torch(name: str, arguments: str, re
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((4, 2, 60), torch.bfloat16), ((4, 2, 264), torch.float16), ((4, 2, 64), torch.float32)]
+    ("head_dim", "dtype", "reason"),
+    [
+        (60, torch.bfloat16, "head_dim 60 is not a multiple of 8"),
+        (264, torch.float16, "head_dim 264 is not a multiple of 8 up to 256"),
+        (64, torch.float32, "torch.float32 is not one of torch.bfloat16, torch.float16"),
+        (8, torch.bfloat16, "nothing"),
+        (256, torch.float16, "nothing"),
+    ],
 )
-def test_what_the_kernel_refuses_is_refused_before(shape: tuple[int, ...], dtype: torch.dtype):
-    assert cuda.unsupported(torch.empty(shape, dtype=dtype, device=CUDA))
+def test_what_the_kernel_refuses_is_refused_before(head_dim: int, dtype: torch.dtype, reason: str):
+    query = torch.empty(4, 2, head_dim, dtype=dtype, device=CUDA)
+    assert reason in (cuda.unsupported(query) or "nothing")
+    with mock.patch.object(torch.version, "hip", "7.0"):
+        assert "ROCm" in str(cuda.unsupported(query))
