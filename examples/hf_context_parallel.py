@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from stand_ins import MODEL, WINDOW, documents, llama
+from stand_ins import DEVICE, MODEL, WINDOW, documents, join, llama
 from wlb.integrations.huggingface import register_attention
 from wlb.integrations.packed import packed_batches
 
 
 def train() -> None:
     cp = dist.get_world_size()  # or any divisor of it
-    model = llama()
+    model = llama().to(DEVICE)
     register_attention(model)
     parallel = DistributedDataParallel(model)  # over all ranks: each has a part of the gradient
     optimizer = torch.optim.AdamW(parallel.parameters(), 1e-3)
@@ -32,6 +32,6 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    join()
     train()
     dist.destroy_process_group()

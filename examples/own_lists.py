@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from stand_ins import MODEL, WINDOW, documents, llama
+from stand_ins import DEVICE, MODEL, WINDOW, documents, join, llama
 from wlb.integrations.huggingface import register_attention
 from wlb.integrations.packed import packed_batches
 from wlb.runtime import level_step
 
 
 def train() -> None:
-    model = llama()
+    model = llama().to(DEVICE)
     register_attention(model)
     for block in model.model.layers:
         fully_shard(block)
@@ -32,6 +32,6 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    join()
     train()
     dist.destroy_process_group()

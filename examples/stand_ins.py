@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain, islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from wlb.documents.prepare.sources import stdlib_documents, stdlib_files, stdlib_root
 from wlb.workload import ModelShape
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WINDOW = 4096  # tokens, of a micro-batch on average
 DOCUMENTS = 128
 MODEL = ModelShape(
@@ -22,6 +25,13 @@ def documents() -> list[dict[str, Any]]:
     """Definitions in Python's standard library, one token a byte, cut off where they are longer than the window."""
     texts = chain.from_iterable(stdlib_documents(path) for path in list(stdlib_files(stdlib_root()))[::7])
     return [{"input_ids": list(text.encode()[:WINDOW])} for text in islice(filter(None, texts), DOCUMENTS)]
+
+
+def join() -> None:
+    """Join the processes of torchrun, each on a GPU of its own if there are GPUs."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
 
 
 def llama() -> Any:

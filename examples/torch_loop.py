@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from stand_ins import MODEL, WINDOW, documents, llama
+from stand_ins import DEVICE, MODEL, WINDOW, documents, join, llama
 from wlb.integrations.huggingface import register_attention
 from wlb.integrations.packed import packed_batches
 
 
 def train() -> None:
-    model = llama()
+    model = llama().to(DEVICE)
     register_attention(model)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(parallel.parameters(), 1e-3)
@@ -29,6 +29,6 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    join()
     train()
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from wlb.training.environment import set_gpu_defaults
+from wlb.runtime.environment import set_up_gpu
 
 R = TypeVar("R")
 _TIMEOUT = timedelta(minutes=30)
@@ -32,7 +32,7 @@ def _run(
     torch.set_num_threads(1)
     store, backend = f"file://{folder}/store", "gloo"
     if device == "cuda":
-        set_gpu_defaults()
+        set_up_gpu()
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=processes, timeout=_TIMEOUT)

@@ -354,3 +354,15 @@ def test_a_store_that_changes_stops_the_loop(tmp_path: Path):
     os.utime(tmp_path / "store.bin", (0, 0))
     with pytest.raises(UserError, match=r"store\.bin changed while it was in use"):
         next(steps)
+
+
+def test_batches_arrive_where_the_process_trains(monkeypatch: pytest.MonkeyPatch):
+    def devices(**settings: Any) -> set[str]:
+        batches = next(packed_batches(DOCUMENTS, **SIZES, **settings)).batches
+        return {getattr(batch, name).device.type for batch in batches for name in ("tokens", "labels", "position_ids")}
+
+    monkeypatch.setattr("wlb.integrations.packed.device_of", lambda group: "meta")  # stands for a GPU
+    assert devices() == {"cpu"}  # as long as the process has not begun to use it
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert devices() == {"meta"}
+    assert devices(device="cpu") == {"cpu"}

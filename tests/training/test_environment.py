@@ -27,7 +27,6 @@ from wlb.training.environment import (
     hardware_name,
     joined_job,
     keep_freed_memory,
-    set_gpu_defaults,
     threads_per_process,
     tokenizer_warning,
 )
@@ -89,20 +88,6 @@ def test_a_wrong_number_of_processes_is_refused(tmp_path, monkeypatch):
     refused = r"3 processes were started, but parallel.\* asks for 4 \(dp 2 x pp 2 x cp 1 x tp 1\)"
     with pytest.raises(UserError, match=refused), joined_job(job(tmp_path, parallel={"dp": 2, "pp": 2})):
         pass
-
-
-@in_turn(("name", "value"), [("PYTORCH_ALLOC_CONF", "a:1"), ("PYTORCH_CUDA_ALLOC_CONF", "b:2"), (None, None)])
-def test_gpu_defaults_leave_what_the_user_set(name, value, monkeypatch):
-    settings = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_LAUNCH_ORDER_IMPLICIT"}
-    for variable in settings:
-        monkeypatch.setenv(variable, "")  # restored afterwards
-        monkeypatch.delenv(variable)
-    if name:
-        monkeypatch.setenv(name, value)
-    set_gpu_defaults()
-    found = {variable: os.environ[variable] for variable in settings & os.environ.keys()}
-    allocator = {name: value} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert found == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"} | allocator
 
 
 def _deterministic_job(folder: Path) -> bool:

@@ -32,11 +32,12 @@ from wlb.job.config import TrainingConfig
 from wlb.job.memory.step import predict_memory
 from wlb.models.transformer import TransformerConfig
 from wlb.runtime.batch import TokenBatch
+from wlb.runtime.environment import activate_fast_attention
 from wlb.runtime.sharded_batch import shard_batch
 from wlb.schedules.layout import Layout
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import simulated_job
-from wlb.training.environment import activate_fast_attention, compute_deterministically, hardware_name
+from wlb.training.environment import compute_deterministically, hardware_name
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules

@@ -234,12 +234,12 @@ def _starts(lengths: Indices) -> Indices:
     return np.cumsum(lengths) - lengths
 
 
-def on_device(indices: NDArray[np.integer[Any]], device: torch.device) -> Tensor:
-    """``indices`` on ``device``; the copy to a GPU does not block."""
-    tensor = torch.from_numpy(indices)
-    if device.type == "cuda" and torch.cuda.is_available():
+def on_device(values: NDArray[np.integer[Any]] | Tensor, device: torch.device) -> Tensor:
+    """``values`` on ``device``; the copy to a GPU waits for nothing that the GPU does."""
+    tensor, to_gpu = torch.as_tensor(values), device.type == "cuda" and torch.cuda.is_available()
+    if to_gpu and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=to_gpu)
 
 
 def _row_sums(device: torch.device, rows: Indices, tokens: int | None = None) -> RowSums:

@@ -31,13 +31,13 @@ class BalancedSteps(PackedSteps):
                 "parallelism_config has tp, cp or sp over 1; leave them out, and give balanced_steps(cp=...)"
             )
         self._accelerator, self._prepared = accelerator, prepared
-        super().__init__(documents, **settings)
+        super().__init__(documents, **{"device": accelerator.device, **settings})
 
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
-        return self._in_turn(super().__next__().to(self._accelerator.device).batches)
+        return self._in_turn(super().__next__().batches)
 
     def _in_turn(self, batches: tuple[PackedBatch, ...]) -> Iterator[PackedBatch]:
         accumulated, levels, calibration = self._accelerator.step, self.job.levels_steps, self.calibration

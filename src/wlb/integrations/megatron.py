@@ -12,6 +12,7 @@ from typing import Any
 
 from wlb.errors import UserError
 from wlb.packing.balance import balance
+from wlb.runtime.environment import set_up_gpu
 from wlb.workload import ModelShape, make_workload
 from wlb.workload.base import DocumentPrices
 
@@ -63,6 +64,7 @@ def register(model: str | ModelShape = "7b", hardware: str = "h100") -> None:
 
     ``model`` and ``hardware`` price samples, as in ``make_workload``.
     """
+    set_up_gpu()
     BalancedScheduler.workload = make_workload(model, hardware)
     key = next(key for key in scheduler_map if getattr(key, "value", key) == "dp_balanced")  # in dev a string
     scheduler_map[key] = BalancedScheduler

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from wlb.attention.shard_layout import on_device
 from wlb.documents.segments import OverlongReport, Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
@@ -32,6 +33,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch, read_batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import device_of, gathered_rows, sharing_group
+from wlb.runtime.environment import set_up_gpu
 from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import digest_of, fingerprint_of
 from wlb.runtime.sharded_batch import RankSlice, ShardedAttention, ShardedBatch
@@ -106,8 +108,9 @@ class PackedBatch:
         return self._keywords[name]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        tensors = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "position_ids")}
-        return replace(self, **tensors)
+        there, names = torch.device(device), ("tokens", "labels", "position_ids")
+        moved: dict[str, Any] = {name: on_device(getattr(self, name), there) for name in names}
+        return replace(self, **moved)
 
 
 def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int, *, averaged_over: int) -> Tensor:
@@ -153,6 +156,8 @@ class PackedSteps(Iterator[PackedStep]):
             ``level_step`` measures them if you pass it ``calibration`` of the steps.
         state: A result of ``state_dict``. Processes, micro-batches, window, packing and model may differ.
         group: The processes that train, by default all; with tensor or pipeline parallelism, the data-parallel ones.
+        device: Where batches arrive, by default the current GPU if this process has begun to use it, and NCCL if it has
+            a group; otherwise the CPU.
         settings: Further keywords of ``balanced_job``: model, hardware, profile, preset, seed, shuffle and others.
 
     Every process makes this with the same arguments. With dp x cp > 1, ``next`` is a collective call: the first one
@@ -176,13 +181,14 @@ class PackedSteps(Iterator[PackedStep]):
         calibrate: int = 0,
         state: Mapping[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(documents, TokenStore):
             check_documents(documents, "documents")
         if own_lists and (sharding != "balanced" or cp != 1):
             raise UserError("own_lists chooses cp and sharding itself; leave them out")
-        self._processes = Processes(rank, dp, cp, group)
+        self._processes, self._device = Processes(rank, dp, cp, group), device
         self._rank = self._processes.own_rank()
         self._stream: ArrivingDocuments[Document] | None = None
         lengths: Any = None
@@ -203,6 +209,7 @@ class PackedSteps(Iterator[PackedStep]):
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
         self.lengths = lengths  # of all documents; None for a stream
         self._steps = WholeSteps(self.job, self.lengths if self._stream is None else self._stream, epochs=epochs)
+        set_up_gpu(shares=self.job.layout.cp > 1)
         layout = replace(self.job.layout, tp=1)
         self._share = RankSlice(*divmod(self._rank, layout.cp), layout, sharding, self.job.costs)
         self._sharing: dist.ProcessGroup | None = None
@@ -286,7 +293,9 @@ class PackedSteps(Iterator[PackedStep]):
         plan, tensors = share.shard_plan, (share.tokens, share.labels, share.positions)
         attend = ShardedAttention(share.local_tokens, plan, self._sharing, share.ranks or None)
         attend_shared = attend if plan.cp_size > 1 else None
-        return PackedBatch(*tensors, plan.segment_lengths, loss_tokens, self._processes.ranks, attend_shared)
+        batch = PackedBatch(*tensors, plan.segment_lengths, loss_tokens, self._processes.ranks, attend_shared)
+        used = device_of(self._processes.group) if torch.cuda.is_initialized() else "cpu"
+        return batch.to(self._device or used)
 
     def _loss_tokens(self, plan: StepPlan | None, shares: Sequence[ShardedBatch]) -> int:
         """Labelled tokens of the step on all ranks; several processes also compare ``plan``."""

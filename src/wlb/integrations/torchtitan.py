@@ -29,6 +29,7 @@ from wlb.errors import UserError
 from wlb.integrations.batches import ItemsOfSteps
 from wlb.integrations.packed import PackedBatch, PackedSteps
 from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.environment import set_up_gpu
 from wlb.runtime.own_lists import in_turn
 
 _VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"
@@ -70,7 +71,13 @@ class BalancedDataLoader(BaseDataLoader):
         self._multiple_of, self._own_lists = config.multiple_of, config.own_lists
         names = ("micro_batches", "model", "hardware", "seed", "max_length_factor", "own_lists")
         settings = {name: getattr(config, name) for name in names}
-        settings |= {"context_window": _window(sizes), "dp": dp_world_size, "rank": dp_rank, "epochs": None}
+        settings |= {
+            "context_window": _window(sizes),
+            "dp": dp_world_size,
+            "rank": dp_rank,
+            "epochs": None,
+            "device": "cpu",
+        }
         steps = PackedSteps(TokenStore.open(config.store), **settings)
         self.batches = ItemsOfSteps(steps, lambda step: [*map(self._as_torchtitan_has_it, step.batches)])
 
@@ -119,6 +126,7 @@ def _window(sizes: dict[str, Any]) -> int:
 
 def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:
     """The training data loader as a ``BalancedDataLoader``; ``settings`` are the fields of its ``Config``."""
+    set_up_gpu()
     balanced: BalancedDataLoader.Config = derive(config, BalancedDataLoader.Config, **settings)
     return balanced
 

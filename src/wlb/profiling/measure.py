@@ -23,7 +23,8 @@ from wlb.models.transformer import check_built
 from wlb.profiling.timing import Timing, measure_in_turns
 from wlb.profiling.workbench import Key, Workbench
 from wlb.runtime.clock import PROCESS_TIME, WALL_TIME, Clock, clock_of
-from wlb.training.environment import activate_fast_attention, keep_freed_memory
+from wlb.runtime.environment import activate_fast_attention
+from wlb.training.environment import keep_freed_memory
 from wlb.workload import ModelShape
 from wlb.workload.costs import HeldOut
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile

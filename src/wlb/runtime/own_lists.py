@@ -29,6 +29,7 @@ from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered_rows
+from wlb.runtime.environment import set_up_gpu
 
 T = TypeVar("T")
 
@@ -117,6 +118,7 @@ def in_turn(
     after the last batch: ask for one more. Otherwise every batch gathers weights block by block, which needs equally
     many batches on all ranks, and the last backward reduces gradients. Raises ``UserError`` as ``level_step`` does.
     """
+    set_up_gpu()
     units, wrapped, replicated = fsdp_units(model), *_data_parallel(model)
     if keep_weights:
         for unit in units:

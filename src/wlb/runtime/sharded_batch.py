@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from wlb.attention import context_parallel_attention
 from wlb.attention.exchange import KVReexchanges
 from wlb.attention.packed_attention import AttentionCache
+from wlb.attention.shard_layout import on_device
 from wlb.attention.slices import KeptSlices, SliceInLayer, SliceOf
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch
@@ -71,7 +73,9 @@ class ShardedBatch:
         return ShardedAttention(self.local_tokens, self.shard_plan, sharing, ranks, KVReexchanges(), self.slice_of)
 
     def to(self, device: torch.device) -> ShardedBatch:
-        named = {name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "labels", "positions")}
+        named: dict[str, Any] = {
+            name: on_device(getattr(self, name), device) for name in ("tokens", "labels", "positions")
+        }
         return replace(self, **named)
 
 

@@ -7,12 +7,12 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.nn.attention import current_flash_attention_impl
 
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
@@ -20,7 +20,9 @@ from wlb.job.config import JobConfig, ModelConfig, TrainingConfig
 from wlb.models.configured_model import configured_model
 from wlb.models.transformer import TransformerConfig, check_built
 from wlb.os_limits import usable_cores
+from wlb.runtime.environment import prefers_fa3, set_up_gpu
 from wlb.token_count import parse_count
+from wlb.training.console import say
 from wlb.training.stalls import record_flight
 from wlb.workload.hardware import HARDWARE
 
@@ -52,10 +54,8 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
     if config.training.deterministic:
         compute_deterministically()
     if device.type == "cuda":
-        set_gpu_defaults()
-        torch.cuda.set_device(device)
         record_flight(config.metrics.dir)
-        activate_fast_attention(device)
+        set_up_gpu(device, say=say)
     else:
         keep_freed_memory()
     timeout = timedelta(seconds=config.training.timeout_seconds)
@@ -80,33 +80,12 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, -1)  # unsigned, so never
 
 
-def set_gpu_defaults() -> None:
-    """Set what PyTorch and NCCL read when CUDA starts, unless the environment sets it.
-
-    Micro-batches differ in length, which would leave gaps between memory segments of fixed sizes. A rank uses several
-    communicators at once, and ranks that launch their kernels in different orders would wait for each other forever.
-    """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-
-
 def compute_deterministically() -> None:
     """Make every kernel of this process give the same bits each time, or raise. Call it before CUDA starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Nothing here reads memory that it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def activate_fast_attention(device: torch.device) -> None:
-    """Use FlashAttention 3 on a Hopper GPU if it is installed; otherwise ``attention_note`` says so.
-
-    Deterministic algorithms rule it out, because its backward ignores them.
-    """
-    if _prefers_fa3(device):
-        with suppress(ImportError, RuntimeError, ValueError):
-            activate_flash_attention_impl("FA3")
 
 
 def attention_note(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -116,17 +95,12 @@ def attention_note(dtype: torch.dtype, device: torch.device) -> str | None:
             f"wlb: warning: training.dtype = '{str(dtype).removeprefix('torch.')}' on CUDA runs attention on the dense "
             "reference back end, whose memory grows with the square of a document's tokens; set it to 'bfloat16'"
         )
-    if not _prefers_fa3(device) or current_flash_attention_impl() is not None:
+    if not prefers_fa3(device) or current_flash_attention_impl() is not None:
         return None
     return (
         "wlb: note: attention runs FlashAttention-2, at about 0.6 of FlashAttention-3's speed on this GPU; "
         "flash_attn_interface is not installed or could not be activated"
     )
-
-
-def _prefers_fa3(device: torch.device) -> bool:
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and not torch.are_deterministic_algorithms_enabled()
 
 
 def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:

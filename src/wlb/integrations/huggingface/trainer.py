@@ -27,6 +27,7 @@ from wlb.integrations.huggingface.attention import check_rotary, other_layers, p
 from wlb.integrations.huggingface.check import check_arguments, check_settings, check_trainer, set_right
 from wlb.integrations.packed import NO_LABELS, FlatteningCollator, PackedBatch, PackedSteps
 from wlb.runtime.collectives import on_every_rank
+from wlb.runtime.environment import set_up_gpu
 from wlb.workload.model_json import shape_of_config
 
 _PLANNED = 64  # steps of an endless stream to plan before training; planning all would take minutes
@@ -56,6 +57,7 @@ def balanced(
     ``max_steps``. ``state.epoch`` is the trained documents over those of the data set. Without ``train_dataset`` a
     Trainer evaluates. Raises ``UserError`` for the settings that docs/stacks/huggingface.md lists as wrong.
     """
+    set_up_gpu(shares=cp > 1)
     check_whole("context_window", context_window)
     check_arguments(trainer_class, {})
     planning = {"context_window": context_window, "cp": cp, "sharding": sharding, **settings}
@@ -152,6 +154,7 @@ class _BalancedTrainer:
         if hasattr(documents, "column_names"):
             documents = self._remove_unused_columns(documents, description="training")
         settings: dict[str, Any] = {"seed": args.seed, "hardware": "cpu" if args.device.type == "cpu" else "h100"}
+        settings["device"] = "cpu"  # a Trainer moves its batches
         if config is not None and "model" not in self._wlb_planning:
             settings["model"] = shape_of_config(config)
         settings |= {"micro_batches": args.gradient_accumulation_steps, **self._wlb_planning}

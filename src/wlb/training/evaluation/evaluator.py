@@ -56,7 +56,7 @@ class Evaluator:
         started, device = time.perf_counter(), self._model.execution.device
         sums = torch.zeros(2, len(self._held_out.buckets), dtype=torch.float64, device=device)  # losses, labels
         for plan in self._held_out.plans:
-            self.broken_off = bool(gathered_rows([asked_to_end()], torch.int64, device).any())
+            self.broken_off = bool(gathered_rows([asked_to_end()], torch.int64, torch.device("cpu")).any())
             if self.broken_off:
                 break
             for micro_batch in plan.ranks[self._model.share.dp_rank]:
