@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.training.distributed import run_ranks
 from wlb.job.config import TrainingConfig
@@ -30,6 +31,17 @@ def test_only_matrices_decay():
     assert len(decay) == len(list(stage.parameters()))
     for name, parameter in stage.named_parameters():
         assert decay[id(parameter)] == (0.0 if "norm" in name else 0.3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one_kernel_steps_all_weights_on_a_gpu(device):
+    with FakeTensorMode(), torch.device(device):
+        stage = Transformer(MODEL)
+        optimizer = build_optimizer(stage, TrainingConfig())
+        for parameter in stage.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert optimizer.defaults["fused"] == (device == "cuda")
 
 
 def _gradient(parameter: nn.Parameter) -> None:

@@ -25,7 +25,10 @@ def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         {"params": [p for p in parameters if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay * decays}
         for decays in (True, False)
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas)
+    # One kernel for all weights, in place of ten for each. On CPUs it would compute other bits.
+    fused = parameters[0].device.type == "cuda"
+    filled = [g for g in groups if g["params"]]
+    return torch.optim.AdamW(filled, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
