@@ -25,8 +25,8 @@ from wlb.errors import UserError
 from wlb.integrations.huggingface import register_attention
 from wlb.integrations.packed import PackedSteps, packed_batches
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime import level_step
-from wlb.runtime.own_lists import own_micro_batches
+from wlb.runtime import level_step, own_lists
+from wlb.runtime.own_lists import own_micro_batches, unsharded_bytes
 
 RANDOM = np.random.default_rng(1)
 LENGTHS = [*RANDOM.integers(2, 40, 40), 256, 250, *RANDOM.integers(2, 40, 40)]
@@ -292,3 +292,47 @@ def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():
     stream = steps_of(iter(DOCUMENTS), dp=2, rank=0)
     trained_segments = [segment for plan in stream._steps for segment in plan.segments]
     assert sum(segment.length for segment in trained_segments) == sum(LENGTHS)
+
+
+def memory_of_level_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What two level steps say on a GPU with 1 GB free; their bytes are those that FSDP2 holds before the reduction."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 10))
+    model[0].weight.requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in (model[1], model):
+        fully_shard(unit, mp_policy=policy)
+    held: list[int] = []
+    lines: list[str] = []
+
+    def loss_of(batch: int) -> Any:
+        if batch:
+            states: list[Any] = [unit._get_fsdp_state() for unit in own_lists.fsdp_units(model)]
+            params = [param for state in states for param in state._fsdp_param_group.fsdp_params]
+            gradients = [param.unsharded_accumulated_grad for param in params]
+            tensors = [param.unsharded_param for param in params], [g for g in gradients if g is not None]
+            held.extend(sum(tensor.numel() * tensor.element_size() for tensor in kind) for kind in tensors)
+        return model(torch.ones(1, 30)).float().sum()
+
+    level_step(model, [0, 1], loss_of)
+    assert unsharded_bytes(model) == tuple(held) == (2 * 1240, 4 * (1240 - 900))
+    monkeypatch.setattr(own_lists, "tell", lines.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2480, 80_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1760)
+    for allocated in (401, 400):
+        own_lists._checked.clear()
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda allocated=allocated: allocated)
+        own_lists.warn_of_memory(model)
+        own_lists.warn_of_memory(model)
+    return lines
+
+
+def _memory_of_level_steps() -> list[str]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return memory_of_level_steps(monkeypatch)
+
+
+def test_too_little_memory_is_said_once():
+    (line,), others = run_ranks(2, _memory_of_level_steps)
+    assert line.startswith("wlb: warning: a level step holds 0.0 GB of gathered weights and 0.0 GB of unsharded gradi")
+    assert others == []

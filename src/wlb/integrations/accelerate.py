@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from wlb.errors import UserError
 from wlb.integrations.packed import PackedBatch, PackedSteps
-from wlb.runtime.own_lists import fsdp_units, in_turn
+from wlb.runtime.own_lists import fsdp_units, in_turn, warn_of_memory
 
 
 class BalancedSteps(PackedSteps):
@@ -32,6 +32,8 @@ class BalancedSteps(PackedSteps):
             )
         self._accelerator, self._prepared = accelerator, prepared
         super().__init__(documents, **{"device": accelerator.device, **settings})
+        if self.job.levels_steps:
+            warn_of_memory(prepared)
 
     def __iter__(self) -> Any:
         return self

@@ -30,7 +30,7 @@ from wlb.integrations.batches import ItemsOfSteps
 from wlb.integrations.packed import PackedBatch, PackedSteps
 from wlb.runtime.batch import IGNORE_LABEL
 from wlb.runtime.environment import set_up_gpu
-from wlb.runtime.own_lists import in_turn
+from wlb.runtime.own_lists import in_turn, warn_of_memory
 
 _VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"
 
@@ -177,6 +177,7 @@ class LevelTrainer(Trainer):
             raise UserError(
                 f"{config.model_spec.name} has its own masks, which level steps do not support; use balance"
             )
+        warn_of_memory(model)
         loss: Any = self.loss_fn
         if isinstance(loss, ChunkedLossWrapper):
             loss.set_lm_head(partial(model.lm_head))  # given the FSDP unit itself, it would reduce the gradients

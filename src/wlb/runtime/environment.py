@@ -44,12 +44,17 @@ def set_up_gpu(device: torch.device | None = None, *, shares: bool = True, say: 
     _done = device is not None or torch.cuda.is_initialized()
     if _done and activate_fast_attention(torch.device("cuda")):
         done.append("FlashAttention 3")
-    if dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")):
-        return
     if done:
-        say(f"wlb: set {', '.join(done)}")
+        on_first_rank(say, f"wlb: set {', '.join(done)}")
     if late and shares:
-        say(f"wlb: warning: NCCL has begun; export {_ORDER}=1 before the job starts, or ranks may deadlock")
+        order = f"export {_ORDER}=1 before the job starts, or ranks may deadlock"
+        on_first_rank(say, f"wlb: warning: NCCL has begun; {order}")
+
+
+def on_first_rank(say: Callable[[str], None], line: str) -> None:
+    """``say`` the ``line``, on rank 0 of all processes only."""
+    if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
+        say(line)
 
 
 def activate_fast_attention(device: torch.device) -> bool:

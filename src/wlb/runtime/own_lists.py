@@ -29,10 +29,12 @@ from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered_rows
-from wlb.runtime.environment import set_up_gpu
+from wlb.runtime.environment import on_first_rank, set_up_gpu
+from wlb.terminal import tell
 
 T = TypeVar("T")
 
+_MEASURED = WeakSet[nn.Module]()  # models whose memory has been compared with that of the GPU
 _CHECKED = WeakSet[DistributedDataParallel]()  # whose first step was right
 
 
@@ -96,6 +98,7 @@ def level_step(
     if not isinstance(batches, Sequence) or not batches:
         found = "empty" if isinstance(batches, Sequence) else f"a {type(batches).__name__}"
         raise UserError(f"batches are {found}, not a list of at least one; give step.batches")
+    warn_of_memory(model)
     for batch in in_turn(model, batches, calibration=calibration):
         loss = loss_fn(batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -106,6 +109,34 @@ def level_step(
     if calibration is not None:
         calibration.end_step()
     return torch.stack(losses).sum()
+
+
+def warn_of_memory(model: nn.Module) -> None:
+    """Say so, once for each ``model``, if a level step holds more weights and gradients than this GPU has free."""
+    if model in _MEASURED or not torch.cuda.is_available():
+        return
+    _MEASURED.add(model)
+    weights, gradients = (size / 1e9 for size in unsharded_bytes(model))
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if weights + gradients > free / 1e9:
+        held = f"{weights:.1f} GB of gathered weights and {gradients:.1f} GB of unsharded gradients"
+        remedy = "leave out own_lists, or choose a smaller reduce_dtype in MixedPrecisionPolicy"
+        line = f"a level step holds {held}, and this GPU has {free / 1e9:.1f} GB free; {remedy}"
+        on_first_rank(tell, f"wlb: warning: {line}")
+
+
+def unsharded_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the FSDP2 weights of ``model`` once gathered, and of their gradients until they are reduced."""
+    weights = gradients = 0
+    for unit in fsdp_units(model):
+        policy = unit._get_fsdp_state()._mp_policy
+        for group in _parameter_groups(unit):
+            for parameter in group.fsdp_params:
+                count, sharded = parameter._orig_size.numel(), parameter.sharded_param
+                kind = policy.param_dtype or sharded.dtype
+                weights += count * kind.itemsize
+                gradients += count * (policy.reduce_dtype or kind).itemsize * sharded.requires_grad
+    return weights, gradients
 
 
 def in_turn(
@@ -190,10 +221,14 @@ def reduce_gradients(model: nn.Module) -> None:
 
 def end_backward(unit: FSDPModule) -> None:
     """Add the gradients of a backward to those in the type of the reduction, and reduce them if ``unit`` is set to."""
+    for group in _parameter_groups(unit):
+        group.post_backward()
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        if group is not None:
-            group.post_backward()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]  # a unit without parameters of its own has none
 
 
 def _set_reducing(unit: FSDPModule, reduces: bool) -> None:
