@@ -72,6 +72,40 @@ def test_batches_are_even_and_passes_differ():
     assert list(planned) == first
 
 
+@pytest.mark.parametrize("asks_for_more", [True, False])  # many loops stop after len(loader) batches
+def test_what_is_said_of_a_pass_is_of_the_one_that_comes(asks_for_more: bool):
+    planned = sampler(LENGTHS[:60], rank=0, epochs=2)
+    said = []
+    for _ in range(4):
+        plans = [[[part.document % 60 for part in m.segments] for m in plan.ranks[0]] for plan in planned.steps()]
+        said.append([len(planned), *chain(*plans)])
+        loader = DataLoader(range(60), batch_sampler=planned, collate_fn=list)
+        trained = [*islice(loader, None if asks_for_more else len(loader))]
+        assert said[-1] == [len(trained), *trained]
+    assert len({*map(str, said)}) == 4
+
+
+def test_a_pass_that_was_broken_off_is_not_repeated_unasked():
+    expected, planned = list(sampler(rank=0)), sampler(rank=0)
+    head = [*islice(planned, 5)]
+    with pytest.raises(UserError, match="the last pass of this sampler ended early, and the next would repeat it"):
+        iter(planned)
+    planned.load_state_dict(planned.state_dict())
+    assert head + list(planned) == expected
+    planned.set_epoch(0)
+    assert [*islice(planned, 5)] == head
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_with_workers_continues_from_a_state_too(workers: int):  # it calls ``iter`` twice
+    expected, planned = list(sampler(rank=0)), sampler(rank=0)
+    state = [*islice(iter(planned), 3)] and planned.state_dict()
+    resumed = sampler(rank=0)
+    resumed.load_state_dict(state)
+    loader = DataLoader(range(len(LENGTHS)), batch_sampler=resumed, collate_fn=list, num_workers=workers)
+    assert list(loader) == expected[3:]
+
+
 @in_turn(("epochs", "taken"), product([2, None], [0, 3, 4, 29, 42]))
 def test_a_state_continues_after_any_batch(epochs: int | None, taken: int):
     expected = list(islice(sampler(epochs=epochs, rank=1), 60))

@@ -58,51 +58,59 @@ class PlannedBatchSampler:
             raise UserError(
                 "a batch sampler gives all processes equally many batches; for own_lists use packed_batches"
             )
-        self.rank, self._epochs, self._first_epoch = rank, epochs, 0
+        self.rank, self._epochs = rank, epochs
         self._dp_rank = (rank or 0) // self.job.layout.cp
-        self._length: int | None = None
-        self._state: dict[str, Any] | None = None
-        self._batches = self._begun(None)
+        self._lengths: dict[int, int] = {}  # batches of a pass, by its first epoch
+        self._state: dict[str, Any] | None = None  # to begin with
+        self._batches = self._begun(None, 0)
 
     def __iter__(self) -> ItemsOfSteps[list[int]]:
-        """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs."""
+        """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs.
+
+        Raises ``UserError`` after a pass that was broken off, because the new one would train its documents again.
+        """
         self._check_reader(sys._getframe(1).f_locals.get("self"))
-        if self._state is None and self._batches.finished:
-            self._first_epoch, self._length = self._batches.steps.first_epoch + (self._epochs or 0), None
-        self._batches = self._begun(self._state)
+        if self._batches.has_begun:
+            if not self._batches.is_over:
+                again = "call set_epoch for another pass, or load_state_dict(state_dict()) to go on"
+                raise UserError(f"the last pass of this sampler ended early, and the next would repeat it; {again}")
+            self._state = None
+        self._batches = self._begun(self._state, self._first_epoch)
         begin = {"first epoch": self._first_epoch, "state": digest_of(json.dumps(self._state, sort_keys=True))}
         self.processes.agree(self._batches.steps.settings | begin, self.rank)
         if self.rank is None and self.processes.ranks > 1:
             raise UserError(f"dp x cp = {self.processes.ranks}, and rank is missing; give the rank of this process")
-        self._state = None
         return self._batches
 
     def __len__(self) -> int:
         """Batches of a pass, counted by planning it. Raises ``TypeError`` for a pass without end."""
         if self._epochs is None:
             raise TypeError("a sampler with epochs = None has no length")
-        if self._length is None:
-            self._length = sum(len(plan.ranks[0]) for plan in self.steps())
-        return self._length
+        if (first := self._first_epoch) not in self._lengths:
+            self._lengths = {first: sum(len(plan.ranks[0]) for plan in self.steps())}
+        return self._lengths[first]
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass number ``epoch``, unless a state was loaded; training loops call this."""
-        if self._state is None:
-            self._first_epoch, self._length = epoch * (self._epochs or 0), None
-            self._batches = self._begun(None)
+        if self._state is None or self._batches.has_begun:
+            self._state, self._batches = None, self._begun(None, epoch * (self._epochs or 0))
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the last iterator, as JSON-serialisable data; torchdata's loader knows how far workers are."""
-        return self._batches.state_dict() if self._state is None else dict(self._state)
+        return self._batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter`` continue from ``state``. Raises ``UserError`` as ``WholeSteps`` does."""
-        self._first_epoch = self._begun(state).steps.first_epoch
-        self._state, self._length = dict(state), None
+        self._batches, self._state = self._begun(state, 0), dict(state)
 
     def steps(self, state: Mapping[str, Any] | None = None) -> Iterator[StepPlan]:
-        """The plans of a pass, or after ``state``, without changing this sampler: for a monitor."""
-        yield from self._begun(state).steps
+        """The plans of this pass (the next if it is over), or after ``state``, without changing this sampler."""
+        yield from self._begun(state, self._first_epoch).steps
+
+    @property
+    def _first_epoch(self) -> int:
+        """Of this pass, or of the next if this one is over."""
+        return self._batches.steps.first_epoch + (self._epochs or 0) * self._batches.is_over
 
     def _check_reader(self, reader: Any) -> None:
         """Raise ``UserError`` if ``reader``, whose method calls ``iter``, would not train the plan."""
@@ -114,8 +122,8 @@ class PlannedBatchSampler:
                 other = f"the data set has {len(dataset)} documents and the sampler {len(self.lengths)} lengths"
                 raise UserError(f"{other}; give the lengths of this data set")
 
-    def _begun(self, state: Mapping[str, Any] | None) -> ItemsOfSteps[list[int]]:
-        steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=self._first_epoch)
+    def _begun(self, state: Mapping[str, Any] | None, first_epoch: int) -> ItemsOfSteps[list[int]]:
+        steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=first_epoch)
         batches = ItemsOfSteps(steps, self._documents)
         if state is not None:
             batches.load_state_dict(state)

@@ -223,6 +223,17 @@ class ItemsOfSteps(Iterator[Item], Generic[Item]):
         self.of_step: Sequence[Item] = ()
         self._taken = 0  # items taken of the current step; after loading a state inside a step, of the next one
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first item was taken, or there was none."""
+        return self.finished or bool(self.of_step)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no item is left, even if ``next`` has not said so yet; for ``WholeSteps`` of lengths."""
+        at_end = self._taken == len(self.of_step) > 0
+        return self.finished or (at_end and next(copy.deepcopy(self.steps), None) is None)
+
     def __next__(self) -> Item:
         if self._taken >= len(self.of_step):
             before, step = self.steps.state_dict(), next(self.steps, None)
