@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import threading
 import warnings
 from collections import UserDict
 from itertools import islice, pairwise
@@ -19,10 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.cases import in_turn
+from tests.limits import HUNG_SECONDS
 from tests.training.distributed import run_ranks
 from wlb.documents.segments import OverlongReport
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
+from wlb.integrations import packed
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.packed import FlatteningCollator, packed_batches
@@ -151,8 +155,61 @@ def test_a_step_that_was_not_measured_stops_the_next():
         next(steps)
 
 
+@pytest.mark.parametrize("of_stream", [False, True])
+def test_steps_that_are_over_are_not_looped_over_again_and_broken_off_ones_go_on(of_stream: bool):
+    documents = iter(DOCUMENTS) if of_stream else DOCUMENTS
+    steps = packed_batches(documents, **SIZES)
+    head = contents(islice(steps, 3))
+    expected = contents(packed_batches(iter(DOCUMENTS) if of_stream else DOCUMENTS, **SIZES))
+    assert head + contents(steps) == expected
+    over = "the stream is over; open it again" if of_stream else r"epochs = 1 is over; give epochs= for more passes"
+    with pytest.raises(UserError, match=f"all steps were taken: {over}"):
+        iter(steps)
+
+
+def test_a_loop_that_takes_steps_ahead_saves_the_state_after_the_one_that_it_trained():
+    expected = contents(packed_batches(DOCUMENTS, **SIZES))
+    steps = packed_batches(DOCUMENTS, **SIZES)
+    for step, _ in zip(steps, range(2), strict=False):  # takes a third one
+        trained = step
+    for state, after in ((steps.state_dict(trained), 2), (steps.state_dict(), 3)):
+        assert contents(packed_batches(DOCUMENTS, **SIZES, state=json.loads(json.dumps(state)))) == expected[after:]
+
+
+def test_a_state_of_other_documents_of_the_same_lengths_is_refused(tmp_path: Path):
+    alike = RANDOM.integers(0, 97, (35, 20))
+    stores = {name: str(tmp_path / name) for name in ("saved", "other", "plain", "plain other")}
+    for name, prefix in stores.items():
+        with TokenStoreWriter(prefix, vocab_size=97) as writer:
+            for ids in alike[::-1] if "other" in name else alike:
+                writer.add(ids)
+        if "plain" in name:
+            Path(f"{prefix}.json").unlink()  # as stores of Megatron-Core
+    opened = {name: TokenStore.open(prefix) for name, prefix in stores.items()}
+    listed = ({"input_ids": [*ids, 0], "attention_mask": [1] * 20 + [0]} for ids in alike.tolist())
+    for saved, same, other in (
+        ([*alike], [*listed], [*alike[::-1]]),
+        ([*alike], [*alike], [*alike[:17], alike[18], alike[17], *alike[19:]]),
+        (opened["saved"], TokenStore.open(stores["saved"]), opened["other"]),
+        (opened["plain"], [*alike], opened["plain other"]),
+    ):
+        steps = packed_batches(saved, **SIZES)
+        next(steps)
+        state = steps.state_dict()
+        assert contents(packed_batches(same, **SIZES, state=state)) == contents(steps)
+        with pytest.raises(UserError, match=r"the state was saved with digest of tokens = '.*' and this run has"):
+            packed_batches(other, **SIZES, state=state)
+    stream = packed_batches(iter(alike), **SIZES)
+    next(stream)
+    with pytest.raises(UserError, match=r"the stream does not begin with the \d+ trained documents"):
+        packed_batches(iter(alike[::-1]), **SIZES, state=stream.state_dict())
+
+
 def contents(steps: Any) -> list[list[list[list[int]]]]:
     return [[documents_in(batch) for batch in step.batches] for step in steps]
+
+
+ALIKE = [*RANDOM.integers(0, 97, (40, 20))]
 
 
 # What one of two processes does otherwise, and what both are told. All left documents out and trained others twice.
@@ -162,6 +219,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "dp": ({"dp": 4, "rank": 1}, "dp = 2 and 4"),
     "seed": ({"seed": 1}, "seed = 0 and 1"),
     "order": ({"documents": DOCUMENTS[::-1]}, "digest of lengths = "),
+    "order of documents of equal length": ({"documents": ALIKE[::-1]}, "digest of tokens = "),
+    "a share of them": ({"documents": ALIKE[1::2]}, "digest of tokens = "),
+    "a share of a stream": ({"documents": ALIKE[1::2]}, "process 1 and process 0 planned different steps"),
     "number": ({"documents": DOCUMENTS[1:]}, "documents = 80 and 79, digest of lengths = "),
     "window": ({"context_window": 96}, "context_window = 64 and 96"),
     "micro-batches": ({"micro_batches": 3}, "micro_batches = 2 and 3"),
@@ -185,14 +245,17 @@ def _told_of_mistakes() -> dict[str, str]:
     next(trained)
     for name, (change, _) in MISTAKES.items():
         differs = dist.get_rank() == 1 or name in ("dp of all", "ranks to calibrate")
-        arguments = {"documents": DOCUMENTS, **SIZES, **(change if differs else {})}
+        documents = ALIKE[::2] if "share" in name else ALIKE if "equal length" in name else DOCUMENTS
+        arguments = {"documents": documents, **SIZES, **(change if differs else {})}
         if name == "calibrate after a state" or (name == "state" and not differs):
             arguments["state"] = trained.state_dict()
-        if name in ("stream", "end"):
+        if "stream" in name or name == "end":
             arguments["documents"] = iter(arguments["documents"])
         with pytest.raises(UserError) as error:
             list(packed_batches(**arguments))
         told[name] = str(error.value)
+    for rows in (DOCUMENTS, iter(DOCUMENTS)):  # and in equal documents nothing differs
+        next(packed_batches(rows, **SIZES))
     with pytest.raises(UserError, match="seed"):
         iter(PlannedBatchSampler(LENGTHS, **SIZES, seed=dist.get_rank()))
     with pytest.raises(UserError, match="rank = None, None"):  # each would train the documents of both
@@ -211,6 +274,38 @@ def test_processes_that_would_train_other_plans_are_all_told_so():
     for name, (_, expected) in MISTAKES.items():
         assert expected in first[name]
         assert "\n" not in first[name]
+
+
+def _prefetched() -> int:
+    """Tokens of a pass in which rank 0 takes steps in a thread while it reduces gradients."""
+    model, trained = DistributedDataParallel(Bigrams()), 0
+    steps = packed_batches(DOCUMENTS, **SIZES)
+    step: Any = next(steps)
+    taken, inside = queue.SimpleQueue[Any](), threading.Event()
+    gather = packed.gathered_rows
+
+    def gathers(row: Any, dtype: Any, device: Any, group: Any = None) -> torch.Tensor:
+        inside.set()
+        return gather(row, dtype, device, group)
+
+    packed.gathered_rows = gathers
+    while step is not None:
+        inside.clear()
+        ahead = threading.Thread(target=lambda: taken.put(next(steps, None)), daemon=True)
+        if dist.get_rank() == 0:
+            ahead.start()
+            inside.wait(HUNG_SECONDS)
+        for batch in step.batches:
+            batch.loss(model(batch.tokens)).backward()
+            trained += len(batch.tokens)
+        if dist.get_rank() == 1:
+            ahead.start()
+        step = taken.get(timeout=HUNG_SECONDS)
+    return trained
+
+
+def test_steps_may_be_taken_in_a_thread_while_gradients_are_reduced():
+    assert sum(run_ranks(2, _prefetched)) == sum(LENGTHS)
 
 
 def _learnt(documents: list[Any]) -> list[list[int]]:

@@ -8,6 +8,7 @@ and lists or dictionaries of text are ignored. Any other field is refused, becau
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from pathlib import Path
@@ -25,6 +26,7 @@ Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 LOSS_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
 _OF_TOKENS = ("input_ids", "labels", "attention_mask", "position_ids", *LOSS_MASKS)
 FIELDS = (*_OF_TOKENS, "length", "lengths")
+_MARKED = 16  # tokens in the mark of a document
 
 
 def check_documents(documents: Any, name: str) -> None:
@@ -86,6 +88,16 @@ def token_count(document: Document, name: str = "a document") -> int:
     _check_fields(document, name)
     padded = document.get("attention_mask") is not None
     return len(ids_and_labels(document, name)[0]) if padded else len(document["input_ids"])
+
+
+def mark_of(ids: NDArray[Any]) -> int:
+    """A checksum of up to 16 evenly spaced token ids of a document, with the first and the last; 32 bits."""
+    return zlib.crc32(ids[spaced(len(ids), _MARKED)].astype("<i8").tobytes())
+
+
+def spaced(count: int, most: int) -> NDArray[np.int64]:
+    """Up to ``most`` of the numbers below ``count``, evenly spaced, with the first and the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
 def _check_fields(fields: Mapping[str, Any], name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, islice
 from typing import Any
@@ -28,16 +28,24 @@ from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
 from wlb.integrations.batches.processes import Processes, check_accumulation, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
-from wlb.integrations.document_fields import Document, check_documents, ids_and_labels, token_count
+from wlb.integrations.document_fields import (
+    Document,
+    check_documents,
+    ids_and_labels,
+    mark_of,
+    spaced,
+    token_count,
+)
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch, read_batch
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.collectives import device_of, gathered_rows, sharing_group
+from wlb.runtime.collectives import agreeing_group, device_of, gathered_rows, sharing_group
 from wlb.runtime.environment import set_up_gpu
 from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import digest_of, fingerprint_of
 from wlb.runtime.sharded_batch import RankSlice, ShardedAttention, ShardedBatch
 
+_MARKED = 64  # documents whose token ids processes and states compare
 NO_LABELS = "a step has no labelled token, so its loss and gradients are zero; check its labels and masks"
 
 
@@ -130,6 +138,7 @@ class PackedStep:
     batches: tuple[PackedBatch, ...]
     loss_tokens: int
     plan: StepPlan
+    _after: Mapping[str, Any] = field(repr=False)  # the state of the planner after it
 
     def to(self, device: torch.device | str) -> PackedStep:
         return replace(self, batches=tuple(batch.to(device) for batch in self.batches))
@@ -192,23 +201,23 @@ class PackedSteps(Iterator[PackedStep]):
         self._rank = self._processes.own_rank()
         self._stream: ArrivingDocuments[Document] | None = None
         lengths: Any = None
+        tokens: str | None = None
         if isinstance(documents, TokenStore):
-            lengths, self._read = checked_lengths(documents.lengths), partial(read_batch, store=documents)
+            (lengths, tokens), self._read = _lengths_and_digest(documents), partial(read_batch, store=documents)
         elif hasattr(documents, "__len__") and not isinstance(documents, IterableDataset):
-            sized: Any = documents  # iterating a torch data set may not end by itself
-            numbered = enumerate(islice(sized, len(sized)))
-            lengths = checked_lengths([token_count(one, f"document {index}") for index, one in numbered])
+            lengths, tokens = _lengths_and_digest(documents)
             self._read = partial(_batch_of, documents, lengths)
         elif epochs != 1:
             raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave epochs out, or repeat the documents")
         else:
-            self._stream = ArrivingDocuments(documents, token_count, context_window if overlong == "drop" else np.inf)
+            self._stream = ArrivingDocuments(documents, _measured, context_window if overlong == "drop" else np.inf)
             self._read = partial(_batch_of, self._stream.kept, self._stream.lengths)
             settings |= {"shuffle": False}
         settings |= {"dp": self._processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
         self.lengths = lengths  # of all documents; None for a stream
-        self._steps = WholeSteps(self.job, self.lengths if self._stream is None else self._stream, epochs=epochs)
+        arriving = lengths if self._stream is None else self._stream
+        self._steps, self._ended = WholeSteps(self.job, arriving, tokens=tokens, epochs=epochs), False
         set_up_gpu(shares=self.job.layout.cp > 1)
         layout = replace(self.job.layout, tp=1)
         self._share = RankSlice(*divmod(self._rank, layout.cp), layout, sharding, self.job.costs)
@@ -226,6 +235,13 @@ class PackedSteps(Iterator[PackedStep]):
         if state is not None:
             self.load_state_dict(state)
 
+    def __iter__(self) -> PackedSteps:
+        if self._ended:
+            passes = f"epochs = {self._steps.settings['epochs']} is over; give epochs= for more passes, and loop once"
+            again = "the stream is over; open it again, and make new steps"
+            raise UserError(f"all steps were taken: {passes if self._stream is None else again}")
+        return self
+
     def __next__(self) -> PackedStep:
         self.agree()
         if (calibration := self.calibration) is not None:
@@ -237,6 +253,7 @@ class PackedSteps(Iterator[PackedStep]):
         shares = () if plan is None else self._share.batches(plan, self._read)
         loss_tokens = self._loss_tokens(plan, shares)
         if plan is None:
+            self._ended = True
             raise StopIteration
         if self.overlong.documents:
             over = f"some documents have more than context_window = {self.job.context_window} tokens; "
@@ -245,17 +262,22 @@ class PackedSteps(Iterator[PackedStep]):
             self._stream.forget(self._steps.finished)
         if self.calibration is not None:
             self.calibration.begin_step()
-        return PackedStep(tuple(self._packed(share, loss_tokens) for share in shares), loss_tokens, plan)
+        batches = tuple(self._packed(share, loss_tokens) for share in shares)
+        return PackedStep(batches, loss_tokens, plan, self._steps.before_next)
 
     @property
     def overlong(self) -> OverlongReport:
         """Counts of documents over the context window, including those read for later steps."""
         return self._steps.overlong
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue after the last step, as JSON-serialisable data; the same on all processes."""
+    def state_dict(self, step: PackedStep | None = None) -> dict[str, Any]:
+        """Everything needed to continue after ``step``, as JSON-serialisable data; the same on all processes.
+
+        By default after the last step that was taken. A loop that takes steps before it trains them gives the last one
+        that it trained.
+        """
         found = {} if self.calibration is None else {"calibration": self.calibration.state_dict()}
-        return self._steps.state_dict() | copy.deepcopy(found)
+        return self._steps.state_dict(None if step is None else step._after) | copy.deepcopy(found)
 
     def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
         """Continue from ``state``; ``inside_step``: part of the next step was trained, so no setting may change.
@@ -263,6 +285,7 @@ class PackedSteps(Iterator[PackedStep]):
         Raises ``UserError`` if that is impossible, or if a stream has been read from already.
         """
         self._steps.load_state_dict(state, inside_step=inside_step)
+        self._ended = False
         if self.calibration is not None and "calibration" in state:
             self.calibration.load_state_dict(state["calibration"])
         self._begin = self._compared | {"state": digest_of(json.dumps(state, sort_keys=True))}
@@ -305,7 +328,11 @@ class PackedSteps(Iterator[PackedStep]):
         labelled = sum(int((share.labels != IGNORE_LABEL).sum()) for share in shares)
         if ranks == 1 or world == 1:
             return labelled
-        rows = gathered_rows([labelled, fingerprint_of(plan) if plan else 0], torch.int64, device_of(group), group)
+        planned: Any = plan and fingerprint_of(plan)
+        if plan is not None and self._stream is not None:
+            planned = digest_of((planned, [self._stream.marks[segment.document] for segment in plan.segments]))
+        row = [labelled, planned or 0]
+        rows = gathered_rows(row, torch.int64, torch.device("cpu"), agreeing_group(group))
         others = (rows[:, 1] != rows[0, 1]).nonzero().flatten().tolist()
         if others:
             raise UserError(f"process {others[0]} and process 0 planned different steps; give all the same documents")
@@ -313,6 +340,27 @@ class PackedSteps(Iterator[PackedStep]):
 
 
 packed_batches = PackedSteps
+
+
+def _measured(document: Document, name: str = "a document", is_marked: bool = True) -> tuple[int, int]:
+    """Tokens of ``document``, and its mark; 0 if it has no tokens or needs none."""
+    count = token_count(document, name)
+    return count, mark_of(ids_and_labels(document, name)[0]) if count and is_marked else 0
+
+
+def _lengths_and_digest(documents: Any) -> tuple[Any, str]:
+    """Tokens of all ``documents``, and a digest of token ids of some."""
+    if isinstance(documents, TokenStore):
+        lengths, sample = documents.lengths, spaced(len(documents), _MARKED).tolist()
+        if "content_sha256" in documents.sidecar:
+            return checked_lengths(lengths), documents.identity[:14]
+        marks = np.array([mark_of(documents.read(number)) for number in sample])
+    else:
+        marked, count = {*spaced(len(documents), _MARKED).tolist()}, len(documents)
+        numbered = enumerate(islice(documents, count))  # iterating a torch data set may not end by itself
+        measured = [_measured(one, f"document {number}", number in marked) for number, one in numbered]
+        lengths, marks = np.array(measured, np.int64).reshape(-1, 2).T
+    return checked_lengths(lengths), f"{digest_of(marks[marks > 0].tolist()):x}"
 
 
 def _batch_of_all(documents: Sequence[Document]) -> TokenBatch:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch import Tensor
 from wlb.errors import UserError
 
 T = TypeVar("T")
+
+_AGREEING: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # by the group that trains
 
 
 def on_every_rank(check: Callable[[], T]) -> T:
@@ -50,6 +53,19 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     """The device on which ``group`` exchanges tensors: the GPU with NCCL; without a group, the training device."""
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config(group))
     return torch.device("cuda" if on_gpu else "cpu")
+
+
+def agreeing_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """The gloo communicator on which the processes of ``group`` agree; the first call is a collective one.
+
+    It moves nothing to or from a GPU. Another thread may use it while gradients are reduced on ``group``, where its
+    collectives would meet those of the other thread.
+    """
+    key: Any = group or dist.group.WORLD
+    if key not in _AGREEING:
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        _AGREEING[key] = dist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
+    return _AGREEING[key]
 
 
 def sharing_group(size: int, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

@@ -14,8 +14,12 @@ from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
 
 
-def stream(lengths: list[int], longest: float = np.inf) -> ArrivingDocuments[str]:
-    return ArrivingDocuments(("x" * length for length in lengths), len, longest)
+def measured(document: str) -> tuple[int, int]:
+    return len(document), ord(document[0]) if document else 0
+
+
+def stream(lengths: list[int], longest: float = np.inf, letter: str = "x") -> ArrivingDocuments[str]:
+    return ArrivingDocuments((letter * length for length in lengths), measured, longest)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=300), st.integers(1, 100), st.sampled_from([np.inf, 20]))
@@ -56,8 +60,8 @@ def test_a_stream_is_not_judged_by_what_is_read_ahead_nor_by_a_longer_window_bef
 
 def test_a_stream_of_which_all_is_too_long_is_not_read_for_ever():
     with pytest.raises(UserError, match="10,000 documents of the stream in a row are over context_window = 8, and"):
-        ArrivingDocuments(repeat("x" * 9), len, 8)
-    read = ArrivingDocuments(chain(["x"], repeat("x" * 9)), len, 8)
+        ArrivingDocuments(repeat("x" * 9), measured, 8)
+    read = ArrivingDocuments(chain(["x"], repeat("x" * 9)), measured, 8)
     with pytest.raises(UserError, match="10,000 documents"):
         all(read[np.arange(len(read))].all() for _ in repeat(None))
 
@@ -71,3 +75,5 @@ def test_mistakes_are_one_line():
         stream([1, 1]).read_again(3, 0, [])
     with pytest.raises(UserError, match="the stream does not begin with the 1 trained documents"):
         stream([2, 1]).read_again(1, stream([1, 1]).digest(1), [])
+    with pytest.raises(UserError, match="the stream does not begin with the 2 trained documents"):
+        stream([1, 1]).read_again(2, stream([1, 1], letter="y").digest(2), [])

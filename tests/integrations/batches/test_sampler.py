@@ -8,7 +8,7 @@ from collections import Counter
 from functools import partial
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -75,11 +75,12 @@ def test_batches_are_even_and_passes_differ():
 @pytest.mark.parametrize("asks_for_more", [True, False])  # many loops stop after len(loader) batches
 def test_what_is_said_of_a_pass_is_of_the_one_that_comes(asks_for_more: bool):
     planned = sampler(LENGTHS[:60], rank=0, epochs=2)
-    said = []
+    said: list[Any] = []
+    documents: Any = range(60)
     for _ in range(4):
         plans = [[[part.document % 60 for part in m.segments] for m in plan.ranks[0]] for plan in planned.steps()]
         said.append([len(planned), *chain(*plans)])
-        loader = DataLoader(range(60), batch_sampler=planned, collate_fn=list)
+        loader: Any = DataLoader(documents, batch_sampler=planned, collate_fn=list)
         trained = [*islice(loader, None if asks_for_more else len(loader))]
         assert said[-1] == [len(trained), *trained]
     assert len({*map(str, said)}) == 4
@@ -99,10 +100,10 @@ def test_a_pass_that_was_broken_off_is_not_repeated_unasked():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_with_workers_continues_from_a_state_too(workers: int):  # it calls ``iter`` twice
     expected, planned = list(sampler(rank=0)), sampler(rank=0)
-    state = [*islice(iter(planned), 3)] and planned.state_dict()
-    resumed = sampler(rank=0)
-    resumed.load_state_dict(state)
-    loader = DataLoader(range(len(LENGTHS)), batch_sampler=resumed, collate_fn=list, num_workers=workers)
+    assert len([*islice(planned, 3)]) == 3
+    resumed, documents = sampler(rank=0), cast("Any", range(len(LENGTHS)))
+    resumed.load_state_dict(planned.state_dict())
+    loader: Any = DataLoader(documents, batch_sampler=resumed, collate_fn=list, num_workers=workers)
     assert list(loader) == expected[3:]
 
 

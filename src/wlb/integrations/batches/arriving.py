@@ -28,15 +28,18 @@ _MOST_DROPPED = 10_000  # documents in a row over the limit, after which reading
 class ArrivingDocuments(StoredLengths, Generic[T]):
     """Lengths of documents in order of arrival, for a planner, and the documents that are not trained yet.
 
-    The number of a document is its place in the stream. ``length_of`` counts its tokens. One with more than ``longest``
-    tokens is not planned. ``kept`` has the waiting documents by number, ``lengths`` the tokens of all documents read.
+    The number of a document is its place in the stream. ``measure`` returns its tokens and a mark of 32 bits that tells
+    it from others. One with more than ``longest`` tokens is not planned. ``kept`` has the waiting documents by number,
+    ``lengths`` and ``marks`` those of all documents read.
     Raises ``UserError`` for an empty stream or document, and for 10,000 documents in a row over ``longest``.
     """
 
-    def __init__(self, documents: Iterable[T], length_of: Callable[[T], int], longest: float = np.inf) -> None:
-        self._arriving, self._length_of, self._longest = iter(documents), length_of, longest
+    def __init__(
+        self, documents: Iterable[T], measure: Callable[[T], tuple[int, int]], longest: float = np.inf
+    ) -> None:
+        self._arriving, self._measure, self._longest = iter(documents), measure, longest
         self.kept: dict[int, T] = {}
-        self.lengths, self.tokens, self._planned = array("q"), 0, 0
+        self.lengths, self.marks, self.tokens, self._planned = array("q"), array("Q"), 0, 0
         self._too_long: set[int] = set()
         self._in_a_row = 0  # latest documents over ``longest``
         self._read(_AHEAD)
@@ -63,8 +66,8 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
         self._in_a_row = 0
 
     def digest(self, documents: int) -> int:
-        """A checksum of the lengths of the first ``documents`` documents."""
-        return zlib.crc32(self.lengths[:documents].tobytes())
+        """A checksum of the lengths and marks of the first ``documents`` documents."""
+        return zlib.crc32(self.marks[:documents].tobytes(), zlib.crc32(self.lengths[:documents].tobytes()))
 
     def read_again(self, documents: int, digest: int, waiting: Iterable[Segment]) -> None:
         """Skip the first ``documents`` documents, except those with ``waiting`` segments.
@@ -82,10 +85,11 @@ class ArrivingDocuments(StoredLengths, Generic[T]):
     def _read(self, documents: int) -> bool:
         """Read on until there are ``documents`` in all; returns whether the stream has so many."""
         for document in islice(self._arriving, max(0, documents - len(self.lengths))):
-            number, length = len(self.lengths), self._length_of(document)
+            number, (length, mark) = len(self.lengths), self._measure(document)
             if length < 1:
                 raise UserError(f"document {number} of the stream has no tokens; leave empty documents out")
             self.lengths.append(length)
+            self.marks.append(mark)
             self.tokens += length
             self.kept[number] = document
             if is_too_long := length > self._longest:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from wlb.errors import UserError
-from wlb.runtime.collectives import gathered
+from wlb.runtime.collectives import agreeing_group, gathered
 
 
 class Processes:
@@ -64,7 +64,7 @@ class Processes:
             raise UserError(f"{early}; call init_process_group first")
         if self.ranks == 1 or self.world == 1:
             return []
-        ranks, plans = zip(*gathered((rank, dict(plan)), self.group), strict=True)
+        ranks, plans = zip(*gathered((rank, dict(plan)), agreeing_group(self.group)), strict=True)
         for theirs in plans:
             differing = [name for name in {**plans[0], **theirs} if plans[0].get(name) != theirs.get(name)]
             values = [f"{name} = {plans[0].get(name)!r} and {theirs.get(name)!r}" for name in differing[:3]]

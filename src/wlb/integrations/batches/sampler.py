@@ -110,7 +110,8 @@ class PlannedBatchSampler:
     @property
     def _first_epoch(self) -> int:
         """Of this pass, or of the next if this one is over."""
-        return self._batches.steps.first_epoch + (self._epochs or 0) * self._batches.is_over
+        begun: int = self._batches.steps.first_epoch
+        return begun + (self._epochs or 0) * self._batches.is_over
 
     def _check_reader(self, reader: Any) -> None:
         """Raise ``UserError`` if ``reader``, whose method calls ``iter``, would not train the plan."""

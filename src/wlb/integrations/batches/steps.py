@@ -36,7 +36,13 @@ Lengths = NDArray[np.int64]
 
 _WINDOWS = 1.5  # context windows that fit into a micro-batch
 
-_ORDER = ("documents", "digest of lengths", "seed", "shuffle")  # settings that must equal those of a state
+_ORDER = (
+    "documents",
+    "digest of lengths",
+    "digest of tokens",
+    "seed",
+    "shuffle",
+)  # settings that must equal those of a state
 
 
 def balanced_job(
@@ -113,46 +119,57 @@ class WholeSteps(Iterator[StepPlan]):
     """The steps of ``job`` on ``documents`` (their lengths, or a stream) over ``epochs`` epochs; None never ends.
 
     Document ids count over epochs: id modulo the number of documents is the index. ``settings`` has everything that
-    decides the plans, as JSON values by name. Raises ``UserError`` for fewer documents than data-parallel ranks.
+    decides the plans, as JSON values by name, and ``tokens``, a digest of token ids. Raises ``UserError`` for fewer
+    documents than data-parallel ranks.
     """
 
     def __init__(
-        self, job: Job, documents: Lengths | ArrivingDocuments[Any], *, epochs: int | None = 1, first_epoch: int = 0
+        self,
+        job: Job,
+        documents: Lengths | ArrivingDocuments[Any],
+        *,
+        tokens: str | None = None,
+        epochs: int | None = 1,
+        first_epoch: int = 0,
     ) -> None:
         if epochs is not None:
             check_whole("epochs", epochs)
         self._job, self._documents, self._epochs = job, documents, epochs
-        self.settings = _settings(job, documents) | {"epochs": epochs}
+        self.settings = _settings(job, documents, tokens) | {"epochs": epochs}
         self._begin(first_epoch)
 
     def _begin(self, first_epoch: int) -> None:
         epochs: dict[str, Any] = {"epochs": self._epochs, "first_epoch": first_epoch}
         self.first_epoch, self._planner = first_epoch, StepPlanner(self._job, self._documents, **epochs, whole=True)
-        self._before = self._planner.state_dict()  # before the next step
+        self.before_next = self._planner.state_dict()  # before the next step
         self.finished: tuple[int, ...] = ()  # documents whose last tokens were in the last step
 
     def __next__(self) -> StepPlan:
         step = next(self._planner)
-        self._before, self.finished = step.state, step.documents
+        self.before_next, self.finished = step.state, step.documents
         return step.plan
 
     def plan_by(self, job: Job) -> None:
         """Plan the steps after the last returned one for ``job``, which differs only in prices or rank speeds."""
-        self._job, state = job, self._before
+        self._job, state = job, self.before_next
         self._begin(self.first_epoch)
         self._planner.load_state_dict(copy.deepcopy(state))
-        self._before = state
+        self.before_next = state
 
     @property
     def overlong(self) -> OverlongReport:
         """Counts of documents over the context window, among all documents read so far."""
         return self._planner.overlong
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue after the last returned step, as a JSON-serialisable copy."""
-        state = {"settings": self.settings, "first_epoch": self.first_epoch, "planner": self._before}
+    def state_dict(self, planner: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Everything needed to continue after the last returned step, as a JSON-serialisable copy.
+
+        ``planner`` is what ``before_next`` was after an earlier step, to continue after that one.
+        """
+        planner = self.before_next if planner is None else planner
+        state = {"settings": self.settings, "first_epoch": self.first_epoch, "planner": planner}
         if isinstance(self._documents, ArrivingDocuments):
-            state["digest"] = self._documents.digest(_documents_taken(self._before))
+            state["digest"] = self._documents.digest(_documents_taken(planner))
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
@@ -171,7 +188,7 @@ class WholeSteps(Iterator[StepPlan]):
         self._begin(state["first_epoch"])
         packed_by = {"context_window", "overlong", "method", *self._job.packing.identity(self._job.context_window)}
         self._planner.load_state_dict(planner, packed_otherwise=bool(changed & packed_by))
-        self._before = self._planner.state_dict() if changed else planner
+        self.before_next = self._planner.state_dict() if changed else planner
 
     def _changed(self, state: Mapping[str, Any], inside_step: bool) -> set[str]:
         """Names of settings that differ from ``state``. Raises ``UserError`` if one of them may not change."""
@@ -192,11 +209,12 @@ def _documents_taken(planner: Mapping[str, Any]) -> int:
     return int(planner["stream"]["stores"][0]["cursor"])
 
 
-def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any]) -> dict[str, Any]:
-    order: list[Any] = ["a stream", None, None, None]  # its documents are compared when they are read again
+def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any], tokens: str | None) -> dict[str, Any]:
+    # Documents of a stream are compared in every step, and with a state when they are read again.
+    order: list[Any] = ["a stream", None, None, None, None]
     if not isinstance(documents, ArrivingDocuments):
         lengths = hashlib.blake2b(documents.astype("<i8").tobytes(), digest_size=8).hexdigest()
-        order = [len(documents), lengths, job.data.seed, job.data.shuffle]
+        order = [len(documents), lengths, tokens, job.data.seed, job.data.shuffle]
     probes = np.unique(np.geomspace(1, job.context_window, 8).astype(np.int64))
     return {
         **dict(zip(_ORDER, order, strict=True)),
