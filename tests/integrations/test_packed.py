@@ -258,6 +258,10 @@ def _told_of_mistakes() -> dict[str, str]:
         next(packed_batches(rows, **SIZES))
     with pytest.raises(UserError, match="seed"):
         iter(PlannedBatchSampler(LENGTHS, **SIZES, seed=dist.get_rank()))
+    planned = PlannedBatchSampler([20] * 20, **SIZES, rank=dist.get_rank())
+    share: Any = ALIKE[dist.get_rank() :: 2]
+    with pytest.raises(UserError, match="digest of tokens"):
+        iter(DataLoader(share, batch_sampler=planned, collate_fn=FlatteningCollator()))
     with pytest.raises(UserError, match="rank = None, None"):  # each would train the documents of both
         iter(PlannedBatchSampler(LENGTHS, **SIZES))
     group, dist.group.WORLD = dist.group.WORLD, None  # as before init_process_group

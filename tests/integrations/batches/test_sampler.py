@@ -20,7 +20,7 @@ from tests.cases import in_turn
 from tests.workload.profiles import analytic_profile
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.packed import packed_batches
+from wlb.integrations.packed import FlatteningCollator, packed_batches
 from wlb.workload import model_shape
 from wlb.workload.phases import DocumentPhases
 from wlb.workload.profile import write_profile
@@ -129,6 +129,14 @@ def test_loaders_that_would_train_other_documents_or_lose_where_steps_end_are_re
     assert read(range(300)) == 300
     with pytest.raises(UserError, match="data set has 301 documents and the sampler 300 lengths"):
         read(range(301))
+    documents: Any = [[1] * length for length in LENGTHS]
+    loaders: list[Any] = [
+        DataLoader(rows, batch_sampler=sampler(rank=0, dp=1), collate_fn=FlatteningCollator())
+        for rows in (documents, documents[::-1])
+    ]
+    assert next(iter(loaders[0]))["input_ids"].numel() > 0
+    with pytest.raises(UserError, match=r"document 0 has \d+ tokens, and lengths say \d+; give the lengths of this"):
+        iter(loaders[1])
     accelerate = pytest.importorskip("accelerate")
     dealt = importlib.import_module("accelerate.data_loader").BatchSamplerShard(sampler(), 2, 0)
     with pytest.raises(UserError, match=r"use balanced_steps of wlb"):

@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import Processes, check_accumulation
 from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job, checked_lengths
+from wlb.integrations.document_fields import ids_and_labels, mark_of, spaced
 from wlb.packing.plan import StepPlan
 from wlb.runtime.own_lists import digest_of
+
+_COMPARED = 16  # documents of a data set whose lengths are compared
 
 
 class PlannedBatchSampler:
@@ -28,7 +31,8 @@ class PlannedBatchSampler:
 
     With a process group and dp x cp > 1, ``iter`` is a collective call in which the processes compare their settings.
     Raises ``UserError`` if it cannot plan. ``iter`` raises it if plans differ, if no process has some rank, and for a
-    ``DataLoader`` with another number of documents, or one that Accelerate shards or accumulates.
+    ``DataLoader`` with another number of documents or, with our collator, other lengths, and for one that Accelerate
+    shards or accumulates.
     """
 
     # What PyTorch, Accelerate and Lightning ask of a batch sampler whose batches differ in size.
@@ -69,7 +73,7 @@ class PlannedBatchSampler:
 
         Raises ``UserError`` after a pass that was broken off, because the new one would train its documents again.
         """
-        self._check_reader(sys._getframe(1).f_locals.get("self"))
+        marks = self._check_reader(sys._getframe(1).f_locals.get("self"))
         if self._batches.has_begun:
             if not self._batches.is_over:
                 again = "call set_epoch for another pass, or load_state_dict(state_dict()) to go on"
@@ -77,6 +81,7 @@ class PlannedBatchSampler:
             self._state = None
         self._batches = self._begun(self._state, self._first_epoch)
         begin = {"first epoch": self._first_epoch, "state": digest_of(json.dumps(self._state, sort_keys=True))}
+        begin["digest of tokens"] = digest_of(marks)
         self.processes.agree(self._batches.steps.settings | begin, self.rank)
         if self.rank is None and self.processes.ranks > 1:
             raise UserError(f"dp x cp = {self.processes.ranks}, and rank is missing; give the rank of this process")
@@ -113,8 +118,12 @@ class PlannedBatchSampler:
         begun: int = self._batches.steps.first_epoch
         return begun + (self._epochs or 0) * self._batches.is_over
 
-    def _check_reader(self, reader: Any) -> None:
-        """Raise ``UserError`` if ``reader``, whose method calls ``iter``, would not train the plan."""
+    def _check_reader(self, reader: Any) -> list[int]:
+        """Raise ``UserError`` if ``reader``, whose method calls ``iter``, would not train the plan.
+
+        Returns marks of some of its documents, if it is a loader with our collator.
+        """
+        marks: list[int] = []
         if type(reader).__name__ == "BatchSamplerShard":  # of accelerator.prepare
             raise UserError("Accelerate prepared the loader and hides where steps end; use balanced_steps of wlb")
         if (dataset := getattr(reader, "_dataset", None)) is not None:  # of the iterator of a DataLoader
@@ -122,6 +131,15 @@ class PlannedBatchSampler:
             if hasattr(dataset, "__len__") and len(dataset) != len(self.lengths):
                 other = f"the data set has {len(dataset)} documents and the sampler {len(self.lengths)} lengths"
                 raise UserError(f"{other}; give the lengths of this data set")
+            # Other collators may cut documents, or add to them.
+            if type(reader._collate_fn).__name__ == "FlatteningCollator":
+                for number in spaced(len(self.lengths), _COMPARED).tolist():
+                    ids, _ = ids_and_labels(dataset[number], f"document {number}")
+                    if len(ids) != self.lengths[number]:
+                        one = f"document {number} has {len(ids)} tokens, and lengths say {self.lengths[number]}"
+                        raise UserError(f"{one}; give the lengths of this data set, in its order")
+                    marks.append(mark_of(ids))
+        return marks
 
     def _begun(self, state: Mapping[str, Any] | None, first_epoch: int) -> ItemsOfSteps[list[int]]:
         steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=first_epoch)
