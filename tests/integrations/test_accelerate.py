@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,14 +44,41 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
     assert steps.calibration is not None
     assert steps.calibration.state_dict()["steps"] == len(errors)
     accelerator.register_for_checkpointing(again)
-    with pytest.raises(UserError) as accumulated:
-        _accumulated(accelerator, trained, next(again))
-    told = [unprepared, accumulated]
-    for early in (list, lambda step: [trained(batch.tokens) for batch in step]):
+
+    def trains(step: Any, skipped: Any = None) -> None:
+        for batch in step:
+            if batch is not skipped:
+                accelerator.backward(batch.loss(trained(batch.tokens)))
+
+    def scores(step: Any) -> None:
+        for batch in step:
+            with torch.no_grad():
+                trained(batch.tokens)
+
+    told = [unprepared]
+    for early in (
+        partial(_accumulated, accelerator, trained),
+        list,
+        lambda step: [trained(batch.tokens) for batch in step],
+        scores,
+        lambda step: trains(step, step.batches[-1]),
+        lambda step: next(iter(step)) and again.state_dict(),
+        lambda step: next(iter(step)) and list(next(again)),
+    ):
+        state = again.state_dict()
         with pytest.raises(UserError) as ahead:
-            early(next(untrained))
+            early(next(again))
         told.append(ahead)
-    return errors, len(reduced), [str(error.value) for error in told]
+        optimizer.zero_grad()
+        again.load_state_dict(state)
+    for step in (again_and_again := next(again), again_and_again):
+        trains(step)
+        errors.append(error_of(model, SimpleNamespace(plan=next(untrained._steps)), averaged=True))
+        untrained.load_state_dict(state)
+    accelerator.prepare(torch.optim.lr_scheduler.LinearLR(optimizer))
+    with pytest.raises(UserError) as scheduled:
+        trains(next(again))
+    return errors, len(reduced), [str(error.value) for error in (*told, scheduled)]
 
 
 def _accumulated(accelerator: Any, model: Any, step: Any) -> None:
@@ -66,13 +95,16 @@ def _counted(reduced: list[int], bucket: Any) -> Any:
 
 @pytest.mark.parametrize("own_lists", [False, True])
 def test_the_gradients_of_a_step_are_those_of_single_documents_and_reduced_once(own_lists: bool):
-    for errors, reduced, (unprepared, accumulated, listed, forwards) in run_ranks(2, _errors, own_lists):
+    for errors, reduced, (unprepared, accumulated, *early, saved, left, scheduled) in run_ranks(2, _errors, own_lists):
         assert len(errors) > 5
         assert max(errors) < 1e-12
         assert reduced == len(errors)
         assert "the model is a Bigrams; give the model that accelerator.prepare returns" in unprepared
         assert "accelerator.accumulate steps after every batch" in accumulated
-        assert listed == forwards == "the previous batch had no backward yet; loop over step, and not over list(step)"
+        assert {*early} == {"the previous batch had no backward yet; loop over step, and not over list(step)"}
+        assert saved == left
+        assert re.fullmatch(r"the last step was left .* never reduced; run them all, or load a state to go .*", left)
+        assert scheduled.startswith("a scheduler that Accelerate prepared steps 2 times a step, once for each process;")
 
 
 def test_what_does_not_leave_steps_to_the_loop_is_refused():

@@ -1,25 +1,29 @@
-"""Planned steps for a loop with Accelerate, each an iterator over its batches; see ``examples/with_accelerate.py``."""
+"""Planned steps for a loop with Accelerate, each an iterable of its batches; see ``examples/with_accelerate.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from wlb.errors import UserError
-from wlb.integrations.packed import PackedBatch, PackedSteps
+from wlb.integrations.packed import PackedBatch, PackedStep, PackedSteps
 from wlb.runtime.own_lists import fsdp_units, in_turn, warn_of_memory
 
 
 class BalancedSteps(PackedSteps):
     """``packed_batches`` for an ``Accelerator`` and the model that it prepared for DDP or FSDP2.
 
-    Gradients are averaged over processes in the backward of the last batch of a step. Raises ``UserError`` for another
-    wrapper (such as DeepSpeed), for Accelerate's own tensor or context parallelism, gradient accumulation and
-    ``accumulate``. With several processes it also raises for a batch taken before the backward of the previous one.
+    A step is an iterable of its batches, and averages gradients over processes at its end. Raises
+    ``UserError`` for another wrapper (such as DeepSpeed), for Accelerate's own tensor or context parallelism, gradient
+    accumulation and ``accumulate``, for a scheduler that steps once for each process, and after a step that was left
+    early. With several processes it also raises for a batch without a backward.
     """
 
     def __init__(self, accelerator: Any, prepared: nn.Module, documents: Any, /, **settings: Any) -> None:
@@ -31,37 +35,73 @@ class BalancedSteps(PackedSteps):
                 "parallelism_config has tp, cp or sp over 1; leave them out, and give balanced_steps(cp=...)"
             )
         self._accelerator, self._prepared = accelerator, prepared
+        self._left, self._ran_backward = 0, True  # of the current step: batches to run, and about the last that ran
         super().__init__(documents, **{"device": accelerator.device, **settings})
         if self.job.levels_steps:
             warn_of_memory(prepared)
 
     def __iter__(self) -> Any:
-        return self
+        return super().__iter__()
 
     def __next__(self) -> Any:
-        return self._in_turn(super().__next__().batches)
+        return BalancedStep(super().__next__().batches, self._in_turn)
+
+    def state_dict(self, step: PackedStep | None = None) -> dict[str, Any]:
+        self._check_whole()
+        return super().state_dict(step)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
+        super().load_state_dict(state, inside_step=inside_step)
+        self._left, self._ran_backward = 0, True
 
     def _in_turn(self, batches: tuple[PackedBatch, ...]) -> Iterator[PackedBatch]:
-        accumulated, levels, calibration = self._accelerator.step, self.job.levels_steps, self.calibration
-        watched, self._ran_backward = self._prepared.register_forward_hook(self._watch), True
+        self._check_whole()
+        processes, accumulated, calibration = self._accelerator.num_processes, self._accelerator.step, self.calibration
+        for scheduler in getattr(self._accelerator, "_schedulers", ()) if processes > 1 else ():
+            if getattr(scheduler, "step_with_optimizer", False) and not scheduler.split_batches:
+                often = f"a scheduler that Accelerate prepared steps {processes} times a step, once for each process"
+                raise UserError(f"{often}; leave it out of accelerator.prepare")
+        watched, self._left = self._prepared.register_forward_hook(self._watch), len(batches)
         try:
-            for batch in in_turn(self._prepared, batches, keep_weights=levels, calibration=calibration):
+            turns = in_turn(self._prepared, batches, keep_weights=self.job.levels_steps, calibration=calibration)
+            for batch in islice(turns, len(batches)):
                 if self._accelerator.step != accumulated:
                     raise UserError("accelerator.accumulate steps after every batch; call optimizer.step once a step")
-                if not self._ran_backward:  # gradients would be reduced too often or too early, or deadlock
-                    raise UserError("the previous batch had no backward yet; loop over step, and not over list(step)")
-                self._ran_backward = self._accelerator.num_processes == 1
+                self._check_backward()
+                self._left, self._ran_backward = self._left - 1, processes == 1
                 yield batch
+            self._check_backward()
+            next(turns, None)  # reduces the gradients that FSDP2 has kept
         finally:
             watched.remove()
         if calibration is not None:
             calibration.end_step()
 
+    def _check_backward(self) -> None:
+        if not self._ran_backward:  # gradients would be reduced too often, too early or never, or deadlock
+            raise UserError("the previous batch had no backward yet; loop over step, and not over list(step)")
+
+    def _check_whole(self) -> None:
+        if self._left or not self._ran_backward:
+            early = f"the last step was left with {self._left or 'the last'} of its batches to run, so its gradients"
+            raise UserError(f"{early} were never reduced; run them all, or load a state to go on from it")
+
     def _watch(self, model: nn.Module, arguments: Any, output: Any) -> None:
         scores = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad]
         for part in scores:
             part.register_hook(lambda _: setattr(self, "_ran_backward", True))
-        self._ran_backward |= not scores  # without a gradient we cannot tell
+        self._ran_backward |= not scores and torch.is_grad_enabled()  # an output that we cannot watch
+
+
+@dataclass(frozen=True)
+class BalancedStep:
+    """The ``batches`` of a step; every loop over it runs them all, and reduces gradients at the end."""
+
+    batches: tuple[PackedBatch, ...]
+    _in_turn: Callable[[tuple[PackedBatch, ...]], Iterator[PackedBatch]] = field(repr=False)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return self._in_turn(self.batches)
 
 
 balanced_steps = BalancedSteps
