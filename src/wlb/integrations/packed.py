@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -59,9 +60,9 @@ class PackedBatch:
     ``attend(query, key, value)`` is the attention over their rows together, with tensors of shape (tokens, heads,
     head_dim). Otherwise it is None; use ``wlb.attention.segment_attention``.
 
-    A Hugging Face causal LM takes the batch as keywords: ``batch.loss(model(**batch).logits)``. The keywords have no
-    mask and no labels, because a model would average over its micro-batch. The model needs ``register_attention`` of
-    ``wlb.integrations.huggingface``. Without ``attend`` flash_attention_2 works too, but it refuses nothing.
+    A Hugging Face causal LM takes the batch as keywords: ``batch.loss(model(**batch).logits)``. It must attend by
+    ``register_attention`` of ``wlb.integrations.huggingface`` or, without ``attend``, flash_attention_2. There is no
+    mask, and ``labels`` is None, so that giving labels fails: the model would average over its micro-batch.
     """
 
     tokens: Tensor
@@ -92,7 +93,7 @@ class PackedBatch:
 
     @cached_property
     def _keywords(self) -> dict[str, Any]:
-        rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
+        rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None], "labels": None}
         shared = {} if self.attend is None else {"attend": self.attend}
         return rows | cu_seqlens_of(self.segment_lengths, self.tokens.device) | shared
 
@@ -104,12 +105,16 @@ class PackedBatch:
         """
         labels = F.pad(self.labels[None], (1, 0), value=IGNORE_LABEL)
         if self.attend is None:
-            return {**self, "labels": labels[:, :-1]}
+            return self._keywords | {"labels": labels[:, :-1]}
         rows = {name: F.pad(self[name], (0, 1)) for name in ("input_ids", "position_ids")}
         shifted = F.pad(self.labels[None], (0, 1), value=IGNORE_LABEL)
-        return {**self, **rows, "labels": labels, "shift_labels": shifted}
+        return self._keywords | rows | {"labels": labels, "shift_labels": shifted}
 
     def keys(self) -> KeysView[str]:
+        if "transformers" in sys.modules:
+            from wlb.integrations.huggingface.attention import check_next_model  # its package imports this module
+
+            check_next_model(self.is_shared)
         return self._keywords.keys()
 
     def __getitem__(self, name: str) -> Any:

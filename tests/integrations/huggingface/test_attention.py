@@ -181,6 +181,74 @@ def test_what_would_silently_train_something_else_is_refused():
         cached(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=before.past_key_values, use_cache=True)
 
 
+class Wrapped(torch.nn.Module):
+    """As DDP holds a model."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **batch: Any) -> Any:
+        return self.module(**batch)
+
+
+@in_turn(
+    ("family", "settings", "message"),
+    [
+        ("GPT2", {}, "GPT2LMHeadModel attends with sdpa, which may mix the documents of a PackedBatch; call register"),
+        ("Falcon", {}, "FalconForCausalLM attends with sdpa"),
+        ("Mamba", {"attention": None}, "MambaForCausalLM attends with"),
+        ("Mixtral", {"attention": "flash_attention_2"}, "output_router_logits = True adds a router loss"),
+        ("Llama", {"attention": "flash_attention_2", "cp": 2}, "LlamaForCausalLM attends with flash_attention_2"),
+    ],
+)
+def test_a_model_that_mixes_the_documents_of_a_loop_is_refused(family: str, settings: dict[str, Any], message: str):
+    cp, attention = settings.get("cp", 1), settings.get("attention", "sdpa")
+    of_family = model(family, None if attention == "flash_attention_2" else attention)
+    if attention == "flash_attention_2":  # its kernels are not here
+        of_family.config._attn_implementation_internal = attention
+    of_family.config.output_router_logits = family == "Mixtral"
+    batch = next(packed_batches(DOCUMENTS, dp=1, cp=cp, rank=0, **PLANNED)).batches[0]
+    for of_model in (of_family, Wrapped(of_family)):
+        with pytest.raises(UserError, match=message):
+            of_model(**batch)
+
+
+def test_a_loop_cannot_give_labels_which_a_model_averages_over_the_micro_batch():
+    packed = model()
+    register_attention(packed)
+    batch = next(packed_batches(DOCUMENTS, **PLANNED)).batches[0]
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'labels'"):
+        packed(**batch, labels=batch.labels[None])
+
+
+class OnGpu(torch.Tensor):
+    """Boundaries that are read as if from a GPU."""
+
+    device = torch.device("cuda")
+    reads = 0
+
+    def tolist(self) -> Any:
+        OnGpu.reads += 1
+        return super().tolist()
+
+
+def test_boundaries_that_are_written_again_are_read_again_and_those_of_a_gpu_once_a_micro_batch():
+    packed = model()
+    register_attention(packed)
+    first, second = (FlatteningCollator()(documents) for documents in (DOCUMENTS, DOCUMENTS[::-1]))
+    expected = packed(**second).logits
+    static = first["cu_seq_lens_q"].numpy().copy()
+    for boundaries in (torch.from_numpy(static), first["cu_seq_lens_q"].as_subclass(OnGpu)):
+        packed(**first | {"cu_seq_lens_q": boundaries})
+        if isinstance(boundaries, OnGpu):
+            boundaries.copy_(second["cu_seq_lens_q"])
+        else:
+            static[:] = second["cu_seq_lens_q"]  # torch does not count this
+        torch.testing.assert_close(packed(**second | {"cu_seq_lens_q": boundaries}).logits, expected)
+    assert OnGpu.reads == 2  # for two layers each
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Llama4"])
 def test_a_model_that_trains_packed_generates_and_takes_padded_batches_without_gradients(family: str):
     packed, usual = model(family), model(family)

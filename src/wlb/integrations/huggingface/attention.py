@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from wlb.attention import segment_attention
 from wlb.errors import UserError, require
@@ -56,6 +57,8 @@ def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> N
     if not hasattr(model, "set_attn_implementation"):
         kind = type(model).__name__
         raise UserError(f"{kind} is not a transformers model; call wlb.attention.segment_attention in your model")
+    if getattr(model.config, "use_cache", False):
+        raise UserError("model.config.use_cache = True makes packed documents attend each other; set it to False")
     refuse(_objections_to_model(model))
     attend_with(model, name)
 
@@ -72,6 +75,27 @@ def prepare_model(model: Any) -> list[str]:
         register_attention(model)
         changed.append(f'the attention "{NAME}" instead of {attention}')
     return changed
+
+
+def check_next_model(shared: bool) -> None:
+    """Raise ``UserError`` when the next module is called, if it is a transformers model that mixes packed documents.
+
+    Such a model ignores where documents end. Only our attention also takes ``shared`` micro-batches.
+    """
+
+    def check(called: nn.Module, _: Any) -> None:
+        handle.remove()
+        while not hasattr(called, "set_attn_implementation"):  # inside DDP, FSDP, torch.compile
+            if len(inner := [*called.children()]) != 1:
+                return
+            (called,) = inner
+        attention = str(getattr(called.config, "_attn_implementation", None))
+        if not (is_packed_attention(called) or ("flash" in attention and not shared)):
+            mixes = f"{type(called).__name__} attends with {attention}, which may mix the documents of a PackedBatch"
+            raise UserError(f"{mixes}; call register_attention(model) of wlb.integrations.huggingface")
+        refuse(_objections_to_model(called))
+
+    handle = register_module_forward_pre_hook(check)
 
 
 def attend_with(model: Any, name: str) -> None:
@@ -101,8 +125,9 @@ def _objections_to_model(model: Any) -> Iterator[str]:
     adapters = (getattr(model, "peft_config", None) or {}).values()
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
         yield "prompt and prefix tuning put tokens before a row, where only one document sees them; train LoRA instead"
-    if getattr(config, "use_cache", False):
-        yield "model.config.use_cache = True makes packed documents attend each other; set it to False"
+    if any(getattr(part, "output_router_logits", False) for part in (config, _text(config))):
+        mean = "output_router_logits = True adds a router loss, a mean over tokens that packing changes"
+        yield f"{mean} and batch.loss leaves out; set it to False"
     kinds, name = other_layers(config), type(model).__name__
     if kinds or getattr(model, "_is_stateful", False):
         layers = f"{name} has layers of {', '.join(sorted(kinds)) or 'recurrence'}"
@@ -189,8 +214,15 @@ def packed_attention(
     return attend(q, k, v, window=window)[None], None
 
 
-@lru_cache(maxsize=1)  # all layers of a micro-batch pass the same tensor, which may be on a GPU
 def _lengths(cu_seqlens: Tensor) -> list[int]:
+    """From a GPU once a micro-batch: all layers pass the same tensor, which may be written again for the next one."""
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # nothing counts all writes of these
+        return _read_lengths.__wrapped__(cu_seqlens, 0)
+    return _read_lengths(cu_seqlens, cu_seqlens._version)
+
+
+@lru_cache(maxsize=1)
+def _read_lengths(cu_seqlens: Tensor, version: int) -> list[int]:
     return [*map(int, cu_seqlens.diff().tolist())]
 
 
