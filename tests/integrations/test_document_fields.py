@@ -65,6 +65,8 @@ def test_text_numbers_and_absent_fields_are_passed_over():
         ({"image": {"bytes": b"png", "path": None}}, "has image,"),
         ({"seq_lengths": np.array([2, 2])}, "has seq_lengths"),
         ({"labels": [1]}, "4 input_ids and 1 labels"),
+        ({"labels": [6, 7, 8, -100]}, "labels shifted to the next token; give the label of a token at its own place"),
+        ({"labels": [-100, -100, 8, 0]}, "labels shifted to the next token"),
         ({"labels": [-1, -100, 2, 3]}, "-1 in labels; give token ids, and -100"),
         ({"input_ids": [1, -1, 2, 3]}, "-1 in input_ids; give token ids"),
         ({"completion_mask": [0, 1, 2, 1]}, "completion_mask with the value 2"),

@@ -1,9 +1,10 @@
 """Reads the token ids of a document, and which of them it learns.
 
 A document is an array of token ids, or a dictionary with ``input_ids`` as in a data set. A token is not learnt where
-``labels`` is -100, or where ``completion_mask``, ``loss_mask`` or ``assistant_masks`` is 0. ``attention_mask`` is 0 for
-padding at either end, which is cut off. ``position_ids`` must count from 0. A field may be None. Text, single numbers,
-and lists or dictionaries of text are ignored. Any other field is refused, because packing would lose it.
+``labels`` is -100, or where ``completion_mask``, ``loss_mask`` or ``assistant_masks`` is 0. Labels are not shifted.
+``attention_mask`` is 0 for padding at either end, which is cut off. ``position_ids`` must count from 0. A field may be
+None. Text, single numbers, and lists or dictionaries of text are ignored. Any other field is refused, because packing
+would lose it.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
     for what, numbers in (("input_ids", ids), ("labels", labels[labels != IGNORE_LABEL])):
         if numbers.min(initial=0) < 0:
             raise UserError(f"{name} has {numbers.min()} in {what}; give token ids, and -100 for tokens not to learn")
+    learnt = labels != IGNORE_LABEL
+    shifted = learnt[:-1].any() and np.array_equal(labels[:-1][learnt[:-1]], ids[1:][learnt[:-1]])
+    if shifted and not np.array_equal(labels[learnt], ids[learnt]):
+        raise UserError(f"{name} has labels shifted to the next token; give the label of a token at its own place")
     if not np.array_equal(given.get("position_ids", np.arange(len(ids))), np.arange(len(ids))):
         raise UserError(f"{name} has position_ids that do not count from 0; give single documents without them")
     return ids, labels

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class Recording(list[Any]):
         documents = self
 
         class Callback(transformers.TrainerCallback):
-            def on_epoch_begin(self, *positional: Any, **arguments: Any) -> None:
+            def on_train_begin(self, *positional: Any, **arguments: Any) -> None:
                 documents.seen.clear()
 
         return Callback()
@@ -214,12 +215,12 @@ def _train_on_a_rank(folder: str) -> list[tuple[torch.Tensor, list[int], int]]:
     with pytest.raises(UserError, match=r"processes have different settings: digest of lengths .*give all the same"):
         # Before the check, in which other documents would be other collectives.
         balanced_trainer(folder, documents=DATA[dist.get_rank() :][:80]).train()
-    for trainer_class in (ForgetsProcesses, RemembersProcesses):
-        trainer = balanced_trainer(folder, base=trainer_class, max_steps=1)
+    for trainer_class in (ForgetsProcesses, NeedsItems, RemembersProcesses):
+        trainer = balanced_trainer(folder, base=trainer_class, max_steps=1, gradient_accumulation_steps=3)
         with (
-            pytest.raises(UserError, match=r"compute_loss makes averaged gradients 2 times too small")
-            if trainer_class is ForgetsProcesses
-            else nullcontext()
+            nullcontext()
+            if trainer_class is RemembersProcesses
+            else pytest.raises(UserError, match=r"the loss of a step is 0.5 times the mean over its labelled tokens")
         ):
             trainer.train()
         assert trainer.state.global_step == (trainer_class is RemembersProcesses)
@@ -274,10 +275,18 @@ def test_a_trainer_refuses_what_breaks_packing(
 
 
 class Saves(transformers.TrainerCallback):
-    """The steps and epochs after which a Trainer saves."""
+    """The steps and epochs after which a Trainer saves, and after which epochs end and begin."""
 
     def __init__(self) -> None:
         self.after: list[tuple[int, float]] = []
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+        self.begun.append(int(state.epoch or 0))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+        self.ended.append(int(state.epoch))
 
     def on_save(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
         self.after.append((state.global_step, state.epoch))
@@ -291,6 +300,8 @@ def test_the_strategy_of_epochs_saves_when_as_many_documents_are_trained(tmp_pat
         )
         trainer.add_callback(one := Saves())
         trainer.train(resume_from_checkpoint=resume)
+        assert trainer.args.num_train_epochs == 3
+        assert (one.begun, one.ended) == (([0, 1, 2], [1, 2, 3]) if resume else ([0], [0]))
         saves.append(one.after)
     steps, (first, *_, last) = trainer.state.global_step, saves[1]
     assert saves[0][0][0] == 5
@@ -426,10 +437,30 @@ class ForgetsProcesses(transformers.Trainer):
         return model(**inputs, num_items_in_batch=num_items_in_batch).loss
 
 
-class RemembersProcesses(ForgetsProcesses):
-    def compute_loss(self, *positional: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
-        loss = super().compute_loss(*positional, num_items_in_batch=num_items_in_batch, **more)
-        return loss if num_items_in_batch is None else loss * self.accelerator.num_processes
+class NeedsItems(transformers.Trainer):
+    """Which has no loss without them."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+        labels = inputs["labels"][0, 1:]
+        scores = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits[0, :-1]
+        return torch.nn.functional.cross_entropy(scores, labels, reduction="sum") / num_items_in_batch
+
+
+class RemembersProcesses(NeedsItems):
+    def compute_loss(self, *positional: Any, **more: Any) -> Any:
+        return super().compute_loss(*positional, **more) * self.accelerator.num_processes
+
+
+class DividesByMicroBatches(transformers.Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss = loss / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class LetsTheTrainerDivide(transformers.Trainer):
+    loss_is_scaled_for_ga = False
 
 
 @pytest.mark.parametrize("here", [Here(long=True), Here(many=True), Here(training=True), Here()], ids=str)
@@ -450,13 +481,69 @@ class AveragedLoss(transformers.Trainer):
         return model(**inputs).loss
 
 
-def test_training_does_not_begin_where_packing_changes_it(tmp_path: Path):
+@in_turn(
+    ("trainer_class", "message"),
+    [
+        (AveragedLoss, "packed documents give other gradients"),
+        (DividesByMicroBatches, "the loss of a step is 0.25 times the mean over its labelled tokens"),
+        (LetsTheTrainerDivide, "the loss of a step is 0.25 times the mean over its labelled tokens"),
+    ],
+)
+def test_training_does_not_begin_where_packing_changes_it(tmp_path: Path, trainer_class: Any, message: str):
     changed = model()
-    trainer = balanced_trainer(tmp_path, changed, base=AveragedLoss)
-    with pytest.raises(UserError, match="packed documents give other gradients"):
+    trainer = balanced_trainer(tmp_path, changed, base=trainer_class, gradient_accumulation_steps=4)
+    with pytest.raises(UserError, match=message):
         trainer.train()
     assert trainer.state.global_step == 0
     assert all(parameter.grad is None for parameter in changed.parameters())
+
+
+class OwnLoader(transformers.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+
+class OwnSampler(transformers.Trainer):
+    def _get_train_sampler(self, *positional: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class DropsMicroBatches(transformers.Trainer):
+    def get_batch_samples(self, iterator: Any, count: int, device: Any) -> Any:
+        batches, items = super().get_batch_samples(iterator, count, device)
+        return batches[: len(batches) - (count > 1)], items
+
+
+def test_what_a_subclass_or_an_attribute_would_replace_is_refused(tmp_path: Path):
+    for base, name in ((OwnLoader, "get_train_dataloader"), (OwnSampler, "_get_train_sampler")):
+        with pytest.raises(UserError, match=f"{name} of {base.__name__} would have no effect"):
+            balanced_trainer(tmp_path, base=base)
+    above = type("Above", (balanced(transformers.Trainer, context_window=128),), {**vars(OwnLoader)})
+    with pytest.raises(UserError, match="get_train_dataloader of Above would have no effect"):
+        above(model(), arguments(str(tmp_path)), None, DATA)
+    for name, message in (("data_collator", "the data collator"), ("get_train_dataloader", "get_train_dataloader of")):
+        trainer = balanced_trainer(tmp_path)
+        setattr(trainer, name, lambda *_: None)
+        with pytest.raises(UserError, match=f"{message} .*would have no effect"):
+            trainer.train()
+    trainer = balanced_trainer(tmp_path)
+    trainer.finetuning_args = SimpleNamespace(disable_shuffling=True)
+    with pytest.raises(UserError, match=r"disable_shuffling = True would have no effect; give .*shuffle=False"):
+        trainer.train()
+    with pytest.raises(UserError, match="get_batch_samples gave 1 of 2 micro-batches"):
+        balanced_trainer(tmp_path, base=DropsMicroBatches).train()
+
+
+def test_a_model_that_is_made_when_training_begins_attends_by_documents(tmp_path: Path):
+    with pytest.warns(UserWarning, match="use_cache = False"):
+        trainer = balanced(transformers.Trainer, context_window=128)(
+            args=arguments(str(tmp_path), max_steps=1, torch_compile=True, torch_compile_backend="eager"),
+            train_dataset=DATA,
+            model_init=lambda: model("GPT2", use_cache=True, attn_pdrop=0.0),
+        )
+    trainer.train()
+    assert trainer.model.config._attn_implementation == "wlb"
+    assert not trainer.model.config.use_cache
 
 
 def _count_tokens(module: Any, positional: Any, arguments: dict[str, Any]) -> None:
@@ -482,6 +569,55 @@ def test_a_trainer_times_micro_batches_but_the_first_and_last_of_a_step(tmp_path
     trainer.train()
     assert trainer._wlb_steps.calibration.state_dict()["steps"] == 4
     assert len(trainer._wlb_steps.calibration._timed) == 2  # of the fourth step
+
+
+class EndsEpochs(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+        control.should_epoch_stop = True
+
+
+def test_an_epoch_cannot_end_early(tmp_path: Path):
+    trainer = balanced_trainer(tmp_path, planning={"check": False})
+    trainer.add_callback(EndsEpochs())
+    with pytest.raises(UserError, match="a callback set should_epoch_stop, but all epochs are one stream"):
+        trainer.train()
+
+
+def test_predictions_have_a_row_for_each_document(tmp_path: Path):
+    found = []
+    settings = {"per_device_eval_batch_size": 4, "include_for_metrics": ["inputs"]}
+    for trainer_class in (balanced(transformers.Trainer, context_window=128), transformers.Trainer):
+        trainer = trainer_class(
+            model(),
+            arguments(str(tmp_path), **settings),
+            None if "Balanced" in trainer_class.__name__ else padded_rows,
+            eval_dataset=DATA[:10],
+            compute_metrics=lambda of: found.append(of) or {},
+        )
+        trainer.evaluate()
+        found.append(trainer.predict(DATA[:10]))
+    for packed, padded in zip(found[:3], found[3:], strict=True):
+        for row, (scores, expected) in enumerate(zip(packed.predictions, padded.predictions, strict=True)):
+            length = LENGTHS[row]
+            np.testing.assert_allclose(scores[:length], expected[:length], rtol=1e-6, atol=1e-9)
+            assert packed.label_ids[row, 1:length].tolist() == DATA[row]["input_ids"][1:]
+            assert (packed.label_ids[row, length:] == -100).all()
+    assert found[0].inputs[3, : LENGTHS[3]].tolist() == DATA[3]["input_ids"]
+    given = arguments(str(tmp_path))
+    given.predict_with_generate = True
+    with pytest.raises(UserError, match="predict_with_generate = True would generate from packed documents"):
+        balanced(transformers.Seq2SeqTrainer, context_window=128)(model(), given)
+
+
+def padded_rows(documents: Any) -> dict[str, torch.Tensor]:
+    longest = max(len(one["input_ids"]) for one in documents)
+    rows = {name: torch.full((len(documents), longest), of) for name, of in (("input_ids", 0), ("labels", -100))}
+    mask = torch.zeros(len(documents), longest, dtype=torch.int64)
+    for row, one in enumerate(documents):
+        length = len(one["input_ids"])
+        rows["input_ids"][row, :length] = rows["labels"][row, :length] = torch.tensor(one["input_ids"])
+        mask[row, :length] = 1
+    return rows | {"attention_mask": mask}
 
 
 def test_samples_in_a_second_count_the_documents_of_all_epochs(tmp_path: Path):

@@ -10,7 +10,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,11 @@ _RIGHT: dict[str, Any] = {
 }
 
 
+# Methods of a Trainer that planned steps replace. Those of front ends serve options that the page lists.
+_REPLACED = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader")
+_FRONT_ENDS = {"wlb", "transformers", "trl", "axolotl", "llamafactory", "swift"}
+
+
 def set_right(args: Any, context_window: int) -> tuple[Any, list[str]]:
     """A copy of ``args`` without settings that break packing, and a list of the changes."""
     args, changed = copy.copy(args), []
@@ -72,10 +77,13 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
     if of_trl and "SFTTrainer" not in of_trl:
         kind = f"{trainer_class.__name__} learns from pairs, rewards or its own generations"
         raise UserError(f"{kind}; give balanced() Trainer or SFTTrainer, or divide its documents with wlb.balance")
-    collator, dataset = arguments.get("data_collator"), arguments.get("train_dataset")
-    if collator is not None and type(collator) is not FlatteningCollator:
-        name = getattr(collator, "__name__", type(collator).__name__)
-        raise UserError(f"the data collator {name} would have no effect, because documents arrive packed; leave it out")
+    if (collator := arguments.get("data_collator")) is not None:
+        refuse(_objections_to_collator(collator))
+    if getattr(arguments.get("args"), "predict_with_generate", False):
+        raise UserError(
+            "predict_with_generate = True would generate from packed documents; generate in a plain Trainer"
+        )
+    dataset = arguments.get("train_dataset")
     if dataset is not None:
         check_documents(dataset, "train_dataset")
     if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -87,8 +95,28 @@ def check_settings(trainer: Any, planning: Mapping[str, Any]) -> None:
     refuse(_objections(trainer, planning))
 
 
+def _objections_to_collator(collator: Any) -> Iterator[str]:
+    if type(collator) is not FlatteningCollator:
+        name = getattr(collator, "__name__", type(collator).__name__)
+        yield f"the data collator {name} would have no effect, because documents arrive packed; leave it out"
+
+
 def _objections(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
     args, model = trainer.args, type(trainer.model).__name__
+    yield from _objections_to_collator(trainer.data_collator)
+    for name in _REPLACED:
+        owners = [base for base in type(trainer).__mro__ if name in vars(base)]
+        owners = [base for base in owners if base.__module__.partition(".")[0] not in _FRONT_ENDS]
+        if owners or name in vars(trainer):
+            owner = (*owners, type(trainer))[0].__name__
+            yield f"{name} of {owner} would have no effect, because the documents are planned; leave it out"
+    for holder, name, value in (
+        (getattr(trainer, "finetuning_args", None), "disable_shuffling", True),  # LLaMA-Factory
+        (args, "curriculum_sampling", True),  # Axolotl
+        (args, "train_dataloader_shuffle", False),  # ms-swift
+    ):
+        if getattr(holder, name, None) is value and planning.get("shuffle", True):
+            yield f"{name} = {value} would have no effect; give balanced(..., shuffle=False)"
     if getattr(trainer.model, "config", None) is None and "model" not in planning:
         yield f"{model} has no config to price documents by; give balanced(..., model=NAME) of about its size"
     loss = getattr(trainer.model, "loss_type", None)
@@ -130,7 +158,7 @@ def check_packing(
     It restores the model. The tolerance fits the least exact type of parameters, autocast and ``computed``. Processes
     call this together and average the results of a wrapped model. Raises ``UserError`` if the two differ by more.
     """
-    trained = wrapped or model
+    trained = model if wrapped is None else wrapped
     parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     with _undisturbed(trained):
         with _own_attention(model):
@@ -190,9 +218,7 @@ def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
     trainer.current_gradient_accumulation_steps = 1  # some losses read it; the Trainer sets it in every step
 
     def loss_of(inputs: Inputs, items: Any, weight: float = 1.0) -> Tensor:
-        with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(wrapped, trainer._prepare_inputs(inputs), num_items_in_batch=items)
-        return loss * weight * (_SCALE if mixed == torch.float16 else 1.0)
+        return _loss(trainer, inputs, items) * weight * (_SCALE if mixed == torch.float16 else 1.0)
 
     def items_of(inputs: Inputs) -> Any:
         return trainer.get_batch_samples(iter([inputs]), 1, trainer.args.device)[1]
@@ -209,22 +235,52 @@ def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
         # All ranks that share the packed documents train each single document.
         singles = (partial(loss_of, alone([ids]), items, 1 / cp) for ids in tokens)
         check_packing(model, partial(loss_of, packed, items), singles, wrapped=wrapped, computed=(mixed, tf32))
-    if trainer.args.world_size > 1:
-        one = alone(tokens[-1:])
-        with torch.no_grad(), _undisturbed(wrapped):
-            _check_processes(trainer.args.world_size, lambda items: float(loss_of(one, items)), items_of(one))
+    one = alone(tokens[-1:])
+    items = items_of(one)
+    with torch.no_grad(), _undisturbed(wrapped):
+        _check_scale(trainer, one, items)
     vars(trainer).update(metrics)
 
 
-def _check_processes(processes: int, loss: Callable[[Any], float], items: Any) -> None:
-    """Raise ``UserError`` if ``loss`` divides by ``items`` of all processes and then is averaged over processes."""
+def _loss(trainer: Any, inputs: Inputs, items: Any) -> Tensor:
+    with trainer.compute_loss_context_manager():
+        loss: Tensor = trainer.compute_loss(
+            trainer.model_wrapped, trainer._prepare_inputs(inputs), num_items_in_batch=items
+        )
+    return loss
+
+
+def _check_scale(trainer: Any, inputs: Inputs, items: Any) -> None:
+    """Raise ``UserError`` if averaged gradients are too small or large by the number of processes or micro-batches."""
+    processes, batches = trainer.args.world_size, trainer.args.gradient_accumulation_steps
+    trainer.current_gradient_accumulation_steps = batches
+    taken: list[Tensor] = []
+    own = vars(trainer.accelerator)
+    before = {name: own[name] for name in own if name == "backward"}
+    own["backward"] = lambda loss, **_: taken.append(loss)
     try:
-        mean = loss(None)
-    except TypeError:
-        return  # it cannot do without items
-    if mean and math.isclose(loss(items) * processes, mean, rel_tol=_TOLERANCE[torch.bfloat16]):
-        small = f"compute_loss makes averaged gradients {processes} times too small"
-        raise UserError(f"{small}; multiply the loss by self.accelerator.num_processes")
+        with suppress(RuntimeError):  # if it calls loss.backward itself
+            trainer.training_step(trainer.model_wrapped, {**inputs}, items)
+    finally:
+        del own["backward"]
+        own.update(before)
+    loss = float(taken[0] if taken else _loss(trainer, inputs, items))
+    for mean in _mean_losses(trainer, inputs):
+        times, close = loss / mean, partial(math.isclose, rel_tol=_TOLERANCE[torch.bfloat16])
+        if close(times, 1):
+            return
+        if any(close(times, of) or close(times * of, 1) for of in (processes, batches, processes * batches)):
+            right = "divide a sum by num_items_in_batch alone, and multiply it by self.accelerator.num_processes"
+            raise UserError(f"the loss of a step is {times:.3g} times the mean over its labelled tokens; {right}")
+
+
+def _mean_losses(trainer: Any, inputs: Inputs) -> Iterator[float]:
+    """By the Trainer, unless it cannot do without items, and by the model."""
+    model = trainer.model_wrapped
+    for mean in (partial(_loss, trainer, inputs, None), lambda: model(**trainer._prepare_inputs(inputs))["loss"]):
+        with suppress(TypeError, ValueError, KeyError, AssertionError):
+            if loss := float(mean()):
+                yield loss
 
 
 def _checked_documents(steps: PackedSteps) -> tuple[list[int], list[int]]:

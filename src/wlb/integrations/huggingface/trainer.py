@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 
 from wlb.errors import UserError, require
 from wlb.integrations.batches.processes import check_whole, warn
@@ -26,6 +28,7 @@ from wlb.integrations.document_fields import FIELDS
 from wlb.integrations.huggingface.attention import check_rotary, other_layers, prepare_model, register_attention
 from wlb.integrations.huggingface.check import check_arguments, check_settings, check_trainer, set_right
 from wlb.integrations.packed import NO_LABELS, FlatteningCollator, PackedBatch, PackedSteps
+from wlb.runtime.batch import IGNORE_LABEL
 from wlb.runtime.collectives import on_every_rank
 from wlb.runtime.environment import set_up_gpu
 from wlb.workload.model_json import shape_of_config
@@ -82,14 +85,14 @@ class _BalancedTrainer:
         args, changed = set_right(arguments.get("args"), self._wlb_planning["context_window"])
         super().__init__(**arguments | {"args": args})
         self.data_collator = FlatteningCollator()
-        changed += prepare_model(self.model)
+        changed += getattr(self, "_wlb_changed", None) or prepare_model(self.model)
         if changed and self.args.process_index == 0:
             warnings.warn(f"balanced() set {', '.join(changed)}", stacklevel=2)
         if self.train_dataset is None:
             return  # for evaluation only
         check_settings(self, self._wlb_planning)
         self._wlb_epochs = max(1, ceil(self.args.num_train_epochs))
-        self.args.num_train_epochs, self.args.ignore_data_skip = 1, True  # the loader knows where to begin
+        self.args.ignore_data_skip = True  # the loader knows where to begin
         self._wlb_steps = self._wlb_planned_steps()
         # Pools may have another number of micro-batches than the arguments.
         self.args.gradient_accumulation_steps = self._wlb_steps.job.micro_batches_per_rank
@@ -97,10 +100,21 @@ class _BalancedTrainer:
         self._wlb_begin = 0, 0.0, self._wlb_steps.state_dict()
         self._wlb_loader = None
         self.add_callback(_callback(self))
+        self._wlb_share_in(self.model)
+
+    def _wlb_share_in(self: Any, model: Any) -> None:
         if self._wlb_steps.job.layout.cp > 1:
-            if kinds := other_layers(getattr(self.model, "config", None)):
+            if kinds := other_layers(getattr(model, "config", None)):
                 raise UserError(f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out")
-            register_attention(self.model)  # even if the model uses FlashAttention
+            register_attention(model)  # even if the model uses FlashAttention
+
+    def call_model_init(self: Any, *positional: Any, **arguments: Any) -> Any:
+        """As in Trainer, which makes its model again when it trains."""
+        model = super().call_model_init(*positional, **arguments)  # type: ignore[misc]
+        self._wlb_changed = prepare_model(model)
+        if "_wlb_steps" in vars(self):
+            self._wlb_share_in(model)
+        return model
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """Train as ``Trainer.train``, from the next documents of the checkpoint. Raises ``UserError`` if it cannot."""
@@ -108,6 +122,7 @@ class _BalancedTrainer:
             raise UserError("there are no documents to train; give train_dataset")
         if self._wlb_planned != self._wlb_planned_by():
             raise UserError("train_dataset or args have changed since the steps were planned; make a new Trainer")
+        check_settings(self, self._wlb_planning)  # again, as attributes may have changed
         load = partial(self._wlb_loader_after, resume_from_checkpoint)
         self._wlb_loader = on_every_rank(load) if dist.is_initialized() else load()
         self._wlb_steps.agree()  # before the check, which would deadlock with different documents
@@ -137,8 +152,27 @@ class _BalancedTrainer:
         values[_SAMPLES] = self._wlb_loader.documents_a_step * self._wlb_loader.all_steps
         return tuple(values)
 
-    def get_batch_samples(self: Any, *positional: Any, **arguments: Any) -> Any:
-        batches, items = super().get_batch_samples(*positional, **arguments)  # type: ignore[misc]
+    def prediction_step(self: Any, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
+        """As in Trainer, with a row for each document in place of the packed row, padded with -100."""
+        loss, *scores_and_labels = super().prediction_step(model, inputs, *positional, **arguments)  # type: ignore[misc]
+        if scores_and_labels == [None, None] or "cu_seq_lens_q" not in inputs:
+            return loss, *scores_and_labels
+        lengths = inputs["cu_seq_lens_q"].diff().tolist()
+
+        def rows(packed: Tensor) -> Tensor:
+            if packed.shape[:2] != (1, sum(lengths)):
+                return packed
+            return pad_sequence(packed[0].split(lengths), batch_first=True, padding_value=IGNORE_LABEL)
+
+        inputs["input_ids"] = rows(inputs["input_ids"])  # for include_for_metrics
+        return loss, *tree_map_only(Tensor, rows, scores_and_labels)
+
+    def get_batch_samples(self: Any, iterator: Any, count: int, *positional: Any, **arguments: Any) -> Any:
+        batches, items = super().get_batch_samples(iterator, count, *positional, **arguments)  # type: ignore[misc]
+        if len(batches) not in (0, count):
+            raise UserError(
+                f"get_batch_samples gave {len(batches)} of {count} micro-batches of a step; give all of them"
+            )
         if batches and items is not None and not int(items.max() if isinstance(items, Tensor) else items):
             warn(NO_LABELS)
             items = items + 1  # avoids 0 / 0
@@ -153,7 +187,8 @@ class _BalancedTrainer:
         args, config, documents = self.args, getattr(self.model, "config", None), self.train_dataset
         if hasattr(documents, "column_names"):
             documents = self._remove_unused_columns(documents, description="training")
-        settings: dict[str, Any] = {"seed": args.seed, "hardware": "cpu" if args.device.type == "cpu" else "h100"}
+        seed = args.seed if args.data_seed is None else args.data_seed
+        settings: dict[str, Any] = {"seed": seed, "hardware": "cpu" if args.device.type == "cpu" else "h100"}
         settings["device"] = "cpu"  # a Trainer moves its batches
         if config is not None and "model" not in self._wlb_planning:
             settings["model"] = shape_of_config(config)
@@ -169,7 +204,7 @@ class _BalancedTrainer:
 
 
 def _callback(trainer: Any) -> Any:
-    """A callback that checks packing before training, counts epochs, and saves the state of the steps."""
+    """A callback that checks packing before training, begins and ends epochs, and saves the state of the steps."""
     callbacks: Any = require("transformers.trainer_callback", "hf")
 
     class BalancedState(callbacks.TrainerCallback, callbacks.ExportableState):
@@ -183,14 +218,20 @@ def _callback(trainer: Any) -> Any:
                 check_trainer(trainer, trainer._wlb_steps, trainer._wlb_documents)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            before, self._step, state.epoch = self._epoch, state.global_step, trainer._wlb_loader.epoch
-            self._epoch = int(state.epoch)
+            self._step, state.epoch = state.global_step, trainer._wlb_loader.epoch
             if trainer._wlb_steps.calibration is not None:
                 trainer._wlb_steps.calibration.end_step()
-            if before < self._epoch and self._step < state.max_steps:  # at max_steps the Trainer ends its own epoch
-                for does, strategy in (("save", "save"), ("evaluate", "eval"), ("log", "logging")):
-                    if getattr(args, f"{strategy}_strategy", None) == "epoch":
-                        setattr(control, f"should_{does}", True)
+            # At max_steps the Trainer ends its only epoch.
+            ended = int(state.epoch) if self._step < state.max_steps else ceil(state.epoch) - 1
+            while self._epoch < ended:
+                self._epoch += 1
+                trainer.callback_handler.on_epoch_end(args, state, control)
+                trainer.callback_handler.on_epoch_begin(args, state, control)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+            if control.should_epoch_stop and not control.should_training_stop and self._step < state.max_steps:
+                over = "a callback set should_epoch_stop, but all epochs are one stream, so training would end"
+                raise UserError(f"{over}; set should_training_stop if it should, or leave it out")
 
         def state(self) -> dict[str, Any]:
             # None inside a planned step, and where the loader has read further than was trained.
