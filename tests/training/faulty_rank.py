@@ -1,9 +1,10 @@
 """``python -m tests.training.faulty_rank FAULT RANK STEP ARGUMENTS``: a rank like any other, until its fault.
 
 At the end of step STEP rank RANK begins to ``sleep`` for good, or to ``spin`` in a loop, or sends itself SIGSTOP
-(``stop``), once. Only from then on collectives time out, however long a busy machine takes. ``spin-nccl`` is ``spin``
-in a job whose collectives look like NCCL's: they never raise, but the store gets NCCL's key, and the flight recorder
-has them. ARGUMENTS are those of a rank, or ``train`` and those of ``wlb train``.
+(``stop``), once; or it does that while it writes the checkpoint of the step (``stop-writing``). Only from then on
+collectives time out, however long a busy machine takes. ``spin-nccl`` is ``spin`` in a job whose collectives look like
+NCCL's: they never raise, but the store gets NCCL's key, and the flight recorder has them. The launcher kills no rank
+before tests call it hung. ARGUMENTS are those of a rank, or ``train`` and those of ``wlb train``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from tests.limits import HUNG_SECONDS
 from tests.training.processes import wait_until
 from wlb.training import stalls, trainer, worker
+from wlb.training.checkpoint import checkpointer
 
 FOREVER = 10_000.0
 LIMIT_SECONDS = 2.0
@@ -57,11 +61,28 @@ def time_out_as_nccl() -> None:
 
 
 def befall(fault: str, rank: str, step: str, begun: Path) -> None:
-    if fault != "stop":
+    PContext.close.__defaults__ = (None, int(HUNG_SECONDS))
+    if not fault.startswith("stop"):
         stalls._ANSWER_SECONDS = HUNG_SECONDS
     if fault == "spin-nccl":
         _distributed_c10d._dump_nccl_trace = gloo_as_nccl  # type: ignore[attr-defined]
-    train_step, trained = trainer.Trainer._train_step, 0
+
+    def strike() -> None:
+        if os.environ.get("RANK", "0") == rank:
+            begun.touch()
+            {"sleep": sleep, "spin": spin, "spin-nccl": spin}.get(fault, stop)()
+        wait_until(begun.exists)
+        if fault == "spin-nccl":
+            threading.Thread(target=time_out_as_nccl, daemon=True).start()
+        else:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_SECONDS))
+
+    save, train_step, trained = checkpointer.dcp.async_save, trainer.Trainer._train_step, 0
+
+    def struck(*arguments: Any, **named: Any) -> Any:
+        writing = save(*arguments, **named)
+        strike()
+        return writing
 
     def faulty(self: trainer.Trainer, *arguments: object) -> None:
         nonlocal trained
@@ -69,14 +90,11 @@ def befall(fault: str, rank: str, step: str, begun: Path) -> None:
         trained += 1
         if not trained == self.step == int(step):  # or this process continues from a checkpoint
             return
-        if os.environ.get("RANK", "0") == rank:
-            begun.touch()
-            {"sleep": sleep, "spin": spin, "spin-nccl": spin, "stop": stop}[fault]()
-        wait_until(begun.exists)
-        if fault == "spin-nccl":
-            threading.Thread(target=time_out_as_nccl, daemon=True).start()
-            return
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_SECONDS))
+        if fault == "stop-writing":
+            checkpointer._Writer.write_data = lambda *_: sleep()  # type: ignore[method-assign, assignment]
+            checkpointer.dcp.async_save = struck
+        else:
+            strike()
 
     trainer.Trainer._train_step = faulty  # type: ignore[method-assign, assignment]
 

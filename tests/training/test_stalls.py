@@ -15,32 +15,39 @@ from torch._C import _distributed_c10d
 from tests.cases import in_turn
 from tests.limits import HUNG_SECONDS
 from tests.programs import forked
-from tests.training.jobs import endless, read_steps, write_config
+from tests.training.faulty_rank import FOREVER
+from tests.training.jobs import endless, read_steps
 from tests.training.processes import ranks, said
 from wlb.training import stalls
 from wlb.training.failures import HungError, TrainingError
 from wlb.training.stalls import BegunStep, record_flight, stalls_named
+from wlb.training.termination import Termination
 
-LIMIT = f"wlb: error: step 4 did not end within training.timeout_seconds = {HUNG_SECONDS:g} s: rank 1 "
+LIMIT = f"wlb: error: step {{}} did not end within training.timeout_seconds = {HUNG_SECONDS:g} s: rank 1 "
+STOPPED = "does not answer (stopped, or its machine is gone)"
 
 
-def test_a_stopped_rank_is_named(folder):
-    config = write_config(folder, parallel={"dp": 2}, training={"steps": 100_000})
-    with ranks(2, "-m", "tests.training.faulty_rank", "stop", "1", "3", config) as (waiting, _):
+def test_a_rank_that_is_stopped_while_a_checkpoint_is_written_is_named(folder):
+    """The threads that write wait for each other much longer."""
+    config = endless(folder, every=2)
+    with ranks(2, "-m", "tests.training.faulty_rank", "stop-writing", "1", "2", config) as (waiting, _):
         _, err = waiting.communicate()
     assert waiting.returncode == 124
-    assert said(err) == [f"{LIMIT}does not answer (stopped, or its machine is gone)"]
+    assert said(err) == [f"{LIMIT.format(2)}{STOPPED}"]
 
 
-def test_a_rank_that_does_something_else_is_named_and_the_job_goes_on(folder):
-    config = endless(folder, every=2, grace_seconds=0.0, steps=6)
-    with forked("-m", "tests.training.faulty_rank", "spin", "1", "3", "train", config) as job:
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [("spin", r"is in spin \(faulty_rank.py:\d+\)"), ("stop", re.escape(STOPPED))],
+    ids=["spin", "stop"],
+)
+def test_a_job_that_hung_goes_on_without_waiting_for_the_grace_time(folder, fault, found):
+    config = endless(folder, every=2, grace_seconds=FOREVER, steps=6)
+    with forked("-m", "tests.training.faulty_rank", fault, "1", "3", "train", config) as job:
         _, err = job.communicate()
     assert job.returncode == 0
     (line,) = (line for line in said(err) if "error:" in line)
-    assert re.fullmatch(
-        rf"{re.escape(LIMIT)}is in spin \(faulty_rank.py:\d+\); restarting from step 2, 1 of 3 .*", line
-    )
+    assert re.fullmatch(rf"{re.escape(LIMIT.format(4))}{found}; restarting from step 2, 1 of 3 .*", line)
     assert [row["step"] for row in read_steps(folder)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -91,14 +98,14 @@ def test_a_backend_that_gives_up_waiting_has_found_a_hang(wait):
     begun = BegunStep()
     begun.number = 7
     verdict = "step 7 did not end within training.timeout_seconds = 3 s: all ranks wait in collectives: they were "
-    with pytest.raises(HungError, match=verdict), stalls_named(3.0, begun):
+    with pytest.raises(HungError, match=verdict), stalls_named(3.0, begun, Termination()):
         wait()
 
 
 @pytest.mark.usefixtures("_alone")
 @in_turn("error", [RuntimeError("Connection closed by peer"), TrainingError("timed out"), TimeoutError()])
 def test_other_errors_stay_what_they_are(error):
-    with pytest.raises(type(error)) as raised, stalls_named(3.0, BegunStep()):
+    with pytest.raises(type(error)) as raised, stalls_named(3.0, BegunStep(), Termination()):
         raise error
     assert raised.value is error
 

@@ -2,7 +2,8 @@
 
 A rank that times out does not know which rank it waits for. So it sets an alarm in the rendezvous store, and a thread
 of every rank answers with the place of its main thread in the code. The message names each rank that is in no
-collective or does not answer. Under NCCL collectives run on the GPU, and PyTorch's flight recorder has those that a
+collective or does not answer. Nothing can be saved then, so ranks give up their grace time, and a stopped one is
+continued, or it could not end. Under NCCL collectives run on the GPU, and PyTorch's flight recorder has those that a
 rank has begun and not ended. NCCL raises nothing: a minute after a time-out it ends the process. But it sets a key in
 the store first, and a thread that waits for the key names the ranks and ends this one before.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +29,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from wlb.training.failures import HungError, TrainingError, leave
+from wlb.training.termination import Termination
 
 _ANSWER_SECONDS = 5.0
 # The words of gloo, its sockets and the store in torch 2.11 to 2.13; none has an exception type for it.
@@ -51,11 +55,12 @@ def record_flight(directory: Path) -> None:
 
 
 @contextmanager
-def stalls_named(limit_seconds: float, begun: BegunStep) -> Iterator[None]:
+def stalls_named(limit_seconds: float, begun: BegunStep, termination: Termination) -> Iterator[None]:
     """Raise ``HungError`` if a collective inside the block times out; all ranks enter it after the rendezvous."""
     # Connections of their own: the main thread may hang while it uses the store.
     store, alarm, nccl = (dist.distributed_c10d._get_default_store().clone() for _ in range(3))  # type: ignore[attr-defined]
-    threading.Thread(target=_answer, args=(alarm, threading.get_ident(), begun), daemon=True).start()
+    store.set(f"process/{dist.get_rank()}", f"{os.getpid()} {socket.gethostname()}")
+    threading.Thread(target=_answer, args=(alarm, threading.get_ident(), begun, termination), daemon=True).start()
     threading.Thread(target=_leave_before_nccl, args=(nccl, limit_seconds, begun), daemon=True).start()
     try:
         yield
@@ -66,9 +71,10 @@ def stalls_named(limit_seconds: float, begun: BegunStep) -> Iterator[None]:
         raise _verdict(store, limit_seconds, begun) from error
 
 
-def _answer(store: dist.Store, main_thread: int, begun: BegunStep) -> None:
+def _answer(store: dist.Store, main_thread: int, begun: BegunStep, termination: Termination) -> None:
     with suppress(RuntimeError):  # the store is gone, and so is the job
         store.wait(["alarm"], timedelta.max / 2)
+        termination.hurry()
         *_, place = stack = traceback.extract_stack(sys._current_frames()[main_thread])
         waits = begun.lost or _unfinished() or any(_COLLECTIVE.search(frame.filename) for frame in stack[-_INNERMOST:])
         answer = _WAITS if waits else f"is in {place.name} ({Path(place.filename).name}:{place.lineno})".encode()
@@ -77,8 +83,8 @@ def _answer(store: dist.Store, main_thread: int, begun: BegunStep) -> None:
 
 def _leave_before_nccl(store: dist.Store, limit_seconds: float, begun: BegunStep) -> None:
     with suppress(RuntimeError):  # the store is gone, and so is the job
-        signal: dist.Store = store._underlying_non_prefix_store.clone()  # type: ignore[attr-defined]
-        signal.wait([_NCCL_TIMED_OUT], timedelta.max / 2)
+        signalled: dist.Store = store._underlying_non_prefix_store.clone()  # type: ignore[attr-defined]
+        signalled.wait([_NCCL_TIMED_OUT], timedelta.max / 2)
         now = time.time_ns()
         if any(now - entry["time_created_ns"] > entry["timeout_ms"] * 1e6 for entry in _unfinished()):
             error = _verdict(store, limit_seconds, begun)
@@ -109,8 +115,18 @@ def _missing(store: dist.Store) -> str:
             time.sleep(0.05)
         for rank, key in keys.items():
             missing.setdefault(store.get(key) if store.check([key]) else _SILENT, []).append(str(rank))
+        for silent in missing.get(_SILENT, ()):
+            _continue(store.get(f"process/{silent}").decode())
     except RuntimeError:
         return "the rendezvous store does not answer either: its machine is stopped or gone"
     missing.pop(_WAITS, None)
     named = [f"rank {', '.join(ranks)} {place.decode()}" for place, ranks in missing.items()]
     return "; ".join(named) or "all ranks wait in collectives: they were suspended, or cannot reach each other"
+
+
+def _continue(process: str) -> None:
+    """Let a process of this machine go on if it is stopped."""
+    number, _, machine = process.partition(" ")
+    if machine == socket.gethostname():
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(int(number), signal.SIGCONT)

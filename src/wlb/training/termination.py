@@ -5,7 +5,6 @@ A thread waits for the signals, so that neither a collective nor a long kernel i
 
 import signal
 import threading
-import time
 
 from wlb.training.failures import Terminated, leave
 
@@ -21,6 +20,7 @@ class Termination:
 
     def __init__(self) -> None:
         self.asked = threading.Event()
+        self._hurried = threading.Event()
         self._grace_seconds: float | None = None  # before the first step there is nothing to save
 
     @property
@@ -38,11 +38,15 @@ class Termination:
         """From now on a signal leaves ``seconds`` to finish and save; ``kept`` says what remains otherwise."""
         self._grace_seconds, self._kept = seconds, kept
 
+    def hurry(self) -> None:
+        """From now on a signal leaves no time, because nothing can be saved."""
+        self._hurried.set()
+
     def _answer(self, asked: set[signal.Signals]) -> None:
         signal.sigwait(asked)
         self.asked.set()
         if self._grace_seconds is None:
             leave(Terminated("terminated before the first step"))
-        time.sleep(self._grace_seconds)
-        few = f"training.grace_seconds = {self._grace_seconds:g} was too short to finish the step and save it"
-        leave(Terminated(f"terminated: {few}; {self._kept}"))
+        limit = f"training.grace_seconds = {self._grace_seconds:g} was too short"
+        cause = "a rank hung and there was no way" if self._hurried.wait(self._grace_seconds) else limit
+        leave(Terminated(f"terminated: {cause} to finish the step and save it; {self._kept}"))

@@ -55,7 +55,7 @@ def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     begun, limit = BegunStep(), config.training.timeout_seconds
-    with joined_job(config) as device, stalls_named(limit, begun), ExitStack() as held:
+    with joined_job(config) as device, stalls_named(limit, begun, termination), ExitStack() as held:
         memory = least_limit(device.type, local_processes)
         checked = on_every_rank(lambda: check_job(config, local_processes, memory))
         check_agreed(checked.job)

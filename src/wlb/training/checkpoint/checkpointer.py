@@ -6,9 +6,11 @@ other layouts can read as well.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,9 +31,10 @@ from wlb.runtime.collectives import gathered
 from wlb.training.checkpoint import files
 from wlb.training.checkpoint.files import Progress, check_model, model_record, newest_usable
 from wlb.training.console import say
-from wlb.training.failures import TrainingError
+from wlb.training.failures import HungError, TrainingError
 
 _LONGEST_WRITE = timedelta(hours=1)  # the longest time that a rank may write while the others wait, in the background
+_CHECK_SECONDS = 0.5  # how often ranks that wait check on each other
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that DCP can reshard it
 
 
@@ -52,6 +55,7 @@ class Checkpointer:
         self._good: Path | None = None  # the newest checkpoint that this job has read or written
         self._writing: tuple[Path, Future[Metadata]] | None = None
         self._failure: str | None = None  # why the last checkpoint could not be written
+        self._cleaner = ThreadPoolExecutor(1, "wlb-checkpoints")
         if self.enabled:
             # For the writing thread alone: collectives of two threads in one group would be matched wrongly.
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
@@ -126,17 +130,16 @@ class Checkpointer:
 
     def _wait(self) -> None:
         """Wait for the checkpoint being written, and delete outdated and unfinished ones."""
-        problem, (checkpoint, future), self._writing = None, self._writing or (Path(), None), None
+        problem, (checkpoint, written), self._writing = None, self._writing or (Path(), None), None
         try:
-            if future is not None:
-                future.result()
+            if written is not None:
+                _wait_together(written)
                 self._good, self._failure = checkpoint, None
         except CheckpointException as error:  # on every rank
             problem = _first_failure(error)
-        if self._config.dir is not None:
-            if dist.get_rank() == 0:
-                files.clean_up(self._config.dir, self._config.keep)
-            dist.barrier(self._group)  # nobody writes before rank 0 is done, or stops and ends rank 0 too
+        if self._config.dir is not None:  # nobody writes before rank 0 is done, or stops and ends rank 0 too
+            clean_up = partial(files.clean_up, self._config.dir, self._config.keep)
+            _wait_together(self._cleaner.submit(clean_up if dist.get_rank() == 0 else bool))
         if problem is None:
             return
         step = files.step_of(checkpoint)
@@ -146,6 +149,23 @@ class Checkpointer:
             raise TrainingError(self._failure)
         if dist.get_rank() == 0:
             say(f"wlb: warning: {text}; the newest one is still {self._good.name}")
+
+
+def _wait_together(work: Future[Any]) -> None:
+    """Wait until the ``work`` of every rank is done, and raise what this rank's raised.
+
+    The disk may be slow for up to an hour. Ranks check on each other meanwhile, so one that is stopped makes them time
+    out as in any other collective.
+    """
+    busy, deadline = torch.ones(1), time.monotonic() + _LONGEST_WRITE.total_seconds()
+    while busy:
+        busy.fill_(len(wait([work], _CHECK_SECONDS).not_done))
+        if not busy and not isinstance(work.exception(), CheckpointException):  # this one all ranks raise
+            work.result()
+        if time.monotonic() > deadline:
+            raise HungError(f"rank {dist.get_rank()} could not finish a checkpoint within {_LONGEST_WRITE}")
+        dist.all_reduce(busy)
+    work.result()
 
 
 class _Writer(dcp.FileSystemWriter):
