@@ -18,6 +18,7 @@ from tests.web import Faults, files_of, running, served
 from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
 from wlb.documents.store import files
+from wlb.documents.store import reader as reader_module
 from wlb.documents.store.files import exists, names_store
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, stored_vocab_size
 from wlb.errors import UserError
@@ -41,6 +42,7 @@ def place(request, tmp_path, monkeypatch) -> Iterator[Place]:
     pytest.importorskip("fsspec")
     monkeypatch.setattr(files, "_BLOCK", BLOCK)
     monkeypatch.setattr(files, "_FIRST_DELAY", 0.0)
+    monkeypatch.setattr(reader_module, "_SAMPLED", 1)
     yield from {"http": _on_the_web, "s3": _in_a_bucket}[request.param](tmp_path, monkeypatch)
 
 
@@ -240,7 +242,7 @@ def test_no_answer_is_not_taken_for_no_file(monkeypatch):
 def test_a_server_that_ignores_ranges_is_refused_before_it_sends_everything(tmp_path, monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(files, "_BLOCK", BLOCK)
-    local = TokenStore.open(write(tmp_path / "corpus"))
+    write(tmp_path / "corpus")
     whole, answers = files_of(tmp_path), list[str]()
 
     def deaf(environ, start_response):
@@ -249,15 +251,12 @@ def test_a_server_that_ignores_ranges_is_refused_before_it_sends_everything(tmp_
         return whole(environ, start_response)
 
     with served(deaf) as url:
-        store = TokenStore.open(f"{url}/corpus")  # files that are taken whole are no trouble
-        assert np.array_equal(store.read(0), local.read(0))
-        answers.clear()
         with pytest.raises(
             UserError,
             match=r"corpus\.bin cannot be read: ValueError: .* doesn't appear to support range requests",
         ):
-            store.read(39)
-        assert answers == ["GET /corpus.bin"]
+            TokenStore.open(f"{url}/corpus")
+        assert answers.count("GET /corpus.bin") == 2  # its beginning, and the next place
 
 
 @in_turn("url", ["s3://bucket/a.b/corpus", "gs://bucket/corpus", "http://host:80/corpus", "memory://corpus"])

@@ -167,6 +167,17 @@ def test_a_shard_that_changes_while_it_is_used_is_refused(corpus, monkeypatch):
         TokenStore.open(corpus)
 
 
+def test_an_index_cut_short_is_refused_before_it_is_read(corpus):
+    """Reading a mapped file beyond its end kills the process."""
+    store = TokenStore.open(corpus)
+    lengths = store.lengths_of(np.array([2]))
+    os.truncate(corpus / "10_tokens.bin", 2)
+    assert store.lengths_of(np.array([2])) == lengths
+    os.truncate(corpus / "10_tokens.idx", 4)
+    with pytest.raises(UserError, match=r"10_tokens\.idx changed while it was in use"):
+        store.lengths_of(np.array([2]))
+
+
 def test_few_shards_stay_open(tmp_path, monkeypatch):
     monkeypatch.setattr(reader_module, "_OPEN_SHARDS", 3)
     for number in range(40):

@@ -308,9 +308,26 @@ def test_identity_changes_when_tokens_do_and_lengths_do_not(tmp_path):
     )
     assert first.sidecar["content_sha256"] == hashlib.sha256((tmp_path / "a.bin").read_bytes()).hexdigest()
     assert first.identity == again.identity != second.identity
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.json").unlink()  # as a store of Megatron-Core: index and size alone
-    assert TokenStore.open(tmp_path / "a").identity == TokenStore.open(tmp_path / "b").identity
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.json").unlink()  # as a store of Megatron-Core
+    first, second, again = (TokenStore.open(tmp_path / name) for name in ("a", "b", "c"))
+    assert first.identity == again.identity != second.identity
+
+
+def test_identity_has_a_sample_of_the_tokens_and_of_the_mask(tmp_path):
+    """Tokens overwritten in place, whatever the sidecar says of them."""
+    size = 10**5
+    with TokenStoreWriter(tmp_path / "s", vocab_size=2, masked=True) as writer:
+        writer.add(np.zeros(size, np.int64), np.zeros(size, np.bool_))
+    opened = [TokenStore.open(tmp_path / "s").identity]
+    for ending, itemsize in ((".bin", 2), (".mask", 1)):
+        with (tmp_path / f"s{ending}").open("r+b") as file:
+            for place in (0, size // 3, size - 1):
+                file.seek(place * itemsize)
+                file.write(b"\1")
+                file.flush()
+                opened.append(TokenStore.open(tmp_path / "s").identity)
+    assert len(set(opened)) == 7
 
 
 def test_a_mask_belongs_to_its_store(tmp_path):

@@ -28,8 +28,8 @@ from wlb.settings import check_path
 
 T = TypeVar("T")
 
-# Size and time of change, in words, of .idx, .bin and .mask; None for a file that is missing or at a URL.
-Stamps: TypeAlias = "tuple[str | None, ...]"
+# Bytes and time of change (nanoseconds) of .idx, .bin and .mask; None for a file that is missing or at a URL.
+Stamps: TypeAlias = "tuple[tuple[int, int] | None, ...]"
 
 _BYTE = np.dtype(np.uint8)
 _STAMPED = (".idx", ".bin", ".mask")
@@ -162,9 +162,9 @@ def stamps_of(prefix: str) -> Stamps:
 
 def check_unchanged(prefix: str, opened: Stamps) -> None:
     """Raise ``UserError`` if a file of the store at ``prefix`` has changed since it was ``opened``."""
-    for ending, before, now in zip(_STAMPED, opened, stamps_of(prefix), strict=True):
-        if before is not None and now != before:
-            raise _changed(prefix + ending, before, now)
+    for ending, before in zip(_STAMPED, opened, strict=False):  # the first may be all that is asked about
+        if before is not None and (now := _stamp(prefix + ending)) != before:
+            raise _changed(prefix + ending, _in_words(before), now and _in_words(now))
 
 
 def read_bytes(path: str) -> Any:
@@ -291,13 +291,17 @@ def _file_system(url: str) -> tuple[Any, str]:
     return files, path
 
 
-def _stamp(path: str) -> str | None:
+def _stamp(path: str) -> tuple[int, int] | None:
     try:
         found = os.stat(path)
     except OSError:
         return None
-    seconds, nanoseconds = divmod(found.st_mtime_ns, 10**9)
-    return f"{found.st_size} bytes of {datetime.fromtimestamp(seconds)}.{nanoseconds:09}"
+    return found.st_size, found.st_mtime_ns
+
+
+def _in_words(stamp: tuple[int, int]) -> str:
+    seconds, nanoseconds = divmod(stamp[1], 10**9)
+    return f"{stamp[0]} bytes of {datetime.fromtimestamp(seconds)}.{nanoseconds:09}"
 
 
 def _changed(path: str, before: str, now: str | None) -> UserError:

@@ -35,6 +35,7 @@ _OPEN_SHARDS = 128  # that stay mapped; each takes up to three file handles, and
 _LARGEST_SIDECAR = 1 << 20
 _CHUNK = 1 << 16  # documents read at a time
 _HASHED = 1 << 24  # values that are hashed together
+_SAMPLED_AT, _SAMPLED = (0, 1 / 3, 2 / 3, 1), 1 << 10  # places in a token file, and tokens at each
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,17 @@ class Shard:
 
     @property
     def identity(self) -> str:
-        """sha256 in hex over ``TokenIndex.identity`` and, if the sidecar has it, the sha256 of the tokens.
+        """sha256 in hex over ``TokenIndex.identity``, a sample of tokens and mask, and their sha256 in the sidecar.
 
-        The tokens are not read, because the writer of the store hashed them, and their mask if there is one. A store
-        without a sidecar, such as one of Megatron-Core, keeps its identity if tokens change but lengths do not.
+        Without a sidecar, changes of tokens outside the sample go unnoticed.
         """
         digest = hashlib.sha256(self.index.identity)
-        digest.update(self.sidecar.get("content_sha256", "").encode())
-        if self.mask is not None:
-            digest.update(b"mask" + self.sidecar.get("mask_sha256", "").encode())
+        for what, content in (("content", self.tokens), ("mask", self.mask)):
+            if content is not None:
+                digest.update(what.encode() + self.sidecar.get(f"{what}_sha256", "").encode())
+                last = max(0, self.index.tokens - _SAMPLED)
+                for start in (int(last * place) for place in _SAMPLED_AT):
+                    digest.update(content[start : start + _SAMPLED].tobytes())
         return digest.hexdigest()
 
     def has_labels(self) -> bool:
@@ -197,9 +200,14 @@ class TokenStore:
         return np.concatenate([self._opened(shard.prefix).index.lengths() for shard in self._shards])
 
     def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of some documents, in any order; int64, shape (documents,)."""
+        """Tokens of some documents, in any order; int64, shape (documents,).
+
+        Raises ``UserError`` if an index has changed: beyond the end of one cut short, reading kills the process.
+        """
         lengths = np.empty(len(documents), np.int64)
         for number, chosen in self._by_shard(documents):
+            prefix = self._shards[number].prefix
+            files.check_unchanged(prefix, self._stamps[prefix][:1])
             index = self._shard(number).index
             lengths[chosen] = index.runs(documents[chosen] - self._ends[number])[1]
         return lengths
