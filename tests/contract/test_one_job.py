@@ -113,6 +113,13 @@ def small_cases(draw: st.DrawFn) -> Case:
 @example(case_of(preset="plain-4d", parallel={"dp": 2, "pp": 2}))
 @example(case_of(parallel={"dp": 2, "pp": 2, "cp": 3, "tp": 2}))
 @example(case_of(packing={"method": "fixed_solver", "window": 2, "solver_nodes": 5}))
+@example(
+    case_of(
+        (256, 40, 60, 230),  # of which some are cut
+        packing={"grouping": "slices", "micro_batches": 4, "pool_micro_batches": 4, "global_batch": 2},
+        parallel={"pp": 2, "cp": 2},
+    )
+)
 @example(case_of(data={"overlong": "error"}))
 @example(case_of(lengths=(0, 0)))
 def test_plans_and_shards_are_the_same(case: Case):

@@ -101,7 +101,8 @@ def test_an_option_that_the_method_does_not_read_is_refused(config):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.dp=4", "parallel.pool=3"], "does not divide dp x cp = 4; choose one of 1, 2, 4"),
+        (["parallel.dp=4", "parallel.pool=3"], "does not divide dp x cp = 4; give 1 or 2 or 4, or leave it out"),
+        (["parallel.pool=4"], "does not divide dp x cp = 1; give 1, or leave it out"),
         (["packing.micro_batches=1", "parallel.dp=2"], "must be a multiple of parallel.dp = 2"),
         (["parallel.dp=2147483647"], "must be a multiple of parallel.dp = 2147483647"),
     ],

@@ -1,5 +1,6 @@
 """Micro-batches, workloads and a dense picture of a plan that the tests of this room share."""
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ WORKLOADS: dict[str, Costs] = {
     "7b": make_workload("7b", "h100"),
     "70b, tp 8": make_workload("70b", "a100", tp=8),
     "tiny": make_workload("tiny", "cpu"),
+    "window 1": make_workload(replace(model_shape("7b"), sliding_window=1), "h100"),
     "profile": make_workload("tiny", "cpu", profile=analytic_profile(model_shape("tiny"))),
 }
 

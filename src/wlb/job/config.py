@@ -360,5 +360,5 @@ def check_dealt(micro_batches: int, dp: int) -> None:
 def check_pool(ranks: int, pool: int) -> None:
     """Raise ``UserError`` unless ``ranks`` = dp x cp is a multiple of ``pool``."""
     if ranks % pool:
-        sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
-        raise UserError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
+        sizes = " or ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
+        raise UserError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; give {sizes}, or leave it out")
