@@ -20,6 +20,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import IO, Any
 
+from tests.cores import allow_cores, kept_cores
 from wlb.training.termination import signals_to_end
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -100,6 +101,7 @@ def forked(*arguments: object, **environment: str) -> Iterator[Program]:
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGKILL)
         program.communicate()
+        sys.stderr.write(kept_cores())
 
 
 def finished(*arguments: object, **environment: str) -> CompletedProcess[str]:
@@ -121,6 +123,7 @@ def _run(
 ) -> None:
     """Be the program, as if Python had just started."""
     os.setsid()
+    allow_cores()
     # A launcher that ran in this process may have started the server, with signals blocked.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

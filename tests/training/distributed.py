@@ -16,15 +16,18 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.cores import allow_cores, kept_cores
 from tests.limits import HUNG_SECONDS
 from tests.programs import FORKS
 
@@ -56,10 +59,13 @@ def run_ranks(
             sender.close()
             receivers.append(receiver)
             processes.append(process)
+        deadline = time.monotonic() + seconds
         try:
-            results = _collect(receivers, deadline=time.monotonic() + seconds)
-            for process in processes:
-                process.join()
+            results = _collect(receivers, processes, deadline)
+            for rank, process in enumerate(processes):
+                process.join(max(0.0, deadline - time.monotonic()))
+                if process.exitcode != 0:  # its result counts all the same
+                    warnings.warn(f"rank {rank} left its process group with {_end_of(process)}", stacklevel=2)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -68,7 +74,12 @@ def run_ranks(
     return results
 
 
-def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
+def _end_of(process: BaseProcess) -> str:
+    process.join(HUNG_SECONDS)
+    return f"exit code {process.exitcode}; {kept_cores()}"
+
+
+def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
     while waiting:
@@ -81,7 +92,7 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
             try:
                 failure, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
-                raise RankFailure(f"rank {rank} died without a message") from None
+                raise RankFailure(f"rank {rank} died without a message: {_end_of(processes[rank])}") from None
             if failure:
                 raise RankFailure(f"rank {rank} failed:\n{failure}")
             results[rank] = value
@@ -97,16 +108,18 @@ def _run_rank(
     call: bytes,
 ) -> None:
     faulthandler.enable()  # a rank that crashes says where
+    allow_cores()
     torch.set_num_threads(1)
     try:
         function, arguments = pickle.loads(call)
         _join(store, rank, world_size, seconds)
         outcome = ("", function(*arguments))
-        dist.barrier()
-        dist.destroy_process_group()
     except Exception:
         outcome = (traceback.format_exc(), None)
-    sender.send_bytes(pickle.dumps(outcome))
+    sender.send_bytes(pickle.dumps(outcome))  # first, because threads of torch may crash where they end
+    if not outcome[0]:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def _join(store: Path, rank: int, world_size: int, seconds: float) -> None:
