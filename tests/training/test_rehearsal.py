@@ -1,8 +1,8 @@
 """Jobs of 32 and 64 real processes on one machine, which lose a node: ``make rehearsal``.
 
-A tiny model is trained in float64 over gloo, dp x cp x pp x tp, and has to have the losses of one process that runs one
-document at a time. Then the same job loses a quarter of its processes by SIGKILL and continues from its checkpoint on
-the others, with dp 3 instead of 4; its losses have to be the same again.
+A tiny model is trained in float64 over gloo, dp x cp x pp x tp, also in slices of documents. It has to have the losses
+of one process that runs one document at a time. Then the same job loses a quarter of its processes by SIGKILL and
+continues from its checkpoint on the others, with dp 3 instead of 4; its losses have to be the same again.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from wlb.packing.plan import StepPlan
 from wlb.training.checkpoint.files import newest_checkpoint
 
 STEPS, LOST_AFTER, CHECKPOINT_EVERY = 5, 3, 2
-WINDOW = 64
+WINDOWS = {"balanced": 64, "slices": 1024, "wlb-llm": 64}  # slices have several tiles
 SECONDS = 1800.0  # after which a job counts as hung
 LAYOUTS = [{"dp": 4, "cp": 2, "pp": 2, "tp": 2}, {"dp": 4, "cp": 2, "pp": 4, "tp": 2}]
 
 
 def _configure(folder: Path, store: Path, preset: str, layout: dict[str, Any]) -> JobConfig:
     """There are two pools, of four ranks, or with a node less of three."""
-    pools = {"pool": layout["dp"] * layout["cp"] // 2} if preset == "balanced" else {}
+    pools = {"pool": layout["dp"] * layout["cp"] // 2} if preset != "wlb-llm" else {}
+    packing: dict[str, Any] = {"micro_batches": 6 * layout["pp"]} | ({"pool_micro_batches": 4} if pools else {})
+    if preset == "slices":  # a global batch of two windows
+        packing |= {"grouping": "slices", "global_batch": 2, "pool_micro_batches": 2 * layout["pp"]}
     return job(
         folder,
-        preset,
+        "balanced" if pools else preset,
         model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68},
-        data={"context_window": WINDOW, "store": str(store)},
+        data={"context_window": WINDOWS[preset], "store": str(store)},
         parallel=layout | pools,
-        packing={"micro_batches": 6 * layout["pp"], **({"pool_micro_batches": 4} if pools else {})},
+        packing=packing,
         training={"steps": STEPS, "dtype": "float64", "learning_rate": 0.02, "timeout_seconds": SECONDS},
         checkpoint={"dir": str(folder / "checkpoints"), "every": CHECKPOINT_EVERY},
     )
@@ -62,13 +65,15 @@ def _train_and_lose_a_node(config: JobConfig) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(4 * SECONDS)
-@pytest.mark.parametrize("preset", ["balanced", "wlb-llm"])
+@pytest.mark.parametrize("preset", WINDOWS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["32", "64"])
 def test_many_processes_have_the_losses_of_single_documents_with_a_node_less_too(tmp_path, layout, preset):
-    write_store(tmp_path / "store", longest=8 * WINDOW)
+    write_store(tmp_path / "store", longest=1024 if preset == "slices" else 512)
     straight = _configure(tmp_path / "straight", tmp_path / "store", preset, layout)
     _, plans = run_ranks(straight.parallel.layout.world_size, _train, straight, seconds=SECONDS)[0]
     _check_losses(straight, tmp_path / "straight", plans)
+    if preset == "slices":
+        assert any(part.earlier for plan in plans for part in plan.micro_batches)
     whole = _configure(tmp_path / "killed", tmp_path / "store", preset, layout)
     with pytest.raises(RankFailure, match="died"):
         run_ranks(whole.parallel.layout.world_size, _train_and_lose_a_node, whole, seconds=SECONDS)

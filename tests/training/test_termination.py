@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from tests.limits import HUNG_SECONDS
 from tests.programs import forked
 from tests.training.jobs import endless, read_steps
 from tests.training.processes import is_running, process, ranks_of, steps_written, wait_until
@@ -72,7 +73,11 @@ def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
 
 @pytest.mark.parametrize(
     ("grace_seconds", "message"),
-    [(None, "terminated before the first step"), (0.0, "training.grace_seconds = 0 was too short")],
+    [
+        (None, "terminated before the first step"),
+        (0.0, "training.grace_seconds = 0 was too short"),
+        (HUNG_SECONDS, "terminated: a rank hung and there was no way to finish the step"),
+    ],
 )
 def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
     def leave(error: Exception) -> None:
@@ -83,6 +88,8 @@ def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
     termination = Termination()
     if grace_seconds is not None:
         termination.allow(grace_seconds, "")
+    if grace_seconds:
+        termination.hurry()
     with pytest.raises(Terminated, match=message):
         termination._answer({signal.SIGTERM})
 

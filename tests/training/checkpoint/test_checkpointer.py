@@ -345,6 +345,7 @@ def _save_while_weights_change(directory: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(checkpoint_module._Writer, "write_data", waiting)
+        patch.setattr(checkpoint_module, "_CHECK_SECONDS", 0.01)  # ranks check on each other meanwhile
         weight.fill_(2.0)
         checkpointer.save(Progress(2, {}))
         weight.fill_(3.0)  # nothing is written yet
@@ -359,7 +360,7 @@ def _save_while_weights_change(directory: Path) -> None:
 
 
 def test_a_checkpoint_holds_what_was_trained_when_it_was_saved(tmp_path):
-    run_ranks(1, _save_while_weights_change, tmp_path / "checkpoints")
+    run_ranks(2, _save_while_weights_change, tmp_path / "checkpoints")
 
 
 def _continue_beside_a_damaged_one(directory: Path) -> tuple[list[str], list[str], list[str]]:
