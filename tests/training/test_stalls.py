@@ -16,7 +16,7 @@ from tests.cases import in_turn
 from tests.limits import HUNG_SECONDS
 from tests.programs import forked
 from tests.training.faulty_rank import FOREVER
-from tests.training.jobs import endless, read_steps
+from tests.training.jobs import endless, read_steps, write_config
 from tests.training.processes import ranks, said
 from wlb.training import stalls
 from wlb.training.failures import HungError, TrainingError

@@ -89,7 +89,7 @@ def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
     if grace_seconds is not None:
         termination.allow(grace_seconds, "")
     if grace_seconds:
-        termination.hurry()
+        termination.hung.set()
     with pytest.raises(Terminated, match=message):
         termination._answer({signal.SIGTERM})
 

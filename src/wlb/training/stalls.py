@@ -59,7 +59,7 @@ def stalls_named(limit_seconds: float, begun: BegunStep, termination: Terminatio
     """Raise ``HungError`` if a collective inside the block times out; all ranks enter it after the rendezvous."""
     # Connections of their own: the main thread may hang while it uses the store.
     store, alarm, nccl = (dist.distributed_c10d._get_default_store().clone() for _ in range(3))  # type: ignore[attr-defined]
-    store.set(f"process/{dist.get_rank()}", f"{os.getpid()} {socket.gethostname()}")
+    store.set(f"process/{dist.get_rank()}", f"{socket.gethostname()} {os.getpid()}")
     threading.Thread(target=_answer, args=(alarm, threading.get_ident(), begun, termination), daemon=True).start()
     threading.Thread(target=_leave_before_nccl, args=(nccl, limit_seconds, begun), daemon=True).start()
     try:
@@ -74,7 +74,7 @@ def stalls_named(limit_seconds: float, begun: BegunStep, termination: Terminatio
 def _answer(store: dist.Store, main_thread: int, begun: BegunStep, termination: Termination) -> None:
     with suppress(RuntimeError):  # the store is gone, and so is the job
         store.wait(["alarm"], timedelta.max / 2)
-        termination.hurry()
+        termination.hung.set()
         *_, place = stack = traceback.extract_stack(sys._current_frames()[main_thread])
         waits = begun.lost or _unfinished() or any(_COLLECTIVE.search(frame.filename) for frame in stack[-_INNERMOST:])
         answer = _WAITS if waits else f"is in {place.name} ({Path(place.filename).name}:{place.lineno})".encode()
@@ -115,18 +115,13 @@ def _missing(store: dist.Store) -> str:
             time.sleep(0.05)
         for rank, key in keys.items():
             missing.setdefault(store.get(key) if store.check([key]) else _SILENT, []).append(str(rank))
-        for silent in missing.get(_SILENT, ()):
-            _continue(store.get(f"process/{silent}").decode())
+        for process in [f"process/{rank}" for rank in missing.get(_SILENT, ())]:
+            machine, number = store.get(process).decode().split() if store.check([process]) else ("", "")
+            if machine == socket.gethostname():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(int(number), signal.SIGCONT)
     except RuntimeError:
         return "the rendezvous store does not answer either: its machine is stopped or gone"
     missing.pop(_WAITS, None)
     named = [f"rank {', '.join(ranks)} {place.decode()}" for place, ranks in missing.items()]
     return "; ".join(named) or "all ranks wait in collectives: they were suspended, or cannot reach each other"
-
-
-def _continue(process: str) -> None:
-    """Let a process of this machine go on if it is stopped."""
-    number, _, machine = process.partition(" ")
-    if machine == socket.gethostname():
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(int(number), signal.SIGCONT)

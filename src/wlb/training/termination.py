@@ -20,7 +20,7 @@ class Termination:
 
     def __init__(self) -> None:
         self.asked = threading.Event()
-        self._hurried = threading.Event()
+        self.hung = threading.Event()  # once it is set, nothing can be saved, and a signal leaves no time
         self._grace_seconds: float | None = None  # before the first step there is nothing to save
 
     @property
@@ -38,15 +38,11 @@ class Termination:
         """From now on a signal leaves ``seconds`` to finish and save; ``kept`` says what remains otherwise."""
         self._grace_seconds, self._kept = seconds, kept
 
-    def hurry(self) -> None:
-        """From now on a signal leaves no time, because nothing can be saved."""
-        self._hurried.set()
-
     def _answer(self, asked: set[signal.Signals]) -> None:
         signal.sigwait(asked)
         self.asked.set()
         if self._grace_seconds is None:
             leave(Terminated("terminated before the first step"))
         limit = f"training.grace_seconds = {self._grace_seconds:g} was too short"
-        cause = "a rank hung and there was no way" if self._hurried.wait(self._grace_seconds) else limit
+        cause = "a rank hung and there was no way" if self.hung.wait(self._grace_seconds) else limit
         leave(Terminated(f"terminated: {cause} to finish the step and save it; {self._kept}"))

@@ -162,7 +162,7 @@ def _wait_together(work: Future[Any]) -> None:
         busy.fill_(len(wait([work], _CHECK_SECONDS).not_done))
         if not busy and not isinstance(work.exception(), CheckpointException):  # this one all ranks raise
             work.result()
-        if time.monotonic() > deadline:
+        if busy and time.monotonic() > deadline:
             raise HungError(f"rank {dist.get_rank()} could not finish a checkpoint within {_LONGEST_WRITE}")
         dist.all_reduce(busy)
     work.result()
