@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 import numpy as np
 import pytest
 
 from wlb.errors import UserError
-from wlb.shadow_mode.gain import Measured, ShadowGain, gain_of
+from wlb.shadow_mode.gain import Measured, gain_of
 from wlb.workload.fitted import FittedPrices
 
 TRUE = FittedPrices(square=2e-9, token=3e-6, fixed=4e-3, r_squared=1.0)
@@ -76,9 +78,29 @@ def test_processes_with_the_same_documents_count_as_one():
     assert twice.balanced == pytest.approx(once.balanced)
 
 
-def test_a_gain_that_prices_do_not_explain_is_not_believed():
-    gain = ShadowGain(8, 1.0, FittedPrices(0, 1, 0, 0.2), 2, 2, 2, 1, 512, 2)
-    assert gain.verdict == "the gain is unknown: prices explain 20% of the variance of measured seconds"
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_a_gain_that_prices_do_not_explain_is_claimed_nowhere(on_cuda: bool):
+    rng = np.random.default_rng(0)
+    steps = [[[one._replace(seconds=rng.random()) for one in rank] for rank in step] for step in steps_of(32)]
+    gain = gain_of(steps, waits_inside=False, on_cuda=on_cuda)
+    assert gain.prices.r_squared < 0.5
+    assert gain.verdict.startswith("the gain is unknown: prices explain ")
+    assert "x as fast" not in str(gain)
+    assert isnan(gain.speed)
+    unexplained = {"measured", "square", "token", "fixed", "r_squared"} | ({"imbalance"} if not on_cuda else set())
+    assert {name.removeprefix("wlb_shadow/") for name in gain.values} == unexplained
+
+
+def test_one_process_has_no_balance_to_gain():
+    single = [
+        [[one._replace(documents=one.documents[:2], computed=one.computed[:2])] * 4] for ((one, *_), _) in steps_of(64)
+    ]
+    timed = [[[one._replace(seconds=TRUE.seconds(one.computed)) for one in rank] for rank in step] for step in single]
+    gain = gain_of(timed, waits_inside=False)
+    assert (gain.speed, gain.unpadded) == (1, gain.own)  # though packing would make fewer micro-batches
+    assert "1.00x as fast (padding 1.00x, no balance on one process)" in str(gain)
+    assert gain.verdict.startswith("keep what you have")
+    assert gain_of(steps_of(64, ranks=1, width=1000), waits_inside=False).speed > 1.2
 
 
 def test_too_few_micro_batches_are_refused():

@@ -7,6 +7,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer
+from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 import wlb
@@ -91,9 +93,9 @@ def test_a_loader_is_passed_through_and_prices_are_found(capsys: pytest.CaptureF
     assert (prices.square, prices.token, prices.fixed) == pytest.approx((TRUE.square, TRUE.token, TRUE.fixed))
     assert shadowed.gain.measured == pytest.approx(sum(TRUE.seconds(lengths) for lengths in loader.batches) / 20)
     said = capsys.readouterr().out
-    assert "step 11, the last 11: slowest process 1.00x the mean" in said
-    assert "balance 1.00x)" in said  # one process alone
-    assert "wlb shadow: balanced steps run" in said
+    assert "step 11, the last 11: step 0.0191 s measured" in said
+    assert "(padding 1.00x, no balance on one process)" in said
+    assert "wlb shadow: keep what you have" in said
 
 
 def test_a_model_is_watched_while_it_trains():
@@ -208,6 +210,57 @@ def test_the_profile_is_taken_by_check(tmp_path: Path):
     assert result.exit_code == 0, result.output
 
 
+class Stateful(DataLoader[Any]):
+    """Like torchdata's: its state is that of the iterator it made last."""
+
+    counts: Any = None
+
+    def __iter__(self) -> Any:
+        self.counts = count()
+        return (batch for batch, _ in zip(super().__iter__(), self.counts, strict=False))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"yielded": int(repr(self.counts)[6:-1])}
+
+
+def batched(rows: list[Any]) -> dict[str, Any]:
+    return {"input_ids": torch.stack(rows), "lengths": [len(row) for row in rows]}
+
+
+def test_a_loader_stays_the_loader_that_it_is(capsys: pytest.CaptureFixture[str]):
+    documents: Any = [torch.arange(8) for _ in range(16)]
+    loader = Stateful(documents, batch_size=2, collate_fn=batched)
+    shadowed = wlb.shadow(loader)
+    assert shadowed is loader
+    assert [loader.state_dict()["yielded"] for _ in shadowed] == [*range(1, 9)]
+    for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert type(copied) is Stateful
+    with torch.no_grad():  # as in an evaluation
+        assert len([*shadowed]) == 8
+    assert capsys.readouterr().out.count("the gain is unknown") == 1
+
+
+class Own(list[Any]):
+    """Its own iterator, as Lightning's ``CombinedLoader``."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if not self:
+            raise StopIteration
+        return self.pop(0)
+
+
+def test_whatever_can_be_looped_over_can_be_a_loader():
+    batches = [*Loader(20)]
+    loaders: list[Any] = [batches, tuple(batches), iter(batches), (batch for batch in batches), Own(batches)]
+    for loader in loaders:
+        shadowed: Any = wlb.shadow(loader)
+        assert len(train(shadowed, Model())) == 20
+        assert shadowed.gain.steps == 10
+
+
 def test_settings_are_checked():
     with pytest.raises(UserError, match="every = 0 is not a whole number"):
         wlb.shadow(Loader(1), every=0)
@@ -227,8 +280,8 @@ def test_settings_are_checked():
 def _one_rank(batches: tuple[int, int], broken: int | None = None) -> Any:
     time.thread_time = lambda: SECONDS[0]
     rank = dist.get_rank()
-    loader: Any = wlb.shadow(Loader(batches[rank], seed=rank), every=4)
-    loader._stopped = rank == broken
+    lengths = (lambda batch: 1 + batch) if rank == broken else None
+    loader: Any = wlb.shadow(Loader(batches[rank], seed=rank), every=4, lengths=lengths)
     for _ in range(2):  # passes
         train(loader, Model())
     if loader.gain is None:

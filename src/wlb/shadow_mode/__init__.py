@@ -4,6 +4,6 @@
 the times and plans the same documents again.
 """
 
-from wlb.shadow_mode.live import Shadow as shadow
+from wlb.shadow_mode.live import shadow as shadow
 
 __all__ = ["shadow"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import isnan, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -32,11 +33,13 @@ Step = Sequence[Sequence[Measured]]  # the micro-batches of each process
 class ShadowGain:
     """Mean seconds of a step: measured, and by the fitted prices as it is, without padding, and balanced.
 
-    ``imbalance`` is the slowest process over the mean, by the prices if measured seconds include waiting. Balanced
-    micro-batches hold ``context_window`` tokens on average, and each process has ``micro_batches`` per step.
+    ``imbalance`` is the slowest of ``processes`` over their mean, by the prices if measured seconds include waiting.
+    What the prices tell is NaN if they explain too little. Balanced micro-batches hold ``context_window`` tokens on
+    average, and each process has ``micro_batches`` per step.
     """
 
     steps: int
+    processes: int
     imbalance: float
     prices: FittedPrices
     measured: float
@@ -53,26 +56,34 @@ class ShadowGain:
 
     @property
     def values(self) -> dict[str, float]:
-        """The logged values by name."""
+        """The logged values by name, without those that are unknown."""
         values = vars(self) | vars(self.prices) | {"speed": self.speed}
-        return {f"wlb_shadow/{name}": value for name, value in values.items() if isinstance(value, float)}
+        known = {name: value for name, value in values.items() if isinstance(value, float) and not isnan(value)}
+        return {f"wlb_shadow/{name}": value for name, value in known.items()}
 
     @property
     def verdict(self) -> str:
         """Advice, in one sentence."""
+        if isnan(self.speed):
+            explained = max(self.prices.r_squared, 0)
+            return f"the gain is unknown: prices explain {explained:.0%} of the variance of measured seconds"
         if self.speed < 1 + _LEAST_GAIN:
             return f"keep what you have: balanced steps gain under {_LEAST_GAIN:.0%}"
-        if (explained := self.prices.r_squared) < _LEAST_EXPLAINED:
-            return f"the gain is unknown: prices explain {max(explained, 0):.0%} of the variance of measured seconds"
         settings = f"context_window={self.context_window} and micro_batches={self.micro_batches}"
         return f"balanced steps run {self.speed:.2f}x as fast; train with {settings}"
 
     def __str__(self) -> str:
-        padding, balance = self.own / self.unpadded, self.unpadded / self.balanced
+        measured = f"step {self.measured:.3g} s measured"
+        if self.processes > 1 and not isnan(self.imbalance):
+            measured = f"slowest process {self.imbalance:.2f}x the mean; {measured}"
+        if isnan(self.speed):
+            return f"{measured}; {self.verdict}"
+        balance = "no balance on one process"
+        if self.processes > 1:
+            balance = f"balance {self.unpadded / self.balanced:.2f}x"
         return (
-            f"slowest process {self.imbalance:.2f}x the mean; step {self.measured:.3g} s measured, {self.own:.3g} s by "
-            f"prices, {self.balanced:.3g} s balanced: {self.speed:.2f}x as fast (padding {padding:.2f}x, balance "
-            f"{balance:.2f}x); prices {self.prices}"
+            f"{measured}, {self.own:.3g} s by prices, {self.balanced:.3g} s balanced: {self.speed:.2f}x as fast "
+            f"(padding {self.own / self.unpadded:.2f}x, {balance}); prices {self.prices}"
         )
 
 
@@ -82,14 +93,15 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
     Each step has equally many processes. Tensor-parallel processes, with the same documents, count as one.
     ``waits_inside`` tells whether processes wait for each other in every micro-batch or only at the end of a step;
     seconds ``on_cuda`` include that waiting. Balanced micro-batches hold the mean tokens of the job's micro-batches, or
-    the longest document if that is longer, and steps keep their tokens. Raises ``UserError`` for too few micro-batches
-    or documents.
+    the longest document if that is longer, and steps keep their tokens. One process has nothing to balance and keeps
+    its micro-batches, without padding. Raises ``UserError`` for too few micro-batches or documents.
     """
     from wlb.integrations.batches import WholeSteps, balanced_job  # with torch, which ``import wlb`` does not need
 
     if not steps:
         raise UserError("no optimizer step was measured on all processes")
     prices = _fitted(steps, waits_inside, on_cuda and len(steps[0]) > 1)
+    known = prices.r_squared >= _LEAST_EXPLAINED
 
     def seconds(of: str) -> list[list[list[float]]]:
         return [[[prices.seconds(getattr(one, of)) for one in rank] for rank in step] for step in steps]
@@ -105,18 +117,21 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
     lengths = np.concatenate([one.documents for one in parts])
     window = max(int(lengths.max(initial=1)), round(lengths.sum() / len(parts)))
     micro_batches = max(1, round(lengths.sum() / len(steps) / len(ranks) / window))
-    job = balanced_job(lengths, window, micro_batches, dp=len(ranks), workload=prices)
-    plans = [
-        [[prices.seconds(one.lengths) for one in rank] for rank in plan.ranks] for plan in WholeSteps(job, lengths)
-    ]
+    plans = seconds("documents")
+    if len(ranks) > 1:
+        job = balanced_job(lengths, window, micro_batches, dp=len(ranks), workload=prices)
+        plans = [
+            [[prices.seconds(one.lengths) for one in rank] for rank in plan.ranks] for plan in WholeSteps(job, lengths)
+        ]
     return ShadowGain(
         steps=len(steps),
-        imbalance=sum(map(max, of_ranks)) / sum(map(np.mean, of_ranks)),
+        processes=len(ranks),
+        imbalance=sum(map(max, of_ranks)) / sum(map(np.mean, of_ranks)) if known or not on_cuda else nan,
         prices=prices,
         measured=mean(measured),
-        own=mean(computed),
-        unpadded=mean(seconds("documents")),
-        balanced=mean(plans),
+        own=mean(computed) if known else nan,
+        unpadded=mean(seconds("documents")) if known else nan,
+        balanced=mean(plans) if known else nan,
         context_window=window,
         micro_batches=micro_batches,
     )

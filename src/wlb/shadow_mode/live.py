@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
 from itertools import count
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -33,6 +34,7 @@ from wlb.workload.profile import write_profile
 _MOST_DOCUMENTS, _LEAST_STEPS = 2**14, 8  # kept documents of all processes, and kept steps
 _MOST_OPEN = 2**10  # micro-batches of a step
 _LAST_WAIT = 5.0  # seconds
+_NO_BATCH = object()
 _NUMBERS = count()  # numbers shadows in order of creation, which is the same on every process
 
 
@@ -53,12 +55,22 @@ def _at_no_risk(measure: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-class Shadow:
-    """Measures what balanced steps would gain in the loop that trains with ``loader_or_model``; ``wlb.shadow``.
+def shadow(
+    loader_or_model: Any,
+    *,
+    every: int = 100,
+    lengths: Callable[[Any], Any] | None = None,
+    tensorboard: Any = None,
+    profile: str | Path | None = None,
+    model: Any = None,
+) -> Any:
+    """Measure what balanced steps would gain in the loop that trains with ``loader_or_model``; ``wlb.shadow``.
 
-    Every process makes one. For a loader it yields the unchanged batches and has the attributes of the loader. ``gain``
-    is the latest result, on the first process. After construction it raises nothing: it prints a failure and stops
-    measuring.
+    Every process calls it. It returns the loader itself, of a class derived from its own, whose passes are measured and
+    whose batches and state are unchanged; a wrapper if that class cannot be derived from, as of a list or a generator.
+    For a model it returns a ``Shadow``. ``gain`` of each is the latest result, on the first process. Once it has
+    returned, measuring raises nothing: it prints a failure and stops. Only ``accelerator.prepare`` of the loader raises
+    an error, because it makes another loader, which is to be given here.
 
     Args:
         every: Optimizer steps between reports: a line on stdout, and values for the active W&B run.
@@ -71,16 +83,18 @@ class Shadow:
     Raises:
         UserError: An argument has the wrong type or range, ``model`` has no known shape, or a ``profile`` needs one.
     """
+    watching = Shadow(loader_or_model, every, lengths, tensorboard, profile, model)
+    try:
+        return loader_or_model if watching.watches_in_place() else watching
+    except Exception:  # whatever the class of the loader does to classes derived from it
+        return watching
+
+
+class Shadow:
+    """Measures one loader or model, for ``shadow``, which has the arguments; itself a loader where it wraps one."""
 
     def __init__(
-        self,
-        loader_or_model: Any,
-        *,
-        every: int = 100,
-        lengths: Callable[[Any], Any] | None = None,
-        tensorboard: Any = None,
-        profile: str | Path | None = None,
-        model: Any = None,
+        self, loader_or_model: Any, every: int, lengths: Any, tensorboard: Any, profile: str | Path | None, model: Any
     ) -> None:
         from torch import nn
 
@@ -126,13 +140,60 @@ class Shadow:
 
         return isinstance(self._loader, nn.Module)
 
+    def watches_in_place(self) -> bool:
+        """Give the loader a class that measures its passes, so that it stays what it is to whoever takes it over."""
+        watching, loader = self, self._loader
+        kind: Any = type(loader)
+        if self._is_model or not hasattr(kind, "__iter__"):
+            return False
+
+        class MeasuredLoader(kind):
+            __slots__ = ()
+            gain = property(lambda _: watching.gain)
+
+            def __iter__(self) -> Iterator[Any]:
+                return watching._passed(self, super().__iter__())
+
+            def __reduce_ex__(self, protocol: Any) -> Any:  # a copy measures nothing
+                made, (_, *arguments), *state = super().__reduce_ex__(protocol)
+                return (_new if made.__name__ == "__newobj__" else made, (kind, *arguments), *state)
+
+            if not hasattr(loader, "_is_accelerate_prepared"):
+
+                @property
+                def _is_accelerate_prepared(self) -> Any:  # what ``accelerator.prepare`` asks first
+                    made = "accelerator.prepare makes another loader, which wlb.shadow would not measure"
+                    raise UserError(
+                        f"{made}; give wlb.shadow the prepared one: wlb.shadow(accelerator.prepare(loader))"
+                    )
+
+        MeasuredLoader.__name__, MeasuredLoader.__qualname__, MeasuredLoader.__module__ = (
+            kind.__name__,
+            kind.__qualname__,
+            kind.__module__,
+        )
+        vars(object)["__class__"].__set__(loader, MeasuredLoader)  # Accelerate's loaders have a property of this name
+        return True
+
     def __iter__(self) -> Iterator[Any]:
         if self._is_model:
             raise UserError("wlb.shadow watches a model here, which has no batches; loop over your loader")
-        hook, wait = self._before_steps(), 0.0  # no process waits if the loop ends early
+        return self._passed(self._loader, iter(self._loader))
+
+    def _passed(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        from torch import is_grad_enabled
+
+        return self._measured_pass(loader, batches) if is_grad_enabled() else batches  # else it evaluates
+
+    def _measured_pass(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        hook, wait, left = self._before_steps(), 0.0, inf  # no process waits if the loop ends early
+        with suppress(Exception):
+            left = len(loader)
         try:
-            for batch in self._loader:
+            while (batch := next(batches, _NO_BATCH)) is not _NO_BATCH:
                 self._begin(batch)
+                left -= 1
+                wait = 0.0 if left else self._wait  # Lightning never asks for one more
                 yield batch
                 self._end()
             wait = self._wait
@@ -293,6 +354,8 @@ class Shadow:
         import torch
 
         assert self._shape is not None
+        if isnan(gain.speed):
+            return self._say(f"{path} is not written, because its prices would explain too little")
         profile = gain.prices.profile(
             self._shape,
             machine=torch.cuda.get_device_name() if self._on_cuda else platform.processor() or platform.machine(),
@@ -302,7 +365,7 @@ class Shadow:
             threads=torch.get_num_threads(),
         )
         write_profile(profile, path)
-        self._say(f"prices are in {path}")
+        return self._say(f"prices are in {path}")
 
     def _say(self, text: str) -> None:
         if self._rank == 0:
@@ -310,6 +373,10 @@ class Shadow:
 
 
 _LIVE: WeakSet[Shadow] = WeakSet()
+
+
+def _new(kind: Any, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
 
 
 def _measured(documents: Any, begin: Any, end: Any) -> Measured:
