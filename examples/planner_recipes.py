@@ -13,14 +13,18 @@ from wlb import balance
 
 
 def slime(ranks: int, group: int = 1) -> None:
-    """With ``--use-dynamic-batch-size``, without ``--balance-data``; micro-batches of a ``group`` of virtual stages.
+    """Without ``--balance-data``; micro-batches of a ``group`` of virtual stages.
 
-    For text: images that ``--multimodal-aware-packing`` keeps apart would be mixed with it.
+    Without ``--use-dynamic-batch-size`` all hold ``--micro-batch-size`` samples. For text: images that
+    ``--multimodal-aware-packing`` keeps apart would be mixed with it.
     """
     from slime.utils import dp_schedule
 
-    def pack(step_lengths: Any, *, max_per_bin: int, **options: Any) -> Any:
-        of_ranks = balance(step_lengths, ranks=ranks, max_tokens=max_per_bin, multiple_of=group, oversize="alone")
+    def pack(step_lengths: Any, *, max_per_bin: Any, micro_batch_size: Any, **options: Any) -> Any:
+        sizes = {"max_tokens": max_per_bin} if max_per_bin else {"parts": len(step_lengths) // micro_batch_size}
+        of_ranks = balance(
+            step_lengths, **sizes, ranks=ranks, multiple_of=group, oversize="alone", equal_size=not max_per_bin
+        )
         return [micro_batch for slot in zip(*of_ranks, strict=True) for micro_batch in slot]
 
     dp_schedule._pack_step_into_mbs = pack
@@ -63,19 +67,30 @@ def _packed(packer: Any, sequence_lengths: list[int], oversize: Any = "error") -
     return [micro_batch for slot in zip(*of_ranks, strict=True) for micro_batch in slot]
 
 
-def openrlhf(ranks: int, max_tokens: int, steps: int = 1) -> None:
-    """With ``train.dynamic_batch_enable``: its ``max_tokens_per_gpu``, and the optimizer steps of a rollout."""
+def openrlhf(ranks: int, max_tokens: int) -> None:
+    """With ``train.dynamic_batch_enable``: its ``max_tokens_per_gpu``, times ranks that share a sample.
+
+    Where samples are no multiple of a step, some ranks have one more, as without this.
+    """
     from openrlhf.trainer import ppo_trainer
-    from openrlhf.trainer.ppo_utils import experience, replay_buffer
+    from openrlhf.trainer.ppo_utils import experience, experience_maker, replay_buffer
 
     def shares(experiences: Any, args: Any) -> Any:
         samples = [sample for some in experiences for sample in experience.split_experience_batch(some)]
-        lengths = [int(sample.total_length) for sample in samples]
-        of_ranks = balance(lengths, ranks * steps, equal_size=True, ranks=ranks)
-        return [experience.make_experience_batch([samples[i] for part in own for i in part]) for own in of_ranks]
+        size = min(args.train.batch_size, len(samples)) // ranks  # of a rank in a step
+        whole = len(samples) // (ranks * size) * ranks * size
+        lengths = [int(sample.total_length) for sample in samples[:whole]]
+        for_ranks = balance(lengths, whole // size, equal_size=True, ranks=ranks)
+        of_ranks = [[samples[i] for part in own for i in part] for own in for_ranks]
+        left = [samples[whole + rank :: ranks] for rank in range(ranks)]
+        return [experience.make_experience_batch(own + more) for own, more in zip(of_ranks, left, strict=True)]
+
+    def forwards(lengths: Any, parts: int, equal_size: bool) -> Any:
+        return [part for own in balance(lengths, parts, ranks=ranks) for part in own]
 
     def micro_batches(lengths: Any, parts: int, equal_size: bool) -> Any:
-        return balance(lengths, parts, max_tokens, equal_size=equal_size)
+        return balance(lengths, parts, max_tokens, equal_size=equal_size, oversize="alone")
 
     ppo_trainer.balance_experiences = shares
+    experience_maker.get_seqlen_balanced_partitions = forwards
     replay_buffer.get_seqlen_balanced_partitions = micro_batches

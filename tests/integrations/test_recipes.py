@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -40,11 +41,11 @@ def _package(name: str, monkeypatch: pytest.MonkeyPatch, **contents: Any) -> Any
         return module
 
 
-def _check(of_ranks: list[list[list[int]]]) -> None:
+def _check(of_ranks: list[list[list[int]]], limit: int = LIMIT) -> None:
     """``of_ranks``: for each rank the lengths of every micro-batch."""
     assert {len(of_rank) for of_rank in of_ranks} == {len(of_ranks[0])}
     assert len(of_ranks) == RANKS
-    assert all(0 < sum(part) <= LIMIT for of_rank in of_ranks for part in of_rank)
+    assert all(0 < sum(part) <= limit for of_rank in of_ranks for part in of_rank)
     assert sorted(length for of_rank in of_ranks for part in of_rank for length in part) == sorted(LENGTHS)
 
 
@@ -53,9 +54,9 @@ def _slime_schedule(args: Any, config: Any, lengths: list[int], *, global_batch_
     bins = slime._pack_step_into_mbs(
         lengths,
         args=args,
-        use_dynamic_batch_size=True,
-        max_per_bin=args.max_tokens_per_gpu * config["cp_size"],
-        micro_batch_size=None,
+        use_dynamic_batch_size=args.use_dynamic_batch_size,
+        max_per_bin=args.max_tokens_per_gpu * config["cp_size"] if args.use_dynamic_batch_size else None,
+        micro_batch_size=args.micro_batch_size,
         balance_by_flops=args.balance_by_flops,
     )
     of_ranks = [bins[rank :: config["dp_size"]] for rank in range(config["dp_size"])]
@@ -66,23 +67,24 @@ def _slime_schedule(args: Any, config: Any, lengths: list[int], *, global_batch_
     return partitions, places, [len(of_ranks[0])], [global_batch_size]
 
 
-def test_slime(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_slime(dynamic: bool, monkeypatch: pytest.MonkeyPatch):
     slime = _package(
         "slime.utils.dp_schedule", monkeypatch, build_dp_schedule=_slime_schedule, _pack_step_into_mbs=None
     )
     monkeypatch.setattr(slime, "_pack_step_into_mbs", slime._pack_step_into_mbs)
     RECIPES.slime(RANKS)
-    args = SimpleNamespace(
-        use_dynamic_batch_size=True, max_tokens_per_gpu=LIMIT, balance_by_flops=False, balance_data=False
-    )
+    limits = {"max_tokens_per_gpu": LIMIT, "micro_batch_size": 5}
+    args = SimpleNamespace(use_dynamic_batch_size=dynamic, balance_by_flops=False, balance_data=False, **limits)
     config = {"dp_size": RANKS, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     indices = list(range(len(LENGTHS)))
     partitions, places, (number,), _ = slime.build_dp_schedule(
         args, config, LENGTHS, global_batch_size=len(LENGTHS), rollout_indices=indices
     )
     of_ranks = [[[LENGTHS[own[i]] for i in part] for part in of] for own, of in zip(partitions, places, strict=True)]
-    _check(of_ranks)
+    _check(of_ranks, limit=LIMIT if dynamic else sum(LENGTHS))
     assert len(of_ranks[0]) == number
+    assert dynamic or {len(part) for of_rank in of_ranks for part in of_rank} == {5}
 
 
 def test_prime_rl(monkeypatch: pytest.MonkeyPatch):
@@ -146,30 +148,48 @@ def _price(length: int) -> float:
     return float(WORKLOAD.document_seconds([length])[0])
 
 
-def test_openrlhf(monkeypatch: pytest.MonkeyPatch):
-    """Its controller gives every rank its samples, and each rank then divides them into as many micro-batches."""
+@pytest.mark.parametrize(("number", "train_batch"), [(200, 200), (200, 40), (203, 40), (30, 40)])
+def test_openrlhf(number: int, train_batch: int, monkeypatch: pytest.MonkeyPatch):
+    """Its controller gives every rank its samples, and each rank then divides every step into as many micro-batches."""
     utils = "openrlhf.trainer.ppo_utils."
     experience = _package(
         f"{utils}experience", monkeypatch, Experience=None, split_experience_batch=list, make_experience_batch=list
     )
-    buffer = _package(f"{utils}replay_buffer", monkeypatch, get_seqlen_balanced_partitions=None)
+    divides = {"get_seqlen_balanced_partitions": None}
+    buffer, maker = (
+        _package(f"{utils}{name}", monkeypatch, **divides) for name in ("replay_buffer", "experience_maker")
+    )
     trainer = _package("openrlhf.trainer.ppo_trainer", monkeypatch, balance_experiences=None)
     monkeypatch.setattr(trainer, "balance_experiences", trainer.balance_experiences)
-    monkeypatch.setattr(buffer, "get_seqlen_balanced_partitions", buffer.get_seqlen_balanced_partitions)
+    for module in (buffer, maker):
+        monkeypatch.setattr(module, "get_seqlen_balanced_partitions", module.get_seqlen_balanced_partitions)
     RECIPES.openrlhf(RANKS, LIMIT)
     make = experience.Experience or SimpleNamespace
+    lengths = (LENGTHS + LENGTHS)[:number]
     samples = [
         make(sequences=torch.ones(1, length, dtype=torch.long), total_length=torch.tensor([length]))
-        for length in LENGTHS
+        for length in lengths
     ]
     given = [experience.make_experience_batch(samples[at : at + 50]) for at in range(0, len(samples), 50)]
     of_ranks = [
         [int(sample.total_length) for sample in experience.split_experience_batch(own)]
-        for own in trainer.balance_experiences(given, None)
+        for own in trainer.balance_experiences(given, SimpleNamespace(train=SimpleNamespace(batch_size=train_batch)))
     ]
-    assert {len(own) for own in of_ranks} == {len(LENGTHS) // RANKS}
-    work = [sum(map(_price, own)) for own in of_ranks]
-    assert max(work) < 1.001 * sum(work) / RANKS
-    number = max(len(wlb.balance(own, max_tokens=LIMIT)) for own in of_ranks)
-    divide = buffer.get_seqlen_balanced_partitions
-    _check([[[own[i] for i in part] for part in divide(own, number, equal_size=False)] for own in of_ranks])
+    assert sorted(length for own in of_ranks for length in own) == sorted(lengths)
+    assert {len(own) for own in of_ranks} <= {number // RANKS, number // RANKS + 1}
+    size = train_batch // RANKS
+    for at in range(0, size * (number // train_batch), size):  # as its replay buffer takes the steps
+        step = [own[at : at + size] for own in of_ranks]
+        parts = max(len(wlb.balance(own, max_tokens=LIMIT)) for own in step)
+        divided = [buffer.get_seqlen_balanced_partitions(own, parts, equal_size=False) for own in step]
+        micro_batches = [[own[i] for i in part] for own, of in zip(step, divided, strict=True) for part in of]
+        assert all(0 < sum(part) <= LIMIT for part in micro_batches)
+        assert sorted(chain(*micro_batches)) == sorted(chain(*step))
+    over = buffer.get_seqlen_balanced_partitions([10, LIMIT + 1, 20], 2, equal_size=False)
+    assert over == [[1], [0, 2]]
+    forwards = maker.get_seqlen_balanced_partitions(lengths, 2 * RANKS, False)  # dealt to ranks two by two
+    assert sorted(chain(*forwards)) == [*range(number)]
+    forwarded = [[lengths[i] for i in chain(*forwards[at : at + 2])] for at in range(0, 2 * RANKS, 2)]
+    for own_lengths in (of_ranks, forwarded) if number >= 200 else ():  # else too few to be even
+        work = [sum(map(_price, own)) for own in own_lengths]
+        assert max(work) < {200: 1.001, 40: 1.15}[train_batch] * sum(work) / RANKS
