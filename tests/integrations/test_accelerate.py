@@ -103,7 +103,9 @@ def test_the_gradients_of_a_step_are_those_of_single_documents_and_reduced_once(
         assert "accelerator.accumulate steps after every batch" in accumulated
         assert {*early} == {"the previous batch had no backward yet; loop over step, and not over list(step)"}
         assert saved == left
-        assert re.fullmatch(r"the last step was left .* never reduced; run them all, or load a state to go .*", left)
+        assert re.fullmatch(
+            r"a step was left before its end, .* not reduced; loop over all of it, or load a state.*", left
+        )
         assert scheduled.startswith("a scheduler that Accelerate prepared steps 2 times a step, once for each process;")
 
 

@@ -144,9 +144,57 @@ def test_all_ranks_find_the_same():
     assert square * 1e6 == pytest.approx(token * 1e3, rel=0.01)
 
 
+def stepped(shared: list[bool], every: int = 1, steps: int = 1) -> tuple[Calibration, list[bool]]:
+    """What times ``steps`` level steps of a batch for each of ``shared``, and whether prices were known after each."""
+    found, now, module, priced = Calibration(every, 1, CPU), [0.0], torch.nn.Linear(1, 1), []
+    found._clock = Clock("made up", lambda: now[0])
+    lengths = iter([100 * number for number in range(1, 1 + len(shared) * steps)])
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        now[0] += 1e-6 * batch.segment_lengths[0] ** 2 + 1e-3 * batch.segment_lengths[0]
+        loss: torch.Tensor = module(torch.ones(1)).sum()
+        return loss
+
+    for _ in range(steps):
+        batches = [SimpleNamespace(is_shared=is_shared, segment_lengths=(next(lengths),)) for is_shared in shared]
+        level_step(module, batches, loss_of, found)
+        priced.append(found.prices is not None)
+    return found, priced
+
+
+@in_turn(
+    ("shared", "timed"),
+    [
+        ([False] * 5, [200, 300, 400]),
+        ([False, True, False, True, False], [300]),
+        ([True, False, False, True], [200, 300]),
+        ([False, True, False], []),
+        ([False] * 2, []),
+        ([False], []),
+    ],
+)
+def test_a_level_step_times_what_is_neither_first_nor_last_nor_shared(shared: list[bool], timed: list[int]):
+    found, _ = stepped(shared, every=2)
+    assert [tokens for _, tokens, *_ in found._timed] == timed
+
+
+def test_times_are_kept_until_they_are_enough():
+    found, priced = stepped([False] * 5, steps=4)  # three are timed in each step
+    assert priced == [False, False, True, True]
+    assert found.prices == pytest.approx((1e-6, 1e-3, 0), rel=1e-2, abs=1e-9)
+    assert len(found._timed) == 3
+
+
+@pytest.mark.parametrize("shared", [[False] * 2, [False, True, True, False]])
+def test_that_nothing_can_be_timed_is_said(shared: list[bool]):
+    with pytest.warns(UserWarning, match="wlb: calibrate = 2 found no micro-batch to time: .*; raise micro_batches"):
+        stepped(shared, every=2, steps=2)
+
+
 def _own_lists(state: dict[str, Any] | None) -> list[tuple[list[float], dict[str, Any]]]:
     """Tokens of each rank's unshared micro-batches and the state, step by step; rank 1 takes twice as long."""
-    rank, now, module = torch.distributed.get_rank(), [0.0], torch.nn.Linear(1, 1)
+    rank, now = torch.distributed.get_rank(), [0.0]
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     documents = [np.ones(length, np.int64) for length in np.random.default_rng(0).integers(50, 400, 4000)]
     sizes: dict[str, Any] = {"context_window": 512, "micro_batches": 8, "max_length_factor": 1.0}
     steps = packed_batches(
@@ -162,7 +210,8 @@ def _own_lists(state: dict[str, Any] | None) -> list[tuple[list[float], dict[str
 
     def loss_of(batch: PackedBatch) -> torch.Tensor:
         now[0] += sum(1e-6 * length**2 + 1e-3 * length for length in batch.segment_lengths) * (1 + rank)
-        return module.weight.sum()
+        loss: torch.Tensor = module(torch.ones(1)).sum()
+        return loss
 
     found = []
     for step in steps:

@@ -35,7 +35,7 @@ class BalancedSteps(PackedSteps):
                 "parallelism_config has tp, cp or sp over 1; leave them out, and give balanced_steps(cp=...)"
             )
         self._accelerator, self._prepared = accelerator, prepared
-        self._left, self._ran_backward = 0, True  # of the current step: batches to run, and about the last that ran
+        self._is_whole, self._ran_backward = True, True  # of the current step and its last batch that ran
         super().__init__(documents, **{"device": accelerator.device, **settings})
         if self.job.levels_steps:
             warn_of_memory(prepared)
@@ -52,7 +52,7 @@ class BalancedSteps(PackedSteps):
 
     def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
         super().load_state_dict(state, inside_step=inside_step)
-        self._left, self._ran_backward = 0, True
+        self._is_whole = True
 
     def _in_turn(self, batches: tuple[PackedBatch, ...]) -> Iterator[PackedBatch]:
         self._check_whole()
@@ -61,17 +61,19 @@ class BalancedSteps(PackedSteps):
             if getattr(scheduler, "step_with_optimizer", False) and not scheduler.split_batches:
                 often = f"a scheduler that Accelerate prepared steps {processes} times a step, once for each process"
                 raise UserError(f"{often}; leave it out of accelerator.prepare")
-        watched, self._left = self._prepared.register_forward_hook(self._watch), len(batches)
+        watched = self._prepared.register_forward_hook(self._watch)
+        self._is_whole, self._ran_backward = False, True
         try:
             turns = in_turn(self._prepared, batches, keep_weights=self.job.levels_steps, calibration=calibration)
             for batch in islice(turns, len(batches)):
                 if self._accelerator.step != accumulated:
                     raise UserError("accelerator.accumulate steps after every batch; call optimizer.step once a step")
                 self._check_backward()
-                self._left, self._ran_backward = self._left - 1, processes == 1
+                self._ran_backward = processes == 1
                 yield batch
             self._check_backward()
             next(turns, None)  # reduces the gradients that FSDP2 has kept
+            self._is_whole = True
         finally:
             watched.remove()
         if calibration is not None:
@@ -82,9 +84,9 @@ class BalancedSteps(PackedSteps):
             raise UserError("the previous batch had no backward yet; loop over step, and not over list(step)")
 
     def _check_whole(self) -> None:
-        if self._left or not self._ran_backward:
-            early = f"the last step was left with {self._left or 'the last'} of its batches to run, so its gradients"
-            raise UserError(f"{early} were never reduced; run them all, or load a state to go on from it")
+        if not self._is_whole:
+            early = "a step was left before its end, so its gradients were not reduced"
+            raise UserError(f"{early}; loop over all of it, or load a state to go on from that")
 
     def _watch(self, model: nn.Module, arguments: Any, output: Any) -> None:
         scores = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad]

@@ -15,6 +15,7 @@ collect samples. So plans settle.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,15 +85,21 @@ class Calibration:
     def end_step(self) -> bool:
         """Gather and evaluate the times if due; returns whether ``prices`` or ``speeds`` changed.
 
-        Every rank calls it after every step. Plans use the results from the next step on.
+        Every rank calls it after every step. Plans use the results from the next step on. Too few times are kept until
+        there are enough. Warns once on the first rank if there are none.
         """
         self._steps, self._in_step = self._steps + 1, False
         if self._steps % self._every:
             return False
         rows = [number for *sums, start, stop in self._timed for number in (*sums, self._clock.between(stop, start))]
         rows += [0.0] * (3 * (self._timed.maxlen or 0) - len(rows))
-        self._timed.clear()
-        return self.update(gathered_rows(rows, torch.float64, self._device, self._group).unflatten(1, (-1, 3)).numpy())
+        found = gathered_rows(rows, torch.float64, self._device, self._group).unflatten(1, (-1, 3)).numpy()
+        if (count := np.count_nonzero(found[..., 2] > 0)) >= LEAST_SAMPLES:
+            self._timed.clear()
+        elif not count and (not dist.is_initialized() or dist.get_rank(self._group) == 0):
+            waits = "ranks wait for others in the first, the last and shared ones; raise micro_batches"
+            warnings.warn(f"wlb: calibrate = {self._every} found no micro-batch to time: {waits}", stacklevel=2)
+        return self.update(found)
 
     def update(self, rows: Array) -> bool:
         """``end_step`` with the gathered ``rows``, shape (ranks, micro-batches, 3): sum(d^2), sum(d) and seconds.
