@@ -320,7 +320,7 @@ def memory_of_level_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2480, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1760)
     for allocated in (401, 400):
-        own_lists._checked.clear()
+        own_lists._MEASURED.clear()
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda allocated=allocated: allocated)
         own_lists.warn_of_memory(model)
         own_lists.warn_of_memory(model)
