@@ -127,8 +127,8 @@ def _all_errors(cases: list[Case]) -> list[dict[str, float]]:
     return [_largest_errors(case, seed, None) for seed, case in enumerate(cases)]
 
 
-# Two ranks repeat what three and four prove; test_equivalence trains with two.
-@pytest.mark.parametrize("cp_size", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3, 4])
+# Two and four ranks repeat what three prove; test_equivalence trains with both.
+@pytest.mark.parametrize("cp_size", [1, 3, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (2, 4))])
 def test_output_and_gradients_equal_those_of_one_process(cp_size: int) -> None:
     cases = _cases(cp_size)
     plans = [ShardPlan.from_json(case.plan) for case in cases]

@@ -116,7 +116,8 @@ def largest_errors(cp: int) -> list[float]:
     return [largest_error(case, cp, seed) for seed, case in enumerate(CASES)]
 
 
-@pytest.mark.parametrize("cp", [1, 2, 3])
+# Two ranks repeat what three prove.
+@pytest.mark.parametrize("cp", [1, 3, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_output_and_gradients_are_those_of_whole_documents(cp: int) -> None:
     for errors in run_ranks(cp, largest_errors, cp):
         found = dict(zip(CASES, errors, strict=True))

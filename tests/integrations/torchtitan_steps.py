@@ -54,7 +54,7 @@ def main() -> None:
         last_step = [batch["input"].flatten() for batch, _ in islice(loader, len(trained) - taken)]
         planned = [(batch.tokens, batch.positions) for segments in steps for batch in segments]
         report = {
-            "error": max(errors),
+            "error": float(np.max(errors)),
             "documents_once": rows_of(gathered(trained)) == rows_of(planned),
             "micro_batches": gathered([len(trained)]),
             "shared": sum(len(part.ranks) > 1 for plan in plans for part in plan.micro_batches),

@@ -237,7 +237,7 @@ def _errors(
         exact = {"loss": torch.tensor(step.loss, dtype=torch.float64)} | step.gradients
         for name, value in found.items():
             error = float((value - exact[name]).abs().max() / exact[name].abs().max())
-            errors[name] = max(errors.get(name, 0.0), error)
+            errors[name] = float(np.maximum(errors.get(name, 0.0), error))  # NaN where any is; max() may lose it
     return errors
 
 
@@ -324,7 +324,7 @@ def test_level_steps_have_the_loss_and_gradients_of_one_document_at_a_time(
     by_rank = run_ranks(world_size, _errors_of_level_steps, model, jobs, of_jobs)
     for job, errors_of_ranks in zip(jobs, zip(*by_rank, strict=True), strict=True):
         assert {name for errors in errors_of_ranks for name in errors} == {"loss", *steps[job.layout.cp][0].gradients}
-        assert max(error for errors in errors_of_ranks for error in errors.values()) < TOLERANCE, job
+        assert all(error < TOLERANCE for errors in errors_of_ranks for error in errors.values()), job
 
 
 def _slices(documents: RandomDocuments) -> tuple[StepPlan, StepPlan]:
@@ -398,7 +398,7 @@ def test_slices_have_the_loss_and_gradients_of_one_document_at_a_time(
         errors = {
             name: float((value - exact[name]).abs().max() / exact[name].abs().max()) for name, value in found.items()
         }
-        assert max(errors.values()) < TOLERANCE_OF_SLICES
+        assert all(error < TOLERANCE_OF_SLICES for error in errors.values()), errors
 
 
 def test_the_steps_cover_the_hard_cases(steps: list[Step], micro_batches: int) -> None:
@@ -430,5 +430,4 @@ def test_loss_and_gradients_equal_one_document_at_a_time(
     for layout, errors_of_ranks in zip(layouts, zip(*by_rank, strict=True), strict=True):
         checked = {name for errors in errors_of_ranks for name in errors}
         assert checked == {"loss", *steps[0].gradients}, layout
-        worst = max(error for errors in errors_of_ranks for error in errors.values())
-        assert worst < TOLERANCE, layout
+        assert all(error < TOLERANCE for errors in errors_of_ranks for error in errors.values()), layout

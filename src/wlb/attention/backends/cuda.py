@@ -2,7 +2,7 @@
 
 Both passes call the operators beneath the public ``torch.nn.attention.varlen.varlen_attn``. We cannot use its gradient,
 because the output and log-sum-exp of a query that attends two sets of keys are merged. Nor can we use its forward: from
-torch 2.15 on it may run cuDNN's kernel on GPUs of compute capability 9.0 and 10.0, whose log-sum-exp only cuDNN's own
+torch 2.14 on it may run cuDNN's kernel on GPUs of compute capability 9.0 and 10.0, whose log-sum-exp only cuDNN's own
 backward understands.
 
 Both passes follow ``torch.nn.attention.activate_flash_attention_impl``. Under
