@@ -51,11 +51,12 @@ def _measure(plan: ShardPlan, backend: str, folder: Path) -> Memory:
         tensor.requires_grad_()
     with LiveBytes() as live:
         out = context_parallel_attention(query, key, value, plan, None, backend)
-        forward_peak = live.peak
-        join_again(folder / f"{plan.strategy}, {backend}")
-        live.peak = held = live.now
+    forward_peak = live.peak
+    join_again(folder / f"{plan.strategy}, {backend}")
+    live.peak = held = live.now
+    with live:
         grads = torch.autograd.grad(out, (query, key, value), grad_out)
-        backward_peak = live.peak - held
+    backward_peak = live.peak - held
     assert len(grads) == 3
     received = sum(sum(part.receive_counts) for part in layout.parts)
     attended = [part.attended for part in layout.parts if part.attended]
@@ -104,9 +105,9 @@ def _held_after_layers(plan: dict[str, object], folder: Path) -> tuple[int, int]
             for _ in range(layers):
                 outs.append(context_parallel_attention(outs[-1], key, value, shard_plan, None, reexchanges=reexchanges))
             outs[-1].sum().backward()
-            outs = outs[-1:]
-            join_again(folder / str(layers))
-            held.append(live.now)
+        outs = outs[-1:]
+        join_again(folder / str(layers))
+        held.append(live.now)
     return held[0], held[1]
 
 
