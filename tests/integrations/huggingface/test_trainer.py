@@ -163,8 +163,10 @@ def test_steps_of_other_numbers_of_micro_batches_lose_nothing():
 def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):
     folder = str(tmp_path)
     train(folder, save_strategy="steps", save_steps=2, max_steps=2)
-    with pytest.raises(UserError, match="saved with seed = 42 and this run has 7; continue with the saved one"):
-        train(folder, True, seed=7)
+    for name in ("seed", "data_seed"):
+        other: dict[str, Any] = {name: 7}
+        with pytest.raises(UserError, match="saved with seed = 42 and this run has 7; continue with the saved one"):
+            train(folder, True, **other)
     state = tmp_path / "checkpoint-2" / "trainer_state.json"
     plain = json.loads(state.read_text())
     del plain["stateful_callbacks"]["BalancedState"]
@@ -224,6 +226,8 @@ def _train_on_a_rank(folder: str) -> list[tuple[torch.Tensor, list[int], int]]:
         ):
             trainer.train()
         assert trainer.state.global_step == (trainer_class is RemembersProcesses)
+    predicted = balanced_trainer(folder, per_device_eval_batch_size=2).predict(DATA[:9]).label_ids
+    assert [row[row >= 0].tolist() for row in predicted] == [document["input_ids"][1:] for document in DATA[:9]]
     return [
         train(folder, planning=planning, label_smoothing_factor=smoothing, num_train_epochs=1)
         for planning, _, smoothing in PLANNINGS
@@ -336,7 +340,7 @@ def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):
     trainer = balanced(transformers.Trainer, context_window=128)(model(), given, None, alone)
     trainer.train()
     assert (given.num_train_epochs, trainer.state.global_step) == (3, 2)
-    trainer.args.gradient_accumulation_steps = 4
+    trainer.args.gradient_accumulation_steps = 4  # as a search of hyperparameters may
     with pytest.raises(UserError, match=r"train_dataset or args have changed since the steps were planned"):
         trainer.train()
 
@@ -585,6 +589,11 @@ def test_an_epoch_cannot_end_early(tmp_path: Path):
 
 def test_predictions_have_a_row_for_each_document(tmp_path: Path):
     found = []
+
+    def seen(of: Any) -> dict[str, float]:
+        found.append(of)
+        return {}
+
     settings = {"per_device_eval_batch_size": 4, "include_for_metrics": ["inputs"]}
     for trainer_class in (balanced(transformers.Trainer, context_window=128), transformers.Trainer):
         trainer = trainer_class(
@@ -592,7 +601,7 @@ def test_predictions_have_a_row_for_each_document(tmp_path: Path):
             arguments(str(tmp_path), **settings),
             None if "Balanced" in trainer_class.__name__ else padded_rows,
             eval_dataset=DATA[:10],
-            compute_metrics=lambda of: found.append(of) or {},  # type: ignore[func-returns-value]
+            compute_metrics=seen,
         )
         trainer.evaluate()
         found.append(trainer.predict(DATA[:10]))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -42,7 +43,6 @@ _RIGHT: dict[str, Any] = {
     "train_sampling_strategy": "random",
     "average_tokens_across_devices": True,
 }
-
 
 # Methods of a Trainer that planned steps replace. Those of front ends serve options that the page lists.
 _REPLACED = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader")
@@ -255,15 +255,9 @@ def _check_scale(trainer: Any, inputs: Inputs, items: Any) -> None:
     processes, batches = trainer.args.world_size, trainer.args.gradient_accumulation_steps
     trainer.current_gradient_accumulation_steps = batches
     taken: list[Tensor] = []
-    own = vars(trainer.accelerator)
-    before = {name: own[name] for name in own if name == "backward"}
-    own["backward"] = lambda loss, **_: taken.append(loss)
-    try:
-        with suppress(RuntimeError):  # if it calls loss.backward itself
-            trainer.training_step(trainer.model_wrapped, {**inputs}, items)
-    finally:
-        del own["backward"]
-        own.update(before)
+    take = patch.object(trainer.accelerator, "backward", lambda loss, **_: taken.append(loss))
+    with suppress(RuntimeError), take:  # it may call loss.backward itself, which fails here
+        trainer.training_step(trainer.model_wrapped, {**inputs}, items)
     loss = float(taken[0] if taken else _loss(trainer, inputs, items))
     for mean in _mean_losses(trainer, inputs):
         times, close = loss / mean, partial(math.isclose, rel_tol=_TOLERANCE[torch.bfloat16])

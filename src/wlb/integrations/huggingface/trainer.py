@@ -120,8 +120,6 @@ class _BalancedTrainer:
         """Train as ``Trainer.train``, from the next documents of the checkpoint. Raises ``UserError`` if it cannot."""
         if self.train_dataset is None:
             raise UserError("there are no documents to train; give train_dataset")
-        if self._wlb_planned != self._wlb_planned_by():
-            raise UserError("train_dataset or args have changed since the steps were planned; make a new Trainer")
         check_settings(self, self._wlb_planning)  # again, as attributes may have changed
         load = partial(self._wlb_loader_after, resume_from_checkpoint)
         self._wlb_loader = on_every_rank(load) if dist.is_initialized() else load()
@@ -130,7 +128,8 @@ class _BalancedTrainer:
 
     def _wlb_planned_by(self: Any) -> tuple[Any, ...]:
         args = self.args
-        return id(self.train_dataset), args.gradient_accumulation_steps, args.max_steps, args.num_train_epochs
+        steps = args.gradient_accumulation_steps, args.max_steps, args.num_train_epochs
+        return id(self.train_dataset), *steps, args.seed, args.data_seed
 
     def _wlb_loader_after(self: Any, resume_from_checkpoint: str | bool | None) -> TrainLoader:
         begin = trained_state(self.args, resume_from_checkpoint) or self._wlb_begin
@@ -147,6 +146,8 @@ class _BalancedTrainer:
 
     def set_initial_training_values(self: Any, *positional: Any, **arguments: Any) -> Any:
         """As in Trainer, but with all epochs as one, and documents as the samples in its metrics."""
+        if self._wlb_planned != self._wlb_planned_by():  # also by a search of hyperparameters
+            raise UserError("train_dataset or args have changed since the steps were planned; make a new Trainer")
         values = [*super().set_initial_training_values(*positional, **arguments)]  # type: ignore[misc]
         values[_EPOCHS], values[_STEPS_OF_EPOCH], values[_ALL_STEPS] = 1, *[self._wlb_loader.all_steps] * 2
         values[_SAMPLES] = self._wlb_loader.documents_a_step * self._wlb_loader.all_steps
@@ -155,7 +156,7 @@ class _BalancedTrainer:
     def prediction_step(self: Any, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
         """As in Trainer, with a row for each document in place of the packed row, padded with -100."""
         loss, *scores_and_labels = super().prediction_step(model, inputs, *positional, **arguments)  # type: ignore[misc]
-        if scores_and_labels == [None, None] or "cu_seq_lens_q" not in inputs:
+        if scores_and_labels == [None, None] or "cu_seq_lens_q" not in inputs:  # the loss alone, or rows already
             return loss, *scores_and_labels
         lengths = inputs["cu_seq_lens_q"].diff().tolist()
 
@@ -170,9 +171,7 @@ class _BalancedTrainer:
     def get_batch_samples(self: Any, iterator: Any, count: int, *positional: Any, **arguments: Any) -> Any:
         batches, items = super().get_batch_samples(iterator, count, *positional, **arguments)  # type: ignore[misc]
         if len(batches) not in (0, count):
-            raise UserError(
-                f"get_batch_samples gave {len(batches)} of {count} micro-batches of a step; give all of them"
-            )
+            raise UserError(f"get_batch_samples gave {len(batches)} of {count} micro-batches; give all of a step")
         if batches and items is not None and not int(items.max() if isinstance(items, Tensor) else items):
             warn(NO_LABELS)
             items = items + 1  # avoids 0 / 0
@@ -217,7 +216,7 @@ def _callback(trainer: Any) -> Any:
             if trainer._wlb_checks:
                 check_trainer(trainer, trainer._wlb_steps, trainer._wlb_documents)
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> Any:
             self._step, state.epoch = state.global_step, trainer._wlb_loader.epoch
             if trainer._wlb_steps.calibration is not None:
                 trainer._wlb_steps.calibration.end_step()
@@ -225,8 +224,9 @@ def _callback(trainer: Any) -> Any:
             ended = int(state.epoch) if self._step < state.max_steps else ceil(state.epoch) - 1
             while self._epoch < ended:
                 self._epoch += 1
-                trainer.callback_handler.on_epoch_end(args, state, control)
-                trainer.callback_handler.on_epoch_begin(args, state, control)
+                control = trainer.callback_handler.on_epoch_end(args, state, control)
+                control = trainer.callback_handler.on_epoch_begin(args, state, control)
+            return control
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
             if control.should_epoch_stop and not control.should_training_stop and self._step < state.max_steps:
