@@ -32,6 +32,8 @@ _KERNELS = {
 }
 _KERNELS_SINCE = (5, 23)  # of transformers
 
+_UNPACKED = {"eager", "sdpa", "flex_attention", "None"}  # attention that leaves documents to masks
+
 # Arguments of an attention function, with numbers or tensors, that ours may ignore.
 _HARMLESS = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "cache_position", "seq_idx"),
@@ -78,9 +80,9 @@ def prepare_model(model: Any) -> list[str]:
 
 
 def check_next_model(shared: bool) -> None:
-    """Raise ``UserError`` when the next module is called, if it is a transformers model that mixes packed documents.
+    """Raise ``UserError`` when the next module is called, if it is a transformers model that may mix packed documents.
 
-    Such a model ignores where documents end. Only our attention also takes ``shared`` micro-batches.
+    FlashAttention keeps them apart, unless ranks have ``shared`` their micro-batch.
     """
 
     def check(called: nn.Module, _: Any) -> None:
@@ -90,7 +92,7 @@ def check_next_model(shared: bool) -> None:
                 return
             (called,) = inner
         attention = str(getattr(called.config, "_attn_implementation", None))
-        if not (is_packed_attention(called) or ("flash" in attention and not shared)):
+        if attention in _UNPACKED or ("flash" in attention and shared):
             mixes = f"{type(called).__name__} attends with {attention}, which may mix the documents of a PackedBatch"
             raise UserError(f"{mixes}; call register_attention(model) of wlb.integrations.huggingface")
         refuse(_objections_to_model(called))
