@@ -43,7 +43,7 @@ def test_packed_documents_train_as_single_ones(family: str):
     batch = FlatteningCollator()(DOCUMENTS)
     packed(**batch, num_items_in_batch=1).loss.backward()
     assert relative(gradient(packed), single_gradient(family)) < 1e-7  # transformers takes the loss in float32
-    assert checked(packed) < 1e-7
+    assert checked(packed, wrapped=torch.compile(packed)) < 1e-7  # nothing runs compiled, which would take minutes
 
 
 PLANNED: dict[str, Any] = {"context_window": 300, "micro_batches": 1, "model": "tiny", "hardware": "cpu"}
