@@ -16,6 +16,7 @@ PAGES = sorted(
 
 _PROGRAMS = ("wlb", "wlb-studies", "make", "python", "pytest", "torchrun", "tensorboard", "hf", "nohup", "pip")
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+) -->")
+_ON_TWO = re.compile(r"<!-- runs on 2 processes(?: with (a stand-in for )?(?P<package>\w+))? -->")
 _FILE = re.compile(r"Write this to `(?P<name>\S+)`")
 _VARY = "<!-- figures vary -->"
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
@@ -37,6 +38,7 @@ class Block:
     not_run: str | None
     file: str | None
     figures_vary: bool
+    on_two: re.Match[str] | None
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -104,8 +106,9 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 def _block(page: Path, number: int, language: str, lines: list[str], above: str) -> Block:
     reason, file = _NOT_RUN.fullmatch(above), _FILE.search(above)
-    text = "\n".join(lines).strip("\n")
-    return Block(page, number + 1, language, text, reason and reason["reason"], file and file["name"], above == _VARY)
+    text, two = "\n".join(lines).strip("\n"), _ON_TWO.fullmatch(above)
+    varies = above == _VARY
+    return Block(page, number + 1, language, text, reason and reason["reason"], file and file["name"], varies, two)
 
 
 def _program(line: str) -> bool:

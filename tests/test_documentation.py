@@ -1,5 +1,7 @@
 """Every code block of the documentation runs as it stands, or says above it why it is not run.
 
+Those that two processes run are tested by ``test_stack_pages.py``.
+
 The blocks of a page run in order, in one directory that looks like a clone, and print what the page shows below them
 (only ``train`` runs for fewer steps than a reader would). What is not run must still name commands, options, files,
 settings and functions that exist.
@@ -77,7 +79,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_blocks_run_and_print_what_pages_show(page: Path, clone: Path, capfd: pytest.CaptureFixture[str]):
     for block in blocks_of(page):
-        if block.not_run is None and block.language == "python":
+        if block.not_run is None and block.on_two is None and block.language == "python":
             exec(compile(block.text, str(block), "exec"), {})
         elif block.not_run is None and block.language == "shell":
             capfd.readouterr()
@@ -125,7 +127,7 @@ def test_the_quickstart_of_the_reference_prints_steps(capsys: pytest.CaptureFixt
 
 def test_blocks_have_a_language_and_commands_their_output():
     for block, following in pairwise([*BLOCKS, BLOCKS[0]]):
-        assert block.language in ("python", "toml", "json", "shell", "text", "output"), block
+        assert block.language in ("python", "toml", "yaml", "json", "shell", "text", "output"), block
         if block.language == "shell" and block.not_run is None:
             assert following.language == "output", f"{block}: show below it what it prints"
         if block.language == "text":
@@ -223,3 +225,38 @@ def test_python_that_is_not_run_imports_what_exists(block: Block):
                     raise
                 return  # the framework itself
             assert all(hasattr(module, name.name) for name in node.names), f"{block}: {ast.unparse(node)}"
+
+
+NAMED = [
+    (str(block), name)
+    for block in BLOCKS
+    if block.language in ("text", "yaml") and block.page.parent.name == "stacks"
+    for name in re.findall(r"\bwlb(?:\.\w+)+", block.text)
+]
+
+
+@in_turn(("where", "name"), NAMED)
+def test_names_that_others_load_exist(where: str, name: str):
+    """Names in settings of frameworks, which need not be installed."""
+    parts = name.split(".")
+    modules = [ROOT / "src" / Path(*parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+    sources = [file for module in modules for file in (module.with_suffix(".py"), module / "__init__.py")]
+    source = next(file for file in sources if file.is_file())
+    home = source.parent if source.stem == "__init__" else source.with_suffix("")
+    own = parts[len(home.relative_to(ROOT / "src").parts) :][0]
+    defined = [
+        node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
+    assert own in defined, f"{where}: {name} does not exist"
+
+
+def test_settings_that_torchtitan_loads_are_those_of_its_loader():
+    (page,) = (block.text for block in BLOCKS if block.page.stem == "torchtitan" and block.language == "text")
+    (given,) = re.findall(r"balance=({.+})'", page)
+    module = ast.parse((ROOT / "src" / "wlb" / "integrations" / "torchtitan.py").read_text())
+    (loader,) = (each for each in module.body if isinstance(each, ast.ClassDef) and each.name == "BalancedDataLoader")
+    (config,) = (each for each in loader.body if isinstance(each, ast.ClassDef))
+    fields = {
+        each.target.id for each in config.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    assert json.loads(given).keys() <= fields

@@ -20,10 +20,9 @@ NEEDS = {
 }
 
 
-# That gradients are those of single documents is proved by the integrations' own tests, on two processes.
-@pytest.mark.parametrize(
-    "name", [name if name == "torch_loop" else pytest.param(name, marks=pytest.mark.exhaustive) for name in NEEDS]
-)
+# ``test_stack_pages.py`` runs the same loops as the pages show them, and the integrations' tests prove their gradients.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NEEDS)
 def test_an_example_trains_every_document_once(name: str):
     missing = [package for package in ("transformers", *NEEDS[name]) if importlib.util.find_spec(package) is None]
     if missing:

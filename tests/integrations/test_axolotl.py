@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from tests.code_blocks import ROOT, blocks_of
 from wlb.errors import UserError
 
 transformers: Any = pytest.importorskip("transformers")
+yaml: Any = pytest.importorskip("yaml")
 
-CONFIGURATION = {"sequence_len": 512, "sample_packing": False, "wlb": {"preset": "balanced", "cp": 2}}
+(BLOCK,) = (b for b in blocks_of(ROOT / "docs" / "stacks" / "huggingface.md") if b.language == "yaml")
+CONFIGURATION: dict[str, Any] = yaml.safe_load(BLOCK.text) | {"sequence_len": 512}
 
 
 class Settings(dict[str, Any]):
@@ -45,7 +48,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
             vars(module).update(found)
             monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "wlb.integrations.axolotl", raising=False)
-    yield importlib.import_module("wlb.integrations.axolotl").WlbPlugin()
+    module, _, name = CONFIGURATION["plugins"][0].rpartition(".")
+    yield getattr(importlib.import_module(module), name)()
     sys.modules.pop("wlb.integrations.axolotl", None)
 
 
@@ -59,7 +63,7 @@ def validated(plugin: Any, configuration: dict[str, Any]) -> Settings:
 def test_the_plugin_gives_a_balanced_trainer_with_the_settings_asked_for(plugin: Any):
     trainer = plugin.get_trainer_cls(validated(plugin, CONFIGURATION))
     assert trainer.__name__ == "BalancedAxolotlTrainer"
-    assert trainer._wlb_planning == {"context_window": 512, "preset": "balanced", "cp": 2, "sharding": "balanced"}
+    assert trainer._wlb_planning == {"context_window": 512, "cp": 2, "sharding": "balanced"}
     plain = plugin.get_trainer_cls(validated(plugin, {"sequence_len": 512, "sample_packing": False}))
     assert plain._wlb_planning == {"context_window": 512, "cp": 1, "sharding": "balanced"}
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from tests.code_blocks import ROOT, blocks_of
 from tests.training.distributed import run_ranks
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule", reason="needs Megatron-Core")
@@ -63,7 +64,8 @@ def test_ranks_wait_less_than_under_the_scheduler_of_megatron():
 
 
 def test_registered_it_is_what_megatron_makes():
-    register("550m")
+    (block,) = (b for b in blocks_of(ROOT / "docs" / "stacks" / "megatron.md") if b.language == "python")
+    exec(block.text, {})
     ours = data_schedule.scheduler_map[DP_BALANCED](MOST, CP, DP, None)
     theirs = data_schedule.DpBalancedScheduler(MOST, CP, DP, None)
     assert isinstance(ours, BalancedScheduler)

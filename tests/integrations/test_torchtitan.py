@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ pytest.importorskip("torchtitan.config.override", reason="needs torchtitan", exc
 
 import torch  # torchtitan decides whether this file runs
 
+from tests.code_blocks import ROOT, blocks_of
 from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.torchtitan import (
@@ -31,7 +31,6 @@ from wlb.integrations.torchtitan import (
 )
 from wlb.runtime.batch import IGNORE_LABEL
 
-ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN = 64
 IN_ROWS = BaseDataLoader.__module__ == "torchtitan.components.dataloader"  # 0.3.0, not main
 TOKENS = -1  # dimension of what the loader yields
@@ -138,6 +137,15 @@ def level_debugmodel() -> Any:
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     return level_steps(llama3_debugmodel(), store="documents", micro_batches=2)
+
+
+def test_the_page_makes_level_steps():
+    (block,) = (b for b in blocks_of(ROOT / "docs" / "stacks" / "torchtitan.md") if b.language == "python")
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+    config = names["level_8b"]()
+    assert isinstance(config, LevelTrainer.Config)
+    assert (config.dataloader.store, config.dataloader.micro_batches) == ("corpus/documents", 8)
 
 
 def test_the_command_line_takes_level_steps_and_what_they_exclude_is_refused():
