@@ -16,21 +16,30 @@ class Balanced(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = llama()
+        self.model, self.state = llama(), None
         register_attention(self.model)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
     def train_dataloader(self) -> Any:
-        return packed_batches(documents(), context_window=WINDOW, micro_batches=2, model=MODEL, hardware="cpu")
+        sizes: Any = {"context_window": WINDOW, "micro_batches": 2}
+        steps = packed_batches(documents(), **sizes, model=MODEL, hardware="cpu", state=self.state)
+        return ((step, steps.state_dict()) for step in steps)  # Lightning reads one step ahead
 
-    def training_step(self, step: Any, index: int) -> None:
+    def training_step(self, planned: Any, index: int) -> None:
+        step, self.state = planned
         optimizer: Any = self.optimizers()
         for batch in step.batches:
             self.manual_backward(batch.loss(self.model(**batch).logits))
         optimizer.step()
         optimizer.zero_grad()
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["documents"] = self.state
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        self.state = checkpoint["documents"]
 
 
 def train() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
-from wlb.runtime.collectives import device_of, gathered, gathered_rows, on_every_rank
+from wlb.runtime.collectives import agreeing_group, device_of, gathered, gathered_rows, on_every_rank
 
 
 def _check(wrong: int) -> str:
@@ -38,6 +40,18 @@ def _ranks() -> tuple[list[int], list[list[int]]]:
 
 def test_values_are_gathered_in_rank_order():
     assert run_ranks(2, _ranks) == [([0, 1], [[0, 2**62], [1, 2**62 + 1]])] * 2
+
+
+def _agreeing() -> list[Any]:
+    half = dist.new_group([0, 1])
+    groups = [agreeing_group(), agreeing_group(half)]
+    assert [agreeing_group(), agreeing_group(half)] == groups
+    assert not {*groups} & {dist.group.WORLD, half}
+    return [(dist.get_backend(group), gathered(dist.get_rank(), group)) for group in groups]
+
+
+def test_processes_agree_beside_the_group_that_trains():
+    assert run_ranks(2, _agreeing) == [[("gloo", [0, 1])] * 2] * 2
 
 
 @pytest.mark.parametrize(

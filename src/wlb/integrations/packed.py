@@ -143,7 +143,7 @@ class PackedStep:
     batches: tuple[PackedBatch, ...]
     loss_tokens: int
     plan: StepPlan
-    _after: Mapping[str, Any] = field(repr=False)  # the state of the planner after it
+    _after: Mapping[str, Any] | None = field(default=None, repr=False)  # the state of the planner after it
 
     def to(self, device: torch.device | str) -> PackedStep:
         return replace(self, batches=tuple(batch.to(device) for batch in self.batches))
@@ -174,9 +174,10 @@ class PackedSteps(Iterator[PackedStep]):
             a group; otherwise the CPU.
         settings: Further keywords of ``balanced_job``: model, hardware, profile, preset, seed, shuffle and others.
 
-    Every process makes this with the same arguments. With dp x cp > 1, ``next`` is a collective call: the first one
-    compares lengths, settings, states and ranks, and each compares plans and counts labels. Raises ``UserError`` if it
-    cannot plan, if plans differ, and for a ``state`` of other documents, ``seed`` or ``shuffle``.
+    Every process makes this with the same arguments and all documents. With dp x cp > 1, ``next`` is a collective call
+    on a communicator of its own, so a thread may take steps ahead: the first one compares lengths, some token ids,
+    settings, states and ranks, and each compares plans and counts labels. Raises ``UserError`` if it cannot plan, if
+    plans differ, for a ``state`` of other documents, ``seed`` or ``shuffle``, and for another loop after the last step.
     """
 
     def __init__(
