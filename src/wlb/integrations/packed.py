@@ -29,14 +29,7 @@ from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
 from wlb.integrations.batches.processes import Processes, check_accumulation, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
-from wlb.integrations.document_fields import (
-    Document,
-    check_documents,
-    ids_and_labels,
-    mark_of,
-    spaced,
-    token_count,
-)
+from wlb.integrations.document_fields import Document, check_documents, ids_and_labels, mark_of, spaced, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch, read_batch
 from wlb.runtime.calibration import Calibration
@@ -334,11 +327,10 @@ class PackedSteps(Iterator[PackedStep]):
         labelled = sum(int((share.labels != IGNORE_LABEL).sum()) for share in shares)
         if ranks == 1 or world == 1:
             return labelled
-        planned: Any = plan and fingerprint_of(plan)
+        planned = 0 if plan is None else fingerprint_of(plan)
         if plan is not None and self._stream is not None:
             planned = digest_of((planned, [self._stream.marks[segment.document] for segment in plan.segments]))
-        row = [labelled, planned or 0]
-        rows = gathered_rows(row, torch.int64, torch.device("cpu"), agreeing_group(group))
+        rows = gathered_rows([labelled, planned], torch.int64, torch.device("cpu"), agreeing_group(group))
         others = (rows[:, 1] != rows[0, 1]).nonzero().flatten().tolist()
         if others:
             raise UserError(f"process {others[0]} and process 0 planned different steps; give all the same documents")

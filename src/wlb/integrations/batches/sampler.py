@@ -80,8 +80,8 @@ class PlannedBatchSampler:
                 raise UserError(f"the last pass of this sampler ended early, and the next would repeat it; {again}")
             self._state = None
         self._batches = self._begun(self._state, self._first_epoch)
-        begin = {"first epoch": self._first_epoch, "state": digest_of(json.dumps(self._state, sort_keys=True))}
-        begin["digest of tokens"] = digest_of(marks)
+        begin = {"first epoch": self._first_epoch, "digest of tokens": digest_of(marks)}
+        begin["state"] = digest_of(json.dumps(self._state, sort_keys=True))
         self.processes.agree(self._batches.steps.settings | begin, self.rank)
         if self.rank is None and self.processes.ranks > 1:
             raise UserError(f"dp x cp = {self.processes.ranks}, and rank is missing; give the rank of this process")

@@ -36,13 +36,8 @@ Lengths = NDArray[np.int64]
 
 _WINDOWS = 1.5  # context windows that fit into a micro-batch
 
-_ORDER = (
-    "documents",
-    "digest of lengths",
-    "digest of tokens",
-    "seed",
-    "shuffle",
-)  # settings that must equal those of a state
+# Settings that must equal those of a state.
+_ORDER = ("documents", "digest of lengths", "digest of tokens", "seed", "shuffle")
 
 
 def balanced_job(
