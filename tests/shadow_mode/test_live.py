@@ -163,6 +163,13 @@ def test_copies_and_compiled_graphs_of_a_watched_model_are_not_measured():
     assert watched.close() is None
 
 
+def test_what_torch_compile_returns_is_measured():
+    model: Any = torch.compile(Model(), backend="eager")
+    watched: Any = wlb.shadow(model)
+    train(Loader(20), model)
+    assert watched.close().steps == 10
+
+
 def test_passes_add_up_and_keep_nothing_open():
     loader: Any = wlb.shadow(Loader(10), every=3)
     alone = len(optimizer._global_optimizer_pre_hooks)
@@ -238,6 +245,24 @@ def test_a_loader_stays_the_loader_that_it_is(capsys: pytest.CaptureFixture[str]
     with torch.no_grad():  # as in an evaluation
         assert len([*shadowed]) == 8
     assert capsys.readouterr().out.count("the gain is unknown") == 1
+
+
+def test_a_loader_has_one_shadow(capsys: pytest.CaptureFixture[str]):
+    loader: Any = Loader(20)
+    for _ in range(3):  # as in a loop over epochs
+        train(wlb.shadow(loader), Model())
+        assert capsys.readouterr().out.count("step 10, the last 10: ") == 1
+        assert loader.gain.steps == 10
+
+
+class Sealed(DataLoader[Any]):
+    def __init_subclass__(cls, key: int) -> None: ...
+
+
+def test_a_loader_that_cannot_stay_what_it_is_is_refused():
+    documents: Any = [torch.arange(8)]
+    with pytest.raises(UserError, match=r"__init_subclass__.*; give wlb.shadow the model"):
+        wlb.shadow(Sealed(documents))
 
 
 class Own(list[Any]):

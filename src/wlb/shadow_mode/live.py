@@ -86,7 +86,11 @@ def shadow(
     watching = Shadow(loader_or_model, every, lengths, tensorboard, profile, model)
     try:
         return loader_or_model if watching.watches_in_place() else watching
-    except Exception:  # whatever the class of the loader does to classes derived from it
+    except Exception as error:  # whatever the class of the loader does to classes derived from it
+        from torch.utils.data import DataLoader
+
+        if isinstance(loader_or_model, DataLoader):  # a wrapper of it would not be sharded
+            raise UserError(f"no class derives from that of the loader ({error}); give wlb.shadow the model") from error
         return watching
 
 
@@ -116,7 +120,7 @@ class Shadow:
         self._stopped = self._on_cuda = self._waits_inside = False
         self._hooks: list[Any] = []
         if isinstance(loader_or_model, nn.Module):
-            self._names = inspect.signature(loader_or_model.forward)
+            self._names = inspect.signature(getattr(loader_or_model, "_orig_mod", loader_or_model).forward)  # compiled
             watch = loader_or_model.register_forward_pre_hook
             self._hooks = [watch(self._forward_begins, with_kwargs=True, prepend=True), self._before_steps()]
 
@@ -143,12 +147,13 @@ class Shadow:
     def watches_in_place(self) -> bool:
         """Give the loader a class that measures its passes, so that it stays what it is to whoever takes it over."""
         watching, loader = self, self._loader
-        kind: Any = type(loader)
+        kind: Any = getattr(type(loader), "_unmeasured", type(loader))  # another shadow of it ends
         if self._is_model or not hasattr(kind, "__iter__"):
             return False
 
         class MeasuredLoader(kind):
             __slots__ = ()
+            _unmeasured = kind
             gain = property(lambda _: watching.gain)
 
             def __iter__(self) -> Iterator[Any]:
@@ -158,7 +163,7 @@ class Shadow:
                 made, (_, *arguments), *state = super().__reduce_ex__(protocol)
                 return (_new if made.__name__ == "__newobj__" else made, (kind, *arguments), *state)
 
-            if not hasattr(loader, "_is_accelerate_prepared"):
+            if "_is_accelerate_prepared" not in getattr(loader, "__dict__", ()):
 
                 @property
                 def _is_accelerate_prepared(self) -> Any:  # what ``accelerator.prepare`` asks first

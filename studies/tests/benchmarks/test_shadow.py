@@ -17,4 +17,5 @@ def test_a_small_run_predicts_and_measures(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["rows"]
     assert row["stack"] == "FSDP2"
-    assert row["predicted"] > 0 < row["speed"]
+    assert row["speed"] > 0
+    assert row["predicted"] > 0 or row["r_squared"] < 0.5  # where shadow mode claims none
