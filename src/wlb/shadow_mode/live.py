@@ -66,11 +66,10 @@ def shadow(
 ) -> Any:
     """Measure what balanced steps would gain in the loop that trains with ``loader_or_model``; ``wlb.shadow``.
 
-    Every process calls it. It returns the loader itself, of a class derived from its own, whose passes are measured and
-    whose batches and state are unchanged; a wrapper if that class cannot be derived from, as of a list or a generator.
-    For a model it returns a ``Shadow``. ``gain`` of each is the latest result, on the first process. Once it has
-    returned, measuring raises nothing: it prints a failure and stops. Only ``accelerator.prepare`` of the loader raises
-    an error, because it makes another loader, which is to be given here.
+    Every process calls it. It returns the loader itself, with its state and batches, in a class derived from its own
+    that measures; or a ``Shadow``, for a model and for what has no such class, as a list. ``gain`` of each is the
+    latest result, on the first process. Measuring raises nothing: it prints a failure and stops. Only
+    ``accelerator.prepare`` of the loader is an error, because it makes another one.
 
     Args:
         every: Optimizer steps between reports: a line on stdout, and values for the active W&B run.
@@ -167,16 +166,10 @@ class Shadow:
 
                 @property
                 def _is_accelerate_prepared(self) -> Any:  # what ``accelerator.prepare`` asks first
-                    made = "accelerator.prepare makes another loader, which wlb.shadow would not measure"
-                    raise UserError(
-                        f"{made}; give wlb.shadow the prepared one: wlb.shadow(accelerator.prepare(loader))"
-                    )
+                    right = "wlb.shadow(accelerator.prepare(loader))"
+                    raise UserError(f"accelerator.prepare makes another loader, which is not measured; call {right}")
 
-        MeasuredLoader.__name__, MeasuredLoader.__qualname__, MeasuredLoader.__module__ = (
-            kind.__name__,
-            kind.__qualname__,
-            kind.__module__,
-        )
+        wraps(kind, updated=())(MeasuredLoader)  # it has the name of its kind
         vars(object)["__class__"].__set__(loader, MeasuredLoader)  # Accelerate's loaders have a property of this name
         return True
 
