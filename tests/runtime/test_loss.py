@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from tests.cases import in_turn
 from wlb.runtime.loss import summed_cross_entropy
 
 
-def loss_and_gradient(scores: Tensor, labels: Tensor, **options: int) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(scores: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     leaf = scores.clone().requires_grad_()
     loss = summed_cross_entropy(leaf, labels, **options)
     return loss, torch.autograd.grad(loss / 7, leaf)[0]
@@ -46,11 +48,16 @@ def test_without_labels_it_is_zero() -> None:
     assert not grad.any()
 
 
-def test_no_wide_copy_of_all_scores_is_held() -> None:
-    scores = torch.randn(64, 1000).bfloat16().requires_grad_()
+@in_turn("overwrite", [False, True])
+def test_no_wide_copy_of_all_scores_is_held(overwrite: bool) -> None:
+    leaf, labels = torch.randn(64, 1000).bfloat16().requires_grad_(), torch.arange(64)
+    (expected,) = torch.autograd.grad(summed_cross_entropy(leaf, labels, chunk=8), leaf)
+    scores = leaf * 1.0
     with LiveBytes() as live:
-        summed_cross_entropy(scores, torch.zeros(64, dtype=torch.int64), chunk=8).backward()
-    assert live.peak < scores.nbytes + 4 * 8 * 1000 * 4 + 10_000
+        (found,) = torch.autograd.grad(summed_cross_entropy(scores, labels, chunk=8, overwrite=overwrite), scores)
+    assert live.peak < (not overwrite) * scores.nbytes + 4 * 8 * 1000 * 4 + 10_000
+    assert torch.equal(found, expected)
+    assert torch.equal(scores, found if overwrite else leaf)
 
 
 def test_a_label_that_is_no_word_fails() -> None:

@@ -178,7 +178,7 @@ class LayerMemory:
         return Unit(weights, matrix, 0, self.gathered, matrix * self.compute, root=True)
 
     def head(self) -> Unit:
-        """Final norm, scores, and the loss, which keeps the scores and computes their gradient chunk by chunk.
+        """Final norm, scores, and the loss, which keeps the scores and writes their gradient over them chunk by chunk.
 
         If the vocabulary is split, the loss is composed of operators (``loss_parallel`` of DTensor, torch 2.13): it
         keeps log-probabilities, and needs two gradients and a temporary beside them.
@@ -189,14 +189,14 @@ class LayerMemory:
         if layout.tp == 1:
             chunk = min(self.rows, _CHUNK_ROWS) * shape.vocab_size * self.master
             kept, loss = scores * self.compute + _ROW_BYTES * self.rows, chunk if self.compute < self.master else 0
-            losing = scores * self.compute + chunk
+            losing, gradient = chunk, 0
         else:
             pipelined = scores * self.compute if layout.pp > 1 else 0  # the stage keeps its output
             kept, loss = scores * self.master + pipelined, 2 * scores * self.master
-            losing = 3 * scores * self.master
+            losing, gradient = 3 * scores * self.master, scores * self.compute
         held = self.norm + self.gathered + kept
         tied = self.job.tied_embeddings and layout.stages == 1
-        backward = max(losing, scores * self.compute + matrix * self.compute)
+        backward = max(losing, gradient + matrix * self.compute)
         weights = (0 if tied else matrix) + shape.hidden
         return Unit(weights, weights, held, held + loss, backward, scores=kept, root=True)
 

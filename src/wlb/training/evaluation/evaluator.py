@@ -22,6 +22,7 @@ from torch.profiler import record_function
 from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import IGNORE_LABEL, read_batch
 from wlb.runtime.collectives import gathered, gathered_rows
+from wlb.runtime.loss import CHUNK_ROWS
 from wlb.runtime.own_lists import fsdp_units
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.training.evaluation.held_out import HeldOut
@@ -74,13 +75,15 @@ class Evaluator:
         model, held_out = self._model, self._held_out
         whole = read_batch(micro_batch, held_out.store, model.checked.job.shape.vocab_size)
         batch = model.share.of(whole).to(sums.device)
-        scores = self._forward(batch)
+        scores, wide = self._forward(batch), master_dtype(model.execution.dtype)
         if scores is None:
             return
         with loss_parallel() if isinstance(scores, DTensor) else nullcontext():  # scores may be split by vocabulary
-            scores = scores.to(master_dtype(model.execution.dtype))
-            losses = F.cross_entropy(scores, batch.labels, ignore_index=IGNORE_LABEL, reduction="none")
-        losses = losses.to_local() if isinstance(losses, DTensor) else losses
+            parts = [
+                F.cross_entropy(part.to(wide), labels, ignore_index=IGNORE_LABEL, reduction="none")
+                for part, labels in zip(scores.split(CHUNK_ROWS), batch.labels.split(CHUNK_ROWS), strict=True)
+            ]
+        losses = torch.cat([part.to_local() if isinstance(part, DTensor) else part for part in parts])
         if model.mesh.rank("tp") != 0:  # the others computed the same
             return
         mine = batch.shard_plan.positions(model.share.cp_rank)

@@ -48,14 +48,15 @@ class LossTarget(NamedTuple):
 def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
     """Cross entropy summed over labelled tokens, in float32 or better, divided by the step's ``loss_tokens``.
 
-    ``scores_TV`` may be split over tensor-parallel ranks by vocabulary; then all of them get the loss.
+    ``scores_TV`` may be split over tensor-parallel ranks by vocabulary; then all of them get the loss. Otherwise the
+    backward overwrites them.
     """
     if isinstance(scores_TV, DTensor):  # under ``loss_parallel``
         wide = scores_TV.to(master_dtype(scores_TV.dtype))
         split: Any = F.cross_entropy(wide, target.labels, ignore_index=IGNORE_LABEL, reduction="sum")
         total: Tensor = split.to_local()
     else:
-        total = summed_cross_entropy(scores_TV, target.labels)
+        total = summed_cross_entropy(scores_TV, target.labels, overwrite=True)
     return total / max(target.loss_tokens, 1)
 
 
