@@ -21,7 +21,16 @@ import numpy as np
 import wlb
 from benchmarks.parts.measurement import chosen, command, console, facts, make_parser, show, spread, write
 from benchmarks.parts.ranks import on_ranks
-from studies.benchmarks.adoption import PROCESSES, add_turn, example, rows_of, turn_seconds, unbalanced, ways_of
+from studies.benchmarks.adoption import (
+    PROCESSES,
+    add_turn,
+    begun_together,
+    example,
+    rows_of,
+    turn_seconds,
+    unbalanced,
+    ways_of,
+)
 
 STACKS = {"torch_loop": "DDP", "own_lists": "FSDP2", "hf_trainer": "Hugging Face Trainer"}  # by example
 COLUMNS = {
@@ -58,7 +67,7 @@ def predict_and_measure(name: str, options: argparse.Namespace) -> dict[str, Any
     """One rank of a stack: its micro-batches of every turn, random and balanced, and what shadow mode found in each."""
     train = example(name, options)
     random, *_ = ways = ways_of(name)
-    balanced = "lock step" if "lock step" in ways else "balanced"
+    balanced = "equal numbers" if "equal numbers" in ways else "balanced"
     found: dict[str, dict[str, Any]] = {way: {"turns": []} for way in (random, balanced)}
     gains = []
     for _ in range(options.turns + 1):
@@ -68,6 +77,8 @@ def predict_and_measure(name: str, options: argparse.Namespace) -> dict[str, Any
         add_turn(found[balanced], name, train, ways[balanced])
     for of_way in found.values():
         del of_way["turns"][0]
+        if name == "own_lists":  # as in a loop that gathers weights in every micro-batch
+            of_way["turns"] = [*map(begun_together, of_way["turns"])]
     return found | {"gains": gains[1:]}
 
 

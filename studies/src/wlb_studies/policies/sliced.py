@@ -316,11 +316,15 @@ def _peak(
 
 @lru_cache(maxsize=8192)
 def _beside_activations(job: Job, rank: int) -> tuple[float, float]:
-    """Bytes of a rank for everything but what forwards leave: fixed, and for each token of the rank that is running."""
+    """Bytes of a rank for everything but what forwards leave: fixed, and for each token of the rank that is running.
+
+    The latter is less on the last rank if memory peaks when the scores that forwards of these tokens left are gone.
+    """
     estimates = [predict_rank_memory(job, [rows] * (_ROUNDS * job.layout.pp), rank) for rows in _ROWS]
     low, high = (sum(value for name, value in one.parts.items() if name not in HELD) for one in estimates)
     of_row = (high - low) / (_ROWS[1] - _ROWS[0])
-    return low - of_row * _ROWS[0], of_row
+    gone = rank == job.layout.pp - 1 and not any("scores" in one.parts for one in estimates)
+    return low - of_row * _ROWS[0], of_row - gone * head_share(job) * held_of_token(job)
 
 
 @dataclass(frozen=True)
