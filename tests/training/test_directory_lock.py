@@ -6,7 +6,7 @@ import pytest
 
 from tests.training.jobs import job
 from wlb.errors import UserError
-from wlb.training.directory_lock import check_shared, directories_of
+from wlb.training.preflight import check_shared, directories_of
 
 
 def test_a_directory_is_held_until_the_job_ends(tmp_path):

@@ -16,7 +16,6 @@ from pydantic import AfterValidator, Field, model_validator
 from wlb.documents.order import DataConfig
 from wlb.documents.store.files import StoreSetting
 from wlb.errors import UserError
-from wlb.job.rope_scaling import RopeScalingConfig
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import METHODS, PackingOptions, Pools
 from wlb.packing.packer import Packer
@@ -71,6 +70,53 @@ def with_preset(preset: Mapping[str, dict[str, Any]], name: str, given: dict[str
 
 
 DecayRate = Annotated[Number, Field(ge=0, lt=1)]
+
+# The settings that each rope_type requires; they have no default in config.json of Hugging Face:
+# llama3: frequencies with under low_freq_factor turns over the original context are divided by factor, frequencies with
+# over high_freq_factor turns are kept, and the others are interpolated by their turns.
+# linear: all frequencies are divided (arXiv 2306.15595). yarn: frequencies with at least beta_fast turns are kept,
+# frequencies with at most beta_slow turns are divided, with a ramp between them (arXiv 2309.00071, section 3).
+ROPE_REQUIRED = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
+
+
+class RopeScalingConfig(Section):
+    """Rotary positions stretched to a longer context; names and meanings as in config.json of Hugging Face."""
+
+    rope_type: Literal["llama3", "linear", "yarn"] = Field(
+        "llama3", description="Llama 3.1's, position interpolation, or YaRN"
+    )
+    factor: Number = Field(8.0, ge=1, description="Ratio of the contexts")
+    low_freq_factor: Number = Field(1.0, gt=0, description="With llama3")
+    high_freq_factor: Number = Field(4.0, gt=0, description="With llama3")
+    original_max_position_embeddings: Tokens = Field(8192, description="Not with linear")
+    beta_fast: Number = Field(32.0, ge=1e-6, le=1e6, description="With yarn")
+    beta_slow: Number = Field(1.0, ge=1e-6, le=1e6, description="With yarn")
+    attention_factor: Number | None = Field(None, gt=0, description="With yarn; default: 0.1 ln(factor) + 1")
+    truncate: bool = Field(True, description="With yarn")
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScalingConfig:
+        for name in sorted(self.model_fields_set - self.in_effect.keys()):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} has no effect with rope_type = {self.rope_type!r}; leave it out")
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast = {self.beta_fast} must be over beta_slow = {self.beta_slow}")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor} must be over low_freq_factor = {self.low_freq_factor}"
+            )
+        return self
+
+    @property
+    def in_effect(self) -> dict[str, Any]:
+        """The settings that ``rope_type`` reads, as in ``config.json``."""
+        names = ("rope_type", *ROPE_REQUIRED[self.rope_type], *_OPTIONAL.get(self.rope_type, ()))
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class ModelConfig(Section):

@@ -161,19 +161,14 @@ class Job:
     @property
     def memory_limit(self) -> MemoryLimit:
         """The memory limit of one process of the job."""
-        memory = self.hardware.memory_bytes
-        own = (
-            limit_of_gpu(memory) if self.hardware.device_type == "cuda" else MemoryLimit(USABLE_SHARE * memory, "a CPU")
-        )
-        return self.limit or own
+        memory, on_gpu = self.hardware.memory_bytes, self.hardware.device_type == "cuda"
+        return self.limit or (limit_of_gpu(memory) if on_gpu else MemoryLimit(USABLE_SHARE * memory, "a CPU"))
 
     @property
     def plans_operations(self) -> bool:
         """Whether the plan of a step has an operation list for every pipeline rank."""
-        schedule = self.layout.schedule
-        return self.layout.pp > 1 and (
-            schedule == "planned" or (schedule == "auto" and PACKERS[self.packing.method].plans_operations)
-        )
+        by_default = self.layout.schedule == "auto" and PACKERS[self.packing.method].plans_operations
+        return self.layout.pp > 1 and (by_default or self.layout.schedule == "planned")
 
     @property
     def splits_backward(self) -> bool:
@@ -265,10 +260,8 @@ class Job:
     @cached_property
     def costs(self) -> Costs:
         """The prices of one GPU, for sharding, planning and simulation."""
-        recomputed = self.activation_checkpointing
-        return self.software.costs(
-            self.shape, self.hardware, self.layout.tp, recomputed=recomputed, profile=self.profile
-        )
+        settings = {"recomputed": self.activation_checkpointing, "profile": self.profile}
+        return self.software.costs(self.shape, self.hardware, self.layout.tp, **settings)
 
     @property
     def workload(self) -> Costs:
@@ -339,13 +332,10 @@ class Job:
     def pools_decided(self) -> bool:
         """Whether the context-parallel groups are the pools, with a number of micro-batches for each."""
         pools = self.pools
-        if pools is None:
+        if pools is None or (pools.grouping == "level" and pools.size == self.layout.cp):
             return True
-        return (
-            pools.grouping != "auto"
-            and pools.size == self.layout.cp
-            and (pools.grouping == "level" or pools.micro_batches == self.micro_batches_per_rank)
-        )
+        decided = pools.size, pools.micro_batches
+        return pools.grouping != "auto" and decided == (self.layout.cp, self.micro_batches_per_rank)
 
     def with_pools(self, pools: Pools) -> Self:
         """The same job with ``pools`` as context-parallel groups; their size and micro-batches must be given.
@@ -367,30 +357,25 @@ class Job:
         number = ranks // size
         most = min(MOST_MICRO_BATCHES, _MOST_OF_A_WINDOW * pools.global_batch)
         if number * micro_batches > most:
-            remedy = (
-                f"lower it to {most // number}" if most >= number else "raise parallel.pool or packing.global_batch"
-            )
+            lower = f"lower it to {most // number}"
+            remedy = lower if most >= number else "raise parallel.pool or packing.global_batch"
             raise UserError(
                 f"pool_micro_batches = {micro_batches} divides a global batch of {pools.global_batch} context windows "
                 f"into {number * micro_batches} micro-batches, over {most}; {remedy}"
             )
-        packing = self.packing.changed(
-            micro_batches=number * micro_batches,
-            global_batch=pools.global_batch,
-            pool_micro_batches=micro_batches,
-            grouping=pools.grouping,
-        )
-        job = self._with_groups(number, size, packing)
+        counts = {"micro_batches": number * micro_batches, "pool_micro_batches": micro_batches}
+        job = self._with_groups(number, size, pools, **counts)
         factor = job.packing.max_length_factor
         if factor != "auto" and factor < job.least_length_factor:
             raise UserError(
                 f"max_length_factor = {factor:g} leaves no room for a global batch of "
-                f"{job.global_batch} context windows in {packing.micro_batches} micro-batches; give at least "
+                f"{job.global_batch} context windows in {job.packing.micro_batches} micro-batches; give at least "
                 f'{job.least_length_factor:g}, or "auto"'
             )
         return job
 
-    def _with_groups(self, dp: int, cp: int, packing: PackingConfig) -> Self:
+    def _with_groups(self, dp: int, cp: int, pools: Pools, **counts: int) -> Self:
+        packing = self.packing.changed(global_batch=pools.global_batch, grouping=pools.grouping, **counts)
         layout, own_cp = replace(self.layout, dp=dp, cp=cp), self.own_cp or self.layout.cp
         return replace(self, layout=layout, own_cp=own_cp, pool=cp, packing=packing)
 
@@ -416,10 +401,7 @@ class Job:
             )
         if not self.layout.keeps_weights:
             raise UserError("grouping = 'level' keeps gathered weights all step; leave weights = 'gathered' out")
-        packing = self.packing.changed(
-            micro_batches=pools.global_batch, global_batch=pools.global_batch, grouping="level"
-        )
-        return self._with_groups(1, ranks, packing)
+        return self._with_groups(1, ranks, pools, micro_batches=pools.global_batch)
 
     def measured(self, prices: tuple[float, float, float] | None, speeds: tuple[float, ...] | None) -> Self:
         """The same job with the results of ``wlb.runtime.calibration``; without prices it keeps its own.

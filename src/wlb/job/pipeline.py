@@ -39,15 +39,9 @@ def with_operations(job: Job, plan: StepPlan) -> StepPlan:
         packing = job.packing
         plan = arrange(plan, job.layout.dp, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
     limits = [most_in_flight(job)] * job.layout.pp
-    return replace(
-        plan,
-        operations=tuple(
-            critical_path_lists(
-                loads.of([places[id(micro_batch)] for micro_batch in rank]), _slices(rank), job.layout.pp, limits
-            )
-            for rank in plan.ranks
-        ),
-    )
+    of_ranks = [(loads.of([places[id(micro_batch)] for micro_batch in rank]), _slices(rank)) for rank in plan.ranks]
+    operations = (critical_path_lists(load, slices, job.layout.pp, limits) for load, slices in of_ranks)
+    return replace(plan, operations=tuple(operations))
 
 
 def most_in_flight(job: Job) -> int:

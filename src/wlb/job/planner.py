@@ -151,7 +151,8 @@ class StepPlanner(Iterator[PlannedStep]):
         self._drained = False
         if packed_otherwise:
             waiting, _ = split_overlong(waiting_in(state), self._packer.context_window)
-            self._packer.begin_with(waiting, step=_next_step_of(state))
+            first, *_ = state["emitted"] or [state["packer"]]
+            self._packer.begin_with(waiting, step=first["step"])
         else:
             self._packer.load_state_dict(state["packer"])
             if all(self._could_have_packed(plan) for plan in emitted):
@@ -214,16 +215,11 @@ class StepPlanner(Iterator[PlannedStep]):
             tokens -= sum([segment.length for segment in segments])
 
     def _arranged(self, plan: StepPlan) -> StepPlan:
-        job = self._job
+        job, packing = self._job, self._job.packing
         if job.plans_operations:
             return with_operations(job, plan)
-        return arrange(
-            job.priced_as_run(plan),
-            job.layout.dp,
-            assignment=job.packing.assignment,
-            order=job.packing.order,
-            pipeline=job.layout,
-        )
+        plan = job.priced_as_run(plan)
+        return arrange(plan, job.layout.dp, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
 
     def _waiting_documents(self) -> set[int]:
         _, documents = self._held_by_packer()
@@ -255,8 +251,3 @@ def waiting_in(state: dict[str, Any]) -> list[Segment]:
     """The untrained segments in the ``state`` of a planner; first those of steps that were not handed out."""
     emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
     return [*(segment for plan in emitted for segment in plan.segments), *held_segments(state["packer"])]
-
-
-def _next_step_of(state: dict[str, Any]) -> int:
-    step: int = (state["emitted"] or [state["packer"]])[0]["step"]
-    return step

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wlb.errors import UserError
-from wlb.job.rope_scaling import RopeScalingConfig
+from wlb.job.config import RopeScalingConfig
 from wlb.workload import ModelShape
 
 # Takes query (T, H, E), key and value (T, G, E), returns (T, H, E); causal, inside segments. Layers with a sliding

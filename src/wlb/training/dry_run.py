@@ -40,25 +40,19 @@ class SyntheticStore(TokenStore):
 
     identity = "synthetic"
 
-    def __init__(self, documents: int, context_window: int, vocab_size: int, stores: int = 1) -> None:
-        """``stores`` stores of ``documents`` documents each."""
-        lengths = sample_lengths(documents, context_window)
+    def __init__(self, config: JobConfig) -> None:
+        """Documents for the first steps of ``config``, as many in every store, with the vocabulary of its model."""
+        documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _FIRST_STEPS, _MOST_DOCUMENTS)
+        lengths = sample_lengths(documents, config.data.context_window)
         ends = np.cumsum(lengths)
         pointers, firsts = (ends - lengths) * _TOKEN_TYPE.itemsize, np.arange(documents + 1)
         index = TokenIndex("synthetic", _TOKEN_TYPE, lengths.astype(np.int32), pointers, firsts)
         tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(ends[-1]))
-        self._drawn = Shard(index, tokens, {"vocab_size": vocab_size})
-        super().__init__([["synthetic"]] * stores)
+        self._drawn = Shard(index, tokens, {"vocab_size": configured_shape(config.model).vocab_size})
+        super().__init__([["synthetic"]] * len(config.data.stores))
 
     def _open_shard(self, prefix: str) -> Shard:
         return self._drawn
-
-
-def synthetic_store(config: JobConfig) -> SyntheticStore:
-    """Documents for the first steps of ``config``, with the vocabulary of its model."""
-    window = config.data.context_window
-    documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _FIRST_STEPS, _MOST_DOCUMENTS)
-    return SyntheticStore(documents, window, configured_shape(config.model).vocab_size, len(config.data.stores))
 
 
 @dataclass(frozen=True)
@@ -89,8 +83,7 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     if rates.device_type == "cpu":
         limit = memory_limit("cpu", config.parallel.layout.world_size)
     stored = tried(lambda: TokenStore.open(*config.data.stores))
-    store = stored or synthetic_store(config)
-    job = checked(config, store, hardware, limit, tried)
+    job = checked(config, stored or SyntheticStore(config), hardware, limit, tried)
     if stored:
         tried(job.check_data)
     return FoundJob(**vars(job), hardware=hardware, problems=tuple(problems), synthetic=stored is None)

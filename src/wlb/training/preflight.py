@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from wlb.documents.order import DocumentStream
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
+from wlb.files import open_locked
 from wlb.job.config import JobConfig
 from wlb.job.job import USABLE_SHARE, Job, MemoryLimit, limit_of_gpu
 from wlb.job.memory.fit import too_large
@@ -28,6 +30,8 @@ from wlb.training.data.loader import check_identity
 from wlb.training.environment import device_type, hardware_name, trained_model
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.failures import TrainingError
+
+_LOCK = ".lock"  # the file in a directory of a job that runs
 
 
 @dataclass(frozen=True)
@@ -160,3 +164,36 @@ def _check_could_write(name: str, directory: Path) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         what = "" if existing == directory.absolute() else f": {existing} is not a directory that can be written"
         raise UserError(f"{name} {directory} cannot be written{what}; choose another {name}")
+
+
+@contextmanager
+def directories_of(config: JobConfig) -> Iterator[None]:
+    """Lock ``metrics.dir`` and ``checkpoint.dir`` for this job, because two jobs would destroy each other's files.
+
+    Rank 0 calls this, because it is the rank that writes. The locks end with its process at the latest. Raises
+    ``UserError`` if another job holds one of them.
+    """
+    directories = {"metrics.dir": config.metrics.dir, "checkpoint.dir": config.checkpoint.dir}
+    names = {directory.resolve(): name for name, directory in directories.items() if directory is not None}
+    with ExitStack() as locks:
+        for directory, name in names.items():
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                descriptor = open_locked(directory / _LOCK)
+            except OSError as error:
+                why = f"{name} {directory} cannot be written: {error.strerror}"
+                raise UserError(f"{why}; choose another {name}") from error
+            if descriptor is None:
+                holder = f"another job is writing to {name} {directory}"
+                raise UserError(f"{holder}; wait for it or choose another directory")
+            locks.callback(os.close, descriptor)
+        yield
+
+
+def check_shared(config: JobConfig) -> None:
+    """Raise ``UserError`` on a rank whose ``checkpoint.dir`` is not the one that rank 0 has locked."""
+    directory = config.checkpoint.dir
+    if directory is not None and not (directory / _LOCK).exists():
+        raise UserError(
+            f"checkpoint.dir {directory.absolute()} is not shared by all machines; choose a directory that all see"
+        )

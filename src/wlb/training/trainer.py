@@ -31,15 +31,13 @@ from wlb.runtime.own_lists import own_micro_batches
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep, StepLoader
-from wlb.training.directory_lock import check_shared, directories_of
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.failures import Terminated, TrainingError
-from wlb.training.observe.monitor import Monitor
-from wlb.training.observe.reporter import Reporter, StepOutcome
+from wlb.training.observe import Monitor, Reporter, StepOutcome
 from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.training.preflight import CheckedJob, check_agreed, check_job, least_limit
+from wlb.training.preflight import CheckedJob, check_agreed, check_job, check_shared, directories_of, least_limit
 from wlb.training.rank_model import RankModel, build_model
 from wlb.training.stalls import BegunStep, stalls_named
 from wlb.training.termination import Termination

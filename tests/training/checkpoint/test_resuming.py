@@ -12,8 +12,7 @@ import pytest
 from tests.cases import in_turn
 from tests.training.checkpoint.fakes import damage, write_checkpoint
 from wlb.errors import UserError
-from wlb.job.config import CheckpointConfig
-from wlb.job.rope_scaling import RopeScalingConfig
+from wlb.job.config import CheckpointConfig, RopeScalingConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.training.checkpoint.files import (
     check_model,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from wlb.job.config import MetricsConfig
 from wlb.training.failures import TrainingError
-from wlb.training.observe.metrics import MetricsFiles, continue_file, last_step_in
+from wlb.training.observe import MetricsFiles, continue_file, last_step_in
 
 ROW: dict[str, Any] = {
     "step": 1,

@@ -14,8 +14,8 @@ from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of, write_s
 from wlb.job.config import JobConfig
 from wlb.models.configured_model import configured_model
 from wlb.runtime import clock
-from wlb.training.observe import reporter
-from wlb.training.observe.reporter import live_line
+from wlb.training import observe
+from wlb.training.observe import live_line
 from wlb.workload import HARDWARE, ModelShape
 from wlb.workload.flops import model_flops
 
@@ -25,7 +25,7 @@ def _train_by_clock(config: JobConfig, *seconds: float) -> list[str]:
     said: list[str] = []
     readings = count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reporter, "say", said.append)
+        patch.setattr(observe, "say", said.append)
         patch.setattr(clock, "thread_seconds", lambda: next(readings) * seconds[dist.get_rank()])
         trainer_of(config).run()
     return said

@@ -37,7 +37,7 @@ from wlb.packing.plan import StepPlan
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.training.data.loader import StepLoader
 from wlb.training.dry_run import find_problems
-from wlb.training.observe.monitor import Monitor
+from wlb.training.observe import Monitor
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.rank_model import build_model
 from wlb.training.trainer import agree_to_train, train_step

@@ -12,14 +12,7 @@ from dataclasses import replace
 
 from wlb.job.job import Job
 from wlb.job.memory.layers import held_of_token, kept_share, kept_tokens, window_tokens
-from wlb.job.memory.step import (
-    BATCH_BYTES,
-    MemoryEstimate,
-    gib,
-    largest_share,
-    predict_memory,
-    rank_memories,
-)
+from wlb.job.memory.step import BATCH_BYTES, MemoryEstimate, gib, largest_share, predict_memory, rank_memories
 from wlb.schedules.operations import round_size
 
 HELD = ("activations", "received keys and values", "scores")  # held from forward to backward
@@ -59,15 +52,13 @@ def _planned_memory(job: Job, limit: float) -> MemoryEstimate:
     """
     count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
-    ranks = []
-    for rank in rank_memories(job, [usual] * walked, limit):
-        ranks.append(rank)
-        if rank.total > limit:
-            return rank
+    ranks = rank_memories(job, [usual] * walked, limit)
+    if ranks[-1].total > limit:
+        return ranks[-1]
     static = max(ranks, key=lambda rank: rank.total - _held(rank.parts))
     held, kept = _and_kept(job, ranks, in_flight=True)
     if job.slices_documents:
-        alone = [*rank_memories(job, [largest_share(job, job.sliced_length)])]
+        alone = rank_memories(job, [largest_share(job, job.sliced_length)])
         held, kept = max((held, kept), _and_kept(job, alone, in_flight=False), key=lambda one: _held(one[0]) + one[1])
     parts = static.parts | {name: held[name] for name in HELD if name in held}
     longest, short = (predict_memory(job, [tokens]) for tokens in (job.max_tokens, job.in_flight_length))

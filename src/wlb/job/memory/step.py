@@ -12,8 +12,7 @@ micro-batches are in flight, and of which lengths, follows from the walk.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -55,20 +54,20 @@ def predict_memory(job: Job, tokens: Sequence[int], limit: float = math.inf) -> 
     filled the micro-batch. The estimate is the first peak over ``limit`` bytes or, if there is none, that of the rank
     with the highest peak.
     """
-    estimates = []
-    for estimate in rank_memories(job, [largest_share(job, count) for count in tokens], limit):
-        estimates.append(estimate)
-        if estimate.total > limit:
-            return estimate
+    estimates = rank_memories(job, [largest_share(job, count) for count in tokens], limit)
     return max(estimates, key=lambda estimate: estimate.total)
 
 
-def rank_memories(job: Job, rows: Sequence[int], limit: float = math.inf) -> Iterator[MemoryEstimate]:
-    """``predict_rank_memory`` of the ``unlike_ranks``; of a rank over ``limit`` bytes, the first peak over it."""
+def rank_memories(job: Job, rows: Sequence[int], limit: float = math.inf) -> list[MemoryEstimate]:
+    """``predict_rank_memory`` of the ``unlike_ranks``; ends with the first peak over ``limit`` bytes, if any."""
+    estimates: list[MemoryEstimate] = []
     passes: _Passes = {}
     for rank in unlike_ranks(job):
         walk = _Walk(job, rank, [(count, None) for count in rows], passes)
-        yield walk.over(job.layout.operations(len(rows))[rank], limit)
+        estimates.append(walk.over(job.layout.operations(len(rows))[rank], limit))
+        if estimates[-1].total > limit:
+            break
+    return estimates
 
 
 def unlike_ranks(job: Job) -> list[int]:
@@ -126,11 +125,8 @@ class _Walk:
     ) -> None:
         self.job, self.rank, self.batches = job, rank, batches
         self.blocks = split_layers(job.shape, job.layout)
-        ends = 0, len(self.blocks) - 1
-        kinds = [
-            (stage == ends[0], stage == ends[1], *map(job.shape.block_kind, layers))
-            for stage, layers in enumerate(self.blocks)
-        ]
+        last = len(self.blocks) - 1
+        kinds = [(n == 0, n == last, *map(job.shape.block_kind, layers)) for n, layers in enumerate(self.blocks)]
         self.like = [kinds.index(kind) for kind in kinds]  # the first stage like each
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
         self.shards = job.layout.dp_cp  # ranks over which FSDP divides weights
@@ -160,43 +156,29 @@ class _Walk:
             for index, unit in enumerate(() if self.frees_weights else units):  # all at the start of the step
                 self._gather(index, unit)
             self.states[stage] = frozenset(self.gathered), frozenset()
-        walked: list[_WalkedPass] = []
-        total, most_total, highest = self.total, self.most_total, -1
         for stage, micro_batch, kind in operations:
             one = self._pass(stage, micro_batch, backward=kind != FORWARD)
-            if total + one.most_total > most_total:
-                most_total, highest = total + one.most_total, len(walked)
-            total += one.total
-            walked.append(one)
-            if most_total > limit:
+            if self.total + one.most_total > self.most_total:
+                self.most, self.most_total = _sum(self.held, one.most), self.total + one.most_total
+            self.held, self.total = _sum(self.held, one.held), self.total + one.total
+            if self.most_total > limit:
                 break
-        if highest >= 0:
-            self.most, self.most_total = _sum(self._held_after(walked[:highest]), walked[highest].most), most_total
-        self.held, self.total = self._held_after(walked), total
         self._note(working=shard)  # of the optimizer
         return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})
-
-    def _held_after(self, walked: Sequence[_WalkedPass]) -> dict[str, int]:
-        """Bytes held by purpose after these passes."""
-        held, kinds = self.held, {id(one): one for one in walked}
-        for kind, count in Counter(map(id, walked)).items():
-            held = _sum(held, {name: count * value for name, value in kinds[kind].held.items()})
-        return held
 
     def _pass(self, stage: int, micro_batch: int, *, backward: bool) -> _WalkedPass:
         last, like = micro_batch == len(self.batches) - 1, self.like[stage]
         key = (like, self.batches[micro_batch], backward, backward and last, self.states[stage])
-        walked = self.passes.get(key)
-        if walked is None:
+        if key not in self.passes:
             so_far = self.held, self.total, self.most, self.most_total
             self.held, self.total, self.most, self.most_total = {}, 0, {}, -math.inf
             self.gathered, self.with_gradients = map(set, self.states[stage])
             (self._backward if backward else self._forward)(like, micro_batch)
             left = frozenset(self.gathered), frozenset(self.with_gradients)
-            walked = self.passes[key] = _WalkedPass(self.most_total, self.most, self.total, self.held, left)
+            self.passes[key] = _WalkedPass(self.most_total, self.most, self.total, self.held, left)
             self.held, self.total, self.most, self.most_total = so_far
-        self.states[stage] = walked.left
-        return walked
+        self.states[stage] = self.passes[key].left
+        return self.passes[key]
 
     def _ends_and_units(self, stage: int, micro_batch: int) -> tuple[int, list[Unit]]:
         """Memory of a stage beside its layers, and the layers; the same for micro-batches with the same rows."""
@@ -255,12 +237,11 @@ class _Walk:
                 self._gather(index, unit)
 
     def _gather(self, index: int, unit: Unit) -> None:
-        if index in self.gathered:
-            return
-        self.gathered.add(index)
-        self._add("gathered weights", unit.weights * self.compute)
-        if self.shards > 1:  # the output of the collective, before it is copied into weights
-            self._note(working=unit.weights * self.compute)
+        if index not in self.gathered:
+            self.gathered.add(index)
+            self._add("gathered weights", unit.weights * self.compute)
+            if self.shards > 1:  # the output of the collective, before it is copied into weights
+                self._note(working=unit.weights * self.compute)
 
     def _free(self, index: int, unit: Unit) -> None:
         if index in self.gathered:

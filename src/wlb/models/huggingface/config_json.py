@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.errors import UserError
-from wlb.job.rope_scaling import ROPE_REQUIRED, RopeScalingConfig
+from wlb.job.config import ROPE_REQUIRED, RopeScalingConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.workload.model_json import Keys, flag, naming, read_config_json, shape_of, size
 

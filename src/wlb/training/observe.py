@@ -1,22 +1,69 @@
-"""Rank 0's reports: the start of a job, every step, every evaluation, and the summary."""
+"""What a job observes of itself: its ranks measure every step and exchange that, and rank 0 reports it.
+
+Rank 0 writes ``steps.jsonl``, ``evaluation.jsonl`` and the files of TensorBoard. A file never holds a step twice: a
+resumed job first removes the lines after its checkpoint, and a new job renames an older file. Both read only the end of
+the file.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import json
+import os
+from collections.abc import Iterator
+from itertools import takewhile
+from math import inf
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
+from wlb.errors import UserError, require
+from wlb.job.config import MetricsConfig
+from wlb.runtime.clock import ComputeClock
+from wlb.runtime.collectives import gathered_rows
 from wlb.terminal import next_command, number_of
 from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep
 from wlb.training.environment import attention_note, hardware_name, tokenizer_warning
-from wlb.training.observe.metrics import MetricsFiles
+from wlb.training.failures import TrainingError
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.preflight import CheckedJob
 from wlb.workload import hardware_preset
 from wlb.workload.flops import model_flops
+
+STEPS = "steps.jsonl"  # in metrics.dir
+_STEPS_3_AND_4 = schedule(wait=1, warmup=1, active=2, repeat=1)  # of a run; starting the profiler slows step 2
+
+
+class Monitor:
+    """The monitor of one rank; every rank calls every method. The pipeline starts and stops ``clock``.
+
+    ``trace`` is the profiler around the steps; call its ``step`` after each. With ``metrics.profile`` it writes a
+    Chrome trace of steps 3 and 4 of a run to ``metrics.dir``/trace, with the regions named by ``record_function``.
+    """
+
+    def __init__(self, metrics: MetricsConfig, device: torch.device) -> None:
+        self._device = device
+        self.clock = ComputeClock(device)
+        self.trace = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
+            schedule=_STEPS_3_AND_4 if metrics.profile else lambda step: ProfilerAction.NONE,
+            on_trace_ready=tensorboard_trace_handler(f"{metrics.dir}/trace", f"rank-{dist.get_rank()}", use_gzip=True),
+        )
+
+    def exchange(self, loss_share: Tensor) -> tuple[float, NDArray[np.float64]]:
+        """After the backward passes of a step, return its loss and the seconds that each rank computed, shape (ranks,).
+
+        ``loss_share`` is a scalar; the loss is the sum of all ranks' shares.
+        """
+        rows = gathered_rows([float(loss_share), self.clock.end_step()], torch.float64, self._device)
+        return float(rows[:, 0].sum()), rows[:, 1].numpy()
 
 
 class StepOutcome(NamedTuple):
@@ -132,3 +179,91 @@ def live_line(row: dict[str, Any]) -> str:
         f"mfu {row['mfu']:.1%}  data wait {row['data_wait_seconds'] / row['step_seconds']:.0%}  "
         f"{row['pending_documents']} pending  slowest rank {slowest}"
     )
+
+
+class MetricsFiles:
+    """The files of a job that continues after ``last_step`` (0: a new job); ``evaluated`` is the last step evaluated.
+
+    Raises ``UserError`` if they cannot be written.
+    """
+
+    def __init__(self, config: MetricsConfig, last_step: int) -> None:
+        self._directory, self._tensorboard = config.dir, None
+        try:
+            config.dir.mkdir(parents=True, exist_ok=True)
+            for path in (config.dir / STEPS, config.dir / "evaluation.jsonl"):
+                if note := continue_file(path, last_step):
+                    say(note)
+            self.evaluated = last_step_in(path)
+            (config.dir / STEPS).open("a").close()
+            if config.tensorboard:
+                require("tensorboard", "train")
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._tensorboard = SummaryWriter(str(config.dir), purge_step=last_step + 1)
+        except OSError as error:
+            raise UserError(
+                f"metrics.dir {config.dir} cannot be written: {error.strerror}; choose another metrics.dir"
+            ) from error
+
+    def write(self, file: Literal["steps", "evaluation"], row: dict[str, Any]) -> None:
+        """Append the row of step ``row["step"]``. Raises ``TrainingError`` if that fails."""
+        path = self._directory / f"{file}.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(row, allow_nan=False) + "\n")
+            if self._tensorboard is not None:
+                for name, value in _scalars(row if file == "steps" else {file: row}):
+                    self._tensorboard.add_scalar(name, value, row["step"])
+        except OSError as error:
+            raise TrainingError(
+                f"step {row['step']}: metrics.dir {path} cannot be written: {error.strerror}"
+            ) from error
+
+    def close(self) -> None:
+        """Flush and close the TensorBoard files."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a row, with nested names joined by "/"; lists are not plotted."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            yield prefix + name, value
+
+
+def continue_file(path: Path, last_step: int) -> str | None:
+    """Make ``path`` end with ``last_step``, or rename it for a new job (0); returns a note if it did anything."""
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    if last_step == 0:
+        aside = next(name for n in range(1, 10**6) if not (name := path.with_suffix(f".{n}.jsonl")).exists())
+        os.replace(path, aside)
+        return f"metrics of an earlier run are now in {aside}"
+    later = [start for start, _ in takewhile(lambda line: line[1] > last_step, _lines_from_end(path))]
+    if not later:
+        return None
+    os.truncate(path, later[-1])
+    return f"{path} goes back to step {last_step}, later lines removed: {len(later)}"
+
+
+def last_step_in(path: Path) -> int:
+    """The step of the last whole line; 0 without one."""
+    return next((int(step) for _, step in _lines_from_end(path) if step < inf), 0)
+
+
+def _lines_from_end(path: Path) -> Iterator[tuple[int, float]]:
+    """The start of each line and its step, last line first; infinity for a line that a killed writer cut short."""
+    if not path.exists() or not (end := path.stat().st_size):
+        return
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        while end:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            line, end = content[start:end], start
+            try:
+                yield start, int(json.loads(line)["step"]) if line.endswith(b"\n") else inf
+            except (ValueError, KeyError, TypeError):
+                yield start, inf
