@@ -43,8 +43,7 @@ class DataConfig(Section):
     """Which documents to train on."""
 
     store: StoreSetting | None = Field(
-        None,
-        description="The token store: a prefix, a URL, or a directory, glob or list of shards",
+        None, description="The token store: a prefix, a URL, or a directory, glob or list of shards"
     )
     mixture: tuple[MixtureStore, ...] = Field((), description="Several stores with weights, instead of store")
     context_window: Tokens = Field(4096, description="Most tokens that attention spans")

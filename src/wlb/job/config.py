@@ -188,8 +188,7 @@ class ParallelConfig(LayoutConfig):
     """How many processes in each dimension; their product is the world size."""
 
     pool: PositiveInt | Literal["auto"] = Field(
-        "auto",
-        description="Ranks in a pool, a divisor of dp x cp (method balanced only); auto simulates",
+        "auto", description="Ranks in a pool, a divisor of dp x cp (method balanced only); auto simulates"
     )
 
 
@@ -276,8 +275,7 @@ class TrainingConfig(Section):
         None, description="Profile from wlb profile to plan with, the same on all machines"
     )
     calibrate: NonNegativeInt = Field(
-        0,
-        description="Steps between updates of the measured costs that level steps plan with; 0: never",
+        0, description="Steps between updates of the measured costs that level steps plan with; 0: never"
     )
     memory_gib: Number | None = Field(
         None,

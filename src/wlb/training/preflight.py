@@ -95,11 +95,7 @@ def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None
 
 
 def checked(
-    config: JobConfig,
-    store: TokenStore,
-    hardware: str,
-    limit: MemoryLimit,
-    tried: Callable[[Callable[[], Any]], Any],
+    config: JobConfig, store: TokenStore, hardware: str, limit: MemoryLimit, tried: Callable[[Callable[[], Any]], Any]
 ) -> CheckedJob:
     """Make the job of ``config`` for ``store`` and ``hardware``.
 

@@ -196,11 +196,7 @@ def agree_to_train(step: int, loaded: LoadedStep, model: RankModel, asked_to_end
 
 
 def train_step(
-    step: int,
-    loaded: LoadedStep,
-    model: RankModel,
-    runner: PipelineRunner,
-    monitor: Monitor,
+    step: int, loaded: LoadedStep, model: RankModel, runner: PipelineRunner, monitor: Monitor
 ) -> tuple[StepOutcome, NDArray[np.float64]]:
     """Train ``loaded`` as step ``step``; returns its outcome and the seconds that each rank computed, shape (ranks,).
 
