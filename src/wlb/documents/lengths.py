@@ -82,8 +82,7 @@ def read_lengths(source: StoreSource, *, column: str | None = None, keep_empty: 
     """Tokens of every document of ``source``, in order; shape (documents,).
 
     ``column`` names the column of a table, or the field of JSON objects, with the lengths. Only a store may have empty
-    documents. They are left out, with a note on stderr, unless ``keep_empty`` is set: a job's document order counts
-    them.
+    documents. They are left out, with a note, unless ``keep_empty`` is set: a job's document order counts them.
 
     Raises ``UserError`` if there are no lengths, or if one is not a whole number from 1 to 2**31 - 1.
     """

@@ -32,10 +32,8 @@ def sample_lengths(
     Pareto tail instead, which starts at ``tail_start_fraction * context_window``. The same arguments give the same
     lengths. Raises ``UserError`` for counts below 1 or too large.
     """
-    for name, count, most in (
-        ("documents", documents, _MOST_DOCUMENTS),
-        ("context_window", context_window, MOST_TOKENS),
-    ):
+    counts = ("documents", documents, _MOST_DOCUMENTS), ("context_window", context_window, MOST_TOKENS)
+    for name, count, most in counts:
         if not 1 <= count <= most:
             raise UserError(f"synthetic lengths: {name} is {count}; it must be from 1 to {most}")
     random = np.random.default_rng(seed)

@@ -7,8 +7,7 @@ probed: micro-batches with one document each, among short ones, are sharded and 
 W_a + W_l, is the correction for its length. Corrections are interpolated between probes.
 
 In large groups, micro-batches that are even by these prices are not quite even, because one exchange hides behind the
-attention of several documents. So packed micro-batches are priced again as a whole (``micro_batch_phases``), and
-arranged by that price.
+attention of several documents. So packed micro-batches are priced again (``micro_batch_phases``) and arranged by that.
 """
 
 from __future__ import annotations
@@ -156,8 +155,7 @@ def micro_batch_phases(
 ) -> Phases:
     """Seconds of the context-parallel groups of ``micro_batches``; shape (micro-batches,).
 
-    A group is ``cp`` ranks that shard by ``strategy``, or the ranks that a micro-batch names; a node has
-    ``ranks_per_node`` ranks.
+    A group is ``cp`` ranks that shard by ``strategy``, or the ranks that a micro-batch names.
     """
     kinds = np.array(
         [(len(one.ranks), nodes_of(one.ranks, ranks_per_node)) if one.ranks else (cp, 0) for one in micro_batches]

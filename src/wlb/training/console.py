@@ -1,7 +1,6 @@
 """Lines on stderr while a job runs, and its summary on stdout.
 
-Training goes on without a console. Lines are lost if the reader of a pipe has ended, if the terminal was closed, or
-while the disk of a log is full.
+Training goes on without a console: lines are lost if a pipe or terminal was closed, or the disk of a log is full.
 """
 
 import errno

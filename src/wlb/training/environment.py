@@ -133,8 +133,7 @@ def device_type(config: TrainingConfig, local_processes: int) -> str:
 def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
     """The model that ``config`` trains on ``store``.
 
-    Raises ``UserError`` if neither gives the size of the vocabulary, for a model that can only be priced, and as
-    ``configured_model`` does.
+    Raises ``UserError`` for an unknown vocabulary, a model that can only be priced, and as ``configured_model`` does.
     """
     model = config.model
     if model.pretrained is None and model.vocab_size is None and store.vocab_size is None:

@@ -1,8 +1,7 @@
 """What a job observes of itself: its ranks measure every step and exchange that, and rank 0 reports it.
 
 Rank 0 writes ``steps.jsonl``, ``evaluation.jsonl`` and the files of TensorBoard. A file never holds a step twice: a
-resumed job first removes the lines after its checkpoint, and a new job renames an older file. Both read only the end of
-the file.
+resumed job removes the lines after its checkpoint, reading only the end, and a new job renames an older file.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from itertools import takewhile
 from math import inf
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -66,15 +65,6 @@ class Monitor:
         return float(rows[:, 0].sum()), rows[:, 1].numpy()
 
 
-class StepOutcome(NamedTuple):
-    """The result of a step; the seconds include waiting for data."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    step_seconds: float = 0.0
-
-
 class Reporter:
     """Reports, on rank 0 only, that a job continues after ``step``, and everything that follows.
 
@@ -109,21 +99,27 @@ class Reporter:
         for warning in filter(None, (note, tokenizer_warning(config.model, self._checked.store))):
             say(warning)
 
-    def record(self, step: int, loaded: LoadedStep, outcome: StepOutcome, computed: NDArray[np.float64]) -> None:
-        """Record a trained step (docs/training.md has the fields); ``computed`` has the seconds of every rank."""
+    def record(
+        self, step: int, loaded: LoadedStep, outcome: dict[str, float], computed: NDArray[np.float64], seconds: float
+    ) -> None:
+        """Record a trained step (docs/training.md has the fields) with the ``outcome`` of ``train_step``.
+
+        ``computed`` are the seconds that each rank computed, and ``seconds`` include waiting for data.
+        """
         plan, planned, listed = loaded.plan, loaded.planned, self._config.metrics.document_ids
         row = {
             "step": step,
-            **outcome._asdict(),
+            **outcome,
+            "step_seconds": seconds,
             "tokens": plan.tokens,
             "documents": len(planned.documents),
-            "tokens_per_second": plan.tokens / outcome.step_seconds,
+            "tokens_per_second": plan.tokens / seconds,
             "imbalance_degree": plan.imbalance,
             "token_delay": plan.delay_token_steps / plan.tokens,
             "data_wait_seconds": loaded.wait_seconds,
             "planning_seconds": planned.planning_seconds,
             "pending_documents": planned.pending_documents,
-            "mfu": model_flops(self._job.shape, plan.table[:, 2]) / (outcome.step_seconds * self._peak),
+            "mfu": model_flops(self._job.shape, plan.table[:, 2]) / (seconds * self._peak),
             "slowest_rank": {"predicted": plan.slowest_rank, "measured": float(computed.max() / computed.mean())},
             "rank_seconds": [round(seconds, 6) for seconds in computed.tolist()],
             "loss_tokens": loaded.loss_tokens,
@@ -136,9 +132,9 @@ class Reporter:
             document, _, tokens = plan.table.T
             row["store_tokens"] = self._checked.store.tokens_by_store(document, tokens)
         self._files.write("steps", row)
-        done = {"steps": 1, "tokens": plan.tokens, "documents": row["documents"], "seconds": outcome.step_seconds}
+        done = {"steps": 1, "tokens": plan.tokens, "documents": row["documents"], "seconds": seconds}
         self._summary |= {name: self._summary[name] + value for name, value in done.items()}
-        self._summary |= {"last_step": step, "last_loss": outcome.loss}
+        self._summary |= {"last_step": step, "last_loss": outcome["loss"]}
         if loaded.loss_tokens == 0 and not self._unlabelled_reported:
             self._unlabelled_reported = True  # steps.jsonl has all further ones
             say(

@@ -69,8 +69,7 @@ def _progress(step: int, first: float, last: int) -> float:
 def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
     """Scale all gradients of the job so that their global 2-norm is at most ``largest``; 0 only measures.
 
-    Every rank contributes the squares of its shards of its pipeline stages. Returns the norm before clipping, the same
-    on every rank.
+    Every rank adds the squares of its shards of its stages. Returns the norm before clipping, the same on every rank.
     """
     counted = [(p.grad, _share(stage, p)) for stage in stages for p in stage.parameters() if p.grad is not None]
     gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad, _ in counted]

@@ -2,8 +2,7 @@
 
 All ranks read the same document lengths and plan the same steps. Each runs its share of its data-parallel rank's
 micro-batches through its pipeline stages. After the backward passes the ranks agree on the loss and the gradient norm
-and step the optimizer, and rank 0 writes the metrics. Every ``checkpoint.every`` steps the ranks save everything,
-including the loader's state.
+and step the optimizer, and rank 0 writes the metrics. Checkpoints save everything, including the loader's state.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.failures import Terminated, TrainingError
-from wlb.training.observe import Monitor, Reporter, StepOutcome
+from wlb.training.observe import Monitor, Reporter
 from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.preflight import CheckedJob, check_agreed, check_job, check_shared, directories_of, least_limit
@@ -48,8 +47,7 @@ _DOCUMENTS_NAMED = 50  # in a message
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     """Train the job to its end as one of its ranks; returns the summary on rank 0.
 
-    Raises ``UserError`` for invalid user input, ``TrainingError`` if training cannot go on, and ``Terminated`` if any
-    rank was asked to end.
+    Raises ``UserError`` for invalid input, ``TrainingError`` if training cannot go on, ``Terminated`` if asked to end.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     begun, limit = BegunStep(), config.training.timeout_seconds
@@ -155,7 +153,7 @@ class Trainer:
         outcome, computed = train_step(self.step, loaded, self.model, self.runner, self.monitor)
         if self.reporter:
             seconds = loaded.wait_seconds + time.perf_counter() - started
-            self.reporter.record(self.step, loaded, outcome._replace(step_seconds=seconds), computed)
+            self.reporter.record(self.step, loaded, outcome, computed, seconds)
 
     def _calibrate(self) -> None:
         if self.calibration is not None and self.calibration.end_step():
@@ -197,7 +195,7 @@ def agree_to_train(step: int, loaded: LoadedStep, model: RankModel, asked_to_end
 
 def train_step(
     step: int, loaded: LoadedStep, model: RankModel, runner: PipelineRunner, monitor: Monitor
-) -> tuple[StepOutcome, NDArray[np.float64]]:
+) -> tuple[dict[str, float], NDArray[np.float64]]:
     """Train ``loaded`` as step ``step``; returns its outcome and the seconds that each rank computed, shape (ranks,).
 
     Raises ``TrainingError`` and leaves the weights unchanged if the loss or the gradient norm is not finite.
@@ -217,7 +215,7 @@ def train_step(
     with record_function("optimizer"):
         for optimizer in model.optimizers:
             optimizer.step()
-    return StepOutcome(loss, grad_norm, rate), computed
+    return {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate}, computed
 
 
 def _documents_to_blame(plan: StepPlan, model: RankModel, losses: Sequence[Tensor]) -> str:

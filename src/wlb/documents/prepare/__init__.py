@@ -206,8 +206,7 @@ def _check_number(prefix: Path, count: int) -> None:
 def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> tuple[str, NDArray[np.int64]]:
     """The name of ``corpus`` and the token counts that its documents would have in a store.
 
-    Only the first documents of a large corpus are counted. Notes on stderr say what was left out. Raises ``UserError``
-    if there are no documents.
+    Counts only the first documents of a large corpus; notes say what was left out. Raises ``UserError`` if none are.
     """
     lengths: list[int] = []
     rejects: Counter[str] = Counter()

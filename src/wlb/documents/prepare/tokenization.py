@@ -1,8 +1,7 @@
 """Tokenizers as ``wlb prepare`` needs them: text in, token ids out, and one id that ends every document.
 
 ``load_tokenizer`` takes ``bytes`` (the 256 byte values, then the end token), a Hugging Face ``tokenizer.json``, or a
-directory that holds one. ``train_bpe`` trains a new one on text. Tokenizers can be pickled, so that worker processes
-get their own copy.
+directory that holds one. ``train_bpe`` trains a new one on text. Tokenizers can be pickled for worker processes.
 """
 
 from __future__ import annotations

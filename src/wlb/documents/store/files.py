@@ -201,8 +201,7 @@ def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | Rem
 class RemoteArray:
     """The file at ``url`` in its present version, ``size`` bytes, as a one-dimensional array that can be sliced.
 
-    Safe to share between threads. Raises ``FileNotFoundError`` if there is no file, and ``UserError`` if the server
-    fails.
+    Threads may share it. Raises ``FileNotFoundError`` if there is no file, and ``UserError`` if the server fails.
     """
 
     def __init__(self, url: str, dtype: np.dtype[Any] = _BYTE) -> None:

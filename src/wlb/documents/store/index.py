@@ -11,8 +11,7 @@ The format is Megatron-Core's (``megatron.core.datasets.indexed_dataset``), litt
     int64[S]  byte offset of each sequence in the token file
     int64[D]  first sequence of each document, then S
 
-A document is one or more whole sequences. Sequences follow each other without gaps, so a document is one run of tokens
-whatever its number of sequences.
+A document is one or more whole sequences. Sequences follow each other without gaps, so a document is one run of tokens.
 
 The file is mapped into memory and read only where a document is needed. Every read checks the document: its byte
 offsets must agree with the lengths of its sequences. Opening a store checks a sample this way, ``check`` checks all.

@@ -79,14 +79,11 @@ class TokenStoreWriter:
         self.prefix = Path(prefix)
         self.vocab_size = vocab_size
         self.details = dict(details or {})
-        self.documents = 0
-        self.tokens = 0
+        self.documents = self.tokens = self.labelled_tokens = 0
         self._dtype = token_type(vocab_size)
         self._tokenizer_json = tokenizer_json
         self._masked = masked
-        self._content = hashlib.sha256()
-        self._mask_content = hashlib.sha256()
-        self.labelled_tokens = 0
+        self._content, self._mask_content = hashlib.sha256(), hashlib.sha256()
         check_target(self.prefix, overwrite)
         self._targets = store_files(self.prefix)
 

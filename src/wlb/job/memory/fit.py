@@ -88,8 +88,7 @@ def fits(job: Job) -> bool:
 def largest_factor(job: Job) -> float | None:
     """The largest L_max that fits into memory, in context windows; None if not even the smallest does.
 
-    A multiple of 1/64 window; if the tokens of a step are bounded, one of 64 values between the smallest and the
-    largest.
+    A multiple of 1/64 window; if the tokens of a step are bounded, one of 64 values from the smallest to the largest.
     """
     most = job.packing.largest_auto_factor(job.packing.micro_batches)
     if job.most_step_tokens is None:

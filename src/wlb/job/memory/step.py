@@ -51,8 +51,7 @@ def predict_memory(job: Job, tokens: Sequence[int], limit: float = math.inf) -> 
     """The peak over a step whose micro-batches hold ``tokens`` tokens each, before cp and tp ranks share them.
 
     ``tokens`` are those of one data-parallel rank. Context-parallel ranks are assumed to exchange as if one document
-    filled the micro-batch. The estimate is the first peak over ``limit`` bytes or, if there is none, that of the rank
-    with the highest peak.
+    filled the micro-batch. The estimate is the first peak over ``limit`` bytes, or else the highest of all ranks.
     """
     estimates = rank_memories(job, [largest_share(job, count) for count in tokens], limit)
     return max(estimates, key=lambda estimate: estimate.total)

@@ -1,7 +1,6 @@
 """Save a whole job with ``torch.distributed.checkpoint`` (DCP) in the background, and restore it.
 
-Training pauses only while tensors are copied to host memory. They are saved under their fully qualified names, which
-other layouts can read as well.
+Training pauses only while tensors are copied to host memory. Their fully qualified names can be read in other layouts.
 """
 
 from __future__ import annotations
@@ -154,8 +153,7 @@ class Checkpointer:
 def _wait_together(work: Future[Any]) -> None:
     """Wait until the ``work`` of every rank is done, and raise what this rank's raised.
 
-    The disk may be slow for up to an hour. Ranks check on each other meanwhile, so one that is stopped makes them time
-    out as in any other collective.
+    The disk may be slow for up to an hour. Ranks check on each other meanwhile, and time out if one is stopped.
     """
     busy, deadline = torch.ones(1), time.monotonic() + _LONGEST_WRITE.total_seconds()
     while busy:

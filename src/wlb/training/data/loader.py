@@ -1,9 +1,8 @@
 """The data loader: plans and tokens of the next steps, ready before training asks for them.
 
-One thread plans (from lengths only, the same on every rank). A second one shards the micro-batches of this
-data-parallel rank over its context-parallel ranks, and reads this rank's tokens from the memory-mapped store.
-``StepLoader`` returns ``LoadedStep``s; its state belongs to the last step returned, whatever the threads have prepared
-beyond it.
+One thread plans, from lengths only. A second one shards the micro-batches of this data-parallel rank over its
+context-parallel ranks, and reads this rank's tokens from the memory-mapped store. ``StepLoader`` returns
+``LoadedStep``s; its state is that after the last step returned, whatever the threads have prepared.
 
 The document order follows from the token store and some settings, the identity of a state. If one of them differs from
 the checkpoint's, the job would repeat some documents and leave out others, so it is refused.

@@ -1,8 +1,7 @@
 """The held-out documents that an evaluation scores, their micro-batches, and the report of their losses.
 
 Every document of ``evaluation.store`` is scored once. Documents longer than the context window are cut as in training.
-Micro-batches are balanced by the job's own prices, and are the same at every step. Documents of similar length share a
-bucket.
+Micro-batches are balanced by the job's own prices, the same at every step. Documents of similar length share a bucket.
 """
 
 from __future__ import annotations

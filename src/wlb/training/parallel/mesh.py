@@ -43,9 +43,8 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
     """
     work = init_device_mesh(device_type, mesh_shape(layout), mesh_dim_names=MESH_DIMENSIONS)
     mesh = JobMesh(work, work["dp", "cp"]._flatten("dp_cp"))
-    # NCCL sets up a group in its first call, in which all ranks must take part. But the first call of a
-    # context-parallel group may be an exchange among only some ranks, and of a pipeline group the sum of tied
-    # embeddings at both ends.
+    # NCCL sets up a group in its first call, in which all ranks must take part. But the first call may be an exchange
+    # among some ranks of a context-parallel group, or the sum of tied embeddings at both ends of a pipeline.
     for dimension in ("cp", "pp"):
         if mesh.size(dimension) > 1:
             dist.all_reduce(torch.zeros(1, device=device_type), group=mesh.group(dimension))

@@ -2,8 +2,7 @@
 
 ``PipelineRunner`` gets this rank's part of its data-parallel rank's micro-batches, the same on every pipeline rank.
 With one stage it runs them one after another. With several it follows the plan's operations, or the layout's schedule
-if the plan has none. If micro-batches name their ranks, every rank has its own number of them
-(``wlb.runtime.own_lists``).
+if the plan has none. Ranks named by micro-batches have lists of their own (``wlb.runtime.own_lists``).
 
 The loss is the cross entropy summed over labelled tokens, divided by the labelled tokens of the whole step on all
 ranks, so packing and sharding cannot change a gradient. Gradients accumulate over micro-batches and are summed once per
@@ -111,8 +110,7 @@ class PipelineRunner:
             operations: ``StepPlan.operations``.
 
         Returns:
-            This rank's share of the loss, detached: the sum over all ranks of the job is the mean loss of the step's
-            labelled tokens.
+            This rank's share of the loss, detached: summed over all ranks, the mean of the step's labelled tokens.
         """
         batches = [batch.to(self._execution.device) for batch in batches]
         targets = [LossTarget(batch.labels, loss_tokens, index) for index, batch in enumerate(batches)]

@@ -4,8 +4,7 @@ Tensor-parallel ranks split the projections of every block in pairs: the first b
 feed-forward layer), the second by its inputs. So a pair needs one all-gather of tokens before it and one reduce-scatter
 after it (Megatron-LM, arXiv 1909.08053, section 3; with tokens split in between, arXiv 2205.05198, section 4.2.2).
 Between the pairs, norms included, every rank holds an equal part of the tokens, so T must be a multiple of the group
-size; ``shard_batch`` sees to that. Embedding and head are split by vocabulary, and the loss is computed on split
-scores.
+size; ``shard_batch`` sees to that. Embedding, head and the scores for the loss are split by vocabulary.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def _all_tokens(inputs: int) -> PrepareModuleInput:
     """Gather the tokens of the first input for all projections of the module at once.
 
     The gathered tokens stay a DTensor, so that backward first adds the gradients of the projections, each a partial
-    sum, and reduce-scatters them once. With a plain tensor every projection would reduce its own gradient over all
-    ranks.
+    sum, and reduce-scatters them once. With a plain tensor every projection would reduce its own.
     """
     others = (None,) * (inputs - 1)
     return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))

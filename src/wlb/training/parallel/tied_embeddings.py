@@ -2,8 +2,7 @@
 
 With tied embeddings the first and the last stage each hold ``embedding.weight``. Both start equal, because initial
 values follow from the name. Each computes the gradient of its own use, and both get the sum, as in Megatron-LM. So the
-optimizer changes both copies alike, and they stay equal to the last bit. A checkpoint has the matrix once, under its
-one name.
+optimizer changes both copies alike, and they stay equal to the last bit. A checkpoint has the matrix once.
 """
 
 from __future__ import annotations
