@@ -243,8 +243,8 @@ class _StoreOrder:
 def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | None = None) -> None:
     """Raise ``UserError`` if the documents of ``store`` leave nothing to train on, or if ``data.overlong`` refuses one.
 
-    ``store`` defaults to the first one of ``config``. If ``data.overlong`` is "error", all lengths are read; otherwise
-    only up to the first document that can be trained.
+    ``store`` defaults to the first one of ``config``. Reads all lengths if ``data.overlong`` is "error", otherwise only
+    up to the first document that can be trained.
     """
     store, window = source_name(store or config.stores[0]), config.context_window
     limit = window if config.overlong == "drop" else MOST_TOKENS

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from wlb.job.config import TrainingConfig
 from wlb.models.transformer import Transformer
-from wlb.training.parallel.tied_embeddings import is_second_copy
+from wlb.training.parallel.pipeline import is_second_copy
 
 _FINAL_FRACTION = 0.1  # of the peak learning rate, at the end of the decay
 _DECAY_FRACTION = 0.2  # of all steps, the last ones, in which wsd decays

@@ -166,8 +166,7 @@ def _check_could_write(name: str, directory: Path) -> None:
 def directories_of(config: JobConfig) -> Iterator[None]:
     """Lock ``metrics.dir`` and ``checkpoint.dir`` for this job, because two jobs would destroy each other's files.
 
-    Rank 0 calls this, because it is the rank that writes. The locks end with its process at the latest. Raises
-    ``UserError`` if another job holds one of them.
+    Rank 0 calls this, because it writes; locks end with its process. Raises ``UserError`` if another job holds one.
     """
     directories = {"metrics.dir": config.metrics.dir, "checkpoint.dir": config.checkpoint.dir}
     names = {directory.resolve(): name for name, directory in directories.items() if directory is not None}

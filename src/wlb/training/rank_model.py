@@ -43,15 +43,10 @@ def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
     mesh = build_mesh(job.layout, device.type)
     torch.manual_seed(training.seed)
     checkpoints = gathered(on_every_rank(lambda: candidates(config.checkpoint)))[0]
-    initialise = not checkpoints and config.model.pretrained is None
+    seed = None if checkpoints or config.model.pretrained is not None else training.seed
+    kept, compiled = job.activation_checkpointing, training.compile
     stages = build_stage_modules(
-        checked.model,
-        job.layout,
-        mesh,
-        execution,
-        seed=training.seed if initialise else None,
-        activation_checkpointing=job.activation_checkpointing,
-        compiled=training.compile,
+        checked.model, job.layout, mesh, execution, seed=seed, activation_checkpointing=kept, compiled=compiled
     )
     optimizers = [build_optimizer(stage, training) for stage in stages]
     share = share_in(job, mesh.rank("dp"), mesh.rank("cp"))

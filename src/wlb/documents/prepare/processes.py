@@ -30,8 +30,8 @@ _CONNECT_SECONDS = 30.0
 def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
     """``map(function, items)`` on ``workers`` processes, or in this process if ``workers`` is 1.
 
-    ``function`` is pickled once for each process. Items are taken as results are consumed, so memory does not grow
-    with their number. Exceptions of ``function`` are raised here.
+    ``function`` is pickled once for each process. Items are taken as results are consumed, so memory does not grow with
+    their number. Exceptions of ``function`` are raised here.
     """
     if workers == 1:
         yield from map(function, items)
@@ -61,19 +61,18 @@ def _start_worker(function: Callable[[Any], Any]) -> None:
     _function = function
     # Ctrl-C reaches the whole process group; the main process ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+
+    def leave_with_parent() -> None:  # a worker that waits for work would not notice that the main process was killed
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
 def _call_started(item: Any) -> Any:
     return _function(item)
-
-
-def _leave_with_parent() -> None:
-    # A worker that waits for work would not notice that the main process was killed.
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 @contextmanager

@@ -74,8 +74,8 @@ class Checkpointer:
         """Start to write the checkpoint of ``progress.step`` once the one before is written; keep the newest ``keep``.
 
         Returns when the job may train on. It waits for the first checkpoint, so that a job that can write none stops at
-        once. The next ``save`` or ``finish`` reports a failure: as a line on stderr if there is another good
-        checkpoint, otherwise as ``TrainingError``.
+        once. The next ``save`` or ``finish`` reports a failure: on stderr if another checkpoint is good, else as
+        ``TrainingError``.
         """
         assert self._config.dir is not None, "saving needs checkpoint.dir"
         self._wait()

@@ -26,14 +26,7 @@ from wlb.models.configured_model import configured_model
 from wlb.models.huggingface.config_json import to_config_json
 from wlb.models.huggingface.weights import alone, hugging_face_name
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.training.checkpoint.files import (
-    check_model,
-    checkpoint_path,
-    complete_checkpoints,
-    find_damage,
-    read_manifest,
-    step_of,
-)
+from wlb.training.checkpoint import files as checkpoints
 from wlb.workload.model_json import read_config_json
 
 _LARGEST_FILE = 5_000_000_000  # bytes; by default transformers starts another file here
@@ -53,11 +46,11 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
     """
     refuse_existing(out)
     checkpoint, others = _chosen(config.checkpoint, step)
-    damage = find_damage(checkpoint, contents=True)
+    damage = checkpoints.find_damage(checkpoint, contents=True)
     if damage is None:
-        recorded = read_manifest(checkpoint)["model"]
+        recorded = checkpoints.read_manifest(checkpoint)["model"]
         model = configured_model(config.model, config.model.vocab_size or recorded["vocab_size"])
-        check_model(checkpoint, recorded, model)
+        checkpoints.check_model(checkpoint, recorded, model)
         with torch.device("meta"):
             parameters = Transformer(model).to(dtype).named_parameters()
         tensors = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters}
@@ -73,7 +66,7 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
     export_model(model, tensors, out, longest=longest, companions=files, more_config=settings)
     return {
         "checkpoint": str(checkpoint),
-        "step": step_of(checkpoint),
+        "step": checkpoints.step_of(checkpoint),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "tokenizer_files": [name for name in files if name != "generation_config.json"],
     }
@@ -83,11 +76,11 @@ def _chosen(config: CheckpointConfig, step: int | None) -> tuple[Path, str]:
     """The checkpoint to export, and the steps of the other ones for messages."""
     if config.dir is None:
         raise UserError("the configuration has no checkpoint.dir; add --set checkpoint.dir=DIR")
-    named = complete_checkpoints(config.dir)
+    named = checkpoints.complete_checkpoints(config.dir)
     if not named:
         raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint; name another with --set checkpoint.dir=DIR")
-    checkpoint = named[-1] if step is None else checkpoint_path(config.dir, step)
-    steps = ", ".join(str(step_of(path)) for path in named if path != checkpoint) or "none"
+    checkpoint = named[-1] if step is None else checkpoints.checkpoint_path(config.dir, step)
+    steps = ", ".join(str(checkpoints.step_of(path)) for path in named if path != checkpoint) or "none"
     if checkpoint not in named:
         raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint of step {step}; choose one of {steps}")
     return checkpoint, steps

@@ -140,23 +140,16 @@ class StepLoader(Iterator[LoadedStep]):
         loss_tokens = labelled_tokens(plan, self._store)
         # Last, because this notices if a file changed before it was read to the end.
         batches = self._share.batches(plan, lambda part: read_batch(part, self._store, self._job.shape.vocab_size))
+        # If micro-batches name their ranks, ranks have different ones. Equal plans give equal shards, because shards
+        # follow from whole lengths, without prices, which two machines may round differently.
         shards = [] if names_ranks(plan) else [[table.tolist() for table in b.shard_plan.pieces] for b in batches]
-        return LoadedStep(
-            planned=planned,
-            batches=batches,
-            loss_tokens=loss_tokens,
-            fingerprint=fingerprint_of(plan),
-            # If micro-batches name their ranks, ranks have different ones. Equal plans give equal shards, because
-            # shards follow from whole lengths, without prices, which two machines may round differently.
-            shard_fingerprint=digest_of(shards),
-        )
+        return LoadedStep(planned, batches, loss_tokens, fingerprint_of(plan), digest_of(shards))
 
 
 def data_identity(store: TokenStore, job: Job) -> dict[str, Any]:
     """What a loader state is valid for: the data, and every setting that decides which document trains when.
 
-    Parallel sizes, micro-batches, the model, the assignment of micro-batches to ranks, and settings that the packer
-    does not read are left out, because they may change.
+    Parallel sizes, micro-batches, their assignment to ranks, the model, and what the packer does not read may change.
     """
     data = job.data.model_dump(mode="json", exclude={"store", "mixture"})
     if job.data.mixture:

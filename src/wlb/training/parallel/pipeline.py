@@ -4,9 +4,8 @@
 With one stage it runs them one after another. With several it follows the plan's operations, or the layout's schedule
 if the plan has none. Ranks named by micro-batches have lists of their own (``wlb.runtime.own_lists``).
 
-The loss is the cross entropy summed over labelled tokens, divided by the labelled tokens of the whole step on all
-ranks, so packing and sharding cannot change a gradient. Gradients accumulate over micro-batches and are summed once per
-step over data- and context-parallel ranks, into ``.grad``.
+The loss is the cross entropy summed over labelled tokens, divided by those of the whole step, so packing and sharding
+cannot change a gradient. Gradients accumulate over micro-batches and are summed over ranks once per step.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -33,7 +33,6 @@ from wlb.schedules.layout import Layout
 from wlb.schedules.operations import RankOperations
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
-from wlb.training.parallel.tied_embeddings import sum_tied_gradients
 
 
 class LossTarget(NamedTuple):
@@ -62,8 +61,7 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 class PipelineRunner:
     """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
 
-    ``Job`` has checked that the schedule can run this many. ``clock`` measures the compute of each step, and
-    ``calibration`` times micro-batches of level steps.
+    ``Job`` has checked that the schedule can run this many. ``clock`` measures every step, ``calibration`` level steps.
     """
 
     def __init__(
@@ -150,3 +148,41 @@ class PipelineRunner:
 
     def _keywords(self, batch: ShardedBatch) -> dict[str, Any]:
         return {"positions_T": batch.positions, "attend": batch.attention(self._mesh.group("cp"))}
+
+
+def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
+    """Add the gradients of both copies of a tied embedding, if the ranks of ``group`` hold two.
+
+    The first and the last stage each hold ``embedding.weight``, which starts equal, because initial values follow from
+    the name. Each computes the gradient of its own use, and both get the sum, as in Megatron-LM, so both copies stay
+    equal to the last bit. ``group`` holds the pipeline ranks in order; all of them call this when gradients are
+    complete.
+    """
+    shared = next((stage.embedding for stage in stages if _has_other_copy(stage)), None)
+    if shared is None or shared.weight.grad is None:
+        return
+    grad = shared.weight.grad
+    mine = grad.to_local() if isinstance(grad, DTensor) else grad
+    if mine.numel() == 0:  # the other copy is sharded alike
+        return
+    last = dist.get_world_size(group) - 1
+    peer = last - dist.get_rank(group)
+    others = torch.empty_like(mine, memory_format=torch.contiguous_format)
+    operations = [
+        dist.P2POp(dist.isend, mine.contiguous(), group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, others, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    mine += others
+
+
+def is_second_copy(stage: Transformer, parameter: Tensor) -> bool:
+    """Whether ``parameter`` is the last stage's copy of the tied embedding."""
+    return (
+        _has_other_copy(stage) and stage.is_last and stage.embedding is not None and parameter is stage.embedding.weight
+    )
+
+
+def _has_other_copy(stage: Transformer) -> bool:
+    return stage.config.tied_embeddings and stage.is_first != stage.is_last
