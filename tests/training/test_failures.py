@@ -11,8 +11,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.cases import in_turn
 from wlb.errors import UserError
-from wlb.training import failures
-from wlb.training.failures import Ending, HungError, Terminated, TrainingError, ending_of, leave
+from wlb.training import endings
+from wlb.training.endings import Ending, HungError, Terminated, TrainingError, ending_of, leave
 
 
 class Left(Exception):
@@ -25,7 +25,7 @@ def left_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
     def end(status: int) -> None:
         raise Left(status)
 
-    monkeypatch.setattr(failures.os, "_exit", end)
+    monkeypatch.setattr(endings.os, "_exit", end)
     try:
         raise error
     except type(error):

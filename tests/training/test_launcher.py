@@ -21,7 +21,7 @@ from tests.training.processes import children_of, is_running, process, ranks_of,
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.training import launcher
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
-from wlb.training.failures import Ending
+from wlb.training.endings import Ending
 
 PARALLEL = {"dp": 2}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "wlb.training")

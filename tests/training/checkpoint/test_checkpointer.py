@@ -35,7 +35,7 @@ from wlb.training.checkpoint import checkpointer as checkpoint_module
 from wlb.training.checkpoint import files
 from wlb.training.checkpoint.checkpointer import Checkpointer
 from wlb.training.checkpoint.files import Progress, newest_checkpoint
-from wlb.training.failures import TrainingError
+from wlb.training.endings import TrainingError
 from wlb.training.optimizer import build_optimizer
 from wlb.training.preflight import check_job
 from wlb.workload import ModelShape

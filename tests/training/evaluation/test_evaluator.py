@@ -24,10 +24,10 @@ from wlb.job.job import Job
 from wlb.models.configured_model import configured_model
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
+from wlb.training.endings import Terminated
 from wlb.training.evaluation import evaluator
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.evaluation.held_out import HeldOut
-from wlb.training.failures import Terminated
 from wlb.training.preflight import check_job
 from wlb.training.rank_model import build_model
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.job.config import MetricsConfig
-from wlb.training.failures import TrainingError
+from wlb.training.endings import TrainingError
 from wlb.training.observe import MetricsFiles, continue_file, last_step_in
 
 ROW: dict[str, Any] = {
