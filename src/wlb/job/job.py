@@ -302,7 +302,7 @@ class Job:
     def priced_as_run(self, plan: StepPlan) -> StepPlan:
         """``plan`` with the seconds of its micro-batches, by which they are dealt to ranks and ordered.
 
-        Whole nanoseconds, so that machines agree. With ``packed_by`` the prices do not change.
+        With ``packed_by`` the prices do not change.
         """
         if self.packed_by is not None:
             return plan
@@ -317,11 +317,7 @@ class Job:
         if self.speeds is not None and self.levels_steps:
             slowest = np.array([min(self.speeds[rank] for rank in one.ranks) for one in micro_batches])
             forward, backward = forward / slowest, backward / slowest
-        priced = iter(
-            replace(one, workload=round(first + second, 9), forward=round(first, 9))
-            for one, first, second in zip(micro_batches, forward.tolist(), backward.tolist(), strict=True)
-        )
-        return replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
+        return with_seconds(plan, forward + backward, forward)
 
     @property
     def pools(self) -> Pools | None:
@@ -423,6 +419,13 @@ class Job:
         if not self.packing.reads("max_length_factor"):
             return self
         return replace(self, packing=self.packing.changed(max_length_factor=factor))
+
+
+def with_seconds(plan: StepPlan, both: NDArray[np.float64], forward: NDArray[np.float64]) -> StepPlan:
+    """``plan`` with these seconds of its micro-batches, in whole nanoseconds, so that machines agree."""
+    seconds = zip(plan.micro_batches, both.tolist(), forward.tolist(), strict=True)
+    priced = iter([replace(one, workload=round(total, 9), forward=round(first, 9)) for one, total, first in seconds])
+    return replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
 
 
 def compute_type(training: TrainingConfig, device_type: str) -> str:

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.job.job import Job
+from wlb.job.job import Job, with_seconds
 from wlb.job.memory.layers import head_share, kept_share, kept_tokens, window_tokens
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -32,8 +32,7 @@ def with_operations(job: Job, plan: StepPlan) -> StepPlan:
     A plan with slices is already dealt.
     """
     loads = PipelineLoads(job, plan.micro_batches)
-    priced = iter(loads.priced)
-    plan = replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
+    plan = with_seconds(plan, loads.both, loads.forward)
     places = {id(micro_batch): place for place, micro_batch in enumerate(plan.micro_batches)}
     if not job.slices_documents:
         packing = job.packing
@@ -71,7 +70,7 @@ def _kept(job: Job) -> int:
 
 
 class PipelineLoads:
-    """The operation seconds of micro-batches on every stage."""
+    """The operation seconds of micro-batches on every stage, and on all of them: ``both`` and ``forward``."""
 
     def __init__(self, job: Job, micro_batches: Sequence[MicroBatch]) -> None:
         costs = job.costs
@@ -84,13 +83,7 @@ class PipelineLoads:
         )
         blocks, head = (Phases.of(price, shards.tokens) for price in (costs.blocks_seconds, costs.head_seconds))
         groups, heads = group_phases(shards, blocks, costs), Phases(*map(slowest_rank, head))
-        both = groups.both + heads.both
-        self.priced = [
-            replace(one, workload=round(seconds, 9), forward=round(first, 9))
-            for one, seconds, first in zip(
-                micro_batches, both.tolist(), (groups.forward + heads.forward).tolist(), strict=True
-            )
-        ]
+        self.both, self.forward = groups.both + heads.both, groups.forward + heads.forward
         self._forward, self._backward = (
             _over_stages(job, of_blocks, of_head) for of_blocks, of_head in zip(groups, heads, strict=True)
         )
