@@ -97,7 +97,7 @@ class TokenStoreWriter:
             for stale in (sidecar, tokenizer, *([] if self._masked else [mask])):
                 _part(stale).unlink(missing_ok=True)  # of a killed run: we hold the locks, so nobody writes them
             self._index = IndexWriter(self._idx, self._dtype)
-            opened.pop_all()
+            self._files = opened.pop_all()
         return self
 
     def __exit__(
@@ -111,9 +111,8 @@ class TokenStoreWriter:
             # Delete parts while their locks are held. Closing flushes, which fails again on a full disk.
             for target in self._targets:
                 _part(target).unlink(missing_ok=True)
-            for file in filter(None, (self._bin, self._idx, self._mask)):
-                with suppress(OSError):
-                    file.close()
+            with suppress(OSError):
+                self._files.close()
 
     def add(self, tokens: ArrayLike, mask: ArrayLike | None = None) -> None:
         """Append one document; ``mask`` as in ``add_documents``."""

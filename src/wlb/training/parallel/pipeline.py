@@ -101,14 +101,10 @@ class PipelineRunner:
     ) -> Tensor:
         """Run all micro-batches of this data-parallel rank forward and backward; gradients must be zero before.
 
-        Args:
-            batches: This rank's share of each, the same on every pipeline and tensor-parallel rank; as many as the
-                runner was built for, or any number where they name their ranks (``own_batches``).
-            loss_tokens: Labelled tokens of the step over all ranks.
-            operations: ``StepPlan.operations``.
-
-        Returns:
-            This rank's share of the loss, detached: summed over all ranks, the mean of the step's labelled tokens.
+        ``batches`` are this rank's share of each, the same on every pipeline and tensor-parallel rank; as many as the
+        runner was built for, or any number where they name their ranks (``own_batches``). ``loss_tokens`` counts the
+        labelled tokens of the step over all ranks; ``operations`` are those of its ``StepPlan``. Returns this rank's
+        share of the loss, detached: summed over all ranks, the mean of the step's labelled tokens.
         """
         batches = [batch.to(self._execution.device) for batch in batches]
         targets = [LossTarget(batch.labels, loss_tokens, index) for index, batch in enumerate(batches)]
