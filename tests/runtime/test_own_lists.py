@@ -237,8 +237,46 @@ def gradients_that_would_stay() -> None:
             level_step(model, [mine], lambda x: inside(x).sum())  # noqa: B023
 
 
+def gradients_that_need_no_reduction() -> None:
+    own, embedding = net(), nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, ["2.weight", "2.bias"])
+    mine = torch.full((1, 4), 1.0 + dist.get_rank())
+    for model, batch in (DistributedDataParallel(own), mine), (DistributedDataParallel(embedding), mine.long()):
+        level_step(model, [batch], lambda x: model(x).sum())  # noqa: B023
+    alone = packed_batches(DOCUMENTS, context_window=256, micro_batches=1, model="tiny", dp=1)
+    level_step(linear := nn.Linear(1, 1), next(alone).batches, lambda x: linear(x.tokens[:, None] / 9).sum())
+    static = DistributedDataParallel(net(), static_graph=True)
+    for batch in own_lists.in_turn(static, [mine], keep_weights=False):
+        static(batch).sum().backward()
+
+
 def test_gradients_that_would_stay_on_a_rank_are_refused():
     run_ranks(2, gradients_that_would_stay)
+    run_ranks(2, gradients_that_need_no_reduction)
+
+
+def weights_after_an_evaluation() -> bool:
+    """Whether level steps train as plain ones, with an evaluation before every step of the optimizer."""
+    model, plain, x = net(), net(), torch.ones(1, 4)
+    fully_shard(model[1])
+    fully_shard(model)
+    for trained_model in (model, plain):
+        optimizer = torch.optim.SGD(trained_model.parameters(), 0.1)
+        for _ in range(3):
+            if trained_model is model:
+                level_step(model, [x, x], lambda x: model(x).sum())
+            else:
+                (2 * plain(x).sum()).backward()
+            with torch.no_grad():
+                trained_model(x)
+            optimizer.step()
+            optimizer.zero_grad()
+    own_lists.gather_weights(model)
+    return torch.allclose(model(x), plain(x))
+
+
+def test_an_evaluation_before_the_optimizer_leaves_no_old_weights():
+    assert run_ranks(1, weights_after_an_evaluation) == [True]
 
 
 def plans_that_differ() -> None:

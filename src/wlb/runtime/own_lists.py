@@ -75,8 +75,9 @@ def level_step(
     """Run forward and backward of the ``batches`` of this rank; accumulate gradients and reduce them once, at the end.
 
     Every rank calls this once per step, with its own batches, and steps its optimizer afterwards. FSDP2 weights are
-    gathered at the start, and stay gathered until gradients are reduced, after the last backward. Under DDP the last
-    batch of a rank must use every parameter that any batch used, because its backward reduces the gradients.
+    gathered at the start, and stay gathered until gradients are reduced, after the last backward. A parameter needs a
+    gradient on all ranks or on none. Under DDP the last batch of a rank must use every parameter that any batch used,
+    because its backward reduces the gradients.
 
     Args:
         model: Holds DDP (``DistributedDataParallel``, ``replicate``) or FSDP2 units (``fully_shard``).
@@ -150,7 +151,7 @@ def in_turn(
     many batches on all ranks, and the last backward reduces gradients. Raises ``UserError`` as ``level_step`` does.
     """
     set_up_gpu()
-    units, wrapped, replicated = fsdp_units(model), *_data_parallel(model)
+    units, wrapped, replicated = fsdp_units(model), *_data_parallel(model, batches, keep_weights)
     if keep_weights:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -173,16 +174,19 @@ def in_turn(
         _check_reduced(module)
 
 
-def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], list[Any]]:
+def _data_parallel(
+    model: nn.Module, batches: Sequence[Any], keep_weights: bool
+) -> tuple[list[DistributedDataParallel], list[Any]]:
     """The modules in ``model`` with DDP, and those with ``replicate``. Raises ``UserError`` if none can accumulate."""
     modules = [*model.modules()]
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise UserError("FSDP1 gathers weights in every micro-batch, so level steps would deadlock; use fully_shard")
     wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    if any(module.static_graph for module in wrapped):
+    if any(module.static_graph for module in wrapped) and (keep_weights or len(batches) > 1):
         raise UserError("static_graph = True of DDP does not accumulate gradients; leave it out")
     reducing = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
-    if not wrapped and not reducing and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if not wrapped and not reducing and (ranks := getattr(batches[0], "ranks", world)) > 1 < world:
         needed = "give the model that DDP returned, or call fully_shard on it"
         raise UserError(f"{type(model).__name__} is on {ranks} processes, and nothing reduces its gradients; {needed}")
     return wrapped, [module for module in reducing if not isinstance(module, FSDPModule)]
@@ -193,7 +197,8 @@ def _check_reduced(module: DistributedDataParallel) -> None:
     if module in _CHECKED:
         return
     _CHECKED.add(module)
-    gradients = [weight.grad.detach() for weight in module.parameters() if weight.grad is not None]
+    reduced = [w for name, w in module.module.named_parameters() if name not in module.parameters_to_ignore]
+    gradients = [w.grad.detach() for w in reduced if w.grad is not None and w.grad.layout == torch.strided]
     norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
     device = next(module.parameters()).device
     norms = gathered_rows([norm], torch.float64, device, module.process_group)
@@ -250,6 +255,7 @@ def gather_weights(model: nn.Module) -> None:
     micro-batch. A pipeline stage gathers while its first micro-batch is still on other stages.
     """
     for unit in fsdp_units(model):
+        unit.reshard()  # an evaluation before the optimizer's step may have left old weights gathered
         unit.unshard(async_op=True)
 
 
