@@ -460,8 +460,13 @@ def test_batches_arrive_where_the_process_trains(monkeypatch: pytest.MonkeyPatch
         batches = next(packed_batches(DOCUMENTS, **SIZES, **settings)).batches
         return {getattr(batch, name).device.type for batch in batches for name in ("tokens", "labels", "position_ids")}
 
-    monkeypatch.setattr("wlb.integrations.packed.device_of", lambda group: "meta")  # stands for a GPU
+    monkeypatch.setattr("wlb.integrations.packed.device_of", lambda group: torch.device("meta"))  # for a GPU
     assert devices() == {"cpu"}  # as long as the process has not begun to use it
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert devices() == {"meta"}
     assert devices(device="cpu") == {"cpu"}
+    monkeypatch.setattr("wlb.integrations.packed.device_of", lambda group: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    steps = packed_batches(DOCUMENTS, **SIZES)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # as in a thread
+    assert steps._device == torch.device("cuda", 3)

@@ -47,6 +47,9 @@ def _agreeing() -> list[Any]:
     groups = [agreeing_group(), agreeing_group(half)]
     assert [agreeing_group(), agreeing_group(half)] == groups
     assert not {*groups} & {dist.group.WORLD, half}
+    training: Any = dist.group.WORLD
+    limits = [group._get_backend(torch.device("cpu")).options._timeout for group in (training, groups[0])]
+    assert limits[0] == limits[1]
     return [(dist.get_backend(group), gathered(dist.get_rank(), group)) for group in groups]
 
 

@@ -255,6 +255,17 @@ def test_a_loader_has_one_shadow(capsys: pytest.CaptureFixture[str]):
         assert loader.gain.steps == 10
 
 
+class Reopened(Loader):
+    def __reduce__(self) -> Any:
+        return Reopened, (len(self),)
+
+
+def test_a_copy_is_made_as_its_class_says():
+    copied = copy.copy(wlb.shadow(Reopened(7)))
+    assert type(copied) is Reopened
+    assert len(copied) == 7
+
+
 class Sealed(DataLoader[Any]):
     def __init_subclass__(cls, key: int) -> None: ...
 

@@ -60,7 +60,7 @@ class BalancedSteps(PackedSteps):
         for scheduler in getattr(self._accelerator, "_schedulers", ()) if processes > 1 else ():
             if getattr(scheduler, "step_with_optimizer", False) and not scheduler.split_batches:
                 often = f"a scheduler that Accelerate prepared steps {processes} times a step, once for each process"
-                raise UserError(f"{often}; leave it out of accelerator.prepare")
+                raise UserError(f"{often}; leave it out of accelerator.prepare, and count steps of the optimizer")
         watched = self._prepared.register_forward_hook(self._watch)
         self._is_whole, self._ran_backward = False, True
         try:

@@ -196,7 +196,7 @@ class PackedSteps(Iterator[PackedStep]):
             check_documents(documents, "documents")
         if own_lists and (sharding != "balanced" or cp != 1):
             raise UserError("own_lists chooses cp and sharding itself; leave them out")
-        self._processes, self._device = Processes(rank, dp, cp, group), device
+        self._processes, self._device = Processes(rank, dp, cp, group), device or _used_device(group)
         self._rank = self._processes.own_rank()
         self._stream: ArrivingDocuments[Document] | None = None
         lengths: Any = None
@@ -316,8 +316,7 @@ class PackedSteps(Iterator[PackedStep]):
         attend = ShardedAttention(share.local_tokens, plan, self._sharing, share.ranks or None)
         attend_shared = attend if plan.cp_size > 1 else None
         batch = PackedBatch(*tensors, plan.segment_lengths, loss_tokens, self._processes.ranks, attend_shared)
-        used = device_of(self._processes.group) if torch.cuda.is_initialized() else "cpu"
-        return batch.to(self._device or used)
+        return batch.to(self._device or _used_device(self._processes.group) or "cpu")
 
     def _loss_tokens(self, plan: StepPlan | None, shares: Sequence[ShardedBatch]) -> int:
         """Labelled tokens of the step on all ranks; several processes also compare ``plan``."""
@@ -338,6 +337,14 @@ class PackedSteps(Iterator[PackedStep]):
 
 
 packed_batches = PackedSteps
+
+
+def _used_device(group: dist.ProcessGroup | None) -> torch.device | None:
+    """Where this thread trains, once it uses a GPU; a thread that it starts would use the first GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    used = device_of(group)
+    return torch.device("cuda", torch.cuda.current_device()) if used.type == "cuda" else used
 
 
 def _measured(document: Document, name: str = "a document", is_marked: bool = True) -> tuple[int, int]:

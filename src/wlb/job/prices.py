@@ -41,7 +41,7 @@ class Software:
     """How a training stack handles weights, and its prices; the defaults are ours.
 
     With ``prefetch`` weights are gathered one block ahead. Weights that the layout does not keep are gathered for every
-    backward, and kept for the next forward; gradients are reduced with the last micro-batch. With ``syncs_always``
+    backward, and kept for the next forward; their gradients are reduced in the last. With ``syncs_always``
     every forward gathers too, and every micro-batch reduces. With ``fetches_shards`` ranks fetch shards of weights from
     each other and send gradients back point to point (ODC, arXiv 2601.19362), instead of using a ring over all adapters
     of a node.

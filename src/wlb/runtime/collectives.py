@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -64,7 +65,10 @@ def agreeing_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     key: Any = group or dist.group.WORLD
     if key not in _AGREEING:
         ranks = None if group is None else dist.get_process_group_ranks(group)
-        _AGREEING[key] = dist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
+        timeout = None  # gloo's, unless the group that trains tells its own
+        with suppress(RuntimeError, AttributeError):
+            timeout = key._get_backend(device_of(group)).options._timeout
+        _AGREEING[key] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=group is not None)
     return _AGREEING[key]
 
 

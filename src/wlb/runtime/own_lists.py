@@ -254,9 +254,14 @@ def gather_weights(model: nn.Module) -> None:
     If ranks gathered each layer in their own forward, one could wait there for another that waits for it in a shared
     micro-batch. A pipeline stage gathers while its first micro-batch is still on other stages.
     """
-    for unit in fsdp_units(model):
+    units = fsdp_units(model)
+    params = [param for unit in units for group in _parameter_groups(unit) for param in group.fsdp_params]
+    is_first = not all(hasattr(param, "_unsharded_param") for param in params)
+    for unit in units:
         unit.reshard()  # an evaluation before the optimizer's step may have left old weights gathered
-        unit.unshard(async_op=True)
+        handle = unit.unshard(async_op=True)
+        if is_first and handle is not None:
+            handle.wait()  # or a backward that reduces nothing fails for a unit that no forward has used
 
 
 def fingerprint_of(plan: StepPlan) -> int:

@@ -159,8 +159,9 @@ class Shadow:
                 return watching._passed(self, super().__iter__())
 
             def __reduce_ex__(self, protocol: Any) -> Any:  # a copy measures nothing
-                made, (_, *arguments), *state = super().__reduce_ex__(protocol)
-                return (_new if made.__name__ == "__newobj__" else made, (kind, *arguments), *state)
+                made, arguments, *state = super().__reduce_ex__(protocol)
+                made, *arguments = (kind if part is MeasuredLoader else part for part in (made, *arguments))
+                return (_new if made.__name__ == "__newobj__" else made, tuple(arguments), *state)
 
             if "_is_accelerate_prepared" not in getattr(loader, "__dict__", ()):
 

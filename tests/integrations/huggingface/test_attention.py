@@ -210,8 +210,10 @@ def test_a_model_that_mixes_the_documents_of_a_loop_is_refused(family: str, sett
     of_family.config.output_router_logits = family == "Mixtral"
     batch = next(packed_batches(DOCUMENTS, dp=1, cp=cp, rank=0, **PLANNED)).batches[0]
     for of_model in (of_family, Wrapped(of_family)):
+        keywords = {**batch}
+        of_family.get_input_embeddings()(torch.ones(1, dtype=torch.int64))  # not the model that gets them
         with pytest.raises(UserError, match=message):
-            of_model(**batch)
+            of_model(**keywords)
 
 
 def test_a_loop_cannot_give_labels_which_a_model_averages_over_the_micro_batch():

@@ -80,12 +80,14 @@ def prepare_model(model: Any) -> list[str]:
 
 
 def check_next_model(shared: bool) -> None:
-    """Raise ``UserError`` when the next module is called, if it is a transformers model that may mix packed documents.
+    """Raise ``UserError`` at the next call by keywords alone, if it is of a transformers model that may mix documents.
 
     FlashAttention keeps them apart, unless ranks have ``shared`` their micro-batch.
     """
 
-    def check(called: nn.Module, _: Any) -> None:
+    def check(called: nn.Module, positional: Any) -> None:
+        if positional:  # another model, called before the one that gets the batch as keywords
+            return
         handle.remove()
         while not hasattr(called, "set_attn_implementation"):  # inside DDP, FSDP, torch.compile
             if len(inner := [*called.children()]) != 1:
