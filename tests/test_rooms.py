@@ -45,9 +45,10 @@ MAY_IMPORT = {
         *("attention", "documents", "job", "packing", "runtime", "sharding", "simulate", "training", "workload"),
         "shadow_mode",
     },
-    "shadow_mode": {"integrations", "workload"},
+    "shadow_mode": {"integrations", "runtime", "workload"},
 }
-TORCH = {"attention", "models", "runtime", "training", "profiling"}  # and commands and integrations that use them
+# And commands and integrations that use them.
+TORCH = {"attention", "models", "runtime", "training", "profiling", "shadow_mode"}
 ANYTHING = {"cli", "__main__", "__init__"}
 
 

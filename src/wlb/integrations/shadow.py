@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from wlb.shadow_mode.live import shadow
+from wlb.shadow_mode import shadow
 
 
 class ShadowCallback(TrainerCallback):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.errors import UserError
+from wlb.integrations.batches import WholeSteps, balanced_job
 from wlb.shadow_mode.lengths import Lengths
 from wlb.workload.fitted import FittedPrices, fit_prices
 
@@ -96,8 +97,6 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
     the longest document if that is longer, and steps keep their tokens. One process has nothing to balance and keeps
     its micro-batches, without padding. Raises ``UserError`` for too few micro-batches or documents.
     """
-    from wlb.integrations.batches import WholeSteps, balanced_job  # with torch, which ``import wlb`` does not need
-
     if not steps:
         raise UserError("no optimizer step was measured on all processes")
     prices = _fitted(steps, waits_inside, on_cuda and len(steps[0]) > 1)
@@ -109,7 +108,8 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
     def mean(of_steps: list[list[list[float]]]) -> float:
         return sum(_step_seconds(step, waits_inside) for step in of_steps) / len(steps)
 
-    computed, measured = seconds("computed"), [[[one.seconds for one in rank] for rank in step] for step in steps]
+    computed, unpadded = seconds("computed"), seconds("documents")
+    measured = [[[one.seconds for one in rank] for rank in step] for step in steps]
     of_ranks = [[*map(sum, step)] for step in (computed if on_cuda else measured)]
     names = [str([[one.computed.tolist() for one in step[rank]] for step in steps]) for rank in range(len(steps[0]))]
     ranks = [names.index(name) for name in dict.fromkeys(names)]
@@ -117,12 +117,10 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
     lengths = np.concatenate([one.documents for one in parts])
     window = max(int(lengths.max(initial=1)), round(lengths.sum() / len(parts)))
     micro_batches = max(1, round(lengths.sum() / len(steps) / len(ranks) / window))
-    plans = seconds("documents")
+    balanced = unpadded
     if len(ranks) > 1:
-        job = balanced_job(lengths, window, micro_batches, dp=len(ranks), workload=prices)
-        plans = [
-            [[prices.seconds(one.lengths) for one in rank] for rank in plan.ranks] for plan in WholeSteps(job, lengths)
-        ]
+        plans = WholeSteps(balanced_job(lengths, window, micro_batches, dp=len(ranks), workload=prices), lengths)
+        balanced = [[[prices.seconds(one.lengths) for one in rank] for rank in plan.ranks] for plan in plans]
     return ShadowGain(
         steps=len(steps),
         processes=len(ranks),
@@ -130,8 +128,8 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
         prices=prices,
         measured=mean(measured),
         own=mean(computed) if known else nan,
-        unpadded=mean(seconds("documents")) if known else nan,
-        balanced=mean(plans) if known else nan,
+        unpadded=mean(unpadded) if known else nan,
+        balanced=mean(balanced) if known else nan,
         context_window=window,
         micro_batches=micro_batches,
     )

@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
 from wlb.errors import UserError
+from wlb.runtime.clock import Clock, clock_of
 from wlb.shadow_mode.gain import Measured, ShadowGain, Step, gain_of
 from wlb.shadow_mode.lengths import fields_of, read_lengths
 from wlb.workload import ModelShape, model_shape
@@ -35,6 +42,7 @@ _MOST_DOCUMENTS, _LEAST_STEPS = 2**14, 8  # kept documents of all processes, and
 _MOST_OPEN = 2**10  # micro-batches of a step
 _LAST_WAIT = 5.0  # seconds
 _NO_BATCH = object()
+_THREAD_TIME = Clock("CPU seconds of the training thread", lambda: time.thread_time())
 _NUMBERS = count()  # numbers shadows in order of creation, which is the same on every process
 
 
@@ -55,59 +63,18 @@ def _at_no_risk(measure: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def shadow(
-    loader_or_model: Any,
-    *,
-    every: int = 100,
-    lengths: Callable[[Any], Any] | None = None,
-    tensorboard: Any = None,
-    profile: str | Path | None = None,
-    model: Any = None,
-) -> Any:
-    """Measure what balanced steps would gain in the loop that trains with ``loader_or_model``; ``wlb.shadow``.
-
-    Every process calls it. It returns the loader itself, with its state and batches, in a class derived from its own
-    that measures; or a ``Shadow``, for a model and for what has no such class, as a list. ``gain`` of each is the
-    latest result, on the first process. Measuring raises nothing: it prints a failure and stops. Only
-    ``accelerator.prepare`` of the loader is an error, because it makes another one.
-
-    Args:
-        every: Optimizer steps between reports: a line on stdout, and values for the active W&B run.
-        lengths: A function of a batch (for a model: of its arguments by name) that returns the tokens of each document,
-            for batches without fields that tell them.
-        tensorboard: A ``SummaryWriter`` for the values.
-        profile: A file for the fitted prices, which ``wlb check --profile`` takes.
-        model: The model of the profile: a name, ``ModelShape`` or Hugging Face config; defaults to the watched model.
-
-    Raises:
-        UserError: An argument has the wrong type or range, ``model`` has no known shape, or a ``profile`` needs one.
-    """
-    watching = Shadow(loader_or_model, every, lengths, tensorboard, profile, model)
-    try:
-        return loader_or_model if watching.watches_in_place() else watching
-    except Exception as error:  # whatever the class of the loader does to classes derived from it
-        from torch.utils.data import DataLoader
-
-        if isinstance(loader_or_model, DataLoader):  # a wrapper of it would not be sharded
-            raise UserError(f"no class derives from that of the loader ({error}); give wlb.shadow the model") from error
-        return watching
-
-
 class Shadow:
     """Measures one loader or model, for ``shadow``, which has the arguments; itself a loader where it wraps one."""
 
     def __init__(
-        self, loader_or_model: Any, every: int, lengths: Any, tensorboard: Any, profile: str | Path | None, model: Any
+        self, watched: Any, every: int, lengths: Any, tensorboard: Any, profile: str | Path | None, model: Any
     ) -> None:
-        from torch import nn
-
-        while isinstance(loader_or_model, nn.Module) and hasattr(loader_or_model, "module"):
-            loader_or_model = loader_or_model.module  # inside DDP
-        self._lengths: Any = lengths
-        self._loader, self._every = loader_or_model, every
-        self._tensorboard, self._profile, self._shape = tensorboard, profile, _shape_of(model, loader_or_model)
-        for mistake in self._mistakes():
-            raise UserError(mistake)
+        while isinstance(watched, nn.Module) and hasattr(watched, "module"):
+            watched = watched.module  # inside DDP
+        self._loader, self._is_model = watched, isinstance(watched, nn.Module)
+        self._every, self._lengths, self._tensorboard, self._profile = every, lengths, tensorboard, profile
+        self._shape = _shape_of(model, watched)
+        self._check_arguments()
         self.gain: ShadowGain | None = None
         self._began: tuple[Any, Any] | None = None  # documents, and the clock
         self._open: list[tuple[Any, Any, Any]] = []  # micro-batches of this step: documents, begin and end
@@ -118,41 +85,48 @@ class Shadow:
         self._number, self._wait = next(_NUMBERS), _LAST_WAIT
         self._stopped = self._on_cuda = self._waits_inside = False
         self._hooks: list[Any] = []
-        if isinstance(loader_or_model, nn.Module):
-            self._names = inspect.signature(getattr(loader_or_model, "_orig_mod", loader_or_model).forward)  # compiled
-            watch = loader_or_model.register_forward_pre_hook
-            self._hooks = [watch(self._forward_begins, with_kwargs=True, prepend=True), self._before_steps()]
+        _LIVE.add(self)
+        if self._is_model:
+            self._names = inspect.signature(getattr(watched, "_orig_mod", watched).forward)  # compiled
+            began = watched.register_forward_pre_hook(self._forward_begins, with_kwargs=True, prepend=True)
+            self._hooks = [began, register_optimizer_step_pre_hook(self._step)]
 
-    def _mistakes(self) -> Iterator[str]:
-        """What is wrong with the arguments."""
-        kind = type(self._loader).__name__
+    def _check_arguments(self) -> None:
         if not (self._is_model or hasattr(self._loader, "__iter__") or hasattr(self._loader, "__getitem__")):
-            yield f"wlb.shadow got a {kind}; give the loader of your loop, or the model"
+            kind = type(self._loader).__name__
+            raise UserError(f"wlb.shadow got a {kind}; give the loader of your loop, or the model")
         if not isinstance(self._every, int) or self._every < 1:
-            yield f"every = {self._every!r} is not a whole number of steps >= 1; give one, such as 100"
+            raise UserError(f"every = {self._every!r} is not a whole number of steps >= 1; give one, such as 100")
         if self._lengths is not None and not callable(self._lengths):
-            yield f"lengths is a {type(self._lengths).__name__}; give a function of the batch"
+            raise UserError(f"lengths is a {type(self._lengths).__name__}; give a function of the batch")
         if self._tensorboard is not None and not hasattr(self._tensorboard, "add_scalar"):
-            yield f"tensorboard is a {type(self._tensorboard).__name__} without add_scalar; give a SummaryWriter"
+            kind = type(self._tensorboard).__name__
+            raise UserError(f"tensorboard is a {kind} without add_scalar; give a SummaryWriter")
         if self._profile and self._shape is None:
-            yield "profile needs the shape of a model; give model, a name such as llama3-8b or a Hugging Face config"
+            known = "a name such as llama3-8b or a Hugging Face config"
+            raise UserError(f"profile needs the shape of a model; give model, {known}")
 
-    @property
-    def _is_model(self) -> bool:
-        from torch import nn
-
-        return isinstance(self._loader, nn.Module)
-
-    def watches_in_place(self) -> bool:
-        """Give the loader a class that measures its passes, so that it stays what it is to whoever takes it over."""
-        watching, loader = self, self._loader
-        kind: Any = getattr(type(loader), "_unmeasured", type(loader))  # another shadow of it ends
+    def in_place(self) -> Any:
+        """The loader itself, in a class that measures its passes; this shadow where there is no such class."""
+        loader, kind = self._loader, getattr(type(self._loader), "_unmeasured", type(self._loader))
         if self._is_model or not hasattr(kind, "__iter__"):
-            return False
+            return self
+        try:  # not by assignment, as Accelerate's loaders have a property of this name
+            vars(object)["__class__"].__set__(loader, self._measuring(kind))
+        except Exception as error:  # whatever the class of the loader does to classes derived from it
+            if isinstance(loader, DataLoader):  # a wrapper of it would not be sharded
+                sealed = f"no class derives from that of the loader ({error})"
+                raise UserError(f"{sealed}; give wlb.shadow the model") from error
+            return self
+        return loader
+
+    def _measuring(self, kind: Any) -> Any:
+        """A class derived from ``kind``, with its name, whose passes are measured."""
+        watching = self
 
         class MeasuredLoader(kind):
             __slots__ = ()
-            _unmeasured = kind
+            _unmeasured = kind  # another shadow of the loader ends this one
             gain = property(lambda _: watching.gain)
 
             def __iter__(self) -> Iterator[Any]:
@@ -163,16 +137,14 @@ class Shadow:
                 made, *arguments = (kind if part is MeasuredLoader else part for part in (made, *arguments))
                 return (_new if made.__name__ == "__newobj__" else made, tuple(arguments), *state)
 
-            if "_is_accelerate_prepared" not in getattr(loader, "__dict__", ()):
+            if "_is_accelerate_prepared" not in getattr(self._loader, "__dict__", ()):
 
                 @property
                 def _is_accelerate_prepared(self) -> Any:  # what ``accelerator.prepare`` asks first
                     right = "wlb.shadow(accelerator.prepare(loader))"
                     raise UserError(f"accelerator.prepare makes another loader, which is not measured; call {right}")
 
-        wraps(kind, updated=())(MeasuredLoader)  # it has the name of its kind
-        vars(object)["__class__"].__set__(loader, MeasuredLoader)  # Accelerate's loaders have a property of this name
-        return True
+        return wraps(kind, updated=())(MeasuredLoader)
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_model:
@@ -180,12 +152,11 @@ class Shadow:
         return self._passed(self._loader, iter(self._loader))
 
     def _passed(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        from torch import is_grad_enabled
-
-        return self._measured_pass(loader, batches) if is_grad_enabled() else batches  # else it evaluates
+        return self._measured_pass(loader, batches) if torch.is_grad_enabled() else batches  # else it evaluates
 
     def _measured_pass(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        hook, wait, left = self._before_steps(), 0.0, inf  # no process waits if the loop ends early
+        hook = register_optimizer_step_pre_hook(self._step)
+        wait, left = 0.0, inf  # no process waits if the loop ends early
         with suppress(Exception):
             left = len(loader)
         try:
@@ -210,7 +181,8 @@ class Shadow:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made for example with a copy of the model, measures nothing."""
-        return {"_loader": self._loader, "_stopped": True, "_wait": 0.0, "_hooks": [], "gain": self.gain}
+        kept = {name: getattr(self, name) for name in ("_loader", "_is_model", "gain")}
+        return kept | {"_stopped": True, "_wait": 0.0, "_hooks": []}
 
     def close(self) -> ShadowGain | None:
         """Report on all steps, write the profile and release the model; a pass over a loader ends with this."""
@@ -219,17 +191,9 @@ class Shadow:
         self._conclude(self._wait)
         return self.gain
 
-    def _before_steps(self) -> Any:
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        _LIVE.add(self)
-        return register_optimizer_step_pre_hook(self._step)
-
     @_at_no_risk
     def _forward_begins(self, module: Any, positional: Any, keywords: Any) -> None:
-        from torch import compiler, is_grad_enabled
-
-        if module.training and is_grad_enabled() and not compiler.is_compiling():
+        if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._begin({**self._names.bind_partial(*positional, **keywords).arguments, **keywords})
 
     @_at_no_risk
@@ -239,15 +203,14 @@ class Shadow:
             self._join()
         fields = fields_of(batch) if self._lengths is None else {"lengths": self._lengths(batch)}
         if self._on_cuda:  # copy without waiting, and read when the step is done
-            fields = {
-                kind: a.to("cpu", non_blocking=True) if hasattr(a, "is_cuda") else a for kind, a in fields.items()
-            }
-        self._began = fields if self._on_cuda else read_lengths(fields), self._clock()
+            tensors = {kind: field for kind, field in fields.items() if isinstance(field, torch.Tensor)}
+            fields |= {kind: tensor.to("cpu", non_blocking=True) for kind, tensor in tensors.items()}
+        self._began = fields if self._on_cuda else read_lengths(fields), self._clock.mark()
 
     @_at_no_risk
     def _end(self) -> None:
         if self._began is not None:
-            self._open.append((*self._began, self._clock()))
+            self._open.append((*self._began, self._clock.mark()))
             self._began = None
         if len(self._open) > _MOST_OPEN:
             raise UserError(f"no torch optimizer stepped in {_MOST_OPEN} micro-batches; shadow mode needs one")
@@ -277,15 +240,13 @@ class Shadow:
             self._leave()
         elif gain := self._report(wait):
             self._say(gain.verdict)
-            if self._profile:
-                self._write_profile(gain, self._profile)
+            if self._profile and self._shape:
+                self._write_profile(gain, self._shape, self._profile)
 
     def _join(self) -> None:
         """Find the device of the loop, and the other processes."""
-        import torch
-        import torch.distributed as dist
-
         self._on_cuda, self._processes = torch.cuda.is_available() and torch.cuda.is_initialized(), 1
+        self._clock = clock_of(torch.device("cuda" if self._on_cuda else "cpu"), _THREAD_TIME)
         if dist.is_available() and dist.is_initialized():
             self._rank, store = dist.get_rank(), getattr(dist.group.WORLD, "get_group_store", None)
             if store is None:
@@ -295,23 +256,18 @@ class Shadow:
                 self._store = dist.PrefixStore(f"wlb/shadow/{self._number}", store())
                 self._processes = dist.get_world_size()
 
-    def _clock(self) -> Any:
-        if not self._on_cuda:
-            return time.thread_time()
-        from torch.cuda import Event
-
-        event = Event(enable_timing=True)
-        event.record()
-        return event
-
     def _read(self) -> None:
         """Read the steps that the device has finished, and drop the oldest if there are enough."""
         while self._running and (not self._on_cuda or self._running[0][-1][2].query()):
-            self._kept[self._passes, self._of_pass] = [_measured(*one) for one in self._running.pop(0)]
+            self._kept[self._passes, self._of_pass] = [self._measured(*one) for one in self._running.pop(0)]
             self._of_pass += 1
         documents = sum(len(one.documents) for step in self._kept.values() for one in step)
         while len(self._kept) > _LEAST_STEPS and documents > _MOST_DOCUMENTS / self._processes:
             documents -= sum(len(one.documents) for one in self._kept.pop(next(iter(self._kept))))
+
+    def _measured(self, documents: Any, begin: Any, end: Any) -> Measured:
+        computed, without_padding = read_lengths(documents) if self._on_cuda else documents
+        return Measured(computed, without_padding, self._clock.between(end, begin))
 
     def _leave(self) -> None:
         left: Any = pickle.dumps((self._passes, self._kept))
@@ -349,18 +305,15 @@ class Shadow:
             run.log(gain.values, commit=False)  # joins the next log of the loop, so its step numbers stay
         return gain
 
-    def _write_profile(self, gain: ShadowGain, path: str | Path) -> None:
-        import torch
-
-        assert self._shape is not None
+    def _write_profile(self, gain: ShadowGain, shape: ModelShape, path: str | Path) -> None:
         if isnan(gain.speed):
             return self._say(f"{path} is not written, because its prices would explain too little")
         profile = gain.prices.profile(
-            self._shape,
+            shape,
             machine=torch.cuda.get_device_name() if self._on_cuda else platform.processor() or platform.machine(),
             versions={"torch": torch.__version__},
             dtype="as trained",
-            clock="events around micro-batches" if self._on_cuda else "CPU seconds of the training thread",
+            clock=self._clock.name,
             threads=torch.get_num_threads(),
         )
         write_profile(profile, path)
@@ -378,22 +331,13 @@ def _new(kind: Any, *arguments: Any) -> Any:
     return kind.__new__(kind, *arguments)
 
 
-def _measured(documents: Any, begin: Any, end: Any) -> Measured:
-    on_cpu = isinstance(begin, float)
-    computed, without_padding = documents if on_cpu else read_lengths(documents)
-    return Measured(computed, without_padding, end - begin if on_cpu else begin.elapsed_time(end) / 1000)
-
-
 def _shape_of(model: Any, watched: Any) -> ModelShape | None:
     """The shape of ``model``, or if that is None the shape in the config of ``watched``, if any."""
+    if isinstance(model, ModelShape | str):
+        return model_shape(model) if isinstance(model, str) else model
     try:
-        given = getattr(watched, "config", None) if model is None else model
-        if given is None or isinstance(given, ModelShape | str):
-            return model_shape(given) if isinstance(given, str) else given
-        return shape_of_config(given)
+        return shape_of_config(watched.config if model is None else model)
     except Exception as error:
         if model is None:
             return None
-        if isinstance(model, str):
-            raise  # it lists the names
         raise UserError(f"model has no known shape: {error}; give a name, a ModelShape or a config") from error
