@@ -31,17 +31,13 @@ class BalancedSteps(PackedSteps):
         if not wrapped and (accelerator.num_processes > 1 or kind == "DeepSpeedEngine"):
             raise UserError(f"the model is a {kind}; give the model that accelerator.prepare returns for DDP or FSDP2")
         if (sizes := getattr(accelerator, "parallelism_config", None)) and sizes.non_data_parallel_size > 1:
-            raise UserError(
-                "parallelism_config has tp, cp or sp over 1; leave them out, and give balanced_steps(cp=...)"
-            )
+            inside = "parallelism_config has tp, cp or sp over 1"
+            raise UserError(f"{inside}; leave them out, and give balanced_steps(cp=...)")
         self._accelerator, self._prepared = accelerator, prepared
         self._is_whole, self._ran_backward = True, True  # of the current step and its last batch that ran
         super().__init__(documents, **{"device": accelerator.device, **settings})
         if self.job.levels_steps:
             warn_of_memory(prepared)
-
-    def __iter__(self) -> Any:
-        return super().__iter__()
 
     def __next__(self) -> Any:
         return BalancedStep(super().__next__().batches, self._in_turn)

@@ -10,7 +10,7 @@ would lose it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 LOSS_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
 _OF_TOKENS = ("input_ids", "labels", "attention_mask", "position_ids", *LOSS_MASKS)
 FIELDS = (*_OF_TOKENS, "length", "lengths")
-_MARKED = 16  # tokens in the mark of a document
+_MARKED, _MARKED_TOKENS = 64, 16  # documents that processes and states compare, and tokens of each of them
 
 
 def check_documents(documents: Any, name: str) -> None:
@@ -97,10 +97,22 @@ def token_count(document: Document, name: str = "a document") -> int:
 
 def mark_of(ids: NDArray[Any]) -> int:
     """A checksum of up to 16 evenly spaced token ids of a document, with the first and the last; 32 bits."""
-    return zlib.crc32(ids[spaced(len(ids), _MARKED)].astype("<i8").tobytes())
+    return zlib.crc32(ids[_spaced(len(ids), _MARKED_TOKENS)].astype("<i8").tobytes())
 
 
-def spaced(count: int, most: int) -> NDArray[np.int64]:
+def marks_of_some(read: Callable[[int], Document], lengths: NDArray[np.int64]) -> list[int]:
+    """Marks of up to 64 documents, evenly spaced. Raises ``UserError`` if they do not have ``lengths`` tokens."""
+    marks = []
+    for number in _spaced(len(lengths), _MARKED).tolist():
+        ids, _ = ids_and_labels(read(number), f"document {number}")
+        if len(ids) != lengths[number]:
+            one = f"document {number} has {len(ids)} tokens, and lengths say {lengths[number]}"
+            raise UserError(f"{one}; give the lengths of this data set, in its order")
+        marks.append(mark_of(ids))
+    return marks
+
+
+def _spaced(count: int, most: int) -> NDArray[np.int64]:
     """Up to ``most`` of the numbers below ``count``, evenly spaced, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 

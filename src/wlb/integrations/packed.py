@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -27,19 +28,25 @@ from wlb.documents.segments import OverlongReport, Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches.arriving import ArrivingDocuments
-from wlb.integrations.batches.processes import Processes, check_accumulation, warn
+from wlb.integrations.batches.processes import Processes
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
-from wlb.integrations.document_fields import Document, check_documents, ids_and_labels, mark_of, spaced, token_count
+from wlb.integrations.document_fields import (
+    Document,
+    check_documents,
+    ids_and_labels,
+    mark_of,
+    marks_of_some,
+    token_count,
+)
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch, read_batch
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.collectives import agreeing_group, device_of, gathered_rows, sharing_group
+from wlb.runtime.collectives import agreeing_group, device_of, gathered_rows, sharing_group, warn
 from wlb.runtime.environment import set_up_gpu
 from wlb.runtime.loss import summed_cross_entropy
 from wlb.runtime.own_lists import digest_of, fingerprint_of
 from wlb.runtime.sharded_batch import RankSlice, ShardedAttention, ShardedBatch
 
-_MARKED = 64  # documents whose token ids processes and states compare
 NO_LABELS = "a step has no labelled token, so its loss and gradients are zero; check its labels and masks"
 
 
@@ -201,17 +208,22 @@ class PackedSteps(Iterator[PackedStep]):
         self._stream: ArrivingDocuments[Document] | None = None
         lengths: Any = None
         tokens: str | None = None
-        if isinstance(documents, TokenStore):
-            (lengths, tokens), self._read = _lengths_and_digest(documents), partial(read_batch, store=documents)
-        elif hasattr(documents, "__len__") and not isinstance(documents, IterableDataset):
-            lengths, tokens = _lengths_and_digest(documents)
-            self._read = partial(_batch_of, documents, lengths)
-        elif epochs != 1:
-            raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave epochs out, or repeat the documents")
-        else:
+        if isinstance(documents, IterableDataset) or not hasattr(documents, "__len__"):
+            if epochs != 1:
+                once = f"a stream is one epoch, and epochs = {epochs}"
+                raise UserError(f"{once}; leave epochs out, or repeat the documents")
             self._stream = ArrivingDocuments(documents, _measured, context_window if overlong == "drop" else np.inf)
             self._read = partial(_batch_of, self._stream.kept, self._stream.lengths)
             settings |= {"shuffle": False}
+        elif isinstance(documents, TokenStore):
+            lengths, self._read = checked_lengths(documents.lengths), partial(read_batch, store=documents)
+            tokens = documents.identity[:14]
+            if "content_sha256" not in documents.sidecar:
+                tokens = hex(digest_of(marks_of_some(documents.read, lengths)))
+        else:
+            lengths, rows = _lengths_of(documents), cast(Sequence[Document], documents)
+            tokens = hex(digest_of(marks_of_some(rows.__getitem__, lengths)))
+            self._read = partial(_batch_of, documents, lengths)
         settings |= {"dp": self._processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
         self.job = balanced_job(lengths, context_window, micro_batches, **settings)
         self.lengths = lengths  # of all documents; None for a stream
@@ -234,7 +246,7 @@ class PackedSteps(Iterator[PackedStep]):
         if state is not None:
             self.load_state_dict(state)
 
-    def __iter__(self) -> PackedSteps:
+    def __iter__(self) -> Self:
         if self._ended:
             passes = f"epochs = {self._steps.settings['epochs']} is over; give epochs= for more passes, and loop once"
             again = "the stream is over; open it again, and make new steps"
@@ -297,7 +309,6 @@ class PackedSteps(Iterator[PackedStep]):
         """Compare the settings of all processes, and group those that share micro-batches, as the first ``next``."""
         if self._begin is None:
             return
-        check_accumulation()
         ranks = self._processes.agree(self._steps.settings | self._begin, self._rank)
         count, world, shares = self._processes.ranks, self._processes.world, ranks and self.job.layout.cp > 1
         if (self.calibration is not None or shares) and (ranks or [0] * world) != [*range(count)]:
@@ -347,25 +358,15 @@ def _used_device(group: dist.ProcessGroup | None) -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if used.type == "cuda" else used
 
 
-def _measured(document: Document, name: str = "a document", is_marked: bool = True) -> tuple[int, int]:
-    """Tokens of ``document``, and its mark; 0 if it has no tokens or needs none."""
-    count = token_count(document, name)
-    return count, mark_of(ids_and_labels(document, name)[0]) if count and is_marked else 0
+def _measured(document: Document) -> tuple[int, int]:
+    """Tokens of ``document``, and its mark; 0 if it has no tokens."""
+    count = token_count(document)
+    return count, mark_of(ids_and_labels(document)[0]) if count else 0
 
 
-def _lengths_and_digest(documents: Any) -> tuple[Any, str]:
-    """Tokens of all ``documents``, and a digest of token ids of some."""
-    if isinstance(documents, TokenStore):
-        lengths, sample = documents.lengths, spaced(len(documents), _MARKED).tolist()
-        if "content_sha256" in documents.sidecar:
-            return checked_lengths(lengths), documents.identity[:14]
-        marks = np.array([mark_of(documents.read(number)) for number in sample])
-    else:
-        marked, count = {*spaced(len(documents), _MARKED).tolist()}, len(documents)
-        numbered = enumerate(islice(documents, count))  # iterating a torch data set may not end by itself
-        measured = [_measured(one, f"document {number}", number in marked) for number, one in numbered]
-        lengths, marks = np.array(measured, np.int64).reshape(-1, 2).T
-    return checked_lengths(lengths), f"{digest_of(marks[marks > 0].tolist()):x}"
+def _lengths_of(documents: Any) -> NDArray[np.int64]:
+    numbered = enumerate(islice(documents, len(documents)))  # iterating a torch data set may not end by itself
+    return checked_lengths([token_count(one, f"document {number}") for number, one in numbered])
 
 
 def _batch_of_all(documents: Sequence[Document]) -> TokenBatch:

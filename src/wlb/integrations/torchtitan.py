@@ -70,15 +70,9 @@ class BalancedDataLoader(BaseDataLoader):
         self._row = None if "seq_len" in sizes else ...  # a dimension more, or none
         self._multiple_of, self._own_lists = config.multiple_of, config.own_lists
         names = ("micro_batches", "model", "hardware", "seed", "max_length_factor", "own_lists")
-        settings = {name: getattr(config, name) for name in names}
-        settings |= {
-            "context_window": _window(sizes),
-            "dp": dp_world_size,
-            "rank": dp_rank,
-            "epochs": None,
-            "device": "cpu",
-        }
-        steps = PackedSteps(TokenStore.open(config.store), **settings)
+        settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+        settings |= {"dp": dp_world_size, "rank": dp_rank, "epochs": None, "device": "cpu"}
+        steps = PackedSteps(TokenStore.open(config.store), context_window=_window(sizes), **settings)
         self.batches = ItemsOfSteps(steps, lambda step: [*map(self._as_torchtitan_has_it, step.batches)])
 
     def __iter__(self) -> Iterator[Batch]:
@@ -174,9 +168,8 @@ class LevelTrainer(Trainer):
         super().__init__(config)
         (model,) = self.model_parts
         if type(model).get_attention_masks is not Decoder.get_attention_masks:
-            raise UserError(
-                f"{config.model_spec.name} has its own masks, which level steps do not support; use balance"
-            )
+            own = f"{config.model_spec.name} has its own masks"
+            raise UserError(f"{own}, which level steps do not support; use balance")
         warn_of_memory(model)
         loss: Any = self.loss_fn
         if isinstance(loss, ChunkedLossWrapper):

@@ -15,7 +15,6 @@ collect samples. So plans settle.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.runtime.clock import clock_of
-from wlb.runtime.collectives import gathered_rows
+from wlb.runtime.collectives import gathered_rows, warn
 from wlb.workload.fitted import LEAST_SAMPLES, fit_prices
 
 Array = NDArray[np.float64]
@@ -96,9 +95,9 @@ class Calibration:
         found = gathered_rows(rows, torch.float64, self._device, self._group).unflatten(1, (-1, 3)).numpy()
         if (count := np.count_nonzero(found[..., 2] > 0)) >= LEAST_SAMPLES:
             self._timed.clear()
-        elif not count and (not dist.is_initialized() or dist.get_rank(self._group) == 0):
+        elif not count:
             waits = "ranks wait for others in the first, the last and shared ones; raise micro_batches"
-            warnings.warn(f"wlb: calibrate = {self._every} found no micro-batch to time: {waits}", stacklevel=2)
+            warn(f"calibrate = {self._every} found no micro-batch to time: {waits}", self._group)
         return self.update(found)
 
     def update(self, rows: Array) -> bool:

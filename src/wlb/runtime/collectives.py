@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ def on_every_rank(check: Callable[[], T]) -> T:
 
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """``value`` of every rank (of ``group``), in rank order; it must be picklable."""
+    if not dist.is_initialized():  # one process
+        return [value]
     values: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
@@ -48,6 +51,12 @@ def gathered_rows(
     rows = mine.new_empty(dist.get_world_size(group), len(row))
     dist.all_gather(list(rows.unbind()), mine, group)
     return rows.cpu()
+
+
+def warn(message: str, group: dist.ProcessGroup | None = None) -> None:
+    """Warn on the first process of ``group`` only, once for each line of code that calls this."""
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
+        warnings.warn(f"wlb: {message}", stacklevel=3)
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:

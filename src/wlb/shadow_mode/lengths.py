@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -56,9 +57,9 @@ def read_lengths(fields: Mapping[str, Any]) -> tuple[Lengths, Lengths]:
         kept = mask.astype(bool) if mask.shape == shape else np.ones(shape, bool)
         rows = [(_between_restarts(row[of_row]), shape[1]) for row, of_row in zip(places, kept, strict=True)]
     else:
+        names = ", ".join(chain(*_FIELDS.values()))
         raise UserError(
-            f"the batch has none of {', '.join(name for names in _FIELDS.values() for name in names)}, which tell the "
-            "lengths of its documents; give lengths, a function of the batch"
+            f"the batch has none of {names} to tell document lengths; give lengths, a function of the batch"
         )
     computed = [[width] if len(own) <= 1 else [*own, *filter(None, [width - own.sum()])] for own, width in rows]
     return np.array([length for row in computed for length in row], np.int64), np.concatenate([own for own, _ in rows])

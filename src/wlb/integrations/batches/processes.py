@@ -7,7 +7,6 @@ documents and train others twice. So before the first step the processes compare
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from numbers import Integral
@@ -31,9 +30,9 @@ class Processes:
         for name, value, least in (("dp", dp, 1), ("cp", cp, 1), ("rank", rank, 0)):
             if value is not None:
                 check_whole(name, value, least)
-        if dp is None and _has_group() and self.world % cp:
+        if dp is None and dist.is_initialized() and self.world % cp:
             raise UserError(f"cp = {cp} does not divide the number of processes, {self.world}; give a divisor")
-        self.dp = dp if dp is not None else self.world // cp if _has_group() else 1
+        self.dp = dp if dp is not None else self.world // cp if dist.is_initialized() else 1
         self.ranks = self.dp * cp
         if rank is not None and rank >= self.ranks:
             raise UserError(f"rank = {rank} is not below dp x cp = {self.ranks}; give the rank of this process")
@@ -41,24 +40,24 @@ class Processes:
     @property
     def world(self) -> int:
         """Processes of the group; 1 where there is none."""
-        if (world := dist.get_world_size(self.group) if _has_group() else 1) < 1:
+        if (world := dist.get_world_size(self.group) if dist.is_initialized() else 1) < 1:
             raise UserError("this process is not in group; give a group that contains it")
         return world
 
     def own_rank(self) -> int:
         """The given rank, or the rank in the group. Raises ``UserError`` if neither is known."""
         if self.rank is None and self.ranks not in (1, self.world):
-            raise UserError(
-                f"dp x cp = {self.ranks} is not the number of processes, {self.world}; give rank or a group"
-            )
+            sizes = f"dp x cp = {self.ranks} is not the number of processes, {self.world}"
+            raise UserError(f"{sizes}; give rank or a group")
         return self.rank if self.rank is not None else dist.get_rank(self.group) if self.ranks > 1 else 0
 
     def agree(self, plan: Mapping[str, Any], rank: int | None) -> list[int | None]:
         """Check that ``plan`` is the same on all processes, and that equally many have each rank; a collective call.
 
         Returns the rank of every process, or an empty list where dp x cp = 1 was given and the process trains alone.
-        Raises ``UserError`` on every process, with the settings that differ.
+        Raises ``UserError`` on every process, with the settings that differ, and where Accelerate accumulates.
         """
+        _check_accumulation()
         if not self._dp_given and self.ranks < self.world:
             early = f"dp was left out when there was no process group, and now it has {self.world} processes"
             raise UserError(f"{early}; call init_process_group first")
@@ -83,17 +82,7 @@ def check_whole(name: str, value: Any, least: int = 1) -> None:
         raise UserError(f"{name} = {value!r} is not a whole number >= {least}; give one")
 
 
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def warn(message: str, group: dist.ProcessGroup | None = None) -> None:
-    """Warn on the first process of ``group`` only, once for each line of code that calls this."""
-    if not _has_group() or dist.get_rank(group) == 0:
-        warnings.warn(f"wlb: {message}", stacklevel=3)
-
-
-def check_accumulation() -> None:
+def _check_accumulation() -> None:
     """Raise ``UserError`` if Accelerate itself divides losses and counts batches up to an optimizer step."""
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None and (steps := accelerate.GradientState().num_steps) > 1:

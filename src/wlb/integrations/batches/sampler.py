@@ -11,13 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.integrations.batches.processes import Processes, check_accumulation
+from wlb.integrations.batches.processes import Processes
 from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job, checked_lengths
-from wlb.integrations.document_fields import ids_and_labels, mark_of, spaced
+from wlb.integrations.document_fields import marks_of_some
 from wlb.packing.plan import StepPlan
 from wlb.runtime.own_lists import digest_of
-
-_COMPARED = 16  # documents of a data set whose lengths are compared
 
 
 class PlannedBatchSampler:
@@ -59,9 +57,8 @@ class PlannedBatchSampler:
             number = f"document {self.lengths.argmax()} has {longest} tokens"
             raise UserError(f"{number}, over context_window = {window}; raise the window, or cut such documents")
         if self.job.levels_steps:
-            raise UserError(
-                "a batch sampler gives all processes equally many batches; for own_lists use packed_batches"
-            )
+            alike = "a batch sampler gives all processes equally many batches"
+            raise UserError(f"{alike}; for own_lists use packed_batches")
         self.rank, self._epochs = rank, epochs
         self._dp_rank = (rank or 0) // self.job.layout.cp
         self._lengths: dict[int, int] = {}  # batches of a pass, by its first epoch
@@ -123,23 +120,16 @@ class PlannedBatchSampler:
 
         Returns marks of some of its documents, if it is a loader with our collator.
         """
-        marks: list[int] = []
         if type(reader).__name__ == "BatchSamplerShard":  # of accelerator.prepare
             raise UserError("Accelerate prepared the loader and hides where steps end; use balanced_steps of wlb")
         if (dataset := getattr(reader, "_dataset", None)) is not None:  # of the iterator of a DataLoader
-            check_accumulation()
             if hasattr(dataset, "__len__") and len(dataset) != len(self.lengths):
                 other = f"the data set has {len(dataset)} documents and the sampler {len(self.lengths)} lengths"
                 raise UserError(f"{other}; give the lengths of this data set")
             # Other collators may cut documents, or add to them.
             if type(reader._collate_fn).__name__ == "FlatteningCollator":
-                for number in spaced(len(self.lengths), _COMPARED).tolist():
-                    ids, _ = ids_and_labels(dataset[number], f"document {number}")
-                    if len(ids) != self.lengths[number]:
-                        one = f"document {number} has {len(ids)} tokens, and lengths say {self.lengths[number]}"
-                        raise UserError(f"{one}; give the lengths of this data set, in its order")
-                    marks.append(mark_of(ids))
-        return marks
+                return marks_of_some(dataset.__getitem__, self.lengths)
+        return []
 
     def _begun(self, state: Mapping[str, Any] | None, first_epoch: int) -> ItemsOfSteps[list[int]]:
         steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=first_epoch)

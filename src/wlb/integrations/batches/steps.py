@@ -81,9 +81,7 @@ def balanced_job(
     if isinstance(pool, int) and (pool < 1 or dp * cp % pool):
         raise UserError(f"pool = {pool} does not divide the dp x cp = {dp * cp} ranks; give a divisor")
     measured = read_profile(profile) if isinstance(profile, str | Path) else profile
-    packing = {
-        "order": "pipeline"
-    } | packing  # the same order on all ranks, for loops that synchronise in micro-batches
+    packing = {"order": "pipeline"} | packing  # the same on all ranks, for loops that synchronise in micro-batches
     sizes: dict[str, Any] = {"micro_batches": micro_batches, "dp": dp, "cp": cp, "packing": packing}
     priced: dict[str, Any] = {"hardware": hardware, "profile": measured, "packed_by": workload}
     job = simulated_job(model or (measured.model if measured else "7b"), context_window, preset, **sizes, **priced)
@@ -102,9 +100,8 @@ def checked_lengths(lengths: Any) -> Lengths:
     if array.shape == (0,):
         raise UserError("there are no documents to train; give at least one")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise UserError(
-            f"lengths are {array.ndim}-dimensional of {array.dtype}; give a list of whole numbers of tokens"
-        )
+        kind = f"{array.ndim}-dimensional of {array.dtype}"
+        raise UserError(f"lengths are {kind}; give a list of whole numbers of tokens")
     if array.min() < 1:
         raise UserError(f"document {array.argmin()} has {array.min()} tokens; leave empty documents out")
     return array.astype(np.int64)
@@ -188,9 +185,8 @@ class WholeSteps(Iterator[StepPlan]):
     def _changed(self, state: Mapping[str, Any], inside_step: bool) -> set[str]:
         """Names of settings that differ from ``state``. Raises ``UserError`` if one of them may not change."""
         if not isinstance(state, Mapping) or not {"settings", "first_epoch", "planner"} <= state.keys():
-            raise UserError(
-                f"state is a {type(state).__name__}, not a result of state_dict; give one, or None to restart"
-            )
+            kind = type(state).__name__
+            raise UserError(f"state is a {kind}, not a result of state_dict; give one, or None to restart")
         saved, ours = state["settings"], self.settings
         changed = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
         for name in changed if inside_step else [name for name in changed if name in _ORDER]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +23,7 @@ from wlb.errors import UserError
 from wlb.integrations.document_fields import check_documents, ids_and_labels
 from wlb.integrations.huggingface.attention import attend_with, is_packed_attention, refuse
 from wlb.integrations.packed import FlatteningCollator, PackedSteps
-from wlb.runtime.collectives import gathered_rows
+from wlb.runtime.collectives import gathered_rows, warn
 
 Inputs = Mapping[str, Any]
 
@@ -80,14 +79,13 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
     if (collator := arguments.get("data_collator")) is not None:
         refuse(_objections_to_collator(collator))
     if getattr(arguments.get("args"), "predict_with_generate", False):
-        raise UserError(
-            "predict_with_generate = True would generate from packed documents; generate in a plain Trainer"
-        )
-    dataset = arguments.get("train_dataset")
-    if dataset is not None:
+        generates = "predict_with_generate = True would generate from packed documents"
+        raise UserError(f"{generates}; generate in a plain Trainer")
+    if (dataset := arguments.get("train_dataset")) is not None:
         check_documents(dataset, "train_dataset")
-    if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UserError("train_dataset is a stream without lengths to plan by; load all of it, or use packed_batches")
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            stream = "train_dataset is a stream without lengths to plan by"
+            raise UserError(f"{stream}; load all of it, or use packed_batches")
 
 
 def check_settings(trainer: Any, planning: Mapping[str, Any]) -> None:
@@ -211,7 +209,7 @@ def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
     hooked = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
     if getattr(trainer, "is_deepspeed_enabled", False) or hooked:
         where = "under DeepSpeed or with an optimizer that steps in the backward pass"
-        warnings.warn(f"balanced() does not check packing {where}; run check_packing", stacklevel=2)
+        warn(f"balanced() does not check packing {where}; run check_packing")
         return
     mixed = _MIXED.get(trainer.accelerator.mixed_precision, torch.bfloat16)
     tf32 = torch.float64 if torch.get_float32_matmul_precision() == "highest" else torch.float16

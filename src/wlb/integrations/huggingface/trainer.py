@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,19 +16,18 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
 from wlb.errors import UserError, require
-from wlb.integrations.batches.processes import check_whole, warn
+from wlb.integrations.batches.processes import check_whole
 from wlb.integrations.document_fields import FIELDS
 from wlb.integrations.huggingface.attention import check_rotary, other_layers, prepare_model, register_attention
 from wlb.integrations.huggingface.check import check_arguments, check_settings, check_trainer, set_right
 from wlb.integrations.packed import NO_LABELS, FlatteningCollator, PackedBatch, PackedSteps
 from wlb.runtime.batch import IGNORE_LABEL
-from wlb.runtime.collectives import on_every_rank
+from wlb.runtime.collectives import on_every_rank, warn
 from wlb.runtime.environment import set_up_gpu
 from wlb.workload.model_json import shape_of_config
 
@@ -86,8 +84,8 @@ class _BalancedTrainer:
         super().__init__(**arguments | {"args": args})
         self.data_collator = FlatteningCollator()
         changed += getattr(self, "_wlb_changed", None) or prepare_model(self.model)
-        if changed and self.args.process_index == 0:
-            warnings.warn(f"balanced() set {', '.join(changed)}", stacklevel=2)
+        if changed:
+            warn(f"balanced() set {', '.join(changed)}")
         if self.train_dataset is None:
             return  # for evaluation only
         check_settings(self, self._wlb_planning)
@@ -121,8 +119,7 @@ class _BalancedTrainer:
         if self.train_dataset is None:
             raise UserError("there are no documents to train; give train_dataset")
         check_settings(self, self._wlb_planning)  # again, as attributes may have changed
-        load = partial(self._wlb_loader_after, resume_from_checkpoint)
-        self._wlb_loader = on_every_rank(load) if dist.is_initialized() else load()
+        self._wlb_loader = on_every_rank(partial(self._wlb_loader_after, resume_from_checkpoint))
         self._wlb_steps.agree()  # before the check, which would deadlock with different documents
         return super().train(resume_from_checkpoint, *positional, **arguments)  # type: ignore[misc]
 
