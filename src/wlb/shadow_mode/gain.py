@@ -79,9 +79,8 @@ class ShadowGain:
             measured = f"slowest process {self.imbalance:.2f}x the mean; {measured}"
         if isnan(self.speed):
             return f"{measured}; {self.verdict}"
-        balance = "no balance on one process"
-        if self.processes > 1:
-            balance = f"balance {self.unpadded / self.balanced:.2f}x"
+        alone, ratio = self.processes == 1, self.unpadded / self.balanced
+        balance = "no balance on one process" if alone else f"balance {ratio:.2f}x"
         return (
             f"{measured}, {self.own:.3g} s by prices, {self.balanced:.3g} s balanced: {self.speed:.2f}x as fast "
             f"(padding {self.own / self.unpadded:.2f}x, {balance}); prices {self.prices}"

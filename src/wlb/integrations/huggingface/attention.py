@@ -132,7 +132,7 @@ def _objections_to_model(model: Any) -> Iterator[str]:
     if any(getattr(part, "output_router_logits", False) for part in (config, _text(config))):
         mean = "output_router_logits = True adds a router loss, a mean over tokens that packing changes"
         yield f"{mean} and batch.loss leaves out; set it to False"
-    kinds, name = other_layers(config), type(model).__name__
+    kinds, name = _other_layers(config), type(model).__name__
     if kinds or getattr(model, "_is_stateful", False):
         layers = f"{name} has layers of {', '.join(sorted(kinds)) or 'recurrence'}"
         packages = _KERNELS.get(_text(config).model_type)
@@ -150,7 +150,7 @@ def _objections_to_model(model: Any) -> Iterator[str]:
         yield f"{name} does not use {through}, so packed documents may attend each other; train it unpacked"
 
 
-def other_layers(config: Any) -> set[str]:
+def _other_layers(config: Any) -> set[str]:
     """The kinds of layers that carry a state or select what they attend."""
     text = _text(config)
     kinds = {kind for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
@@ -213,9 +213,8 @@ def packed_attention(
     kind = query.device.type  # under autocast rotated queries and keys are float32 again, but values are not
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
-    if attend is None:
-        return segment_attention(q, k, v, lengths, window=window)[None], None
-    return attend(q, k, v, window=window)[None], None
+    compute: Any = attend or partial(segment_attention, segment_lengths=lengths)
+    return compute(q, k, v, window=window)[None], None
 
 
 def _lengths(cu_seqlens: Tensor) -> list[int]:
@@ -277,7 +276,7 @@ def _objections(
         yield f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0"
     if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         yield "attention that is not causal is not supported; use another attention implementation"
-    if shared and (kinds := other_layers(getattr(module, "config", None))):
+    if shared and (kinds := _other_layers(getattr(module, "config", None))):
         yield f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out"
 
 

@@ -315,11 +315,12 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _own_attention(model: Any) -> Iterator[None]:
     """Let ``model`` attend as it would without wlb."""
-    name = model.config._attn_implementation if is_packed_attention(model) else None
-    if name is not None:
-        attend_with(model, "sdpa" if model._supports_sdpa else "eager")
+    if not is_packed_attention(model):
+        yield
+        return
+    name = model.config._attn_implementation
+    attend_with(model, "sdpa" if model._supports_sdpa else "eager")
     try:
         yield
     finally:
-        if name is not None:
-            attend_with(model, name)
+        attend_with(model, name)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from wlb.errors import UserError, require
 from wlb.integrations.batches.processes import check_whole
 from wlb.integrations.document_fields import FIELDS
-from wlb.integrations.huggingface.attention import check_rotary, other_layers, prepare_model, register_attention
+from wlb.integrations.huggingface.attention import check_rotary, prepare_model, register_attention
 from wlb.integrations.huggingface.check import check_arguments, check_settings, check_trainer, set_right
 from wlb.integrations.packed import NO_LABELS, FlatteningCollator, PackedBatch, PackedSteps
 from wlb.runtime.batch import IGNORE_LABEL
@@ -62,13 +62,8 @@ def balanced(
     check_whole("context_window", context_window)
     check_arguments(trainer_class, {})
     planning = {"context_window": context_window, "cp": cp, "sharding": sharding, **settings}
-
-    class Balanced(_BalancedTrainer, trainer_class):
-        _wlb_planning = planning
-        _wlb_checks = check
-
-    Balanced.__name__ = Balanced.__qualname__ = f"Balanced{trainer_class.__name__}"
-    return Balanced
+    attributes = {"_wlb_planning": planning, "_wlb_checks": check}
+    return type(f"Balanced{trainer_class.__name__}", (_BalancedTrainer, trainer_class), attributes)
 
 
 class _BalancedTrainer:
@@ -101,17 +96,14 @@ class _BalancedTrainer:
         self._wlb_share_in(self.model)
 
     def _wlb_share_in(self: Any, model: Any) -> None:
-        if self._wlb_steps.job.layout.cp > 1:
-            if kinds := other_layers(getattr(model, "config", None)):
-                raise UserError(f"layers of {', '.join(sorted(kinds))} cannot be shared by ranks; leave cp out")
+        if "_wlb_steps" in vars(self) and self._wlb_steps.job.layout.cp > 1:
             register_attention(model)  # even if the model uses FlashAttention
 
     def call_model_init(self: Any, *positional: Any, **arguments: Any) -> Any:
         """As in Trainer, which makes its model again when it trains."""
         model = super().call_model_init(*positional, **arguments)  # type: ignore[misc]
         self._wlb_changed = prepare_model(model)
-        if "_wlb_steps" in vars(self):
-            self._wlb_share_in(model)
+        self._wlb_share_in(model)
         return model
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
