@@ -203,6 +203,9 @@ def events_of_a_step() -> tuple[list[str], bool]:
         events.append("batch")
         return model(x).square().sum()  # type: ignore[no-any-return]
 
+    with pytest.raises(TypeError):  # a step that failed leaves nothing
+        level_step(model, [*inputs, None], loss)  # type: ignore[arg-type]
+    events.clear()
     with Collectives(events):
         level_step(model, inputs, loss)
     noted = list(events)

@@ -213,15 +213,19 @@ def reduce_gradients(model: nn.Module) -> None:
     the reduction. Every parameter must have a gradient on all ranks or on none.
     """
     units = fsdp_units(model)
-    roots: dict[int, Any] = {}
-    for unit in reversed(units):
+    for unit in units:
         _set_reducing(unit, True)
-        state = unit._get_fsdp_state()
-        roots[id(state._state_ctx)] = state  # last the outermost
     for unit in reversed(units):
         end_backward(unit)
-    for root in roots.values():
-        root._root_post_backward_final_callback()
+    _end_backward_of_all(units)
+
+
+def _end_backward_of_all(units: Sequence[FSDPModule]) -> None:
+    """What FSDP2 does after a backward: wait for reductions, and be ready for a forward."""
+    states = [unit._get_fsdp_state() for unit in reversed(units)]
+    outermost = {id(state._state_ctx): state for state in states}  # of those that share it, the last
+    for state in outermost.values():
+        state._root_post_backward_final_callback()
 
 
 def end_backward(unit: FSDPModule) -> None:
@@ -249,7 +253,7 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 
 
 def gather_weights(model: nn.Module) -> None:
-    """Start gathering all weights that FSDP2 has sharded.
+    """Start gathering all weights that FSDP2 has sharded, without the gradients that a step that failed has left there.
 
     If ranks gathered each layer in their own forward, one could wait there for another that waits for it in a shared
     micro-batch. A pipeline stage gathers while its first micro-batch is still on other stages.
@@ -257,6 +261,12 @@ def gather_weights(model: nn.Module) -> None:
     units = fsdp_units(model)
     params = [param for unit in units for group in _parameter_groups(unit) for param in group.fsdp_params]
     is_first = not all(hasattr(param, "_unsharded_param") for param in params)
+    for unit in units:
+        _set_reducing(unit, False)
+    if not is_first:
+        _end_backward_of_all(units)
+        for param in params:
+            param.unsharded_param.grad = param.unsharded_accumulated_grad = None
     for unit in units:
         unit.reshard()  # an evaluation before the optimizer's step may have left old weights gathered
         handle = unit.unshard(async_op=True)

@@ -79,6 +79,9 @@ def prepare_model(model: Any) -> list[str]:
     return changed
 
 
+_ARMED: list[Any] = []  # the hook of ``check_next_model``
+
+
 def check_next_model(shared: bool) -> None:
     """Raise ``UserError`` at the next call by keywords alone, if it is of a transformers model that may mix documents.
 
@@ -88,7 +91,7 @@ def check_next_model(shared: bool) -> None:
     def check(called: nn.Module, positional: Any) -> None:
         if positional:  # another model, called before the one that gets the batch as keywords
             return
-        handle.remove()
+        _ARMED.pop().remove()
         while not hasattr(called, "set_attn_implementation"):  # inside DDP, FSDP, torch.compile
             if len(inner := [*called.children()]) != 1:
                 return
@@ -96,10 +99,13 @@ def check_next_model(shared: bool) -> None:
         attention = str(getattr(called.config, "_attn_implementation", None))
         if attention in _UNPACKED or ("flash" in attention and shared):
             mixes = f"{type(called).__name__} attends with {attention}, which may mix the documents of a PackedBatch"
-            raise UserError(f"{mixes}; call register_attention(model) of wlb.integrations.huggingface")
+            remedy = "call register_attention(model) of wlb.integrations.huggingface, or pass the fields of the batch"
+            raise UserError(f"{mixes}; {remedy}")
         refuse(_objections_to_model(called))
 
-    handle = register_module_forward_pre_hook(check)
+    for unused in _ARMED:
+        unused.remove()
+    _ARMED[:] = [register_module_forward_pre_hook(check)]
 
 
 def attend_with(model: Any, name: str) -> None:
