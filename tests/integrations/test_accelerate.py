@@ -41,6 +41,7 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
         errors.append(error_of(model, SimpleNamespace(plan=next(planning._steps)), averaged=True))
         optimizer.step()
         optimizer.zero_grad()
+    assert steps.state_dict(step) == steps.state_dict()
     assert steps.calibration is not None
     assert steps.calibration.state_dict()["steps"] == len(errors)
     accelerator.register_for_checkpointing(again)

@@ -39,8 +39,8 @@ class BalancedSteps(PackedSteps):
         if self.job.levels_steps:
             warn_of_memory(prepared)
 
-    def __next__(self) -> Any:
-        return BalancedStep(super().__next__().batches, self._in_turn)
+    def __next__(self) -> BalancedStep:
+        return BalancedStep(**vars(super().__next__()), _in_turn=self._in_turn)
 
     def state_dict(self, step: PackedStep | None = None) -> dict[str, Any]:
         self._check_whole()
@@ -92,11 +92,10 @@ class BalancedSteps(PackedSteps):
 
 
 @dataclass(frozen=True)
-class BalancedStep:
-    """The ``batches`` of a step; every loop over it runs them all, and reduces gradients at the end."""
+class BalancedStep(PackedStep):
+    """A step whose loops run all its batches, and reduce gradients at the end."""
 
-    batches: tuple[PackedBatch, ...]
-    _in_turn: Callable[[tuple[PackedBatch, ...]], Iterator[PackedBatch]] = field(repr=False)
+    _in_turn: Callable[[tuple[PackedBatch, ...]], Iterator[PackedBatch]] = field(kw_only=True, repr=False)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         return self._in_turn(self.batches)
