@@ -71,8 +71,8 @@ class BalancedDataLoader(BaseDataLoader):
         self._multiple_of, self._own_lists = config.multiple_of, config.own_lists
         names = ("micro_batches", "model", "hardware", "seed", "max_length_factor", "own_lists")
         settings: dict[str, Any] = {name: getattr(config, name) for name in names}
-        settings |= {"dp": dp_world_size, "rank": dp_rank, "epochs": None, "device": "cpu"}
-        steps = PackedSteps(TokenStore.open(config.store), context_window=_window(sizes), **settings)
+        settings |= {"context_window": _window(sizes), "dp": dp_world_size, "rank": dp_rank}
+        steps = PackedSteps(TokenStore.open(config.store), **settings, epochs=None, device="cpu")
         self.batches = ItemsOfSteps(steps, lambda step: [*map(self._as_torchtitan_has_it, step.batches)])
 
     def __iter__(self) -> Iterator[Batch]:
