@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, UnshardHandle
 from torch.nn.parallel import DistributedDataParallel
 
 from wlb.errors import UserError
@@ -155,7 +155,8 @@ def in_turn(
     if keep_weights:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
-        gather_weights(model)
+        for handle in gather_weights(model):
+            handle.wait()
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         for unit in units:
@@ -252,11 +253,12 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def gather_weights(model: nn.Module) -> None:
+def gather_weights(model: nn.Module) -> list[UnshardHandle]:
     """Start gathering all weights that FSDP2 has sharded, without the gradients that a step that failed has left there.
 
     If ranks gathered each layer in their own forward, one could wait there for another that waits for it in a shared
-    micro-batch. A pipeline stage gathers while its first micro-batch is still on other stages.
+    micro-batch. A pipeline stage gathers while its first micro-batch is still on other stages. Returns what to wait for
+    if the model may have units that no forward uses, whose first backward would fail; empty after the first step.
     """
     units = fsdp_units(model)
     params = [param for unit in units for group in _parameter_groups(unit) for param in group.fsdp_params]
@@ -267,11 +269,11 @@ def gather_weights(model: nn.Module) -> None:
         _end_backward_of_all(units)
         for param in params:
             param.unsharded_param.grad = param.unsharded_accumulated_grad = None
+    handles = []
     for unit in units:
         unit.reshard()  # an evaluation before the optimizer's step may have left old weights gathered
-        handle = unit.unshard(async_op=True)
-        if is_first and handle is not None:
-            handle.wait()  # or a backward that reduces nothing fails for a unit that no forward has used
+        handles.append(unit.unshard(async_op=True))
+    return [handle for handle in handles if is_first and handle is not None]
 
 
 def fingerprint_of(plan: StepPlan) -> int:
