@@ -186,8 +186,9 @@ def _data_parallel(
     if any(module.static_graph for module in wrapped) and (keep_weights or len(batches) > 1):
         raise UserError("static_graph = True of DDP does not accumulate gradients; leave it out")
     reducing = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if not wrapped and not reducing and (ranks := getattr(batches[0], "ranks", world)) > 1 < world:
+    world, told = dist.get_world_size() if dist.is_initialized() else 1, getattr(batches[0], "ranks", None)
+    ranks = told if isinstance(told, int) else world  # of a ``PackedBatch``
+    if not wrapped and not reducing and min(ranks, world) > 1:
         needed = "give the model that DDP returned, or call fully_shard on it"
         raise UserError(f"{type(model).__name__} is on {ranks} processes, and nothing reduces its gradients; {needed}")
     return wrapped, [module for module in reducing if not isinstance(module, FSDPModule)]
