@@ -176,8 +176,9 @@ def fit(fitted: list[Step], evaluations: int) -> None:
 def table_of(all_steps: list[Step]) -> Table:
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for step in all_steps:
-        key = (step.source, step.kind, "checked" if step.checks else "fitted")
-        found[key].append(float(np.expm1(step.error())))
+        kind, half = step.kind.removesuffix(", recomputation assumed"), "checked" if step.checks else "fitted"
+        for key in ((step.source, step.kind, half), ("all", kind, half)):
+            found[key].append(float(np.expm1(step.error())))
     table = Table("measured by", "steps", "half", "rows", "median error", "median, absolute", "nine in ten within")
     for key, values in sorted(found.items()):
         errors = np.array(values)

@@ -235,7 +235,7 @@ def _starts(lengths: Indices) -> Indices:
 
 
 def on_device(values: NDArray[np.integer[Any]] | Tensor, device: torch.device) -> Tensor:
-    """``values`` on ``device``; the copy to a GPU waits for nothing that the GPU does."""
+    """``values`` on ``device``; the copy to a GPU does not block."""
     tensor, to_gpu = torch.as_tensor(values), device.type == "cuda" and torch.cuda.is_available()
     if to_gpu and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

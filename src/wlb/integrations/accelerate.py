@@ -20,10 +20,10 @@ from wlb.runtime.own_lists import fsdp_units, in_turn, warn_of_memory
 class BalancedSteps(PackedSteps):
     """``packed_batches`` for an ``Accelerator`` and the model that it prepared for DDP or FSDP2.
 
-    A step is an iterable of its batches, and averages gradients over processes at its end. Raises
-    ``UserError`` for another wrapper (such as DeepSpeed), for Accelerate's own tensor or context parallelism, gradient
-    accumulation and ``accumulate``, for a scheduler that steps once for each process, and after a step that was left
-    early. With several processes it also raises for a batch without a backward.
+    A step is an iterable of its batches, and averages gradients over processes at its end. Raises ``UserError`` for
+    another wrapper (such as DeepSpeed), for Accelerate's own tensor or context parallelism, gradient accumulation and
+    ``accumulate``, for a scheduler that steps once for each process, and after a step that was left early. With several
+    processes it also raises for a batch without a backward.
     """
 
     def __init__(self, accelerator: Any, prepared: nn.Module, documents: Any, /, **settings: Any) -> None:

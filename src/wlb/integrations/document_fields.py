@@ -75,10 +75,11 @@ def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArra
     for what, numbers in (("input_ids", ids), ("labels", labels[labels != IGNORE_LABEL])):
         if numbers.min(initial=0) < 0:
             raise UserError(f"{name} has {numbers.min()} in {what}; give token ids, and -100 for tokens not to learn")
-    learnt = labels != IGNORE_LABEL
-    shifted = learnt[:-1].any() and np.array_equal(labels[:-1][learnt[:-1]], ids[1:][learnt[:-1]])
-    if shifted and not np.array_equal(labels[learnt], ids[learnt]):
-        raise UserError(f"{name} has labels shifted to the next token; give the label of a token at its own place")
+    if "labels" in given:
+        learnt = labels != IGNORE_LABEL
+        shifted = learnt[:-1].any() and np.array_equal(labels[:-1][learnt[:-1]], ids[1:][learnt[:-1]])
+        if shifted and not np.array_equal(labels[learnt], ids[learnt]):
+            raise UserError(f"{name} has labels shifted to the next token; give the label of a token at its own place")
     if not np.array_equal(given.get("position_ids", np.arange(len(ids))), np.arange(len(ids))):
         raise UserError(f"{name} has position_ids that do not count from 0; give single documents without them")
     return ids, labels

@@ -3,7 +3,8 @@
 ``StepPlanner`` takes the documents of a job in their order, feeds them to a packer until it returns steps, and deals
 each step to the data-parallel ranks. It needs only document lengths, so every rank runs its own planner and all get the
 same plans; a simulation runs one too. A plan comes with the state after it, which holds the documents that wait in the
-packer and the steps that the packer returned together with this one. Restoring takes time in proportion to that.
+packer and the steps that the packer returned together with this one. Restoring takes time
+proportional to what is pending.
 """
 
 from __future__ import annotations

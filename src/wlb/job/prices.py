@@ -155,7 +155,8 @@ def micro_batch_phases(
 ) -> Phases:
     """Seconds of the context-parallel groups of ``micro_batches``; shape (micro-batches,).
 
-    A group is ``cp`` ranks that shard by ``strategy``, or the ranks that a micro-batch names.
+    A group is ``cp`` ranks that shard by ``strategy``, or the ranks that a micro-batch names; a node has
+    ``ranks_per_node`` ranks.
     """
     kinds = np.array(
         [(len(one.ranks), nodes_of(one.ranks, ranks_per_node)) if one.ranks else (cp, 0) for one in micro_batches]

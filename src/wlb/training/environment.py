@@ -144,7 +144,8 @@ def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
 
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
-    """``training.threads``, else ``OMP_NUM_THREADS``, else an equal share of the usable cores; at most all cores."""
+    """CPU threads of each process: ``training.threads``, else ``OMP_NUM_THREADS``, else its share of the usable cores;
+    never more than the machine has."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
     wanted = config.threads or parse_count(given) or usable_cores() // local_processes
     return min(max(1, wanted), os.cpu_count() or 1)

@@ -206,7 +206,8 @@ def _check_number(prefix: Path, count: int) -> None:
 def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> tuple[str, NDArray[np.int64]]:
     """The name of ``corpus`` and the token counts that its documents would have in a store.
 
-    Counts only the first documents of a large corpus; notes say what was left out. Raises ``UserError`` if none are.
+    Counts only the first documents of a large corpus; notes say what was left out. Raises ``UserError`` if there are
+    no documents.
     """
     lengths: list[int] = []
     rejects: Counter[str] = Counter()

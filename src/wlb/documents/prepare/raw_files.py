@@ -1,6 +1,7 @@
 """Reading one file of a corpus: text, JSON Lines or Parquet, plain or compressed.
 
-Readers stream what they find: a text, messages, or a ``Reject`` for neither. A damaged container is an error.
+Readers stream what they find: a text, a list of messages, or a ``Reject`` for an entry that is neither. A damaged
+container makes the whole file an error.
 """
 
 from __future__ import annotations

@@ -221,7 +221,8 @@ class TokenStore:
         """Raise ``UserError`` if a file that holds any of ``documents`` has changed since the store was opened.
 
         Call it after a read to know that the tokens are those of the opened store, and before a read to know that no
-        mapped file was cut short, because reading beyond its end kills the process. ``RemoteArray`` checks by itself.
+        mapped file was cut short, because reading beyond its end kills the process. Files at URLs check
+        themselves (``RemoteArray``).
         """
         for number, _ in self._by_shard(documents):
             prefix = self._shards[number].prefix

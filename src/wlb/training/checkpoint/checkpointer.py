@@ -1,6 +1,7 @@
 """Save a whole job with ``torch.distributed.checkpoint`` (DCP) in the background, and restore it.
 
-Training pauses only while tensors are copied to host memory. Their fully qualified names can be read in other layouts.
+Training pauses only while tensors are copied to host memory. They are saved under their fully qualified names, which
+other layouts can read as well.
 """
 
 from __future__ import annotations

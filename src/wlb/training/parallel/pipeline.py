@@ -61,7 +61,8 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 class PipelineRunner:
     """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
 
-    ``Job`` has checked that the schedule can run this many. ``clock`` measures every step, ``calibration`` level steps.
+    ``Job`` has checked that the schedule can run this many. ``clock`` measures the compute of each step, and
+    ``calibration`` times micro-batches of level steps.
     """
 
     def __init__(
