@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -90,3 +91,11 @@ def test_the_first_rank_says_itself_that_the_job_was_terminated(rank: str, print
     assert left_with(Terminated("terminated after step 7"), monkeypatch) == 143
     assert capsys.readouterr().err == printed
     assert ending_of(0, ProcessFailure(0, 77, 143, str(path))) == Ending("", 143)
+
+
+def test_a_rank_whose_launcher_has_left_says_nothing(tmp_path, monkeypatch, capsys):
+    """The launcher was asked to end while it started this rank, has said so, and has taken its folder with it."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    assert left_with(RuntimeError("failed to recv, got 0 bytes"), monkeypatch) == 143
+    assert capsys.readouterr().err == ""

@@ -19,6 +19,7 @@ from tests.training.checkpoint.fakes import damage, write_checkpoint
 from tests.training.jobs import VOCABULARY, endless, job, read_steps, write_config
 from tests.training.processes import children_of, is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.documents.store.reader import TokenStoreWriter
+from wlb.job.config_file import load_config
 from wlb.training import launcher
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
 from wlb.training.endings import Ending
@@ -141,6 +142,18 @@ def test_a_job_that_is_terminated_while_it_starts_says_so(folder, ranks):
         process.terminate()
         _, err = process.communicate()
     assert (process.returncode, err) == (143, "wlb: terminated before the first step\n")
+
+
+def test_a_job_that_is_terminated_between_its_ranks_starts_says_so(folder, monkeypatch, capsys):
+    """Torch's engine has started some ranks and not yet noted any, so it ends none of them."""
+    from torch.distributed.elastic.multiprocessing import MultiprocessContext, SignalException
+
+    def started(_: MultiprocessContext) -> None:
+        raise SignalException("terminated", signal.SIGTERM)
+
+    monkeypatch.setattr(MultiprocessContext, "_start", started)
+    assert launcher.launch(load_config(endless(folder))) == 143
+    assert capsys.readouterr().err == "wlb: terminated before the first step\n"
 
 
 def test_a_killed_job_that_cannot_start_again_says_why_at_once(folder):

@@ -6,6 +6,7 @@ for the signals, so that neither a collective nor a long kernel in the main thre
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -48,11 +49,17 @@ class Ending(NamedTuple):
 def leave(error: BaseException) -> NoReturn:
     """Hand ``error`` to the launcher, or print it if there is none, and end this process.
 
-    Rank 0 always prints that the job was terminated, because a launcher that was asked to end does not look.
+    Rank 0 always prints that the job was terminated, because a launcher that was asked to end does not look. Where it
+    was asked while it started its ranks, ``wlb train`` says so itself and ends before them; whatever they meet is due
+    to that.
     """
     status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 0)
+    record = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    recorded = os.path.isdir(os.path.dirname(record))
+    if record and not recorded and multiprocessing.parent_process():
+        os._exit(TERMINATED_STATUS)
     try:
-        if os.path.isdir(os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))):
+        if recorded:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
             ErrorHandler().record_exception(error)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from typing import Any
 
 from wlb.errors import UserError
@@ -97,7 +98,7 @@ def _run(processes: int, work: Callable[[JobConfig], Any], config: JobConfig) ->
 
     Raises ``SignalException`` if this process was asked to end, once the others have ended.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -119,3 +120,7 @@ def _run(processes: int, work: Callable[[JobConfig], Any], config: JobConfig) ->
             return elastic_launch(settings, work)(config)[0]
         except ChildFailedError as error:
             return ending_of(*error.get_first_failure())
+        except SignalException:
+            if not any(Path(folder).rglob("error.json")):  # asked while it started them, it leaves without them
+                say("wlb: terminated before the first step")
+            raise
