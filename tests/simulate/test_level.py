@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import islice, pairwise
 
@@ -111,7 +112,9 @@ def test_the_timeline_has_no_rank_in_two_places(job, plans, tmp_path):
     for rank in range(8):
         spans = sorted((line.starts[index, 0], line.ends[index, 0]) for index in line.operations_of(0, rank))
         assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))
-    assert write_trace(tmp_path / "trace.json", line) == 8
+    write_trace(tmp_path / "trace.json", {"level": line})
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "thread_name" for event in events) == 8
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
 DEFAULT_MODEL = "llama3-8b"
-DEFAULT_WINDOW = 131_072
 DEFAULT_GPUS = 64
 
 
@@ -372,14 +371,3 @@ class TextOptions:
         field = self.text_field or ("messages" if self.chat else "text")
         documents: TextDocuments | None = self.documents.value if self.documents else None
         return FileCorpus(sources, field, chat=self.chat, documents=documents)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpaceOptions:
-    """The job whose fastest layout is searched for."""
-
-    gpus: Annotated[int, number("GPUs of the job.")]
-    model: Model = DEFAULT_MODEL
-    context_window: ContextWindow = DEFAULT_WINDOW
-    hardware: Hardware = "h100"
-    batch_tokens: BatchTokens = None

@@ -78,7 +78,6 @@ class SimulateOptions:
         from wlb.documents.store.files import names_store
         from wlb.simulate.job import NAMED_JOBS
 
-        assert self.job is not None
         if self.job in NAMED_JOBS:
             named = NAMED_JOBS[self.job]
             priced = {"model": named.model} if self.profile is None else {"profile": self.profile}
@@ -101,7 +100,6 @@ class SimulateOptions:
         from wlb.simulate.estimate import question_of
         from wlb.simulate.job import NAMED_JOBS
 
-        assert self.job is not None
         if self.settings:
             raise UserError("--set overrides a configuration file; a named job has none")
         named = NAMED_JOBS[self.job]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.console import emit_json, show_next, stderr, stdout
+from wlb.cli.groups import given_again, refuse_unused
 from wlb.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -17,46 +17,40 @@ if TYPE_CHECKING:
     from wlb.training.dry_run import DryRun
 
 _PROBLEMS = 1  # exit status of a job that would not start
+_ONLY = "Only with --dry-run"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """What to record while training."""
-
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration of the job (TOML).")],
     trace: Annotated[
         bool,
         typer.Option(
             "--trace", help="Write a torch profiler trace of a few steps of every rank into METRICS_DIR/trace."
         ),
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class DryRunOptions:
-    """The machine that a dry run assumes."""
-
-    device: Annotated[
-        str | None, typer.Option(metavar="cpu|cuda", help="Where the job would run; default: as configured.")
-    ] = None
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Hardware preset: a100, h100, h200, b200, mi300x, cpu; default: h100, or cpu with --device cpu.",
-        ),
-    ] = None
-
-
-def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration of the job (TOML).")],
-    asked: Annotated[
-        TrainOptions | DryRunOptions,
+    ] = False,
+    dry_run: Annotated[
+        bool,
         typer.Option(
             "--dry-run",
             help="Train nothing: find what would stop a job of any size at its start, and predict its memory and its "
             "first steps.",
         ),
-    ],
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda", help="Where the job would run; default: as configured.", rich_help_panel=_ONLY
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Hardware preset: a100, h100, h200, b200, mi300x, cpu; default: h100, or cpu with --device cpu.",
+            rich_help_panel=_ONLY,
+        ),
+    ] = None,
     overrides: options.Settings = None,
     json: options.Json = False,
 ) -> int:
@@ -71,10 +65,13 @@ def train(
     from wlb.job.config_file import load_config
 
     settings = overrides or []
-    if isinstance(asked, DryRunOptions):
-        return _dry_run(config, load_config(config, settings), settings, asked, json)
+    if dry_run:
+        refuse_unused(context, ["trace"], "has no effect with --dry-run")
+        return _dry_run(config, load_config(config, settings), settings, device, hardware, json)
+    if unread := given_again(context, ["device", "hardware"]):
+        raise UserError(f"{unread[0]} needs --dry-run")
     # Before torch is imported, which takes seconds.
-    loaded = load_config(config, [*settings, *["metrics.profile=true"] * asked.trace], auto_dp=_dp_of_this_machine)
+    loaded = load_config(config, [*settings, *["metrics.profile=true"] * trace], auto_dp=_dp_of_this_machine)
     _require_training()
     from wlb.training.launcher import launch
 
@@ -93,14 +90,16 @@ def _dp_of_this_machine(of_one_rank: int) -> int:
     return max(1, gpus // of_one_rank)
 
 
-def _dry_run(config: Path, loaded: JobConfig, overrides: list[str], asked: DryRunOptions, json: bool) -> int:
+def _dry_run(
+    config: Path, loaded: JobConfig, overrides: list[str], device: str | None, hardware: str | None, json: bool
+) -> int:
     """Check a job without running it; returns 1 if something would stop it at its start."""
     from wlb.workload.hardware import hardware_preset
 
-    device = asked.device or ("cpu" if loaded.training.device == "cpu" else "cuda")
+    device = device or ("cpu" if loaded.training.device == "cpu" else "cuda")
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device!r} is unknown; choose cpu or cuda")
-    name = asked.hardware or ("cpu" if device == "cpu" else "h100")
+    name = hardware or ("cpu" if device == "cpu" else "h100")
     if (kind := hardware_preset(name).device_type) != device:
         raise UserError(
             f"--hardware {name} has no effect on a job of --device {device}; leave it out, or choose --device {kind}"

@@ -9,70 +9,50 @@ ranks run alike and share a thread.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wlb.errors import UserError
 from wlb.report.timeline import Timeline
-from wlb.schedules.layout import Layout
 from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
 
-MOST_TRACKS = 256  # drawn, unless the caller names ranks
+MOST_TRACKS = 256  # drawn of a system
 _MICROSECONDS = 1e6
 _SHORTEST_SECONDS = 1e-9  # anything shorter is rounding
 
 
-def write_trace(
-    path: Path,
-    line: Timeline | Mapping[str, Timeline],
-    *,
-    dp_ranks: Sequence[int] | None = None,
-    cp_ranks: Sequence[int] | None = None,
-) -> int:
-    """Write ``line`` to ``path`` for all ranks, or the given ones; returns the number of tracks.
+def write_trace(path: Path, lines: Mapping[str, Timeline]) -> None:
+    """Write steps of several systems, by name, to ``path``: below each other, all from the same time on.
 
-    Steps of several systems, by name, stand below each other and start at the same time. A job with over
-    ``MOST_TRACKS`` tracks shows the slowest data-parallel rank only, and of that its first context-parallel ranks if
-    there are still too many. Raises ``UserError`` for ranks that do not exist and a file that cannot be written.
+    A job with over ``MOST_TRACKS`` tracks shows the slowest data-parallel rank only, and of that its first
+    context-parallel ranks if there are still too many. Raises ``UserError`` if the file cannot be written.
     """
-    lines = {"": line} if isinstance(line, Timeline) else line
     events: list[dict[str, Any]] = []
-    tracks = first_process = 0
-    for name, each in lines.items():
-        chosen = _chosen(each.job.layout, int(each.rank_ends.max(axis=0).argmax()), dp_ranks, cp_ranks)
-        for event in _events(each, *chosen):
+    first_process = 0
+    for name, line in lines.items():
+        for event in _events(line, *_drawn(line)):
             if event["name"] == "process_name":
-                event["args"]["name"] = f"{name} {event['args']['name']}".lstrip()
+                event["args"]["name"] = f"{name} {event['args']['name']}"
             events.append(event | {"pid": first_process + event["pid"]})
-        tracks += math.prod(map(len, chosen)) * each.job.layout.pp
-        first_process += each.job.layout.dp
-    details: dict[str, Any] = {name: {"step": each.plan.step, "seconds": each.seconds} for name, each in lines.items()}
+        first_process += line.job.layout.dp
+    details = {name: {"step": line.plan.step, "seconds": line.seconds} for name, line in lines.items()}
     trace = {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"simulated": "by wlb simulate", **details.pop("", {}), **details},
+        "otherData": {"simulated": "by wlb simulate", **details},
     }
     try:
         path.write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
     except OSError as error:
         raise UserError(f"trace {path} cannot be written: {error.strerror}") from None
-    return tracks
 
 
-def _chosen(
-    layout: Layout, slowest: int, dp_ranks: Sequence[int] | None, cp_ranks: Sequence[int] | None
-) -> tuple[Sequence[int], Sequence[int]]:
+def _drawn(line: Timeline) -> tuple[Sequence[int], Sequence[int]]:
     """The data-parallel and context-parallel ranks to draw."""
-    if dp_ranks is None:
-        dp_ranks = range(layout.dp) if layout.pp * layout.dp_cp <= MOST_TRACKS else [slowest]
-    if cp_ranks is None:
-        cp_ranks = range(min(layout.cp, max(1, MOST_TRACKS // (layout.pp * len(dp_ranks)))))
-    for name, ranks, size in (("dp", dp_ranks, layout.dp), ("cp", cp_ranks, layout.cp)):
-        if missing := [rank for rank in ranks if not 0 <= rank < size]:
-            raise UserError(f"the job has no {name} rank {missing[0]}; there are {size}, from 0")
-    return dp_ranks, cp_ranks
+    layout, slowest = line.job.layout, int(line.rank_ends.max(axis=0).argmax())
+    dp_ranks = range(layout.dp) if layout.pp * layout.dp_cp <= MOST_TRACKS else [slowest]
+    return dp_ranks, range(min(layout.cp, max(1, MOST_TRACKS // (layout.pp * len(dp_ranks)))))
 
 
 def _events(line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) -> Iterator[dict[str, Any]]:

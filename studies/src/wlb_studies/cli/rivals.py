@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,10 +17,21 @@ if TYPE_CHECKING:
     from wlb_studies.policies.policy import Outcome
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpaceOptions:
+    """The job whose fastest layout is searched for."""
+
+    gpus: Annotated[int, options.number("GPUs of the job.")]
+    model: options.Model = options.DEFAULT_MODEL
+    context_window: options.ContextWindow = 131_072
+    hardware: options.Hardware = "h100"
+    batch_tokens: options.BatchTokens = None
+
+
 def rivals(
     context: typer.Context,
     lengths: options.Lengths,
-    given: options.SpaceOptions,
+    given: SpaceOptions,
     policies: Annotated[str | None, options.list_of_names("Policies; default: all (docs/rivals.md).")] = None,
     steps: Annotated[
         int | None,
