@@ -54,9 +54,9 @@ from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.report.plots import COMPUTING, WAITING, pyplot_without_display, save
 from wlb.training.preflight import check_job
 from wlb_studies.filling import cut_at_windows
+from wlb_studies.plots import COMPUTING, WAITING, pyplot_without_display, save
 
 CONFIG = Path("configs/tiny_balanced.toml")
 PRESETS = ("plain-4d", "balanced")

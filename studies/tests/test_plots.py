@@ -10,10 +10,10 @@ from matplotlib.colors import to_hex
 
 import wlb_studies.packing as plots
 from wlb.packing.registry import PACKERS
-from wlb.report.plots import BALANCED, BASELINE
 from wlb.simulate import simulated_job
 from wlb_studies.filling import documents_for
 from wlb_studies.packing import colour_of, compare_packer, is_baseline, packer_for
+from wlb_studies.plots import BALANCED, BASELINE
 
 METHODS = ["sequential", "fixed_greedy:4", "variable_length:1", "balanced"]
 

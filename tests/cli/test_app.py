@@ -194,7 +194,6 @@ def test_options_that_would_not_be_read_are_refused(arguments, message):
 @in_turn(
     "arguments",
     [
-        ["profile", "--out", "profile.json", "--plot"],
         ["profile", "--out"],
         [*REPORT, "--out"],
         [*SIMULATE, "--trace"],

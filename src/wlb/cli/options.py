@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from wlb.cli.groups import refuse_unused, was_given
-from wlb.errors import UserError, choose_from, require
+from wlb.errors import UserError, choose_from
 from wlb.schedules.operations import SCHEDULES
 from wlb.token_count import parse_tokens
 
@@ -93,7 +93,6 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."),
 ]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the result: .png, .pdf or .svg.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 
 
@@ -118,16 +117,6 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def check_picture(path: Path | None) -> None:
-    """Refuse a picture that cannot be drawn, before any work is done."""
-    if path is None:
-        return
-    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise UserError(f"picture {path} must end in one of .png, .pdf, .svg")
-    check_writable(path)
-    require("matplotlib", "plot")
 
 
 def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[str]:

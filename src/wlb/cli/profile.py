@@ -68,7 +68,6 @@ class ProfileOptions:
 def profile(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Profile to write (JSON).", show_default=False)],
     asked: ProfileOptions,
-    plot: options.Plot = None,
     json: options.Json = False,
 ) -> None:
     """Measure attention and everything else of a model's blocks on this device.
@@ -76,10 +75,9 @@ def profile(
     Writes a workload profile for --profile of other commands, and prints its error on sizes that were held out. One
     block is measured, forward and backward.
 
-    Example: wlb profile --out profile.json --plot profile.png
+    Example: wlb profile --out profile.json
     """
     options.check_writable(out)
-    options.check_picture(plot)
     settings = asked.settings()
 
     from wlb.profiling.measure import measure_profile, tensor_parallel_shard
@@ -92,13 +90,6 @@ def profile(
         measured, held_out = measure_profile(settings, progress)
     write_profile(measured, out)
     how = f"{measured.dtype}, measured with {measured.clock}"
-    if plot is not None:
-        from wlb.report.plots import lines_over_tokens, profile_lines
-
-        panels, title = profile_lines(measured), f"{measured.machine}, tp {measured.tp}, {how}"
-        lines_over_tokens(
-            plot, title, panels, label="tokens of the document, micro-batch or queries", log=[*panels][:1]
-        )
     preset = hardware_name(settings.device)
     workloads = {
         "profile": make_workload(settings.shape, preset, settings.tp, profile=measured),
@@ -121,7 +112,7 @@ def profile(
     _show(accuracy, f"{measured.machine}, {how}")
     lengths = ", ".join(f"{tokens:,} ({name})" for name, tokens in crossover.items() if tokens)
     stdout.print(f"tokens at which a document's attention costs as much as everything else: {lengths}", highlight=False)
-    stdout.print(f"profile: {out}" + (f", picture: {plot}" if plot else ""), highlight=False)
+    stdout.print(f"profile: {out}", highlight=False)
     documents = f"synthetic:{_DOCUMENTS}:{settings.max_length}:0"
     show_next("check", documents, "--profile", out, "--hardware", preset)
 

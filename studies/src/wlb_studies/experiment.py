@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from wlb.report.plots import COLOURS, QUOTED, pyplot_without_display, save
+from wlb_studies.plots import COLOURS, QUOTED, pyplot_without_display, save
 
 Kind = Literal["", "quoted", "simulated", "measured"]
 Value = str | float | None

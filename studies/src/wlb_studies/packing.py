@@ -27,12 +27,12 @@ from wlb.packing.exact import FixedSolverPacker
 from wlb.packing.options import METHODS, checked_method, default_thresholds
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
-from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.rate import Rate
 from wlb.simulate.step import Steps
 from wlb.token_count import parse_count
 from wlb.workload.flops import attended_pairs
+from wlb_studies.plots import BALANCED, BASELINE, pyplot_without_display, save
 
 _DOCUMENTS_AT_A_TIME = 4096
 _FIXED_LENGTH = ("sequential", "fixed_greedy", "fixed_solver")  # the packing of the paper's plain-4D and fixed-4D

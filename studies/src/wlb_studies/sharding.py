@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.report.html.diagrams import areas_by_document
-from wlb.report.plots import pyplot_without_display, save
 from wlb.sharding import ShardPlan, make_shard_plan, shard_latency
 from wlb.workload import Costs
+from wlb_studies.plots import pyplot_without_display, save
 
 _CHOICES = ("per_document", "per_sequence")
 

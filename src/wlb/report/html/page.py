@@ -10,7 +10,6 @@ from pathlib import Path
 
 from wlb.errors import UserError
 from wlb.report.html.escaping import Markup, join, tag
-from wlb.report.plots import BALANCED, BASELINE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -21,8 +20,8 @@ _COLOURS = {
     "ink": ("#1c2126", "#e4e7eb"),
     "muted": ("#5b6570", "#9aa5b1"),
     "grid": ("#dfe3e8", "#343b44"),
-    "before": (BASELINE, "#6b7682"),
-    "after": (BALANCED, "#3fb68b"),
+    "before": ("#aab3bd", "#6b7682"),
+    "after": ("#1b7f5c", "#3fb68b"),
     "count": ("#aab3bd", "#6b7682"),
     "tokens": ("#3b7dd8", "#5b9df0"),
     "attention": ("#d1602b", "#f08a54"),

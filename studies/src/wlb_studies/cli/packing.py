@@ -14,6 +14,7 @@ from wlb.cli.groups import refuse_unused
 from wlb.report.answer import listed
 from wlb.terminal import number_of
 from wlb_studies.cli.packed_options import AskedJob, PackedOptions
+from wlb_studies.plots import Plot, check_picture
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +51,7 @@ class CompareOptions(PackedOptions):
     solver_seconds: Annotated[
         float, typer.Option(min=0.01, metavar="X", help="Time limit of a solve of fixed_solver.")
     ] = 10.0
-    plot: options.Plot = None
+    plot: Plot = None
 
 
 def packing(
@@ -65,7 +66,7 @@ def packing(
     """
     from wlb.documents.lengths import read_lengths
 
-    options.check_picture(asked.plot)
+    check_picture(asked.plot)
     tokens = read_lengths(lengths, column=asked.length_column, keep_empty=True)
     found = asked.job(context, lengths, tokens)
     compared, show = _compared_methods(context, tokens[tokens > 0], asked, found)

@@ -12,6 +12,7 @@ from wlb.cli import options
 from wlb.cli.console import counted, emit_json, note, show_columns, show_next
 from wlb.cli.groups import given_again
 from wlb.terminal import number_of
+from wlb_studies.plots import Plot, check_picture
 
 if TYPE_CHECKING:
     from wlb_studies.policies.policy import Outcome
@@ -39,7 +40,7 @@ def rivals(
             "Steps of each draw, after warm-up; default: 256 windows, at least 4 and at most 16 steps."
         ),
     ] = None,
-    plot: options.Plot = None,
+    plot: Plot = None,
     json: options.Json = False,
 ) -> None:
     """Compare balancing policies on the same documents, model, GPUs and global batch, each in its best layout.
@@ -57,7 +58,7 @@ def rivals(
     from wlb_studies.policies import chosen, compare, epochs, workers
     from wlb_studies.policies.grid import draw_speeds
 
-    options.check_picture(plot)
+    check_picture(plot)
     names = chosen(policies)
     documents = read_lengths(lengths, keep_empty=True)
     question = question_of(

@@ -11,6 +11,7 @@ from wlb.cli import options
 from wlb.cli.console import emit_json, show_columns, show_next, with_progress
 from wlb.cli.groups import given_again, names_of
 from wlb.report.answer import listed
+from wlb_studies.plots import Plot, check_picture
 
 if TYPE_CHECKING:
     from wlb_studies.sharding import StrategyResult
@@ -28,7 +29,7 @@ def sharding(
     ] = None,
     samples: Annotated[int, options.number_of_steps("Micro-batches to shard, drawn at random.")] = 200,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the draw.")] = 0,
-    plot: options.Plot = None,
+    plot: Plot = None,
     json: options.Json = False,
 ) -> None:
     """Compare sharding strategies on micro-batches of a list of document lengths.
@@ -43,7 +44,7 @@ def sharding(
     from wlb.sharding import STRATEGIES, check_group_size, make_shard_plan
     from wlb_studies.sharding import compare_strategy, sample_micro_batches
 
-    options.check_picture(plot)
+    check_picture(plot)
     check_group_size(cp)
     # Shards are priced one by one, so the workload describes a GPU without context parallelism.
     priced = gpu.priced(context, context_window, 1, reads=["cp"])

@@ -12,11 +12,11 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from wlb.report.plots import lines_over_tokens
 from wlb.simulate.job import PAPER_JOBS
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import ASSUMED, Bench, Documents, corpus, grown_corpus
+from wlb_studies.plots import lines_over_tokens
 
 _1K = 1024
 WINDOWS = tuple(thousands * _1K for thousands in (32, 64, 96, 128, 160, 256, 512, 1024))

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.reader import TokenStore
-from wlb.report.plots import COLOURS, pyplot_without_display, save, tidy
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table
 from wlb_studies.paper import paper
 from wlb_studies.paper.training_runs import MICRO_BATCHES, WINDOW, SeedRun, prepare_data, runs_of, train_all
+from wlb_studies.plots import COLOURS, pyplot_without_display, save, tidy
 
 _STEPS = 400
 _LAST_SHARE = 0.1  # last share of all steps, over which the final training loss is averaged

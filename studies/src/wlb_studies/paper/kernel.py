@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from wlb.report.plots import lines_over_tokens
 from wlb.workload import Costs, ModelShape, make_workload, model_shape
 from wlb.workload.flops import attention_flops
 from wlb.workload.profile import WorkloadProfile, read_profile
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table
 from wlb_studies.paper import paper
+from wlb_studies.plots import lines_over_tokens
 
 LENGTHS = tuple(2**power for power in range(8, 18))
 QUERIES = (16, 32, 64, 128, 192, 256, 384, 512, 1024)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from wlb.report.plots import pyplot_without_display, save
 from wlb_studies.experiment import Column, Report, Settings, Table
+from wlb_studies.plots import pyplot_without_display, save
 from wlb_studies.published.batches import measured_batch_rows, system_ratios
 from wlb_studies.published.kernels import kernel_rows
 from wlb_studies.published.prediction import FUNCTIONAL, Prediction, Summary, compared, summaries

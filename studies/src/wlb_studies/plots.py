@@ -1,20 +1,21 @@
 """Pictures of results, drawn with Matplotlib into files, and the colours of all pictures.
 
-In every picture, and in the HTML report, baselines are grey and balanced systems are green. In timelines computing is
-blue-grey and waiting is red.
+In every picture, as in the HTML report of ``wlb report``, baselines are grey and balanced systems are green. In
+timelines computing is blue-grey and waiting is red.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
+import typer
 
+from wlb.cli.options import check_writable
 from wlb.errors import UserError, require
-from wlb.workload.flops import ATTENTION_BACKWARD_FACTOR, attention_flops
-from wlb.workload.profile import WorkloadProfile
+
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the result: .png, .pdf or .svg.")]
 
 BASELINE, BALANCED = "#aab3bd", "#1b7f5c"  # on light paper
 COMPUTING, WAITING = "#a9bdd0", "#e03131"
@@ -23,27 +24,14 @@ QUOTED = "#b8bfc7"
 COLOURS = ("#c2571a", "#6a7fb5", BALANCED, "#d4a017", "#a3496f", "#8a7a2b")
 
 
-def profile_lines(profile: WorkloadProfile) -> dict[str, dict[str, tuple[Sequence[float], Sequence[float]]]]:
-    """What a profile's picture shows, panel by panel: lines of (tokens, values).
-
-    Seconds of a document's attention and of the linear part; then the FLOP/s that attention of documents reaches, and
-    of queries over the most keys that come before them: a short chunk of a long document.
-    """
-    seconds: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    rates: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    shape, table = profile.model, profile.prefix_attention
-    for phase in ("forward", "backward"):
-        attention, linear = (getattr(part, f"{phase}_seconds") for part in (profile.attention, profile.linear))
-        seconds[f"attention, {phase}"] = profile.attention.tokens, attention
-        seconds[f"everything else, {phase}"] = profile.linear.tokens, linear
-        flops = attention_flops(shape, profile.attention.tokens, phase) / profile.tp
-        rates[f"documents, {phase}"] = profile.attention.tokens, (flops / attention).tolist()
-        work = ATTENTION_BACKWARD_FACTOR if phase == "backward" else 1.0
-        pairs = np.array(table.queries) * table.keys[-1] * work / profile.tp
-        of_table = np.array(getattr(table, f"{phase}_seconds"))[:, -1]
-        reached = 4.0 * shape.layers * shape.heads * shape.head_dim * pairs / of_table
-        rates[f"queries over {table.keys[-1]:,} keys, {phase}"] = table.queries, reached.tolist()
-    return {"seconds, all layers": seconds, "achieved FLOP/s of attention": rates}
+def check_picture(path: Path | None) -> None:
+    """Refuse a picture that cannot be drawn, before any work is done."""
+    if path is None:
+        return
+    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise UserError(f"picture {path} must end in one of .png, .pdf, .svg")
+    check_writable(path)
+    require("matplotlib", "plot")
 
 
 def lines_over_tokens(
