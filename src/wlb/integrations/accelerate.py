@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class BalancedSteps(PackedSteps):
             inside = "parallelism_config has tp, cp or sp over 1"
             raise UserError(f"{inside}; leave them out, and give balanced_steps(cp=...)")
         self._accelerator, self._prepared = accelerator, prepared
-        self._is_whole, self._ran_backward = True, True  # of the current step and its last batch that ran
+        self._is_whole, self._ran_backward = True, False  # of the current step and its last batch
         super().__init__(documents, **{"device": accelerator.device, **settings})
         if self.job.levels_steps:
             warn_of_memory(prepared)
@@ -57,27 +56,23 @@ class BalancedSteps(PackedSteps):
             if getattr(scheduler, "step_with_optimizer", False) and not scheduler.split_batches:
                 often = f"a scheduler that Accelerate prepared steps {processes} times a step, once for each process"
                 raise UserError(f"{often}; leave it out of accelerator.prepare, and count steps of the optimizer")
+        turns = in_turn(self._prepared, batches, keep_weights=self.job.levels_steps, calibration=calibration)
         watched = self._prepared.register_forward_hook(self._watch)
-        self._is_whole, self._ran_backward = False, True
+        self._is_whole = False
         try:
-            turns = in_turn(self._prepared, batches, keep_weights=self.job.levels_steps, calibration=calibration)
-            for batch in islice(turns, len(batches)):
+            for batch in turns:
                 if self._accelerator.step != accumulated:
                     raise UserError("accelerator.accumulate steps after every batch; call optimizer.step once a step")
-                self._check_backward()
                 self._ran_backward = processes == 1
                 yield batch
-            self._check_backward()
-            next(turns, None)  # reduces the gradients that FSDP2 has kept
+                if not self._ran_backward:  # gradients would be reduced too often, too early or never, or deadlock
+                    raise UserError("the previous batch had no backward yet; loop over step, and not over list(step)")
             self._is_whole = True
         finally:
+            turns.close()
             watched.remove()
         if calibration is not None:
             calibration.end_step()
-
-    def _check_backward(self) -> None:
-        if not self._ran_backward:  # gradients would be reduced too often, too early or never, or deadlock
-            raise UserError("the previous batch had no backward yet; loop over step, and not over list(step)")
 
     def _check_whole(self) -> None:
         if not self._is_whole:

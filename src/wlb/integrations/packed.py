@@ -201,8 +201,8 @@ class PackedSteps(Iterator[PackedStep]):
     ) -> None:
         if not isinstance(documents, TokenStore):
             check_documents(documents, "documents")
-        if own_lists and (sharding != "balanced" or cp != 1):
-            raise UserError("own_lists chooses cp and sharding itself; leave them out")
+        if own_lists and sharding != "balanced":
+            raise UserError("own_lists chooses sharding itself; leave it out")
         self._processes, self._device = Processes(rank, dp, cp, group), device or _used_device(group)
         self._rank = self._processes.own_rank()
         self._stream: ArrivingDocuments[Document] | None = None

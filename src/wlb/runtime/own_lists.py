@@ -14,7 +14,7 @@ This file and ``stage`` use private parts of FSDP2, the same in torch 2.11 to 2.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -28,9 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.collectives import gathered_rows
-from wlb.runtime.environment import on_first_rank, set_up_gpu
-from wlb.terminal import tell
+from wlb.runtime.collectives import gathered_rows, warn
+from wlb.runtime.environment import set_up_gpu
 
 T = TypeVar("T")
 
@@ -48,7 +47,8 @@ def own_micro_batches(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[MicroB
 
     In a level step under DDP a rank reduces its gradients beside the backward of its last micro-batch, and a reduction
     waits for all other ranks. So no other rank may still need it. If its last micro-batch is not the last of all ranks
-    that share it, the list ends with an empty micro-batch (``make_batch`` makes it a single unlabelled token).
+    that share it, the list ends with an empty micro-batch (``make_batch`` makes it a single unlabelled token). FSDP2
+    reduces later, so ``in_turn`` leaves it out.
     """
     micro_batches = plan.ranks[dp_rank]
     if not names_ranks(plan):
@@ -122,8 +122,7 @@ def warn_of_memory(model: nn.Module) -> None:
     if weights + gradients > free / 1e9:
         held = f"{weights:.1f} GB of gathered weights and {gradients:.1f} GB of unsharded gradients"
         remedy = "leave out own_lists, or choose a smaller reduce_dtype in MixedPrecisionPolicy"
-        line = f"a level step holds {held}, and this GPU has {free / 1e9:.1f} GB free; {remedy}"
-        on_first_rank(tell, f"wlb: warning: {line}")
+        warn(f"a level step holds {held}, and this GPU has {free / 1e9:.1f} GB free; {remedy}")
 
 
 def unsharded_bytes(model: nn.Module) -> tuple[int, int]:
@@ -142,7 +141,7 @@ def unsharded_bytes(model: nn.Module) -> tuple[int, int]:
 
 def in_turn(
     model: nn.Module, batches: Sequence[T], *, keep_weights: bool = True, calibration: Calibration | None = None
-) -> Iterator[T]:
+) -> Generator[T]:
     """Yield each of ``batches`` with ``model`` set to accumulate gradients, and reduce them once.
 
     ``calibration`` times the work of the caller on all batches but the first and last, in which ranks wait for each
@@ -157,6 +156,8 @@ def in_turn(
             unit.set_reshard_after_forward(False, recurse=False)
         for handle in gather_weights(model):
             handle.wait()
+        if units and len(batches) > 1 and getattr(batches[-1], "segment_lengths", None) == (1,):
+            batches = batches[:-1]  # an empty one, for DDP (``own_micro_batches``)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         for unit in units:
