@@ -23,7 +23,8 @@ from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.batch import IGNORE_LABEL, labelled_tokens, make_batch, read_batch
+from wlb.runtime.batch import labelled_tokens, make_batch, read_batch
+from wlb.runtime.loss import IGNORE_LABEL
 
 STORE = RandomDocuments(np.array([1, 9, 2, 30, 17]), vocab_size=50_000)
 MASKED = RandomDocuments(STORE.lengths, STORE.vocab_size, labelled=0.4)

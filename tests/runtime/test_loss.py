@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tests.attention.live_bytes import LiveBytes
 from tests.cases import in_turn
-from wlb.runtime.loss import summed_cross_entropy
+from wlb.runtime.loss import token_losses
 
 
 def loss_and_gradient(scores: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     leaf = scores.clone().requires_grad_()
-    loss = summed_cross_entropy(leaf, labels, **options)
+    loss = token_losses(leaf, labels, **options).sum()
     return loss, torch.autograd.grad(loss / 7, leaf)[0]
 
 
@@ -51,10 +51,10 @@ def test_without_labels_it_is_zero() -> None:
 @in_turn("overwrite", [False, True])
 def test_no_wide_copy_of_all_scores_is_held(overwrite: bool) -> None:
     leaf, labels = torch.randn(64, 1000).bfloat16().requires_grad_(), torch.arange(64)
-    (expected,) = torch.autograd.grad(summed_cross_entropy(leaf, labels, chunk=8), leaf)
+    (expected,) = torch.autograd.grad(token_losses(leaf, labels, chunk=8).sum(), leaf)
     scores = leaf * 1.0
     with LiveBytes() as live:
-        (found,) = torch.autograd.grad(summed_cross_entropy(scores, labels, chunk=8, overwrite=overwrite), scores)
+        (found,) = torch.autograd.grad(token_losses(scores, labels, chunk=8, overwrite=overwrite).sum(), scores)
     assert live.peak < (not overwrite) * scores.nbytes + 4 * 8 * 1000 * 4 + 10_000
     assert torch.equal(found, expected)
     assert torch.equal(scores, found if overwrite else leaf)
@@ -63,4 +63,4 @@ def test_no_wide_copy_of_all_scores_is_held(overwrite: bool) -> None:
 def test_a_label_that_is_no_word_fails() -> None:
     for label in (-1, 2):
         with pytest.raises(RuntimeError, match="out of bounds"):
-            summed_cross_entropy(torch.zeros(1, 2), torch.tensor([label]))
+            token_losses(torch.zeros(1, 2), torch.tensor([label]))

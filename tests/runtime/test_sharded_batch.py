@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.training.documents import RandomDocuments
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch
+from wlb.runtime.batch import TokenBatch, make_batch
+from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.sharded_batch import shard_batch
 from wlb.sharding import STRATEGIES, make_shard_plan
 

@@ -47,7 +47,7 @@ from wlb.packing.arrange import arrange
 from wlb.packing.level import level_groups
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, labelled_tokens, make_batch
-from wlb.runtime.loss import summed_cross_entropy
+from wlb.runtime.loss import token_losses
 from wlb.runtime.sharded_batch import RankSlice
 from wlb.schedules.layout import Layout, split_layers
 from wlb.training.parallel.mesh import build_mesh
@@ -365,7 +365,7 @@ def _gradients_of_slices(
         x, attend = batch.tokens, batch.attention(group)
         for stage, slices in zip(stages, kept, strict=True):
             x = stage(x, batch.positions, attend.of_one_stage(slices))
-        losses.append(summed_cross_entropy(x, batch.labels) / labelled_tokens(plan, documents))
+        losses.append(token_losses(x, batch.labels).sum() / labelled_tokens(plan, documents))
     for loss in reversed(losses):
         loss.backward()
     assert not any(layer for slices in kept for layer in slices.kept.values())

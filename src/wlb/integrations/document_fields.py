@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.errors import UserError
-from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.loss import IGNORE_LABEL
 
 Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 

@@ -39,15 +39,13 @@ from wlb.integrations.document_fields import (
     token_count,
 )
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.batch import IGNORE_LABEL, TokenBatch, make_batch, read_batch
+from wlb.runtime.batch import TokenBatch, make_batch, read_batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import agreeing_group, device_of, gathered_rows, sharing_group, warn
 from wlb.runtime.environment import set_up_gpu
-from wlb.runtime.loss import summed_cross_entropy
+from wlb.runtime.loss import IGNORE_LABEL, packed_loss
 from wlb.runtime.own_lists import digest_of, fingerprint_of
 from wlb.runtime.sharded_batch import RankSlice, ShardedAttention, ShardedBatch
-
-NO_LABELS = "a step has no labelled token, so its loss and gradients are zero; check its labels and masks"
 
 
 @dataclass(frozen=True)
@@ -124,16 +122,6 @@ class PackedBatch:
         there, names = torch.device(device), ("tokens", "labels", "position_ids")
         moved: dict[str, Any] = {name: on_device(getattr(self, name), there) for name in names}
         return replace(self, **moved)
-
-
-def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int, *, averaged_over: int) -> Tensor:
-    """The loss of a micro-batch in a step with ``loss_tokens`` labels, as in ``PackedBatch.loss``.
-
-    ``logits`` are (tokens, vocabulary), ``labels`` (tokens,). ``averaged_over`` ranks average gradients; 1 if summed.
-    """
-    if loss_tokens == 0:
-        warn(NO_LABELS)
-    return summed_cross_entropy(logits, labels) * averaged_over / max(loss_tokens, 1)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches import ItemsOfSteps
 from wlb.integrations.packed import PackedBatch, PackedSteps
-from wlb.runtime.batch import IGNORE_LABEL
 from wlb.runtime.environment import set_up_gpu
+from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.own_lists import in_turn, warn_of_memory
 
 _VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"

@@ -19,7 +19,7 @@ from wlb.errors import UserError
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Attend, Block, Head, TransformerConfig, rotary_angles
 from wlb.profiling.timing import Case
-from wlb.training.parallel.pipeline import LossTarget, token_loss
+from wlb.runtime.loss import packed_loss
 from wlb.workload.shapes import ModelShape
 
 _FILL_TOKENS = {"cpu": 4096, "cuda": 16_384}  # tokens of documents measured together
@@ -96,7 +96,7 @@ class Workbench:
 
     def _ends(self, tokens: int) -> Tensor:
         ids, _ = self._ids[:tokens], self._rotation(self._positions[:tokens])
-        return token_loss(self._head(self._embedding(ids)), LossTarget(ids, tokens))
+        return packed_loss(self._head(self._embedding(ids)), ids, tokens, averaged_over=1, overwrite=True)
 
 
 class _Skip(torch.autograd.Function):

@@ -26,8 +26,8 @@ from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime.loss import IGNORE_LABEL
 
-IGNORE_LABEL = -100  # cross_entropy's default ignore_index
 _REQUESTS = 16  # simultaneous requests of a rank to a server of token stores
 
 _T = TypeVar("_T")

@@ -1,8 +1,9 @@
-"""Cross entropy of many tokens over a large vocabulary, without a float32 copy of all scores.
+"""The loss of a micro-batch as part of its step, without a float32 copy of all scores.
 
-The plain loss casts scores (T, V) to float32, keeps their log-probabilities and makes gradients in both types. Here we
-cast a chunk of rows at a time, so that memory holds only the scores and their gradient, in the type of the scores; or
-the scores alone, over which the trainer writes the gradient.
+The loss of a step is the cross entropy summed over its labelled tokens, divided by their number on all ranks. PyTorch's
+casts scores (T, V) to float32, keeps their log-probabilities and makes gradients in both types. Here we cast a chunk of
+rows at a time, so that memory holds only the scores and their gradient, in the type of the scores; or the scores alone,
+over which the trainer writes the gradient.
 """
 
 from __future__ import annotations
@@ -10,31 +11,60 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from wlb.runtime.collectives import warn
 
 CHUNK_ROWS = 1024  # 0.5 GiB of float32 scores for 128,000 words
+IGNORE_LABEL = -100  # cross_entropy's default ignore_index
+NO_LABELS = "a step has no labelled token, so its loss and gradients are zero; check its labels and masks"
 
 
-def summed_cross_entropy(
-    scores_TV: Tensor, labels_T: Tensor, *, chunk: int = CHUNK_ROWS, ignore_label: int = -100, overwrite: bool = False
+def packed_loss(
+    logits: Tensor, labels: Tensor, loss_tokens: int, *, averaged_over: int, overwrite: bool = False
 ) -> Tensor:
-    """Cross entropy summed over the rows whose label is not ``ignore_label``, in float32 or better, a scalar.
+    """The loss of a micro-batch in a step with ``loss_tokens`` labels: a scalar, in float32 or better.
 
-    ``scores_TV`` is a plain tensor of any floating type, ``labels_T`` is int64. At most ``chunk`` rows are in the wide
-    type at a time. With ``overwrite`` the backward leaves the gradient in ``scores_TV``, which nobody may read later.
-    Fails for labels out of range, as ``gather`` does.
+    ``logits`` are (tokens, vocabulary), ``labels`` (tokens,), -100 for none. ``averaged_over`` ranks average gradients;
+    1 if summed. Warns for a step without labels, whose loss is zero. ``token_losses`` explains ``overwrite``, and
+    tensor-parallel ``logits``, for which all ranks get the loss.
     """
-    total: Tensor = _SummedCrossEntropy.apply(scores_TV, labels_T, chunk, ignore_label, overwrite)
-    return total
+    if loss_tokens == 0:
+        warn(NO_LABELS)
+    if isinstance(logits, DTensor):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        split: Any = F.cross_entropy(wide, labels, ignore_index=IGNORE_LABEL, reduction="sum")
+        total: Tensor = split.to_local()
+    else:
+        total = token_losses(logits, labels, overwrite=overwrite).sum()
+    return total * averaged_over / max(loss_tokens, 1)
 
 
-class _SummedCrossEntropy(torch.autograd.Function):
+def token_losses(scores_TV: Tensor, labels_T: Tensor, *, chunk: int | None = None, overwrite: bool = False) -> Tensor:
+    """Cross entropy of each row (T,), in float32 or better; zero for the label -100.
+
+    ``scores_TV`` has any floating type, ``labels_T`` is int64. At most ``chunk`` rows are in the wide type at a time.
+    With ``overwrite`` the backward leaves the gradient in ``scores_TV``, which nobody may read later. Scores that
+    tensor-parallel ranks split by vocabulary are a ``DTensor``, under ``loss_parallel``. Fails for labels out of range.
+    """
+    chunk = chunk or CHUNK_ROWS
+    if isinstance(scores_TV, DTensor):
+        wide, parts = torch.promote_types(scores_TV.dtype, torch.float32), scores_TV.split(chunk)
+        pairs: Any = zip(parts, labels_T.split(chunk), strict=True)
+        ignored: dict[str, Any] = {"ignore_index": IGNORE_LABEL, "reduction": "none"}
+        split: list[Any] = [F.cross_entropy(part.to(wide), labels, **ignored) for part, labels in pairs]
+        return torch.cat([losses.to_local() for losses in split])
+    losses_T: Tensor = _CrossEntropy.apply(scores_TV, labels_T, chunk, overwrite)
+    return losses_T
+
+
+class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, scores_TV: Tensor, labels_T: Tensor, chunk: int, ignore_label: int, overwrite: bool
-    ) -> Tensor:
-        labelled_T = labels_T != ignore_label
+    def forward(ctx: Any, scores_TV: Tensor, labels_T: Tensor, chunk: int, overwrite: bool) -> Tensor:
+        labelled_T = labels_T != IGNORE_LABEL
         target_T = labels_T.where(labelled_T, 0)
         wide = torch.promote_types(scores_TV.dtype, torch.float32)
         log_sums_T = scores_TV.new_empty(len(labels_T), dtype=wide)
@@ -43,17 +73,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
         scores_of_target_T = scores_TV.gather(-1, target_T[:, None])[:, 0].to(wide)  # fails for labels out of range
         ctx.save_for_backward(scores_TV, target_T, labelled_T, log_sums_T)
         ctx.chunk, ctx.overwrite = chunk, overwrite
-        return (log_sums_T - scores_of_target_T).where(labelled_T, 0.0).sum()
+        return (log_sums_T - scores_of_target_T).where(labelled_T, 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        scores_TV, *of_rows = ctx.saved_tensors
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
+        scores_TV, target_T, labelled_T, log_sums_T = ctx.saved_tensors
+        of_rows = target_T, grad_T * labelled_T, log_sums_T
         grad_TV = scores_TV.detach() if ctx.overwrite else torch.empty_like(scores_TV)
         chunks = zip(*(x.split(ctx.chunk) for x in (grad_TV, scores_TV, *of_rows)), strict=True)
-        for grad_scores, scores, target, labelled, log_sums in chunks:
+        for grad_scores, scores, target, grad, log_sums in chunks:
             shares = scores.to(log_sums.dtype, copy=True).sub_(log_sums[:, None]).exp_()
             shares[torch.arange(len(target), device=target.device), target] -= 1.0  # scatter_ is not deterministic
-            grad_scores.copy_(shares.mul_((grad * labelled)[:, None]))
+            grad_scores.copy_(shares.mul_(grad[:, None]))
             del shares  # otherwise memory would hold two chunks
-        return grad_TV, None, None, None, None
+        return grad_TV, None, None, None

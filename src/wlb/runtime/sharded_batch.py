@@ -26,7 +26,8 @@ from wlb.attention.packed_attention import AttentionCache
 from wlb.attention.shard_layout import on_device
 from wlb.attention.slices import KeptSlices, SliceInLayer, SliceOf
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.batch import IGNORE_LABEL, TokenBatch
+from wlb.runtime.batch import TokenBatch
+from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.own_lists import own_batches
 from wlb.schedules.layout import Layout
 from wlb.sharding import LEVEL_SHARDING, make_shard_plan

@@ -13,11 +13,11 @@ from tests.attention.live_bytes import LiveBytes
 from tests.cases import in_turn
 from wlb.job.memory.layers import LayerMemory, Unit
 from wlb.models.transformer import Transformer, TransformerConfig, rotary_angles
+from wlb.runtime.loss import packed_loss
 from wlb.runtime.sharded_batch import ShardedAttention
 from wlb.sharding import make_shard_plan
 from wlb.simulate import simulated_job
 from wlb.training.parallel.parallelize import apply_activation_checkpointing
-from wlb.training.parallel.pipeline import LossTarget, token_loss
 from wlb.workload import ModelShape, hardware_preset
 from wlb.workload.base import Checkpointing
 
@@ -95,7 +95,7 @@ def test_head_and_loss(dtype):
     x = torch.randn(ROWS, SHAPE.hidden, dtype=dtype).requires_grad_()
     labels = torch.randint(SHAPE.vocab_size, (ROWS,))
     assert module.head is not None
-    found = measure(lambda: token_loss(module.head(x), LossTarget(labels, ROWS)))
+    found = measure(lambda: packed_loss(module.head(x), labels, ROWS, averaged_over=1, overwrite=True))
     kept_input = 0 if dtype == torch.bfloat16 else x.nbytes
     assert found.held == pytest.approx(head.held - kept_input, abs=64)  # the loss itself
     assert found.forward == pytest.approx(head.forward - kept_input, rel=0.1)

@@ -15,7 +15,7 @@ from tests.training.jobs import VOCABULARY, job, write_store
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.job import Job
-from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.sharded_batch import RankSlice
 from wlb.training.data.loader import LoadedStep, StepLoader
 

@@ -24,8 +24,8 @@ from wlb.job.job import Job
 from wlb.models.configured_model import configured_model
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
+from wlb.runtime import loss
 from wlb.training.endings import Terminated
-from wlb.training.evaluation import evaluator
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.evaluation.held_out import HeldOut
 from wlb.training.preflight import check_job
@@ -60,7 +60,7 @@ def _job(folder: Path, preset: str = "balanced", /, **changes: Any) -> JobConfig
 
 
 def _evaluate(configs: list[JobConfig]) -> list[dict[str, Any] | None]:
-    evaluator.CHUNK_ROWS = 100  # in this process; less than a window
+    loss.CHUNK_ROWS = 100  # in this process; less than a window
     return [Evaluator(build_model(check_job(config, dist.get_world_size()), CPU)).run() for config in configs]
 
 

@@ -13,20 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import record_function
 
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import IGNORE_LABEL, read_batch
+from wlb.runtime.batch import read_batch
 from wlb.runtime.collectives import gathered, gathered_rows
-from wlb.runtime.loss import CHUNK_ROWS
+from wlb.runtime.loss import IGNORE_LABEL, token_losses
 from wlb.runtime.own_lists import fsdp_units
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.training.evaluation.held_out import HeldOut
-from wlb.training.parallel.parallelize import master_dtype
 from wlb.training.rank_model import RankModel
 
 
@@ -75,15 +73,11 @@ class Evaluator:
         model, held_out = self._model, self._held_out
         whole = read_batch(micro_batch, held_out.store, model.checked.job.shape.vocab_size)
         batch = model.share.of(whole).to(sums.device)
-        scores, wide = self._forward(batch), master_dtype(model.execution.dtype)
+        scores = self._forward(batch)
         if scores is None:
             return
         with loss_parallel() if isinstance(scores, DTensor) else nullcontext():  # scores may be split by vocabulary
-            parts = [
-                F.cross_entropy(part.to(wide), labels, ignore_index=IGNORE_LABEL, reduction="none")
-                for part, labels in zip(scores.split(CHUNK_ROWS), batch.labels.split(CHUNK_ROWS), strict=True)
-            ]
-        losses = torch.cat([part.to_local() if isinstance(part, DTensor) else part for part in parts])
+            losses = token_losses(scores, batch.labels)
         if model.mesh.rank("tp") != 0:  # the others computed the same
             return
         mine = batch.shard_plan.positions(model.share.cp_rank)

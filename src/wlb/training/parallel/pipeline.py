@@ -12,20 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.models.transformer import Transformer
-from wlb.runtime.batch import IGNORE_LABEL
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.clock import ComputeClock
-from wlb.runtime.loss import summed_cross_entropy
+from wlb.runtime.loss import packed_loss
 from wlb.runtime.own_lists import in_turn
 from wlb.runtime.sharded_batch import ShardedBatch
 from wlb.runtime.stage import Pipeline, pipeline, run_order, variable_length_stage
@@ -34,28 +32,7 @@ from wlb.schedules.operations import RankOperations
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
 
-
-class LossTarget(NamedTuple):
-    """What the loss of a micro-batch needs beside the scores."""
-
-    labels: Tensor
-    loss_tokens: int
-    micro_batch: int = 0
-
-
-def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
-    """Cross entropy summed over labelled tokens, in float32 or better, divided by the step's ``loss_tokens``.
-
-    ``scores_TV`` may be split over tensor-parallel ranks by vocabulary; then all of them get the loss. Otherwise the
-    backward overwrites them.
-    """
-    if isinstance(scores_TV, DTensor):  # under ``loss_parallel``
-        wide = scores_TV.to(master_dtype(scores_TV.dtype))
-        split: Any = F.cross_entropy(wide, target.labels, ignore_index=IGNORE_LABEL, reduction="sum")
-        total: Tensor = split.to_local()
-    else:
-        total = summed_cross_entropy(scores_TV, target.labels, overwrite=True)
-    return total / max(target.loss_tokens, 1)
+_Target = tuple[int, Tensor, int]  # of the loss: number of the micro-batch, labels, and ``loss_tokens``
 
 
 class PipelineRunner:
@@ -108,7 +85,8 @@ class PipelineRunner:
         share of the loss, detached: summed over all ranks, the mean of the step's labelled tokens.
         """
         batches = [batch.to(self._execution.device) for batch in batches]
-        targets = [LossTarget(batch.labels, loss_tokens, index) for index, batch in enumerate(batches)]
+        # The reporter names a step without labels.
+        targets = [(index, batch.labels, max(loss_tokens, 1)) for index, batch in enumerate(batches)]
         keywords = [self._keywords(batch) for batch in batches]
         with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
             if self._pipeline is None:
@@ -124,7 +102,7 @@ class PipelineRunner:
         return sum(self.losses, nothing) if self._mesh.rank("tp") == 0 else nothing  # the others computed the same
 
     def _run_alone(
-        self, batches: Sequence[ShardedBatch], keywords: Sequence[dict[str, Any]], targets: Sequence[LossTarget]
+        self, batches: Sequence[ShardedBatch], keywords: Sequence[dict[str, Any]], targets: Sequence[_Target]
     ) -> list[Tensor]:
         (module,) = self._modules
         losses = []
@@ -139,9 +117,10 @@ class PipelineRunner:
             losses.append(loss.detach())
         return losses
 
-    def _loss(self, scores_TV: Tensor, target: LossTarget) -> Tensor:
-        with self._clock.measuring("loss", target.micro_batch):
-            return token_loss(scores_TV, target)
+    def _loss(self, scores_TV: Tensor, target: _Target) -> Tensor:
+        micro_batch, labels, loss_tokens = target
+        with self._clock.measuring("loss", micro_batch):
+            return packed_loss(scores_TV, labels, loss_tokens, averaged_over=1, overwrite=True)
 
     def _keywords(self, batch: ShardedBatch) -> dict[str, Any]:
         return {"positions_T": batch.positions, "attend": batch.attention(self._mesh.group("cp"))}
