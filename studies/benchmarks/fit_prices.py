@@ -63,16 +63,9 @@ def of_presets(field: str, names: str, least: float, most: float) -> Price:
     return Price(lambda: getattr(hardware.HARDWARE[presets[0]], field), change, least, most)
 
 
-def of_type(dtype: str, names: str, least: float, most: float) -> Price:
+def of_type(dtype: str, rates: dict[str, float], least: float, most: float) -> Price:
     """The rate of a narrow type."""
-    presets = names.split()
-
-    def change(value: float) -> None:
-        for name in presets:
-            rates = dict(hardware.HARDWARE[name].narrow_rates) | {dtype: value}
-            hardware.HARDWARE[name] = replace(hardware.HARDWARE[name], narrow_rates=tuple(rates.items()))
-
-    return Price(lambda: dict(hardware.HARDWARE[presets[0]].narrow_rates)[dtype], change, least, most)
+    return Price(lambda: rates[dtype], partial(rates.__setitem__, dtype), least, most)
 
 
 def of_kernel(name: str, presets: str) -> Price:
@@ -100,10 +93,10 @@ PRICES = {
     "matrix products, B200": of_presets("gemm_efficiency", "b200 b300", 0.4, 0.9),
     "matrix products, GB200": of_presets("gemm_efficiency", "gb200", 0.4, 0.9),
     "matrix products, GB300": of_presets("gemm_efficiency", "gb300", 0.4, 0.9),
-    "FP8 over bf16, H100": of_type("fp8", _HOPPER, 1.0, 2.0),
-    "FP8 by rows over bf16, H100": of_type("fp8-rowwise", _HOPPER, 0.5, 2.0),
-    "FP8 over bf16, B200": of_type("fp8", _BLACKWELL, 1.0, 2.0),
-    "NVFP4 over bf16, B200": of_type("nvfp4", _BLACKWELL, 1.0, 4.0),
+    "FP8 over bf16, H100": of_type("fp8", stacks.HOPPER_RATES, 1.0, 2.0),
+    "FP8 by rows over bf16, H100": of_type("fp8-rowwise", stacks.HOPPER_RATES, 0.5, 2.0),
+    "FP8 over bf16, B200": of_type("fp8", stacks.BLACKWELL_RATES, 1.0, 2.0),
+    "NVFP4 over bf16, B200": of_type("nvfp4", stacks.BLACKWELL_RATES, 1.0, 4.0),
     "Triton's attention, A100": of_kernel("triton", "a100"),
     "Triton's attention, H100": of_kernel("triton", _HOPPER),
     "collectives that show": of_presets("exposed", _ALL, 0.0, 1.0),

@@ -32,7 +32,7 @@ from wlb.workload.base import Phase
 
 # ``PART_CUTS`` by row, padded with empty parts; row 0 is for a micro-batch without documents.
 _CUTS = np.array([[*cuts, *[1.0] * (1 + MOST_PARTS - len(cuts))] for cuts in [PART_CUTS[1], *PART_CUTS.values()]])
-GROUP_CAUSES = frozenset({"recomputation", "tp collectives", "expert exchange", "cp exchange"})  # beside computing
+GROUP_CAUSES = frozenset({"recomputation", "tp collectives", "cp exchange"})  # beside computing
 Seconds = NDArray[np.float64]
 
 
@@ -198,10 +198,9 @@ def _beside_attention(
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Seconds of the exchange of each rank, and of its work beside attention, forward and backward."""
     rest = [*blocks]
-    for cause, price in (("tp collectives", costs.tp_seconds), ("expert exchange", costs.expert_seconds)):
-        if cause in modelled:
-            exchanged = price(shards.tokens)
-            rest = [seconds + exchanged for seconds in rest]
+    if "tp collectives" in modelled:
+        exchanged = costs.tp_seconds(shards.tokens)
+        rest = [seconds + exchanged for seconds in rest]
     exchange, cp = np.zeros(shards.waits_for.shape), shards.tokens.shape[-1]
     if "cp exchange" not in modelled or cp == 1:
         return exchange, rest[0], rest[1]
@@ -253,7 +252,7 @@ def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
     linear = costs.blocks_seconds(tokens) + costs.head_seconds(tokens)
     return ShardLatency(
         attention=shards.attention_forward[0] + shards.attention_backward[0],
-        linear=linear + 2 * (costs.tp_seconds(tokens) + costs.expert_seconds(tokens)),
+        linear=linear + 2 * costs.tp_seconds(tokens),
         gather=2 * float(exchange),
         gathered_tokens=int(where.gathered_tokens[0]),
         slowest=float(group_seconds(shards, costs).both[0]),

@@ -37,7 +37,6 @@ CAUSES = {
     "dp ranks": "waiting for the slowest data-parallel rank",
     "cp ranks": "waiting for the slowest context-parallel rank, layer by layer",
     "tp collectives": "gathering and reducing activations over tensor-parallel ranks",
-    "expert exchange": "sending tokens to the ranks of their experts, and back",
     "cp exchange": "K/V traffic that computing does not hide, and copies",
     "stage transfers": "sending activations between pipeline ranks",
     "weight gathers": "FSDP gathers that computing does not hide",

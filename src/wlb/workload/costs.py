@@ -6,7 +6,6 @@ Every term is a number of seconds over all layers, for the tokens of one context
     drain              keys of the longest document: the last tiles of a forward leave most of a GPU idle
     blocks, head       token * tokens, at least the time of reading the weights; plus a fixed cost of experts
     tp collectives     gathering and reducing the residual stream over tensor-parallel ranks
-    expert exchange    sending tokens to the ranks of their experts, and back
     K/V exchange       keys and values of other context-parallel ranks, their gradients, and copies in memory
 
 Terms are counted from the shape of the model and the rates of the device (docs/workload.md has the formulas). A
@@ -149,7 +148,7 @@ class Costs:
         if self.profile is not None:
             return self._share * self.profile.linear_seconds(tokens, phase) * (1 - self._head_share(phase))
         seconds = self._at_least_moving(self.own_weights, tokens, self._rates[phase].block_token, phase)
-        return np.where(np.asarray(tokens) > 0, seconds + self._rates[phase].experts * self.experts_share, 0.0)
+        return np.where(np.asarray(tokens) > 0, seconds + self._rates[phase].experts, 0.0)
 
     def head_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """Seconds of output head and loss."""
@@ -189,10 +188,6 @@ class Costs:
         values = 4.0 * self.shape.hidden * self.hardware.bytes_per_value
         token_seconds = shard_bytes(layers * values, self.tp) / link.bandwidth
         return np.where(count > 0, layers * 4 * link.latency + token_seconds * count, 0.0)
-
-    def expert_seconds(self, tokens: ArrayLike) -> Seconds:
-        """Sending tokens to the ranks of their experts, and back: 0, as our ranks have all experts."""
-        return np.zeros(np.shape(tokens))
 
     def exchange_seconds(self, tokens: ArrayLike, ranks: int) -> Seconds:
         """Receiving K and V of ``tokens`` tokens from other ranks of a context-parallel group of ``ranks`` ranks.
@@ -239,7 +234,7 @@ class Costs:
         own, others = count / self.cp, count * (self.cp - 1) / self.cp
         again = phase == "backward" and self.recomputed != "none"
         seconds = self.blocks_seconds(own, "both" if again else phase) + self.head_seconds(own, phase)
-        seconds = seconds + (1 + again) * (self.tp_seconds(own) + self.expert_seconds(own))
+        seconds = seconds + (1 + again) * self.tp_seconds(own)
         return seconds + self.exchange_seconds(others, self.cp)
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
@@ -248,25 +243,14 @@ class Costs:
         return self.attention_seconds(d) + self._token_seconds * d
 
     @property
-    def experts_share(self) -> float:
-        """Share of the experts that a tensor-parallel group has."""
-        return 1.0
-
-    @property
-    def element_passes(self) -> float:
-        """Values moved by element-wise kernels, over those of kernels that read inputs and write outputs once."""
-        return 1.0
-
-    @property
     def gathers_context(self) -> bool:
         """Whether ranks gather all keys and values before attention, instead of needed ones in parts beside it."""
         return False
 
     @property
     def own_weights(self) -> float:
-        """Weights of all blocks on a tensor-parallel group, of the experts only its own."""
-        experts = expert_weights(self.shape)
-        return self.shape.layers * mean_block_weights(self.shape) - experts + experts * self.experts_share
+        """Weights of all blocks on a tensor-parallel group."""
+        return self.shape.layers * mean_block_weights(self.shape)
 
     @cached_property
     def _token_seconds(self) -> float:
@@ -278,14 +262,44 @@ class Costs:
         return 1.0 if self.profile is None else self.profile.tp / self.tp
 
     @cached_property
-    def _rates(self) -> dict[Phase, _Rates]:
-        of_job = self.shape, self.hardware, self.tp, self.element_passes
-        forward, backward = _phase_rates(*of_job, "forward"), _phase_rates(*of_job, "backward")
+    def _rates(self) -> dict[Phase, Rates]:
+        forward, backward = self.phase_rates("forward"), self.phase_rates("backward")
         return {
             "forward": forward,
             "backward": backward,
-            "both": _Rates(*map(sum, zip(forward, backward, strict=True))),
+            "both": Rates(*map(sum, zip(forward, backward, strict=True))),
         }
+
+    def phase_rates(self, phase: Direction) -> Rates:
+        shape, hardware, tp, backward = self.shape, self.hardware, self.tp, phase == "backward"
+        of_pair, head_flops = pair_flops(shape), 2.0 * shape.vocab_size * shape.hidden
+        block_flops = (gemm_flops_per_token(shape) - head_flops) + _grouping_flops(shape)
+        kernel = hardware.attention
+        rate = kernel.backward_flops if backward else kernel.forward_flops
+        half_length = kernel.backward_half_length if backward else kernel.forward_half_length
+        factor = 1.0
+        if backward:
+            of_pair, factor = of_pair * ATTENTION_BACKWARD_FACTOR, LINEAR_BACKWARD_FACTOR
+        pair, window_pair = (shape.layers_of(kind) * of_pair / rate / tp for kind in ("full", "sliding"))
+        drain = 0.0 if backward else kernel.drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
+        gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * tp
+        element_values = elementwise_values_per_token(shape)[backward]
+        element_seconds = element_values * hardware.bytes_per_value / hardware.memory_bandwidth / tp
+        converting = 0 if hardware.bytes_per_value == MASTER_BYTES else hardware.bytes_per_value + MASTER_BYTES
+        score_bytes = _LOSS_BYTES_PER_SCORE[phase] + converting
+        loss_seconds = shape.vocab_size * score_bytes / hardware.memory_bandwidth / tp
+        return Rates(
+            pair=pair,
+            padding=(pair + window_pair) * half_length / 2,
+            window_pair=window_pair,
+            drain=shape.layers_of("full") * drain,
+            window_drain=shape.layers_of("sliding") * drain,
+            block_token=factor * block_flops / gemm_rate + element_seconds,
+            head_token=factor * head_flops / gemm_rate + loss_seconds,
+            block_products=factor * block_flops / gemm_rate,
+            head_products=factor * head_flops / gemm_rate,
+            experts=factor * 2.0 * _EXPERT_TOKENS * expert_weights(shape) / gemm_rate,
+        )
 
     @property
     def _kv_bytes(self) -> float:
@@ -320,7 +334,7 @@ class Costs:
         return rates.head_token / (rates.head_token + rates.block_token)
 
 
-class _Rates(NamedTuple):
+class Rates(NamedTuple):
     """Seconds on one tensor-parallel rank."""
 
     pair: float  # for each attended query-key pair
@@ -333,38 +347,6 @@ class _Rates(NamedTuple):
     block_products: float  # the part of block_token in matrix products
     head_products: float
     experts: float  # for all experts in a micro-batch, whatever its tokens
-
-
-def _phase_rates(shape: ModelShape, hardware: Hardware, tp: int, element_passes: float, phase: Direction) -> _Rates:
-    backward = phase == "backward"
-    of_pair, head_flops = pair_flops(shape), 2.0 * shape.vocab_size * shape.hidden
-    block_flops = (gemm_flops_per_token(shape) - head_flops) / hardware.block_rate + _grouping_flops(shape)
-    kernel = hardware.attention
-    rate = kernel.backward_flops if backward else kernel.forward_flops
-    half_length = kernel.backward_half_length if backward else kernel.forward_half_length
-    factor = 1.0
-    if backward:
-        of_pair, factor = of_pair * ATTENTION_BACKWARD_FACTOR, LINEAR_BACKWARD_FACTOR
-    pair, window_pair = (shape.layers_of(kind) * of_pair / rate / tp for kind in ("full", "sliding"))
-    drain = 0.0 if backward else kernel.drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
-    gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * tp
-    element_values = elementwise_values_per_token(shape)[backward] * element_passes
-    element_seconds = element_values * hardware.bytes_per_value / hardware.memory_bandwidth / tp
-    converting = 0 if hardware.bytes_per_value == MASTER_BYTES else hardware.bytes_per_value + MASTER_BYTES
-    score_bytes = _LOSS_BYTES_PER_SCORE[phase] + converting
-    loss_seconds = shape.vocab_size * score_bytes / hardware.memory_bandwidth / tp
-    return _Rates(
-        pair=pair,
-        padding=(pair + window_pair) * half_length / 2,
-        window_pair=window_pair,
-        drain=shape.layers_of("full") * drain,
-        window_drain=shape.layers_of("sliding") * drain,
-        block_token=factor * block_flops / gemm_rate + element_seconds,
-        head_token=factor * head_flops / gemm_rate + loss_seconds,
-        block_products=factor * block_flops / gemm_rate,
-        head_products=factor * head_flops / gemm_rate,
-        experts=factor * 2.0 * _EXPERT_TOKENS * expert_weights(shape) / gemm_rate,
-    )
 
 
 def _grouping_flops(shape: ModelShape) -> float:

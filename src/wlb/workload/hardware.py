@@ -56,10 +56,6 @@ class Hardware:
     device_type: str = "cuda"  # as torch calls it
     peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, if each pair has its own link
     wide_rates: tuple[tuple[str, float], ...] = ()  # wider types, and their peak over the preset's
-    narrow_rates: tuple[
-        tuple[str, float], ...
-    ] = ()  # narrower types, and their rate of matrix products over the preset's
-    block_rate: float = 1.0  # rate of matrix products in blocks, over that of the output head
     exposed: float = (
         0.0  # share of an overlapped collective that is not hidden: both use the same processors and memory
     )
@@ -68,17 +64,11 @@ class Hardware:
     def computing_in(self, dtype: str) -> Hardware:
         """The same device computing in ``dtype``: values have another size, and wider ones take more time.
 
-        A narrower type (``narrow_rates``) is used only for matrix products of blocks; attention, the output head and
-        activations stay as they are. Assumed: attention in a wider type slows down like matrix products, and a type
-        without a rate is as fast as the preset's. Raises ``UserError`` for an unknown type.
+        Assumed: attention in a wider type slows down like matrix products, and a type without a rate is as fast as the
+        preset's.
         """
-        if dtype in dict(self.narrow_rates):
-            return replace(self.computing_in("bfloat16"), block_rate=dict(self.narrow_rates)[dtype])
-        if dtype not in _TYPE_BYTES:
-            known = ", ".join([*_TYPE_BYTES, *dict(self.narrow_rates)])
-            raise UserError(f"no rates are known for {dtype!r} on this device; choose one of {known}")
         slower = self.computing_at(dict(self.wide_rates).get(dtype, 1.0))
-        return replace(slower, bytes_per_value=_TYPE_BYTES[dtype], block_rate=1.0)
+        return replace(slower, bytes_per_value=_TYPE_BYTES[dtype])
 
     def computing_at(self, speed: float) -> Hardware:
         """The same device with ``speed`` times its arithmetic rates; memory and links do not change."""
@@ -96,10 +86,6 @@ _HOPPER_GEMM_EFFICIENCY = 0.635
 _B200_GEMM_EFFICIENCY = 0.56
 _GB200_GEMM_EFFICIENCY = 0.61
 _GB300_GEMM_EFFICIENCY = 0.85
-_FP8_RATE = 1.76  # tensor cores are twice as fast; scaling and casting take the rest
-_FP8_ROWWISE_RATE = 0.85
-_BLACKWELL_FP8_RATE = 2.0
-_BLACKWELL_FP4_RATE = 3.2
 _EXPOSED = 0.4
 _MI300X_GEMM_EFFICIENCY = 0.79 * 668 / 1307  # assumed: H100's share of the best shape
 
@@ -171,7 +157,6 @@ _H100 = Hardware(
     memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
     # Quoted: the same, 67 TFLOP/s in float32 without, and in float64 with tensor cores. TF32 stays off, as in torch.
     wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
-    narrow_rates=(("fp8", _FP8_RATE), ("fp8-rowwise", _FP8_ROWWISE_RATE)),
     exposed=_EXPOSED,
 )
 
@@ -207,7 +192,6 @@ HARDWARE: dict[str, Hardware] = {
         memory_bytes=180e9,  # quoted: data sheet
         # Quoted: data sheet, 80 and 40 TFLOP/s. The adapter is assumed to be H100's, 400 Gb/s for each GPU.
         wide_rates=(("float32", 80 / 2250), ("float64", 40 / 2250)),
-        narrow_rates=(("fp8", _BLACKWELL_FP8_RATE), ("nvfp4", _BLACKWELL_FP4_RATE)),
     ),
     "mi300x": replace(
         _H100,

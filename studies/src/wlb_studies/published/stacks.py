@@ -11,13 +11,18 @@ from numpy.typing import ArrayLike
 from wlb.errors import UserError
 from wlb.job.prices import Software
 from wlb.workload import Costs, Hardware, ModelShape, Seconds
-from wlb.workload.base import Phase
-from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
+from wlb.workload.base import Direction, Phase
+from wlb.workload.costs import Rates
+from wlb.workload.flops import LINEAR_BACKWARD_FACTOR, elementwise_values_per_token, gemm_flops_per_token
 from wlb.workload.links import group_link, shard_bytes
-from wlb.workload.weights import routed_layers
+from wlb.workload.weights import expert_weights, routed_layers
 
 # Exposed share of tensor-parallel collectives that overlap with matrix products in parts; fitted by fit_prices.py.
 _SHOWN_OF_ASYNC_TP = 0.6
+# Rates of matrix products in narrow types over those in bf16; fitted by fit_prices.py. (Tensor cores are twice as fast
+# in FP8; scaling and casting take the rest.)
+HOPPER_RATES = {"fp8": 1.76, "fp8-rowwise": 0.85}
+BLACKWELL_RATES = {"fp8": 2.0, "nvfp4": 3.2}
 # Memory traffic of separate element-wise kernels over fused ones, fitted to the gain of torch.compile in fms-fsdp, 1.11
 # to 1.28. (By counting, RMSNorm and rotary embedding in float32 and SwiGLU move 3.5 times as many values.)
 _UNFUSED_PASSES = 7.0
@@ -26,8 +31,7 @@ _UNFUSED_PASSES = 7.0
 def attending_with(hardware: Hardware, name: str) -> Hardware:
     """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4", "cudnn" or "triton".
 
-    Rates are for the preset's data type: call ``computing_in`` afterwards. Raises ``UserError`` that lists the kernels
-    with a price if the device has none of that name.
+    Raises ``UserError`` that lists the kernels with a price if the device has none of that name.
     """
     kernels = dict(hardware.attention_kernels)
     if name not in kernels:
@@ -36,14 +40,26 @@ def attending_with(hardware: Hardware, name: str) -> Hardware:
     return replace(hardware, attention=kernels[name])
 
 
+def narrow_rate(preset: str, dtype: str) -> float:
+    """The rate of matrix products of blocks in ``dtype`` on ``preset``, over that in bf16.
+
+    Attention, the output head and activations stay in bf16. Raises ``UserError`` for a type without a rate.
+    """
+    rates = {"h": HOPPER_RATES, "b": BLACKWELL_RATES, "g": BLACKWELL_RATES}.get(preset[0], {}) | {"bf16": 1.0}
+    if dtype not in rates:
+        raise UserError(f"no rates are known for {dtype!r} on this device; choose one of {', '.join(rates)}")
+    return rates[dtype]
+
+
 @dataclass(frozen=True)
 class StackSoftware(Software):
     """A training stack whose prices are ``StackCosts``.
 
     ``async_tp`` splits tensor-parallel collectives and matrix products into parts that overlap. ``expert_parallel``
     ranks share the experts and exchange tokens; with ``overlaps_experts`` computing hides that. A stack that is not
-    ``fused`` runs every element-wise operation as its own kernel. ``micro_batch_seconds`` is host time for a forward
-    and backward, however few tokens; the GPU waits for it.
+    ``fused`` runs every element-wise operation as its own kernel. ``block_rate`` is the rate of matrix products of
+    blocks in a narrow type, over that in the preset's. ``micro_batch_seconds`` is host time for a forward and backward,
+    however few tokens; the GPU waits for it.
 
     With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
     and reduces all their gradients after it, without overlap (``PerDocumentCPAttention`` of hao-ai-lab/DistCA, whose
@@ -54,6 +70,7 @@ class StackSoftware(Software):
     expert_parallel: int = 1
     overlaps_experts: bool = False
     fused: bool = True
+    block_rate: float = 1.0
     micro_batch_seconds: float = 0.0
     gathers_context: bool = False
 
@@ -77,12 +94,24 @@ class StackCosts(Costs):
             )
 
     @property
-    def experts_share(self) -> float:
-        return 1 / self.software.expert_parallel
+    def own_weights(self) -> float:
+        """Of the experts only its own."""
+        return super().own_weights - expert_weights(self.shape) * (1 - 1 / self.software.expert_parallel)
 
-    @property
-    def element_passes(self) -> float:
-        return 1.0 if self.software.fused else _UNFUSED_PASSES
+    def phase_rates(self, phase: Direction) -> Rates:
+        ours, shape, hardware, software = super().phase_rates(phase), self.shape, self.hardware, self.software
+        values = elementwise_values_per_token(shape)[phase == "backward"]
+        more = 0.0 if software.fused else _UNFUSED_PASSES - 1
+        elements = more * values * hardware.bytes_per_value / hardware.memory_bandwidth / self.tp
+        factor = 1.0 if phase == "forward" else LINEAR_BACKWARD_FACTOR
+        gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * self.tp
+        flops = gemm_flops_per_token(shape) - 2.0 * shape.vocab_size * shape.hidden  # grouping is never narrow
+        saved = factor * flops * (1 - 1 / software.block_rate) / gemm_rate
+        return ours._replace(
+            block_token=ours.block_token + elements - saved,
+            block_products=ours.block_products - saved,
+            experts=ours.experts / software.expert_parallel,
+        )
 
     @property
     def gathers_context(self) -> bool:
@@ -98,13 +127,15 @@ class StackCosts(Costs):
         return seconds + np.where(np.asarray(tokens) > 0, own, 0.0)
 
     def tp_seconds(self, tokens: ArrayLike) -> Seconds:
-        return (_SHOWN_OF_ASYNC_TP if self.software.async_tp else 1.0) * super().tp_seconds(tokens)
+        """Includes the exchange of experts."""
+        shown = _SHOWN_OF_ASYNC_TP if self.software.async_tp else 1.0
+        return shown * super().tp_seconds(tokens) + self.expert_seconds(tokens)
 
     def expert_seconds(self, tokens: ArrayLike) -> Seconds:
         """Sending tokens to the ranks with their experts and back, in a forward or a backward."""
         experts, ranks, hardware = self.shape.experts, self.software.expert_parallel, self.hardware
         if experts is None or ranks == 1 or self.software.overlaps_experts:
-            return super().expert_seconds(tokens)
+            return np.zeros(np.shape(tokens))
         nodes = -(-ranks // hardware.node_size)
         link = group_link(hardware, "all_to_all", min(ranks, hardware.node_size), stride=1)
         copy = np.asarray(tokens) * self.shape.hidden * hardware.bytes_per_value / self.tp

@@ -34,7 +34,7 @@ from wlb.workload.base import Checkpointing
 from wlb_studies.published.metrics import Row, micro_batches, seconds_of_step, size, stated, step_tokens
 from wlb_studies.published.models import published_shape
 from wlb_studies.published.prediction import FUNCTIONAL, ODD, Prediction, source_of, why
-from wlb_studies.published.stacks import StackSoftware, attending_with
+from wlb_studies.published.stacks import StackSoftware, attending_with, narrow_rate
 
 Recomputation = Literal["none", "keep_attention", "full"]
 _KERNELS = {f"fa{version}": f"FlashAttention-{version}" for version in (2, 3, 4)}
@@ -278,16 +278,21 @@ def _software(row: Row, stack: Stack, weights: Weights) -> StackSoftware:
         expert_parallel=1 if row.get("ep") is None else size(row, "ep"),
         overlaps_experts=stack.overlaps_experts,
         fused=stack.compiled,
+        block_rate=narrow_rate(_preset(row), _precision(row)),
         micro_batch_seconds=_HOST_SECONDS if row["repo"].startswith("huggingface/") and not stack.compiled else 0.0,
     )
 
 
-def _hardware(row: Row, stack: Stack) -> Hardware:
-    """The row's GPU, in its precision and with its kernels."""
+def _preset(row: Row) -> str:
     found = re.search("GB300|GB200|B300|B200|H200|H100|A100", stated(row, "hardware").upper())
     if found is None:
         raise UserError(f"its hardware is unknown here: {row['hardware']}")
-    hardware = hardware_preset(found[0].lower())
+    return found[0].lower()
+
+
+def _hardware(row: Row, stack: Stack) -> Hardware:
+    """The row's GPU, with its kernels."""
+    hardware = hardware_preset(_preset(row))
     if "96GB HBM2e" in row["hardware"]:  # quoted: 2.4 TB/s (torchtitan's page, section "Hardware")
         bandwidth = hardware.memory_bandwidth * 2.4 / 3.35
         hardware = replace(hardware, memory_bytes=96e9, memory_bandwidth=bandwidth)
@@ -299,8 +304,7 @@ def _hardware(row: Row, stack: Stack) -> Hardware:
         hardware = hardware.computing_at(
             math.sqrt(500 / 700)
         )  # assumed: compute scales with the root of power, memory does not
-    precision = _precision(row)
-    return hardware if precision == "bf16" else hardware.computing_in(precision)
+    return hardware
 
 
 def _overlaps_experts(row: Row) -> bool:
