@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
+_ROOMY = 0.75  # share of all rooms: if documents fill no more, probably none is kept out of a bin
+
 
 def into_lightest(
     tokens: Sequence[int], prices: Sequence[float], loads: list[float], rooms: list[int], limit: float = math.inf
@@ -22,16 +24,20 @@ def into_lightest(
     full: list[tuple[int, float, int]] = []  # minus room, load, bin: without room for the documents of late
     owners: list[int] = []
     next_limit = math.inf
-    if limit == math.inf and min(rooms, default=-1) >= sum(tokens):  # nothing can keep a document out of a bin
+    if limit == math.inf and lightest and sum(tokens) <= _ROOMY * sum(rooms):
+        heap, left = lightest.copy(), rooms.copy()
         for price in prices:
-            load, index = lightest[0]
+            load, index = heap[0]
             owners.append(index)
-            heapreplace(lightest, (load + price, index))
-        for load, index in lightest:
-            loads[index] = load
+            heapreplace(heap, (load + price, index))
         for length, index in zip(tokens, owners, strict=True):
-            rooms[index] -= length
-        return owners, next_limit
+            left[index] -= length
+        if all(left[index] >= 0 for _, index in heap):
+            for load, index in heap:
+                loads[index] = load
+            rooms[:] = left
+            return owners, next_limit
+        owners = []
     for length, price in zip(tokens, prices, strict=True):
         while full and -full[0][0] >= length:
             heappush(lightest, heappop(full)[1:])

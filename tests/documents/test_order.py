@@ -29,10 +29,14 @@ def stream_of(lengths: list[int], **settings: Any) -> DocumentStream:
     return DocumentStream(np.array(lengths, dtype=np.int64), config)
 
 
+def taken_from(stream: DocumentStream, documents: int) -> list[Segment]:
+    return [Segment(*row) for row in stream.take(documents).tolist()]
+
+
 def read_epoch(stream: DocumentStream, chunk: int) -> list[Segment]:
     segments = []
     while not stream.epoch_is_over:
-        segments += stream.take(chunk)
+        segments += taken_from(stream, chunk)
     return segments
 
 
@@ -84,18 +88,18 @@ def test_a_position_in_a_late_epoch_is_as_close_as_any():
     state["stores"][0] |= {"epoch": 10_000, "cursor": count - 2}
     stream.load_state_dict(state)
     expected = Permutation(count, 3, 10_000, 0).between(count - 2, count) + 10_000 * count
-    assert [segment.document for segment in stream.take(5)] == expected.tolist()
+    assert [segment.document for segment in taken_from(stream, 5)] == expected.tolist()
     assert stream.epoch_is_over
 
 
 def test_epochs_seeds_and_stores_differ_in_order():
     lengths = [1] * 50
     stream, other = stream_of(lengths), stream_of(lengths, seed=1)
-    first = stream.take(50)
-    assert other.take(50) != first
+    first = taken_from(stream, 50)
+    assert taken_from(other, 50) != first
     stream.next_epoch()
-    assert [s.document - 50 for s in stream.take(50)] != [s.document for s in first]
-    mixed = [segment.document for segment in mixture_of([(lengths, 1.0)] * 2).take(100)]
+    assert [s.document - 50 for s in taken_from(stream, 50)] != [s.document for s in first]
+    mixed = [segment.document for segment in taken_from(mixture_of([(lengths, 1.0)] * 2), 100)]
     assert [d for d in mixed if d < 50] != [d - 50 for d in mixed if d >= 50]
 
 
@@ -111,7 +115,7 @@ def test_refuses_data_without_anything_to_train(monkeypatch):
     monkeypatch.setattr("wlb.documents.order._CHECKED", 2)
     with pytest.raises(UserError, match=r"document 6 has 12 tokens, over data\.context_window = 10"):
         stream_of([3, 0, 9, 1, 5, 5, 12, 40], overlong="error")
-    assert stream_of([0, 0, 0, 11, 0, 4], overlong="drop").take(6) == [Segment(5, 0, 4)]
+    assert taken_from(stream_of([0, 0, 0, 11, 0, 4], overlong="drop"), 6) == [Segment(5, 0, 4)]
 
 
 def test_what_the_policy_did_is_counted_over_epochs_and_continued():
@@ -140,7 +144,7 @@ def test_every_store_trains_each_of_its_tokens_once_in_each_of_its_epochs(stores
     segments = []
     for _ in range(3):
         while not stream.epoch_is_over:
-            segments += stream.take(chunk)
+            segments += taken_from(stream, chunk)
         stream.next_epoch()
     pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for segment in sorted(segments):
@@ -183,7 +187,7 @@ def test_a_mixture_continues_from_its_state(stores, taken, rounds):
         stream.next_epoch()
     stream.take(taken)
     copy.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    assert copy.take(1000) == stream.take(1000)
+    assert taken_from(copy, 1000) == taken_from(stream, 1000)
     assert copy.state_dict() == stream.state_dict()
 
 
@@ -192,7 +196,7 @@ def test_changed_weights_count_from_where_they_change():
     before, after = mixture_of([(lengths, 1.0), (lengths, 1.0)]), mixture_of([(lengths, 3.0), (lengths, 1.0)])
     before.take(400)
     after.load_state_dict(before.state_dict())
-    assert Counter(segment.document // 1000 for segment in after.take(400)) == {0: 300, 1: 100}
+    assert Counter(segment.document // 1000 for segment in taken_from(after, 400)) == {0: 300, 1: 100}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Made-up prices of the ranks of a stage, for tests of level steps."""
+"""Made-up prices of documents on the ranks of a stage, for tests of level steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 class Prices:
     """Attention by the square of the length; a group of several ranks loses a twentieth by sharing."""
 
-    ranks: int
-    per_node: int
     fixed: float = 1e-3  # of a micro-batch
     token: float = 1e-5
-    speeds: tuple[float, ...] | None = None
 
     def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         return np.asarray(self.token * lengths + 1e-10 * lengths.astype(np.float64) ** 2)

@@ -6,26 +6,24 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.packing.slices import TILE, Sliced, sliced_columns
+from wlb.packing.plan import PlannedMicroBatch
+from wlb.packing.slices import TILE, sliced_pipelines
 
 
 class Prices:
     """Attention and everything else cost alike at 8192 tokens."""
-
-    def __init__(self, columns: int = 1) -> None:
-        self.columns = columns
 
     def document_seconds(self, lengths):
         tokens = np.asarray(lengths, np.float64)
         return 1e-6 * (tokens + tokens**2 / 8192)
 
 
-def _seconds(one: Sliced, lengths: list[int]) -> float:
+def _seconds(one: PlannedMicroBatch, lengths: list[int]) -> float:
     price = Prices().document_seconds
     return float(sum(price([lengths[d] for d in one.documents])) + price(one.stop) - price(one.start))
 
 
-def _tokens(one: Sliced, lengths: list[int]) -> int:
+def _tokens(one: PlannedMicroBatch, lengths: list[int]) -> int:
     return sum(lengths[document] for document in one.documents) + one.stop - one.start
 
 
@@ -37,12 +35,12 @@ def _tokens(one: Sliced, lengths: list[int]) -> int:
 )
 def test_every_token_is_trained_once_and_slices_follow_each_other(lengths, columns, micro_batches, least):
     capacity = max(least, 2 * sum(lengths) // (columns * micro_batches))
-    planned, left = sliced_columns(lengths, micro_batches, capacity, Prices(columns))
+    planned, left = sliced_pipelines(lengths, columns, micro_batches, capacity, Prices())
     assert [len(column) for column in planned] == [micro_batches] * columns
     whole = [document for column in planned for one in column for document in one.documents]
     cut: dict[int, list[tuple[int, int]]] = {one.sliced: [] for column in planned for one in column if one.sliced >= 0}
     for column in planned:
-        for one, after in zip(column, [*column[1:], Sliced(())], strict=True):
+        for one, after in zip(column, [*column[1:], PlannedMicroBatch(())], strict=True):
             assert _tokens(one, lengths) <= capacity
             if one.sliced >= 0:
                 cut[one.sliced].append((one.start, one.stop))
@@ -56,7 +54,7 @@ def test_every_token_is_trained_once_and_slices_follow_each_other(lengths, colum
 
 def test_micro_batches_are_even_where_one_document_has_half_of_the_work():
     lengths = [131_072, *[2_000] * 500]
-    (column,), left = sliced_columns(lengths, 16, 400_000, Prices())
+    (column,), left = sliced_pipelines(lengths, 1, 16, 400_000, Prices())
     seconds = [_seconds(one, lengths) for one in column]
     assert not left
     assert max(seconds) < 1.05 * sum(seconds) / len(seconds)
@@ -67,20 +65,20 @@ def test_micro_batches_are_even_where_one_document_has_half_of_the_work():
 
 def test_no_more_slices_than_micro_batches():
     """Three documents a little dearer than a share, which two slices each would make six."""
-    (column,), left = sliced_columns([40_000, 40_000, 40_000], 4, 200_000, Prices())
+    (column,), left = sliced_pipelines([40_000, 40_000, 40_000], 1, 4, 200_000, Prices())
     assert len(column) == 4
     assert not left
 
 
 def test_what_has_no_room_is_left():
-    (column,), left = sliced_columns([1000] * 5, 2, 2000, Prices())
+    (column,), left = sliced_pipelines([1000] * 5, 1, 2, 2000, Prices())
     assert len(left) == 1
     assert [_tokens(one, [1000] * 5) for one in column] == [2000, 2000]
 
 
 def test_slices_are_cut_again_where_micro_batches_hold_less_than_a_document():
     lengths = [20_000, 9_000, *[500] * 60]
-    (column,), left = sliced_columns(lengths, 12, 7_000, Prices())
+    (column,), left = sliced_pipelines(lengths, 1, 12, 7_000, Prices())
     assert not left
     assert max(_tokens(one, lengths) for one in column) <= 7_000
     assert sum(_tokens(one, lengths) for one in column) == sum(lengths)
@@ -88,7 +86,7 @@ def test_slices_are_cut_again_where_micro_batches_hold_less_than_a_document():
 
 @given(st.integers(1, 40_000), st.integers(1, 12), st.integers(TILE, 9_000))
 def test_a_document_has_room_if_it_fits_whole_tiles_of_its_micro_batches(length, micro_batches, max_tokens):
-    (column,), left = sliced_columns([length], micro_batches, max_tokens, Prices())
+    (column,), left = sliced_pipelines([length], 1, micro_batches, max_tokens, Prices())
     fits = length <= max(max_tokens, micro_batches * (max_tokens // TILE * TILE))
     assert left == [0] * (not fits)
     assert max(_tokens(one, [length]) for one in column) <= max_tokens

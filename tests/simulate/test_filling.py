@@ -33,7 +33,7 @@ def test_batches_are_the_same_however_often_and_far_they_are_drawn():
     while len(expected) < 700:
         if stream.epoch_is_over:
             stream.next_epoch()
-        expected += [segment.length for segment in stream.take(7)]
+        expected += stream.take(7)[:, 2].tolist()
     for count in (1, 3, 20, 2):
         batches = [*islice(global_batches(lengths, config, 1000), count)]
         together = np.concatenate(batches)

@@ -15,7 +15,6 @@ from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
-from wlb.job.prices import LevelPrices
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.report.timeline import timeline
 from wlb.report.trace import write_trace
@@ -53,9 +52,7 @@ def test_ranks_that_are_planned_as_a_node_lie_on_one(dp, per_node):
     """A node has four ranks of two GPUs."""
     job = simulated_job("llama3-8b", WINDOW, "balanced", dp=dp, micro_batches=2, tp=2, packing={"grouping": "level"})
     assert job.pools is not None
-    prices = job.with_pools(replace(job.pools, size=dp)).packing_prices
-    assert isinstance(prices, LevelPrices)
-    assert prices.per_node == per_node
+    assert job.with_pools(replace(job.pools, size=dp)).stage_ranks.per_node == per_node
 
 
 def test_causes_sum_to_steps_that_are_together_what_they_are_alone(job, plans):

@@ -45,7 +45,7 @@ from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.level import level_groups
-from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
 from wlb.runtime.batch import IGNORE_LABEL, labelled_tokens, make_batch
 from wlb.runtime.loss import token_losses
 from wlb.runtime.sharded_batch import RankSlice
@@ -269,7 +269,8 @@ def _level_plans(ranks: int, documents: RandomDocuments, by_chance: int) -> list
 
     everyone, last = range(ranks), ranks - 1
     count, rng = len(documents.lengths), np.random.default_rng(ranks)
-    planned = level_groups(documents.lengths[:LEVEL_DOCUMENTS].tolist(), CONTEXT_WINDOW // 2, Prices(ranks, ranks))
+    of_step, stage = documents.lengths[:LEVEL_DOCUMENTS].tolist(), StageRanks(ranks, ranks)
+    planned = level_groups(of_step, CONTEXT_WINDOW // 2, Prices(), stage)
     chosen = [
         [micro_batch(group.ranks, *group.documents) for group in planned],
         # Rank 0 has nothing, and at the end all others share a document that is too short for them.

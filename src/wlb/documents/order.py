@@ -13,10 +13,10 @@ id ``epoch * documents of all stores + first + i``, with the epoch of its store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +73,6 @@ class DataConfig(Section):
 
 
 _CHECKED = 1 << 14  # documents checked at a time
-_DRAWS, _CHUNKS = 4, 1024  # draws of which the first chunks are held: a search plans the same ones in every layout
 
 
 class ByIdentity:
@@ -87,21 +86,6 @@ class ByIdentity:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ByIdentity) and self.lengths is other.lengths
-
-
-class _Chunk(NamedTuple):
-    """The next few documents of a store."""
-
-    documents: int
-    segments: list[Segment]  # never changed
-    tokens: int
-    report: OverlongReport
-
-
-@lru_cache(maxsize=_DRAWS)
-def _chunks(lengths: ByIdentity, config: DataConfig) -> dict[tuple[int, ...], _Chunk]:
-    """The first chunks that were taken of a draw, by place and size."""
-    return {}
 
 
 class DocumentStream:
@@ -123,8 +107,6 @@ class DocumentStream:
         self._weights = config.weights or (1.0,)
         self._tokens = [0] * len(of_stores)  # taken from each store since these weights came into force
         self._overlong = OverlongReport()  # of all documents taken, over all epochs
-        # A store is read for training, and only once.
-        self._chunks = _chunks(ByIdentity(lengths), config) if isinstance(lengths, np.ndarray) else None
         self.begin(0)
 
     @property
@@ -132,39 +114,36 @@ class DocumentStream:
         """Whether every store has finished an epoch."""
         return not self._unfinished
 
-    def take(self, documents: int) -> list[Segment]:
-        """The segments of the next ``documents`` documents of this epoch, or of as many as remain."""
-        segments: list[Segment] = []
+    def take(self, documents: int) -> NDArray[np.int64]:
+        """The segments of the next ``documents`` documents of this epoch, or of as many as remain.
+
+        Shape (segments, 3): document, start, length.
+        """
+        taken: list[NDArray[np.int64]] = [np.empty((0, 3), np.int64)]
         while documents > 0 and not self.epoch_is_over:
             number = min(range(len(self._stores)), key=lambda number: self._tokens[number] / self._weights[number])
             store = self._stores[number]
             if store.is_over:
                 store.begin(store.epoch + 1)
-            chunk = self._next(number, documents if len(self._stores) == 1 else 1)
-            documents -= chunk.documents
-            self._overlong += chunk.report
-            self._tokens[number] += chunk.tokens
-            segments += chunk.segments
+            first = self._firsts[number] + store.epoch * self._firsts[-1]
+            chosen, lengths = store.take(documents if len(self._stores) == 1 else 1)
+            documents -= len(chosen)
+            segments = self._segments(chosen + first, lengths)
+            self._tokens[number] += int(segments[:, 2].sum())
+            taken.append(segments)
             if store.is_over:
                 self._unfinished.discard(number)
-        return segments
+        return np.concatenate(taken)
 
-    def _next(self, number: int, documents: int) -> _Chunk:
-        """The next ``documents`` documents of a store, or as many as remain of its epoch."""
-        store = self._stores[number]
-        place = (*store.state_dict().values(), documents)
-        if self._chunks is not None and (known := self._chunks.get(place)):
-            store.skip(known.documents)
-            return known
-        first = self._firsts[number] + store.epoch * self._firsts[-1]
-        chosen, lengths = store.take(documents)
-        pairs = zip((chosen + first).tolist(), lengths.tolist(), strict=True)
-        whole = [Segment(document, 0, length) for document, length in pairs if length]
-        taken, report = split_overlong(whole, self._config.context_window, self._config.overlong)
-        chunk = _Chunk(len(chosen), taken, sum([segment.length for segment in taken]), report)
-        if self._chunks is not None and len(self._chunks) < _CHUNKS:
-            self._chunks[place] = chunk
-        return chunk
+    def _segments(self, documents: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``documents`` without empty ones, and with ``data.overlong`` applied."""
+        whole = np.stack([documents, np.zeros_like(documents), lengths], axis=1)[lengths > 0]
+        if len(whole) and whole[:, 2].max() > self._config.context_window:
+            given = map(Segment._make, whole.tolist())
+            kept, report = split_overlong(given, self._config.context_window, self._config.overlong)
+            self._overlong += report
+            return np.array(kept, np.int64).reshape(-1, 3)
+        return whole
 
     def next_epoch(self) -> None:
         """Begin the next epoch; each store continues where it is."""
@@ -213,8 +192,7 @@ class _StoreOrder:
     def begin(self, epoch: int) -> None:
         self.epoch, self._cursor = epoch, 0
         self._seed, self._shuffle = self._config.seed, self._config.shuffle  # of this epoch
-        # Maps positions in this epoch to documents; made when first needed.
-        self._between: Callable[[int, int], NDArray[np.int64]] | None = None
+        self._order: Permutation | None = None  # of this epoch; made when first needed
 
     @property
     def is_over(self) -> bool:
@@ -222,22 +200,23 @@ class _StoreOrder:
 
     def take(self, documents: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The next documents of this epoch, or as many as remain, and their tokens."""
-        if self._between is None and self._shuffle:
-            self._between = Permutation(len(self._lengths), self._seed, self.epoch, self._number).between
-        stop = min(self._cursor + documents, len(self._lengths))
-        chosen = (self._between or np.arange)(self._cursor, stop)
-        self._cursor = stop
+        if self._order is None and self._shuffle:
+            self._order = _permutation(len(self._lengths), self._seed, self.epoch, self._number)
+        first, self._cursor = self._cursor, min(self._cursor + documents, len(self._lengths))
+        order = np.arange if self._order is None else self._order.between
+        chosen = order(first, self._cursor)
         return chosen, self._lengths[chosen]
-
-    def skip(self, documents: int) -> None:
-        self._cursor += documents
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "cursor": self._cursor, "seed": self._seed, "shuffle": self._shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self._cursor, self._between = state["epoch"], state["cursor"], None
+        self.epoch, self._cursor, self._order = state["epoch"], state["cursor"], None
         self._seed, self._shuffle = state["seed"], state["shuffle"]
+
+
+# A search plans the same documents in every layout.
+_permutation = lru_cache(maxsize=8)(Permutation)
 
 
 def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | None = None) -> None:

@@ -18,6 +18,7 @@ _ROUNDS = 12
 # Halves of fewer bits have too few functions to be random, whatever the number of rounds; TensorFlow takes 16 bits.
 _LEAST_BITS = 8
 _BLOCK = 4096  # positions computed together; for only a few, NumPy's call overhead dominates
+_HELD = 64  # blocks
 # The multipliers of SplitMix64's finaliser (Stafford's Mix13): each bit of the input changes half of the high ones.
 _MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -34,7 +35,7 @@ class Permutation:
         bits = max(_LEAST_BITS, (size - 1).bit_length())
         self._widths = bits // 2, bits - bits // 2
         self._keys = np.random.SeedSequence(seed, spawn_key=key).generate_state(_ROUNDS, np.uint64)
-        self._block: tuple[int, NDArray[np.int64]] | None = None
+        self._blocks: dict[int, NDArray[np.int64]] = {}  # the latest ones, by first position
         self._whole: NDArray[np.int64] | None = None
         if size <= 1 << _LEAST_BITS:  # few documents would need many turns in a network of 8 bits
             drawn = self._encrypted(np.arange(1 << _LEAST_BITS, dtype=np.uint64))
@@ -62,9 +63,11 @@ class Permutation:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
     def _block_of(self, first: int) -> NDArray[np.int64]:
-        if self._block is None or self._block[0] != first:
-            self._block = first, self(np.arange(first, min(first + _BLOCK, int(self._size))))
-        return self._block[1]
+        if first not in self._blocks:
+            for oldest in [*self._blocks][: 1 - _HELD]:
+                self._blocks.pop(oldest, None)  # another thread may be planning
+            self._blocks[first] = self(np.arange(first, min(first + _BLOCK, int(self._size))))
+        return self._blocks[first]
 
     def _encrypted(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """The network itself. The halves change each other in turn, so they may differ in width."""

@@ -19,6 +19,7 @@ from wlb.errors import UserError
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import METHODS, PackingOptions, Pools
 from wlb.packing.packer import Packer
+from wlb.packing.plan import StageRanks
 from wlb.packing.registry import PACKERS
 from wlb.schedules.layout import Layout, Weights
 from wlb.schedules.operations import SCHEDULES
@@ -226,9 +227,9 @@ class PackingConfig(PackingOptions):
         common = {"method", "micro_batches", "assignment", "order"}
         return self.model_dump(mode="json", include=common | METHODS[self.method].keys())
 
-    def packer(self, context_window: int, workload: DocumentPrices) -> Packer:
+    def packer(self, context_window: int, workload: DocumentPrices, ranks: StageRanks | None = None) -> Packer:
         """The packer that this section describes; ``max_length_factor`` must be a number by now."""
-        return PACKERS[self.method](self.micro_batches, context_window, workload, self)
+        return PACKERS[self.method](self.micro_batches, context_window, workload, self, ranks)
 
     @model_validator(mode="after")
     def _check(self) -> PackingConfig:

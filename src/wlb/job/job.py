@@ -19,9 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_dealt, check_pool
 from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
-from wlb.job.prices import LevelPrices, PipelinePrices, Software, micro_batch_phases, sharded_prices
+from wlb.job.prices import LevelPrices, Software, micro_batch_phases, sharded_prices
 from wlb.packing.options import Pools
-from wlb.packing.plan import StepPlan
+from wlb.packing.plan import StageRanks, StepPlan
 from wlb.packing.registry import PACKERS
 from wlb.packing.slices import TILE
 from wlb.schedules.layout import Layout, split_layers
@@ -284,17 +284,19 @@ class Job:
     @property
     def packing_prices(self) -> DocumentPrices:
         """The prices for packing: W_a + W_l or, if the packer asks for it, with the real cost of sharding."""
-        layout, prices = self.layout, self.packed_by
+        cp, prices = self.layout.cp, self.packed_by
         if prices is None and self.levels_steps:
-            # All ranks of a node, or a divisor of node and stage: 4 if a node has 8 ranks and the stage 12.
-            on_a_node = layout.cp if layout.cp <= self.ranks_per_node else gcd(layout.cp, self.ranks_per_node)
-            rank_tokens = -(-self.max_tokens // layout.cp)
-            prices = LevelPrices(self.costs, layout.cp, on_a_node, rank_tokens, self.speeds)
+            prices = LevelPrices(self.costs, -(-self.max_tokens // cp))
         elif prices is None and PACKERS[self.packing.method].prices_sharding:
-            prices = sharded_prices(self.costs, layout.cp, self.sharding.strategy, self.context_window)
-        if self.slices_documents:
-            return PipelinePrices(prices or self.workload, layout.dp)
+            prices = sharded_prices(self.costs, cp, self.sharding.strategy, self.context_window)
         return self._phased(prices or self.workload)
+
+    @property
+    def stage_ranks(self) -> StageRanks:
+        """The ranks of a pipeline stage, for packing."""
+        cp, per_node = self.layout.cp, self.ranks_per_node
+        # All ranks of a node, or a divisor of node and stage: 4 if a node has 8 ranks and the stage 12.
+        return StageRanks(cp, cp if cp <= per_node else gcd(cp, per_node), self.layout.dp, self.speeds)
 
     def _phased(self, prices: DocumentPrices) -> DocumentPrices:
         return prices if self.phases is None else PhasedPrices(prices, self.phases)

@@ -18,7 +18,7 @@ from wlb.job.memory.layers import head_share, kept_share, kept_tokens, window_to
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
-from wlb.schedules.operations import FORWARD
+from wlb.schedules.operations import FORWARD, RankOperations
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases, group_phases, slowest_rank
 
@@ -26,20 +26,28 @@ _TICKS = 1e9  # per second
 _THOUSANDTHS = 1000
 
 
-def with_operations(job: Job, plan: StepPlan) -> StepPlan:
+def with_operations(job: Job, plan: StepPlan, pipeline: int | None = None) -> StepPlan:
     """``plan`` priced as it runs, dealt to data-parallel ranks, with the operation list of every pipeline rank.
 
-    A plan with slices is already dealt.
+    If ``pipeline`` is given, only that data-parallel rank gets lists, and the others empty ones. A plan with slices is
+    dealt already, so then no other pipeline is sharded or priced, and micro-batches keep the prices of the packer.
     """
-    loads = PipelineLoads(job, plan.micro_batches)
-    plan = with_seconds(plan, loads.both, loads.forward)
-    places = {id(micro_batch): place for place, micro_batch in enumerate(plan.micro_batches)}
+    wanted = [one for number, rank in enumerate(plan.ranks) if pipeline in (None, number) for one in rank]
+    priced = wanted if job.slices_documents else plan.micro_batches
+    loads = PipelineLoads(job, priced)
+    if len(priced) == len(plan.micro_batches):
+        plan = with_seconds(plan, loads.both, loads.forward)
+        priced = plan.micro_batches
     if not job.slices_documents:
         packing = job.packing
         plan = arrange(plan, job.layout.dp, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
+    places = {id(micro_batch): place for place, micro_batch in enumerate(priced)}
     limits = [most_in_flight(job)] * job.layout.pp
-    of_ranks = [(loads.of([places[id(micro_batch)] for micro_batch in rank]), _slices(rank)) for rank in plan.ranks]
-    operations = (critical_path_lists(load, slices, job.layout.pp, limits) for load, slices in of_ranks)
+    operations: list[RankOperations] = []
+    for number, rank in enumerate(plan.ranks):
+        mine = pipeline in (None, number)
+        load = loads.of([places[id(micro_batch)] for micro_batch in rank]) if mine else None
+        operations.append(() if load is None else critical_path_lists(load, _slices(rank), job.layout.pp, limits))
     return replace(plan, operations=tuple(operations))
 
 

@@ -32,7 +32,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload.phases import PhasedPrices, segment_seconds
 
 _MOST_DOCUMENTS = 2**20  # packed together: twice the 500-token documents in 65,536 windows of 4,096 tokens
-_DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
+_DOCUMENTS_AT_ONCE = 64  # at least: enough to make a call worthwhile, few enough to keep the packer's buffer small
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class StepPlanner(Iterator[PlannedStep]):
     those of this one into the same steps. An epoch of a mixture is over when every store has finished one. The order of
     documents begins with that of ``first_epoch``. ``whole`` is for loops that can neither run an empty micro-batch nor
     cut a document: a step with too few documents for its micro-batches then has fewer micro-batches, and a step with
-    too few even for that is joined to the step before. Raises ``UserError`` if documents leave nothing to train on, or
-    if a step has too many of them.
+    too few even for that is joined to the step before. Only ``pipeline`` (a data-parallel rank) gets operation lists;
+    by default all do. Raises ``UserError`` if documents leave nothing to train on, or if a step has too many of them.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class StepPlanner(Iterator[PlannedStep]):
         epochs: int | None = None,
         first_epoch: int = 0,
         whole: bool = False,
+        pipeline: int | None = None,
     ) -> None:
         self._stream = DocumentStream(documents, job.data)
         if (together := documents_together(job, documents)) > _MOST_DOCUMENTS:
@@ -85,8 +86,8 @@ class StepPlanner(Iterator[PlannedStep]):
                     "phases belong to the documents of one data set; give lengths, not a stream, mixture or store"
                 )
             job.phases.check(len(documents))
-        self._packer = job.packing.packer(job.context_window, job.packing_prices)
-        self._job, self._is_whole = job, whole
+        self._packer = job.packing.packer(job.context_window, job.packing_prices, job.stage_ranks)
+        self._job, self._is_whole, self._pipeline = job, whole, pipeline
         self._last_epoch = None if epochs is None else first_epoch + epochs - 1
         self._emitted: deque[StepPlan] = deque()
         self._drained = False
@@ -112,7 +113,7 @@ class StepPlanner(Iterator[PlannedStep]):
             plan = whole
         arranged = self._arranged(plan)
         # All pieces of a document are taken in together, so a document that does not wait is finished.
-        finished = {segment.document for segment in plan.segments} - waiting
+        finished = set(plan.table[:, 0].tolist()) - waiting
         return PlannedStep(arranged, time.perf_counter() - started, state, tuple(sorted(finished)), len(waiting))
 
     def plans(self, first: int = 0) -> Iterator[StepPlan]:
@@ -209,15 +210,18 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def _take_in(self, tokens: int) -> None:
         """Take in at least ``tokens`` tokens, or all that are left of the epoch."""
+        taken, documents = [], _DOCUMENTS_AT_ONCE
         while tokens > 0 and not self._stream.epoch_is_over:
-            segments = self._stream.take(_DOCUMENTS_AT_ONCE)
-            self._packer.take_in(segments)
-            tokens -= sum([segment.length for segment in segments])
+            taken.append(segments := self._stream.take(documents))
+            held = int(segments[:, 2].sum())
+            tokens -= held
+            documents = max(_DOCUMENTS_AT_ONCE, tokens * documents // max(1, 2 * held))  # half of what is missing
+        self._packer.take_in(np.concatenate(taken))
 
     def _arranged(self, plan: StepPlan) -> StepPlan:
         job, packing = self._job, self._job.packing
         if job.plans_operations:
-            return with_operations(job, plan)
+            return with_operations(job, plan, self._pipeline)
         plan = job.priced_as_run(plan)
         return arrange(plan, job.layout.dp, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
 

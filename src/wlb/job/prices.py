@@ -93,16 +93,10 @@ def sharded_prices(costs: Costs, cp: int, strategy: str, context_window: int) ->
 
 @dataclass(frozen=True)
 class LevelPrices:
-    """The ``StagePrices`` of a pipeline stage of ``ranks`` ranks, where groups of any size share a document.
-
-    A micro-batch of one rank holds up to ``max_tokens`` tokens. ``speeds`` are those of the ranks, by default equal.
-    """
+    """The ``StagePrices`` of a pipeline stage; a micro-batch of one rank holds up to ``max_tokens`` tokens."""
 
     costs: Costs
-    ranks: int
-    per_node: int
     max_tokens: int
-    speeds: tuple[float, ...] | None = None
 
     def alone(self, lengths: NDArray[np.int64]) -> Seconds:
         return self.costs.attention_seconds(lengths) + self._rest[1] * lengths
@@ -137,17 +131,6 @@ class LevelPrices:
 def _shared_seconds(costs: Costs, ranks: int) -> dict[int, float]:
     """Seconds of a document by its tokens; a step and its attempts at better groups ask for the same ones."""
     return {}
-
-
-@dataclass(frozen=True)
-class PipelinePrices:
-    """The ``ColumnPrices`` of ``columns`` pipelines: documents are ``priced`` as in a single one."""
-
-    priced: DocumentPrices
-    columns: int
-
-    def document_seconds(self, lengths: ArrayLike) -> Seconds:
-        return self.priced.document_seconds(lengths)
 
 
 def micro_batch_phases(

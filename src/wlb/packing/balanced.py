@@ -1,7 +1,8 @@
 """Our packer: every step trains exactly its global batch.
 
 A step trains the documents that begin in its global batch of the stream, whole, so steps differ in tokens by less than
-a document. They are grouped in one of three ways, chosen by ``wlb.simulate.decide``:
+a document. They are grouped in one of three ways, chosen by ``wlb.simulate.decide``; each is a pure function of the
+lengths of a step:
 
 * ``level``, without a pipeline: a document goes to as few ranks as can hold it, and every rank runs its own number of
   micro-batches. The step is balanced, not each micro-batch (``wlb.packing.level``).
@@ -15,20 +16,24 @@ A document without room is trained in the next step, which then takes in fewer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing.carrying import CarryingPacker, OpenMicroBatches, split_at
+from wlb.lightest import into_lightest
 from wlb.packing.level import StagePrices, level_groups
-from wlb.packing.packer import Pending
-from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.packing.slices import ColumnPrices, sliced_columns
+from wlb.packing.packer import Packer, Table, segments_of
+from wlb.packing.plan import MicroBatch, PlannedMicroBatch, StepPlan
+from wlb.packing.slices import sliced_pipelines
+from wlb.workload.phases import segment_seconds
 
-_RANK_PRICES: dict[str, type] = {"level": StagePrices, "slices": ColumnPrices}  # prices that know the ranks
+Integers = NDArray[np.int64]
 
 
-class BalancedPacker(CarryingPacker):
+class BalancedPacker(Packer):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
     A global batch is ``global_batch`` context windows, whatever the number of micro-batches.
@@ -40,28 +45,33 @@ class BalancedPacker(CarryingPacker):
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
-        options = self.options
-        if self.phased and options.grouping in _RANK_PRICES:
+        grouping = self.options.grouping
+        if grouping in ("level", "slices") and self.phased:
             raise UserError(
-                f"grouping = {options.grouping!r} does not support phases ({', '.join(self.phased.phases.seconds)}); "
-                "use 'even'"
+                f"grouping = {grouping!r} does not support phases ({', '.join(self.phased.phases.seconds)}); use 'even'"
             )
-        if options.grouping in _RANK_PRICES and not isinstance(self.workload, _RANK_PRICES[options.grouping]):
+        if grouping in ("level", "slices") and self.ranks is None:
             raise UserError(
-                f"grouping = {options.grouping!r} plans for the ranks of a job, which a packer alone does not know; "
+                f"grouping = {grouping!r} plans for the ranks of a job, which a packer alone does not know; "
                 "use it in jobs that are trained or simulated"
             )
+        self._carried = np.empty((0, 4), np.int64)  # document, start, length, and the step in which it arrived
         self._ahead_tokens = 0  # tokens taken in before they were due
 
     @property
     def global_batch_tokens(self) -> int:
         return (self.options.global_batch or self.micro_batches) * self.context_window
 
+    @property
+    def pending(self) -> list[Segment]:
+        return segments_of(self._carried[:, :3]) + super().pending
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "ahead_tokens": self._ahead_tokens}
+        return {**super().state_dict(), "carried": self._carried.tolist(), "ahead_tokens": self._ahead_tokens}
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
+        self._carried = np.array(state["carried"], np.int64).reshape(-1, 4)
         self._ahead_tokens = state["ahead_tokens"]
 
     def take_back(self, plans: Sequence[StepPlan]) -> None:
@@ -69,78 +79,86 @@ class BalancedPacker(CarryingPacker):
         self._ahead_tokens += len(plans) * self.global_batch_tokens - sum(plan.tokens for plan in plans)
 
     def _tokens_wanted(self) -> int:
-        return max(self._tokens_due(), self.global_batch_tokens - self._carried_tokens)
+        return max(self._tokens_due(), self.global_batch_tokens - _tokens(self._carried))
 
     def _tokens_due(self) -> int:
         """Tokens to take in that are due by this step; negative if more than that was already taken in."""
-        return max(0, self.global_batch_tokens - self._carried_tokens) - self._ahead_tokens
+        return max(0, self.global_batch_tokens - _tokens(self._carried)) - self._ahead_tokens
 
     def _next_steps(self) -> list[StepPlan]:
-        return self._plan_step(self._carried + self._take_fresh())
+        """The step of the documents that are due: those that begin in its global batch, or the next one if none do."""
+        due = self._tokens_due()
+        fresh = self._take(due if due > 0 or len(self._carried) else 1)
+        self._ahead_tokens = _tokens(fresh) - due
+        return [self._planned(self._waiting_with(fresh))]
 
     def last_steps(self) -> list[StepPlan]:
-        waiting = self._carried + self._price(self._take(self._arrived_tokens), self._step)
+        waiting = self._waiting_with(self._take(self._arrived_tokens))
+        waiting = waiting[np.argsort(waiting[:, 3], kind="stable")]
         left = max(1, round(_tokens(waiting) / self.global_batch_tokens))
-        now, later = split_at(sorted(waiting, key=lambda item: item.arrived), -(-_tokens(waiting) // left))
+        ends, share = np.cumsum(waiting[:, 2]), -(-_tokens(waiting) // left)
+        now, later = np.split(waiting, [np.searchsorted(ends, share) + 1])
         self._ahead_tokens = 0
-        plans = self._plan_step(now)
-        self._carry(self._carried + later)
-        return plans
-
-    def _take_fresh(self) -> list[Pending]:
-        """Documents due by this step; the next one if there are none.
-
-        A document is due in the step in whose global batch of the stream it begins.
-        """
-        due = self._tokens_due()
-        segments = self._take(due if due > 0 or self._carried else 1)
-        self._ahead_tokens = sum(segment.length for segment in segments) - due
-        return self._price(segments, self._step)
-
-    def _plan_step(self, items: list[Pending]) -> list[StepPlan]:
-        """The step of ``items``; those without room are carried over."""
-        if self.options.grouping == "level":
-            plan, unfit = self._level_step(items)
-        elif self.options.grouping == "slices":
-            plan, unfit = self._sliced_step(items)
-        else:
-            return self._plan_round(items, 1)
-        self._carry(unfit)
+        plan = self._planned(now)
+        self._carried = np.concatenate([self._carried, later])
         return [plan]
 
-    def _place(self, filled: OpenMicroBatches, items: list[Pending]) -> list[Pending]:
-        return filled.place_past_full(items)
+    def _waiting_with(self, fresh: Table) -> Integers:
+        arrived = np.full(len(fresh), self._step)
+        return np.concatenate([self._carried, np.column_stack([fresh, arrived])])
 
-    def _level_step(self, items: list[Pending]) -> tuple[StepPlan, list[Pending]]:
-        """A level step of ``items`` on the ranks of the stage; no document is left over."""
-        assert isinstance(self.workload, StagePrices)
-        groups = level_groups(
-            [item.length for item in items], -(-self.max_tokens // self.workload.ranks), self.workload
-        )
-        micro_batches = [
-            MicroBatch(tuple(items[index].segment for index in group.documents), group.seconds, group.ranks)
-            for group in groups
-        ]
-        return self._emit(micro_batches, items), []
+    def _planned(self, waiting: Integers) -> StepPlan:
+        """The step of ``waiting``; documents without room are carried over."""
+        ranks, left = self._grouped(waiting)
+        segments = segments_of(waiting[:, :3])
+        step = [[_micro_batch(one, segments) for one in of_rank] for of_rank in ranks]
+        trained = np.ones(len(waiting), np.bool_)
+        trained[left] = False
+        self._carried = waiting[~trained]
+        late = waiting[trained & (waiting[:, 3] < self._step)]
+        return self._emit(step, zip((self._step - late[:, 3]).tolist(), late[:, 2].tolist(), strict=True))
 
-    def _sliced_step(self, items: list[Pending]) -> tuple[StepPlan, list[Pending]]:
-        """A step of ``items`` in every pipeline, and the documents without room."""
-        assert isinstance(self.workload, ColumnPrices)
-        columns = self.workload.columns
-        lengths = [item.length for item in items]
-        planned, left = sliced_columns(lengths, self.micro_batches // columns, self.max_tokens, self.workload)
-        micro_batches = []
-        for column in planned:
-            for held, sliced, start, stop in column:
-                segments = [items[index].segment for index in held]
-                if sliced >= 0:
-                    document, begin, length = items[sliced].segment
-                    segments.insert(0, Segment(document, begin + start, stop - start))
-                continued = sliced >= 0 and stop < length
-                micro_batches.append(MicroBatch(tuple(segments), 0.0, earlier=start, continued=continued))
-        trained = [item for index, item in enumerate(items) if index not in set(left)]
-        return self._emit(micro_batches, trained, columns), [items[index] for index in sorted(left)]
+    def _grouped(self, waiting: Integers) -> tuple[list[list[PlannedMicroBatch]], list[int]]:
+        """The micro-batches of every pipeline, and the documents without room."""
+        lengths, ranks, grouping = waiting[:, 2], self.ranks, self.options.grouping
+        if grouping == "level" and ranks:
+            stage = cast(StagePrices, self.workload)
+            return [level_groups(lengths, -(-self.max_tokens // ranks.count), stage, ranks)], []
+        if grouping == "slices" and ranks:
+            count = self.micro_batches // ranks.pipelines
+            return sliced_pipelines(lengths, ranks.pipelines, count, self.max_tokens, self.workload)
+        table = waiting[:, :3]
+        held = self.phased.phases.held_tokens(table) if self.phased else lengths
+        seconds = segment_seconds(self.workload, table)
+        falling = np.argsort(-lengths, kind="stable")
+        planned, left = _evenly(falling, held, seconds, self.micro_batches, self.max_tokens)
+        if left:  # then the oldest go first
+            falling = falling[np.argsort(waiting[falling, 3], kind="stable")]
+            planned, left = _evenly(falling, held, seconds, self.micro_batches, self.max_tokens)
+        return [planned], left
 
 
-def _tokens(items: list[Pending]) -> int:
-    return sum([item[0] for item in items])
+def _evenly(
+    order: Integers, held: Integers, seconds: NDArray[np.float64], micro_batches: int, max_tokens: int
+) -> tuple[list[PlannedMicroBatch], list[int]]:
+    """Whole documents in ``order``, each into the lightest micro-batch with room, and the documents without room."""
+    loads = [0.0] * micro_batches
+    owners, _ = into_lightest(held[order].tolist(), seconds[order].tolist(), loads, [max_tokens] * micro_batches)
+    members: list[list[int]] = [[] for _ in range(micro_batches + 1)]  # the last list has the documents without room
+    for document, owner in zip(order.tolist(), owners, strict=True):
+        members[owner].append(document)
+    left = members.pop()
+    return [PlannedMicroBatch(tuple(mine), load) for mine, load in zip(members, loads, strict=True)], left
+
+
+def _micro_batch(one: PlannedMicroBatch, segments: Sequence[Segment]) -> MicroBatch:
+    mine = [segments[document] for document in one.documents]
+    if one.sliced < 0:
+        return MicroBatch(tuple(mine), one.seconds, one.ranks)
+    document, begin, length = segments[one.sliced]
+    sliced = Segment(document, begin + one.start, one.stop - one.start)
+    return MicroBatch((sliced, *mine), one.seconds, earlier=one.start, continued=one.stop < length)
+
+
+def _tokens(table: Integers) -> int:
+    return int(table[:, 2].sum())

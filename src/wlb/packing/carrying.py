@@ -15,15 +15,14 @@ document without room there has room nowhere. Two heaps find both in O(log N), s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 from wlb.documents.segments import Segment
-from wlb.lightest import into_lightest
-from wlb.packing.packer import Packer, Pending
+from wlb.packing.packer import Packer, Pending, rows_of
 from wlb.packing.plan import MicroBatch, StepPlan
 
 
@@ -61,19 +60,6 @@ class OpenMicroBatches:
             heappush(shortest, (tokens[index], index))
         return left_over
 
-    def place_past_full(self, items: Sequence[Pending]) -> list[Pending]:
-        """Place each of ``items`` into the lightest micro-batch with room for it; returns those without room.
-
-        Unlike ``place``, this looks past the lightest one if that is full.
-        """
-        rooms = [self.max_tokens - held for held in self.tokens]
-        owners, _ = into_lightest([item[4] for item in items], [item[1] for item in items], self.seconds, rooms)
-        self.tokens = [self.max_tokens - room for room in rooms]
-        for item, owner in zip(items, owners, strict=True):
-            if owner >= 0:
-                self.members[owner].append(item)
-        return [item for item, owner in zip(items, owners, strict=True) if owner < 0]
-
     def put(self, item: Pending, index: int) -> None:
         """Place ``item`` into micro-batch ``index``, which must have room."""
         self.members[index].append(item)
@@ -98,7 +84,7 @@ def longest_first(items: Iterable[Pending]) -> list[Pending]:
 
 
 class CarryingPacker(Packer):
-    """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``balanced``."""
+    """Base of ``fixed_greedy``, ``fixed_solver`` and ``variable_length``."""
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -119,7 +105,7 @@ class CarryingPacker(Packer):
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
         for name, hold in (("carried", self._carry), ("waiting", self._wait)):
-            priced = self._price([Segment(*row[:3]) for row in state[name]], 0)
+            priced = self._price(rows_of([row[:3] for row in state[name]]), 0)
             hold([item._replace(arrived=row[3]) for item, row in zip(priced, state[name], strict=True)])
 
     def _waiting(self) -> list[Pending]:
@@ -132,10 +118,6 @@ class CarryingPacker(Packer):
     def _precedence(self, items: list[Pending]) -> list[Pending]:
         """``items`` in the order in which they are placed."""
         return longest_first(items)
-
-    def _place(self, filled: OpenMicroBatches, items: list[Pending]) -> list[Pending]:
-        """Place ``items`` in the order given; returns those without room."""
-        return filled.place(items)
 
     def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
         """A better placement of the same documents, if a subclass has one."""
@@ -170,9 +152,9 @@ class CarryingPacker(Packer):
         fresh: list[Pending] = []
         left = self._tokens_wanted()
         for batch in range(self.global_batches):
-            segments = self._take(left - (self.global_batches - 1 - batch) * self.global_batch_tokens)
-            left -= sum(segment.length for segment in segments)
-            fresh += self._price(segments, self._step + batch)
+            taken = self._take(left - (self.global_batches - 1 - batch) * self.global_batch_tokens)
+            left -= int(taken[:, 2].sum())
+            fresh += self._price(taken, self._step + batch)
         return fresh
 
     def _plan_round(self, items: list[Pending], steps: int) -> list[StepPlan]:
@@ -186,14 +168,15 @@ class CarryingPacker(Packer):
 
     def _filled(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
         filled = OpenMicroBatches(steps * self.micro_batches, self.max_tokens)
-        return filled, self._place(filled, items)
+        return filled, filled.place(items)
 
     def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:
         plans, loads = [], iter(filled.seconds)
         for first in range(0, len(filled.members), self.micro_batches):
             members = filled.members[first : first + self.micro_batches]
             micro_batches = [MicroBatch(tuple([item[3] for item in held]), next(loads)) for held in members]
-            plans.append(self._emit(micro_batches, [item for held in members for item in held]))
+            waits = [(self._step - item.arrived, item.length) for held in members for item in held]
+            plans.append(self._emit([micro_batches], waits))
         return plans
 
     def _overdue(self, item: Pending) -> bool:

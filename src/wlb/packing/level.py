@@ -25,14 +25,14 @@ whole ticks, so that all machines make the same plan.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from wlb.packing.plan import PlannedMicroBatch, StageRanks
 from wlb.settings import MOST_RANKS
 from wlb.workload.base import DocumentPrices
 
@@ -45,24 +45,11 @@ _PACE = 3  # weight of waiting for a slower rank; while ranks wait to begin, the
 _ROUNDS = 4  # of giving more ranks to documents that would finish too late
 
 
-@runtime_checkable
 class StagePrices(DocumentPrices, Protocol):
-    """The ranks of a pipeline stage, and the seconds of documents on them, forward and backward.
+    """Seconds of documents on the ranks of a pipeline stage, forward and backward.
 
     Arrays in, arrays of the same shape out.
     """
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that share the weights of the stage."""
-
-    @property
-    def per_node(self) -> int:
-        """Number of these ranks on a node; a divisor of ``ranks``."""
-
-    @property
-    def speeds(self) -> tuple[float, ...] | None:
-        """Speed of each rank: 1 if it runs as priced, 0.9 if it is 10% slow. None means that all are 1."""
 
     def alone(self, lengths: Integers) -> NDArray[np.float64]:
         """Seconds that each document adds to a micro-batch of one rank."""
@@ -74,40 +61,31 @@ class StagePrices(DocumentPrices, Protocol):
         """Seconds of micro-batches of one document each, shared by ``ranks`` ranks on as few nodes as possible."""
 
 
-class RankGroup(NamedTuple):
-    """A micro-batch: the numbers of its ``documents`` in the step, and the ``ranks`` that run it together.
-
-    ``seconds`` are predicted for ranks of speed 1.
-    """
-
-    ranks: tuple[int, ...]
-    documents: tuple[int, ...]
-    seconds: float
-
-
-def level_groups(lengths: Sequence[int], max_tokens: int, prices: StagePrices) -> list[RankGroup]:
+def level_groups(
+    lengths: ArrayLike, max_tokens: int, prices: StagePrices, ranks: StageRanks
+) -> list[PlannedMicroBatch]:
     """The micro-batches of a step that trains documents of ``lengths`` tokens, in an order that every rank keeps to.
 
     Every document is in exactly one. No rank holds more than ``max_tokens`` tokens of a micro-batch if ranks share a
     document evenly. A document may have at most ``max_tokens`` for each rank, and for each of ``MOST_RANKS`` ranks.
     """
     tokens = np.asarray(lengths, np.int64)
-    needed, ticks = _sized(tokens, max_tokens, prices)
-    best = _Step(tokens, needed, ticks, max_tokens, prices)
+    needed, ticks = _sized(tokens, max_tokens, prices, ranks)
+    best = _Step(tokens, needed, ticks, max_tokens, prices, ranks)
 
     def attempt(sizes: Integers) -> _Step:
         if (sizes == needed).all():
             return best
         changed = _group_ticks(tokens, sizes, ticks, sizes != needed, prices)
-        return min(best, _Step(tokens, sizes, changed, max_tokens, prices), key=lambda plan: plan.end)
+        return min(best, _Step(tokens, sizes, changed, max_tokens, prices, ranks), key=lambda plan: plan.end)
 
-    best = attempt(_dividing(needed, prices.per_node, prices))
+    best = attempt(_dividing(needed, ranks.per_node, ranks))
     if not best.is_even:
-        in_turn = _in_turn(needed, ticks, prices)
-        for sizes in (in_turn, _dividing(in_turn, prices.per_node, prices), _dividing(needed, prices.ranks, prices)):
+        in_turn = _in_turn(needed, ticks, ranks)
+        for sizes in (in_turn, _dividing(in_turn, ranks.per_node, ranks), _dividing(needed, ranks.count, ranks)):
             best = attempt(sizes)
     for longest in np.lexsort((-tokens, best.sizes))[:_SHARED_TOO]:
-        if best.is_even or best.sizes[longest] > 1 or prices.ranks == 1:
+        if best.is_even or best.sizes[longest] > 1 or ranks.count == 1:
             break
         sizes = best.sizes.copy()
         sizes[longest] = 2
@@ -119,15 +97,21 @@ class _Step:
     """The ``groups`` placed so far, and when each rank is free after them, in ticks."""
 
     def __init__(
-        self, lengths: Integers, sizes: Integers, ticks: Integers, max_tokens: int, prices: StagePrices
+        self,
+        lengths: Integers,
+        sizes: Integers,
+        ticks: Integers,
+        max_tokens: int,
+        prices: StagePrices,
+        ranks: StageRanks,
     ) -> None:
-        self.groups: list[RankGroup] = []
+        self.groups: list[PlannedMicroBatch] = []
         self.sizes = sizes
-        self._per_node, self._max_tokens, self._lengths = prices.per_node, max_tokens, lengths.tolist()
-        self._free = np.zeros(prices.ranks, np.int64)
-        self._speeds = _percent(prices)
+        self._per_node, self._max_tokens, self._lengths = ranks.per_node, max_tokens, lengths.tolist()
+        self._free = np.zeros(ranks.count, np.int64)
+        self._speeds = _percent(ranks)
         self._differ = bool((self._speeds != self._speeds[0]).any())
-        self._nodes = np.arange(0, prices.ranks, prices.per_node)[:, None]  # the first rank of each node
+        self._nodes = np.arange(0, ranks.count, ranks.per_node)[:, None]  # the first rank of each node
         self._even = 100 * int((sizes * ticks).sum()) // int(self._speeds.sum())
         full = np.array([max_tokens])
         self._full = int(_ticks(prices.alone(full) + prices.beginning(full))[0])
@@ -158,7 +142,7 @@ class _Step:
         for rank in ranks.tolist():
             self._fill(rank, (begins - int(self._free[rank])) * int(self._speeds[rank]) // 100)
         self._free[ranks] = max(begins, int(self._free[ranks].max())) + int(_taken(ticks, self._speeds[ranks].min()))
-        self.groups.append(RankGroup(tuple(ranks.tolist()), (document,), ticks / _TICKS))
+        self.groups.append(PlannedMicroBatch((document,), ticks / _TICKS, tuple(ranks.tolist())))
 
     def _place(self, size: int, ticks: int) -> Integers:
         """The ranks that wait least for each other and finish in time; if none does, the ranks that finish first.
@@ -228,7 +212,7 @@ class _Step:
     def _run_alone(self, rank: int, own: _OwnMicroBatches) -> None:
         """Let ``rank`` run the micro-batches of ``own``, the longest last, as its backward hides the reduction."""
         for documents, ticks in sorted(own.filled, key=lambda micro_batch: micro_batch[1]):
-            self.groups.append(RankGroup((rank,), tuple(documents), ticks / _TICKS))
+            self.groups.append(PlannedMicroBatch(tuple(documents), ticks / _TICKS, (rank,)))
             self._free[rank] += _taken(ticks, self._speeds[rank])
 
 
@@ -268,17 +252,17 @@ def _starts(size: int, *shapes: tuple[int, int]) -> Integers:
     return np.concatenate(starts)
 
 
-def _sized(lengths: Integers, max_tokens: int, prices: StagePrices) -> tuple[Integers, Integers]:
+def _sized(lengths: Integers, max_tokens: int, prices: StagePrices, ranks: StageRanks) -> tuple[Integers, Integers]:
     """The number of ranks of every document, and the ticks that it takes on them.
 
     As few ranks as can hold it, and more if it would take longer than the work of the mean rank.
     """
-    most = min(prices.ranks, MOST_RANKS)
+    most = min(ranks.count, MOST_RANKS)
     sizes = np.maximum(1, -(-lengths // max_tokens))
     fixed = float(prices.beginning(np.array([max_tokens]))[0]) / max_tokens  # a token's share of the fixed cost
     ticks = _group_ticks(lengths, sizes, _ticks(prices.alone(lengths) + fixed * lengths), sizes > 1, prices)
     for _ in range(_ROUNDS):
-        even = _even(sizes, ticks, prices)
+        even = _even(sizes, ticks, ranks)
         late = (ticks > even) & (sizes < most)
         if not late.any():
             break
@@ -287,19 +271,19 @@ def _sized(lengths: Integers, max_tokens: int, prices: StagePrices) -> tuple[Int
     return sizes, ticks
 
 
-def _dividing(sizes: Integers, unit: int, prices: StagePrices) -> Integers:
+def _dividing(sizes: Integers, unit: int, ranks: StageRanks) -> Integers:
     """``sizes`` of groups, raised to whole multiples of ``unit`` ranks or, below that, to a divisor of ``unit``."""
-    whole = np.minimum(prices.ranks, -(-sizes // unit) * unit)
+    whole = np.minimum(ranks.count, -(-sizes // unit) * unit)
     raised = np.where(sizes > unit, whole, unit // np.maximum(1, unit // sizes))
     return np.minimum(raised, np.maximum(sizes, MOST_RANKS))
 
 
-def _in_turn(sizes: Integers, ticks: Integers, prices: StagePrices) -> Integers:
+def _in_turn(sizes: Integers, ticks: Integers, ranks: StageRanks) -> Integers:
     """``sizes`` of groups, raised so that a whole number of them in turn take as long as the mean rank."""
-    even = _even(sizes, ticks, prices)
+    even = _even(sizes, ticks, ranks)
     turns = np.ceil(even / np.maximum(1, ticks))
     larger = np.ceil(sizes * ticks * turns / even).astype(np.int64)
-    return np.where(sizes > 1, np.clip(larger, sizes, min(prices.ranks, MOST_RANKS)), sizes)
+    return np.where(sizes > 1, np.clip(larger, sizes, min(ranks.count, MOST_RANKS)), sizes)
 
 
 def _group_ticks(
@@ -317,14 +301,14 @@ def _ticks(seconds: float | NDArray[np.float64]) -> Integers:
     return np.rint(np.asarray(seconds) * _TICKS).astype(np.int64)
 
 
-def _even(sizes: Integers, ticks: Integers, prices: StagePrices) -> float:
+def _even(sizes: Integers, ticks: Integers, ranks: StageRanks) -> float:
     """When all ranks would finish if the work were shared perfectly, in ticks."""
-    return 100 * int((sizes * ticks).sum()) / int(_percent(prices).sum())
+    return 100 * int((sizes * ticks).sum()) / int(_percent(ranks).sum())
 
 
-def _percent(prices: StagePrices) -> Integers:
+def _percent(ranks: StageRanks) -> Integers:
     """The speeds of ranks, in whole per cent."""
-    speeds = np.ones(prices.ranks) if prices.speeds is None else np.array(prices.speeds)
+    speeds = np.ones(ranks.count) if ranks.speeds is None else np.array(ranks.speeds)
     return np.maximum(1, np.rint(100 * speeds).astype(np.int64))
 
 

@@ -8,26 +8,27 @@ exactly as the original would have.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain, count, repeat
+from itertools import chain, repeat
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wlb.documents.segments import POLICIES, Segment
 from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
-from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
 from wlb.token_count import positive_integer, whole_number
 from wlb.workload.base import DocumentPrices
 from wlb.workload.phases import PhasedPrices, segment_seconds
 
 Arrival = int | tuple[int, int] | Segment
+Table = NDArray[np.int64]  # of segments: document, start, length
 
 _STATE_FORMAT = 1
+_LONGEST = 2**48  # tokens of a document that is cut: sums of many fit 64 bits
 
 # Fills a NamedTuple from a row without the keyword handling of its constructor, twice as fast: packers have about a
 # microsecond for each document.
@@ -51,8 +52,8 @@ class Packer(ABC):
     """Turns a stream of documents into ``StepPlan``s of ``micro_batches`` micro-batches each.
 
     A global batch is ``micro_batches`` context windows of ``context_window`` tokens, the mean size of a step;
-    ``workload`` prices documents, with ``PhasedPrices`` in several phases. A subclass says how many tokens it waits for
-    and which steps it makes of them.
+    ``workload`` prices documents, with ``PhasedPrices`` in several phases. ``ranks`` run the steps, if they are known.
+    A subclass says how many tokens it waits for and which steps it makes of them.
     """
 
     name: ClassVar[str]
@@ -61,28 +62,34 @@ class Packer(ABC):
     plans_operations: ClassVar[bool] = False  # whether a pipeline runs operation lists planned for each step
 
     def __init__(
-        self, micro_batches: int, context_window: int, workload: DocumentPrices, options: PackingOptions
+        self,
+        micro_batches: int,
+        context_window: int,
+        workload: DocumentPrices,
+        options: PackingOptions,
+        ranks: StageRanks | None = None,
     ) -> None:
         self.micro_batches = positive_integer("micro_batches", micro_batches)
         self.context_window = positive_integer("context_window", context_window)
         self.workload = workload
         self.phased = workload if isinstance(workload, PhasedPrices) else None
-        self.options = options
+        self.options, self.ranks = options, ranks
         self.max_tokens = options.max_tokens(self.context_window, self.micro_batches)  # L_max
         self._step = 0
         self._documents_seen = 0
-        self._arrived: deque[Segment] = deque()
+        self._arrived: Table = np.empty((0, 3), np.int64)
         self._arrived_tokens = 0
 
     @property
     def global_batch_tokens(self) -> int:
         return self.micro_batches * self.context_window
 
-    def plan(self, arrivals: Iterable[Arrival]) -> list[StepPlan]:
+    def plan(self, arrivals: Iterable[Arrival] | Table) -> list[StepPlan]:
         """Take documents in and return every step that is now complete, in order.
 
         An arrival is a ``Segment``, a ``(document id, length)`` pair, or a bare length, whose id is then the number
         of arrivals before it. Ids only name documents in the plans: a document that arrives twice is planned twice.
+        An array has lengths, shape (documents,), or segments, shape (documents, 3).
 
         Raises ``UserError``, and takes nothing in, for a length that is no whole number or under 1, a negative id or
         start, and a length over the context window (``wlb.documents.segments`` has policies for those; ``sequential``
@@ -94,14 +101,9 @@ class Packer(ABC):
             steps += complete
         return steps
 
-    def take_in(self, arrivals: Iterable[Arrival]) -> None:
+    def take_in(self, arrivals: Iterable[Arrival] | Table) -> None:
         """Take documents in, as ``plan`` does, but plan nothing until ``next_steps`` is called."""
-        plain = arrivals.tolist() if isinstance(arrivals, np.ndarray) else list(arrivals)
-        segments = _as_segments(plain, self._documents_seen)
-        self._check(segments)
-        self._arrived.extend(segments)
-        self._arrived_tokens += sum([segment[2] for segment in segments])
-        self._documents_seen += len(segments)
+        self._arrive(_table_of(arrivals, self._documents_seen))
 
     def next_steps(self) -> list[StepPlan]:
         """The next step and the steps planned together with it; empty if too few documents have arrived."""
@@ -122,7 +124,7 @@ class Packer(ABC):
     @property
     def pending(self) -> list[Segment]:
         """Every segment that was taken in and is not yet planned."""
-        return list(self._arrived)
+        return segments_of(self._arrived)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as JSON-serialisable data."""
@@ -131,7 +133,7 @@ class Packer(ABC):
             "method": self.name,
             "step": self._step,
             "documents_seen": self._documents_seen,
-            "arrived": [list(segment) for segment in self._arrived],
+            "arrived": self._arrived.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,7 +149,7 @@ class Packer(ABC):
                 f"load it into a {state['method']!r} packer"
             )
         self._restore(state)
-        self._check(self.pending)
+        self._check(rows_of(self.pending))
 
     def take_back(self, plans: Sequence[StepPlan]) -> None:
         """Undo the latest ``plans``, in their order: their segments arrive again, ahead of all others."""
@@ -160,16 +162,16 @@ class Packer(ABC):
         A packer that has planned nothing can continue the work of another method this way (``held_segments``). Raises
         ``UserError`` for a segment that is too long.
         """
-        self._check(segments)
+        table = rows_of(segments)
+        self._check(table)
         self._step = step
-        self._arrived.extendleft(reversed(segments))
-        self._arrived_tokens += sum(segment.length for segment in segments)
+        self._put_back(table)
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
         self._documents_seen = state["documents_seen"]
-        self._arrived = deque(Segment(*segment) for segment in state["arrived"])
-        self._arrived_tokens = sum(segment.length for segment in self._arrived)
+        self._arrived = rows_of(state["arrived"])
+        self._arrived_tokens = int(self._arrived[:, 2].sum())
 
     @abstractmethod
     def _tokens_wanted(self) -> int:
@@ -183,12 +185,24 @@ class Packer(ABC):
     def last_steps(self) -> list[StepPlan]:
         """Plan at least one step of what is held, which is not empty, when nothing more arrives."""
 
-    def _check(self, segments: Sequence[Segment]) -> None:
-        longest = math.inf if self._cuts_documents else self.context_window
-        wrong = [row for row in segments if not 0 < row[2] <= longest or row[1] < 0 or row[0] < 0]
-        if not wrong:
-            return self._check_held(segments)
-        document, start, length = wrong[0]
+    def _arrive(self, table: Table) -> None:
+        self._check(table)
+        self._arrived = np.concatenate([self._arrived, table])
+        self._arrived_tokens += int(table[:, 2].sum())
+        self._documents_seen += len(table)
+
+    def _put_back(self, table: Table) -> None:
+        """Let ``table`` arrive ahead of all others."""
+        self._arrived = np.concatenate([table, self._arrived])
+        self._arrived_tokens += int(table[:, 2].sum())
+
+    def _check(self, table: Table) -> None:
+        longest = _LONGEST if self._cuts_documents else self.context_window
+        documents, starts, lengths = table.T
+        wrong = np.flatnonzero((lengths < 1) | (lengths > longest) | (starts < 0) | (documents < 0))
+        if not len(wrong):
+            return self._check_held(table)
+        document, start, length = table[wrong[0]].tolist()
         if document < 0 or start < 0:
             raise UserError(f"document {document} starts at token {start}; ids and starts must be at least 0")
         if length < 1:
@@ -198,54 +212,42 @@ class Packer(ABC):
             f"wlb.documents.segments.split_overlong ({', '.join(POLICIES)}) first, or raise the context window"
         )
 
-    def _check_held(self, segments: Sequence[Segment]) -> None:
-        if not self.phased or not segments or self._cuts_documents:
+    def _check_held(self, table: Table) -> None:
+        if not self.phased or not len(table) or self._cuts_documents:
             return
-        held = self.phased.phases.held_tokens(segments)
+        held = self.phased.phases.held_tokens(table)
         largest = int(held.argmax())
         if held[largest] > self.max_tokens:
-            document, _, length = segments[largest]
+            document, _, length = table[largest].tolist()
             raise UserError(
                 f"document {document} has {length} tokens and memory_tokens = {held[largest] - length}, together over "
                 f"the {self.max_tokens} of a micro-batch; raise max_length_factor or the context window"
             )
 
-    def _take(self, tokens: int) -> list[Segment]:
+    def _take(self, tokens: int) -> Table:
         """Remove arrived segments from the front until they hold at least ``tokens`` tokens."""
-        segments: list[Segment] = []
-        arrived = self._arrived
-        taken = 0
-        while taken < tokens and arrived:
-            segment = arrived.popleft()
-            segments.append(segment)
-            taken += segment[2]
-        self._arrived_tokens -= taken
-        return segments
+        if tokens <= 0:
+            return self._arrived[:0]
+        ends = np.cumsum(self._arrived[:, 2])
+        taken, self._arrived = np.split(self._arrived, [np.searchsorted(ends, tokens) + 1])
+        self._arrived_tokens -= int(taken[:, 2].sum())
+        return taken
 
-    def _price(self, segments: Sequence[Segment], arrived: int) -> list[Pending]:
-        if not segments:
+    def _price(self, table: Table, arrived: int) -> list[Pending]:
+        if not len(table):
             return []
-        lengths = held = [segment[2] for segment in segments]
+        lengths = held = table[:, 2].tolist()
+        seconds = segment_seconds(self.workload, table).tolist()
         if self.phased:
-            seconds = segment_seconds(self.phased, segments).tolist()
-            held = self.phased.phases.held_tokens(segments).tolist()
-        else:
-            seconds = self.workload.document_seconds(lengths).tolist()
-        rows = zip(lengths, seconds, repeat(arrived), segments, held, strict=False)
+            held = self.phased.phases.held_tokens(table).tolist()
+        rows = zip(lengths, seconds, repeat(arrived), segments_of(table), held, strict=False)
         return [_new_tuple(Pending, row) for row in rows]
 
-    def _emit(self, micro_batches: Iterable[MicroBatch], items: Iterable[Pending] = (), columns: int = 1) -> StepPlan:
-        """The plan of the step that trains ``micro_batches``; ``items`` are their documents, which may have waited.
-
-        Micro-batches are already dealt to ``columns`` pipelines, the same number to each.
-        """
-        step = self._step
-        waits = [(step - item[2], item[0]) for item in items if item[2] < step]
-        delay = sum([wait * length for wait, length in waits])
-        ranks = tuple(micro_batches)
-        each = len(ranks) // columns
-        dealt = tuple(ranks[first : first + each] for first in range(0, len(ranks), each))
-        plan = StepPlan(step, dealt, delay, max(waits, default=(0, 0))[0])
+    def _emit(self, ranks: Iterable[Iterable[MicroBatch]], waits: Iterable[tuple[int, int]] = ()) -> StepPlan:
+        """The plan of the step that trains ``ranks``; ``waits`` are the steps and tokens of documents that waited."""
+        waited = [(steps, tokens) for steps, tokens in waits if steps > 0]
+        delay = sum([steps * tokens for steps, tokens in waited])
+        plan = StepPlan(self._step, tuple(map(tuple, ranks)), delay, max(waited, default=(0, 0))[0])
         self._step += 1
         return plan
 
@@ -256,14 +258,35 @@ def held_segments(state: dict[str, Any]) -> list[Segment]:
     return [Segment(*row[:3]) for row in (*held_back, *state["arrived"])]
 
 
-def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
-    """Arrivals as segments of plain integers; lists of only lengths or only segments are converted in one go."""
-    forms = set(map(type, arrivals))
+def segments_of(table: Table) -> list[Segment]:
+    """The rows of ``table`` as segments of plain integers."""
+    return [_new_tuple(Segment, row) for row in table.tolist()]
+
+
+def rows_of(segments: Sequence[Sequence[int]]) -> Table:
+    """``segments`` as a table."""
+    return np.array(segments, np.int64).reshape(-1, 3)
+
+
+def _table_of(arrivals: Iterable[Arrival] | Table, number: int) -> Table:
+    """Arrivals as a table; arrays and lists of only lengths or only segments are converted in one go."""
+    if isinstance(arrivals, np.ndarray):
+        if arrivals.dtype == np.int64 and arrivals.ndim == 2 and arrivals.shape[1] == 3:
+            return arrivals
+        arrivals = arrivals.tolist()
+    plain = list(arrivals)
+    forms = set(map(type, plain))
     if forms == {int}:
-        return [_new_tuple(Segment, row) for row in zip(count(number), repeat(0), arrivals)]
-    if forms <= {Segment} and set(map(type, chain.from_iterable(arrivals))) <= {int}:
-        return arrivals
-    return [_as_segment(arrival, index) for index, arrival in enumerate(arrivals, number)]
+        rows: Any = [(document, 0, length) for document, length in enumerate(plain, number)]
+    elif forms <= {Segment} and set(map(type, chain.from_iterable(plain))) <= {int}:
+        rows = plain
+    else:
+        rows = [_as_segment(arrival, index) for index, arrival in enumerate(plain, number)]
+    try:
+        return rows_of(rows)
+    except OverflowError:
+        largest = max(chain.from_iterable(rows), key=abs)
+        raise UserError(f"{largest} does not fit 64 bits; ids, starts and lengths must") from None
 
 
 def _as_segment(arrival: Any, index: int) -> Segment:

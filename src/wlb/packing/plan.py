@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,6 +155,34 @@ class StepPlan:
                 tuple(tuple(starmap(Operation, of_rank)) for of_rank in ranks) for ranks in data.get("operations", ())
             ),
         )
+
+
+class PlannedMicroBatch(NamedTuple):
+    """A micro-batch: the numbers of whole ``documents`` of a step, and possibly a slice of a longer one.
+
+    ``seconds`` are predicted, on ranks of speed 1. ``ranks`` run it; empty if all do. The slice is tokens ``start`` to
+    ``stop`` of document ``sliced``; other micro-batches hold the rest. -1 is no slice.
+    """
+
+    documents: tuple[int, ...]
+    seconds: float = 0.0
+    ranks: tuple[int, ...] = ()
+    sliced: int = -1
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True)
+class StageRanks:
+    """The ``count`` ranks that hold one pipeline stage of each of ``pipelines`` pipelines, ``per_node`` on a node.
+
+    ``per_node`` divides ``count``. A rank of speed 1 runs as priced, and one of 0.9 is 10% slow; None means all are 1.
+    """
+
+    count: int = 1
+    per_node: int = 1
+    pipelines: int = 1
+    speeds: tuple[float, ...] | None = None
 
 
 def _largest_over_mean(workloads: list[float]) -> float:

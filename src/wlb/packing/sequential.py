@@ -11,7 +11,7 @@ import math
 from itertools import chain, islice
 
 from wlb.documents.segments import Segment
-from wlb.packing.packer import Packer
+from wlb.packing.packer import Packer, rows_of, segments_of
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload.phases import segment_seconds
 
@@ -45,7 +45,7 @@ class SequentialPacker(Packer):
 
     def _cut(self, sizes: list[int]) -> StepPlan:
         """One step of windows of exactly ``sizes`` tokens, taken from the front of the arrivals."""
-        segments = self._take(sum(sizes))[::-1]
+        segments = segments_of(self._take(sum(sizes)))[::-1]
         pieces: list[list[Segment]] = []
         for room in sizes:
             piece: list[Segment] = []
@@ -61,10 +61,8 @@ class SequentialPacker(Packer):
                 else:
                     piece.append(segment)
             pieces.append(piece)
-        for segment in segments:  # at most one: what the cut left of the last document
-            self._arrived.appendleft(segment)
-            self._arrived_tokens += segment.length
+        self._put_back(rows_of(segments))  # at most one: what the cut left of the last document
         together = self.options.micro_batch_windows
         pieces = [list(chain(*pieces[first : first + together])) for first in range(0, len(pieces), together)]
         seconds = iter(segment_seconds(self.workload, [segment for piece in pieces for segment in piece]).tolist())
-        return self._emit(MicroBatch(tuple(piece), math.fsum(islice(seconds, len(piece)))) for piece in pieces)
+        return self._emit([[MicroBatch(tuple(piece), math.fsum(islice(seconds, len(piece)))) for piece in pieces]])

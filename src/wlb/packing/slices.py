@@ -13,15 +13,13 @@ the same plan.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.lightest import into_lightest
+from wlb.packing.plan import PlannedMicroBatch
 from wlb.workload.base import DocumentPrices
 
 Integers = NDArray[np.int64]
@@ -31,103 +29,76 @@ _TICKS = 1e9  # per second
 _SLACK = 0.05  # of the mean micro-batch: a slice may cost this much more before the document is cut once more
 
 
-@runtime_checkable
-class ColumnPrices(DocumentPrices, Protocol):
-    """Prices of documents on one of several equal pipelines."""
-
-    @property
-    def columns(self) -> int:
-        """Number of pipelines that train a step together: data-parallel ranks."""
-
-
-class Sliced(NamedTuple):
-    """A micro-batch: the numbers of whole ``documents`` of a step, and possibly a slice of a longer one.
-
-    The slice is tokens ``start`` to ``stop`` of document ``sliced``; other micro-batches hold the rest. -1 is no slice.
-    """
-
-    documents: tuple[int, ...]
-    sliced: int = -1
-    start: int = 0
-    stop: int = 0
-
-
-def sliced_columns(
-    lengths: Sequence[int], micro_batches: int, max_tokens: int, prices: ColumnPrices
-) -> tuple[list[list[Sliced]], list[int]]:
-    """The ``micro_batches`` micro-batches of every pipeline in order, and the documents without room.
+def sliced_pipelines(
+    lengths: ArrayLike, pipelines: int, micro_batches: int, max_tokens: int, prices: DocumentPrices
+) -> tuple[list[list[PlannedMicroBatch]], list[int]]:
+    """The ``micro_batches`` micro-batches of each of ``pipelines`` in order, and the documents without room.
 
     ``lengths`` are the tokens of the documents of a step; no micro-batch holds more than ``max_tokens`` tokens.
     """
     tokens = np.asarray(lengths, np.int64)
     ticks = _ticks(prices, tokens)
-    falling = np.lexsort((np.arange(len(tokens)), -tokens)).tolist()
-    rooms = [micro_batches * max_tokens] * prices.columns
-    owners, _ = into_lightest(tokens[falling].tolist(), ticks[falling].tolist(), [0.0] * prices.columns, rooms)
-    columns: list[list[Sliced]] = []
-    left = [document for document, owner in zip(falling, owners, strict=True) if owner < 0]
-    for column in range(prices.columns):
-        mine = [document for document, owner in zip(falling, owners, strict=True) if owner == column]
-        planned, without_room = _column(mine, tokens, ticks, micro_batches, max_tokens, prices)
-        columns.append(planned)
+    falling = np.argsort(-tokens, kind="stable")
+    rooms = [micro_batches * max_tokens] * pipelines
+    found, _ = into_lightest(tokens[falling].tolist(), ticks[falling].tolist(), [0.0] * pipelines, rooms)
+    owners = np.array(found, np.int64)
+    planned, left = [], falling[owners < 0].tolist()
+    for pipeline in range(pipelines):
+        mine = falling[owners == pipeline]
+        of_pipeline, without_room = _pipeline(mine, tokens[mine], ticks[mine], micro_batches, max_tokens, prices)
+        planned.append(of_pipeline)
         left += without_room
-    return columns, left
+    return planned, left
 
 
-def _column(
-    documents: Sequence[int],
+def _pipeline(
+    documents: Integers,
     tokens: Integers,
     ticks: Integers,
     micro_batches: int,
     max_tokens: int,
-    prices: ColumnPrices,
-) -> tuple[list[Sliced], list[int]]:
+    prices: DocumentPrices,
+) -> tuple[list[PlannedMicroBatch], list[int]]:
     """The micro-batches of one pipeline: slices of long documents, most expensive first, then whole documents."""
-    parts = _parts(ticks[list(documents)].tolist(), tokens[list(documents)].tolist(), micro_batches, max_tokens)
-    whole = [document for document, count in zip(documents, parts, strict=True) if count == 1]
-    filled: list[Sliced] = []
+    parts = _parts(ticks, tokens, micro_batches, max_tokens)
+    slices: list[tuple[int, int, int]] = []  # document, start, stop
     left: list[int] = []
-    for document, count in zip(documents, parts, strict=True):
-        if count == 1:
-            continue
-        cuts = _cuts(int(tokens[document]), count, max_tokens, prices)
-        if len(filled) + len(cuts) - 1 > micro_batches:
+    for place in np.flatnonzero(parts > 1).tolist():
+        document, cuts = int(documents[place]), _cuts(int(tokens[place]), int(parts[place]), max_tokens, prices)
+        if len(slices) + len(cuts) - 1 > micro_batches:
             left.append(document)
         else:
-            filled += [Sliced((), document, start, stop) for start, stop in pairwise(cuts)]
-    filled += [Sliced(())] * (micro_batches - len(filled))
-    before, after = (_ticks(prices, np.array([getattr(one, end) for one in filled])) for end in ("start", "stop"))
-    loads, rooms = (after - before).astype(float).tolist(), [max_tokens - (one.stop - one.start) for one in filled]
-    owners, _ = into_lightest(tokens[whole].tolist(), ticks[whole].tolist(), loads, rooms)
+            slices += [(document, start, stop) for start, stop in pairwise(cuts)]
+    slices += [(-1, 0, 0)] * (micro_batches - len(slices))
+    _, start, stop = np.array(slices).T
+    loads = (_ticks(prices, stop) - _ticks(prices, start)).astype(float).tolist()
+    whole = parts == 1
+    owners, _ = into_lightest(
+        tokens[whole].tolist(), ticks[whole].tolist(), loads, (max_tokens - stop + start).tolist()
+    )
     members: list[list[int]] = [[] for _ in range(micro_batches + 1)]  # the last list has the documents without room
-    for document, owner in zip(whole, owners, strict=True):
+    for document, owner in zip(documents[whole].tolist(), owners, strict=True):
         members[owner].append(document)
     left += members.pop()
-    return [one._replace(documents=tuple(held)) for one, held in zip(filled, members, strict=True)], left
+    filled = zip(members, loads, slices, strict=True)
+    return [PlannedMicroBatch(tuple(held), load / _TICKS, (), *one) for held, load, one in filled], left
 
 
-def _parts(ticks: Sequence[int], tokens: Sequence[int], micro_batches: int, max_tokens: int) -> list[int]:
+def _parts(ticks: Integers, tokens: Integers, micro_batches: int, max_tokens: int) -> Integers:
     """Number of slices of each document; all sliced documents together make at most ``micro_batches``.
 
     As few slices as keep each below the mean micro-batch and within ``max_tokens`` tokens. If these are too many, the
     document whose slices would stay cheapest gets one less, and so on, as far as ``max_tokens`` allows.
     """
-    share = sum(ticks) / micro_batches
-    least = [1 if each <= max_tokens else -(-each // _whole_tiles(max_tokens)) for each in tokens]
-    parts = [max(fewest, math.ceil(each / max(share, 1) - _SLACK)) for each, fewest in zip(ticks, least, strict=True)]
-    while sum(count for count in parts if count > 1) > micro_batches:
-        fewer = [
-            (each / (count - 1), place)
-            for place, (each, count, fewest) in enumerate(zip(ticks, parts, least, strict=True))
-            if count > fewest
-        ]
-        if not fewer:
-            break
-        parts[min(fewer)[1]] -= 1
+    share = max(int(ticks.sum()) / micro_batches, 1)
+    least = np.where(tokens <= max_tokens, 1, -(-tokens // _whole_tiles(max_tokens)))
+    parts = np.maximum(least, np.ceil(ticks / share - _SLACK).astype(np.int64))
+    while parts[parts > 1].sum() > micro_batches and len(fewer := np.flatnonzero(parts > least)):
+        parts[fewer[np.argmin(ticks[fewer] / (parts[fewer] - 1))]] -= 1
     return parts
 
 
-def _cuts(length: int, parts: int, max_tokens: int, prices: ColumnPrices) -> list[int]:
+def _cuts(length: int, parts: int, max_tokens: int, prices: DocumentPrices) -> list[int]:
     """Where slices of a document of ``length`` tokens begin and end: 0, tiles that divide its work, ``length``.
 
     If a slice would have over ``max_tokens`` tokens, it ends earlier, and the slices after it share the remaining work.
@@ -149,5 +120,5 @@ def _whole_tiles(tokens: int) -> int:
     return max(TILE, tokens // TILE * TILE)
 
 
-def _ticks(prices: ColumnPrices, tokens: Integers) -> Integers:
+def _ticks(prices: DocumentPrices, tokens: Integers) -> Integers:
     return np.rint(prices.document_seconds(tokens) * _TICKS).astype(np.int64)

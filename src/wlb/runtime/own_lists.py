@@ -279,9 +279,9 @@ def gather_weights(model: nn.Module) -> list[UnshardHandle]:
 
 
 def fingerprint_of(plan: StepPlan) -> int:
-    """A number that is equal for plans with equal documents, places, ranks and operations."""
+    """A number that is equal for plans with equal documents, places and ranks."""
     of_ranks = [[(part.segments, part.ranks) for part in rank] for rank in plan.ranks]
-    return digest_of((plan.step, of_ranks, plan.operations))
+    return digest_of((plan.step, of_ranks))
 
 
 def digest_of(value: object) -> int:

@@ -66,12 +66,12 @@ def _batches(lengths: DocumentLengths, config: DataConfig, tokens: int) -> Itera
     while True:
         if stream.epoch_is_over:
             stream.next_epoch()
-        for segment in stream.take(_AT_ONCE):
+        for length in stream.take(_AT_ONCE)[:, 2].tolist():
             if left <= 0:
                 yield np.array(batch)
                 batch, left = [], left + tokens
-            batch.append(segment.length)
-            left -= segment.length
+            batch.append(length)
+            left -= length
 
 
 def joined_lengths(lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -42,8 +42,9 @@ def share_in(job: Job, dp_rank: int, cp_rank: int) -> RankSlice:
 class LoadedStep:
     """One step, ready to train: ``batches`` are this rank's parts of its micro-batches, in pipeline order.
 
-    The plan covers all ranks, and ``loss_tokens`` counts their labelled tokens. Equal plans have equal
-    ``fingerprint``s; equal shard plans of all batches of a data-parallel rank have equal ``shard_fingerprint``s.
+    The plan covers all ranks, but only this data-parallel rank has operations. ``loss_tokens`` counts the labelled
+    tokens of all. Equal plans have equal ``fingerprint``s; equal operations and shard plans of all batches of a
+    data-parallel rank have equal ``shard_fingerprint``s.
     Training waited ``wait_seconds`` for this step.
     """
 
@@ -96,7 +97,7 @@ class StepLoader(Iterator[LoadedStep]):
         job = self._job
         if self._calibration is not None:
             job = job.measured(self._calibration.prices, self._calibration.speeds)
-        planner = StepPlanner(job, self._store.stored_lengths, epochs=self._epochs)
+        planner = StepPlanner(job, self._store.stored_lengths, epochs=self._epochs, pipeline=self._share.dp_rank)
         if state is not None:
             planner.load_state_dict(state)
         self._state = planner.state_dict()
@@ -143,7 +144,7 @@ class StepLoader(Iterator[LoadedStep]):
         # If micro-batches name their ranks, ranks have different ones. Equal plans give equal shards, because shards
         # follow from whole lengths, without prices, which two machines may round differently.
         shards = [] if names_ranks(plan) else [[table.tolist() for table in b.shard_plan.pieces] for b in batches]
-        return LoadedStep(planned, batches, loss_tokens, fingerprint_of(plan), digest_of(shards))
+        return LoadedStep(planned, batches, loss_tokens, fingerprint_of(plan), digest_of((shards, plan.operations)))
 
 
 def data_identity(store: TokenStore, job: Job) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.prices import LevelPrices
-from wlb.packing.level import StagePrices, level_groups
-from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.level import level_groups
+from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import preset_sections
 from wlb.simulate.rate import rate, simulate_step
@@ -81,10 +81,10 @@ def _shares(job: RivalJob, settings: Settings) -> dict[str, float | None]:
     batches = [*islice(batches_of(lengths, space), steps)]
     ideal = _ideal(space, batches)
     ranks, level = _fastest(space, lengths, batches[0])
-    prices = _prices(level)
+    stage = level.stage_ranks
     return {
-        "level": ideal / _seconds(level, prices, batches),
-        "level, on any node": ideal / _seconds(level, replace(prices, per_node=prices.ranks), batches),
+        "level": ideal / _seconds(level, stage, batches),
+        "level, on any node": ideal / _seconds(level, replace(stage, per_node=stage.count), batches),
     } | {name: _pooled(ranks, space, lengths, batches, grouping, ideal) for name, grouping in _POOLS.items()}
 
 
@@ -105,12 +105,7 @@ def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Jo
             fitting.append((ranks.job, job))
     if not fitting:
         raise no_layout("balanced without a pipeline", space)
-    return min(fitting, key=lambda pair: _seconds(pair[1], _prices(pair[1]), [batch]))
-
-
-def _prices(level: Job) -> LevelPrices:
-    assert isinstance(level.packing_prices, LevelPrices)
-    return level.packing_prices
+    return min(fitting, key=lambda pair: _seconds(pair[1], pair[1].stage_ranks, [batch]))
 
 
 def _decided(layout: Job, space: SearchSpace, lengths: Integers, grouping: str) -> Job:
@@ -120,13 +115,14 @@ def _decided(layout: Job, space: SearchSpace, lengths: Integers, grouping: str) 
     return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 
 
-def _seconds(job: Job, prices: StagePrices, batches: list[Integers]) -> float:
-    """Share of level steps of ``job`` that train ``batches``, planned with ``prices``."""
-    return sum(float(simulate_step(_plan(job, prices, batch), job).seconds[0]) for batch in batches)
+def _seconds(job: Job, stage: StageRanks, batches: list[Integers]) -> float:
+    """Share of level steps of ``job`` that train ``batches``, planned for the ranks of ``stage``."""
+    return sum(float(simulate_step(_plan(job, stage, batch), job).seconds[0]) for batch in batches)
 
 
-def _plan(job: Job, prices: StagePrices, batch: Integers) -> StepPlan:
-    groups = level_groups(batch.tolist(), -(-job.max_tokens // prices.ranks), prices)
+def _plan(job: Job, stage: StageRanks, batch: Integers) -> StepPlan:
+    assert isinstance(job.packing_prices, LevelPrices)
+    groups = level_groups(batch, -(-job.max_tokens // stage.count), job.packing_prices, stage)
     micro_batches = (
         MicroBatch(
             tuple(Segment(document, 0, int(batch[document])) for document in group.documents),

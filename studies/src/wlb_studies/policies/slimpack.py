@@ -20,7 +20,8 @@ from numpy.typing import ArrayLike
 
 from wlb.errors import UserError
 from wlb.job.job import Job
-from wlb.packing.slices import Sliced, sliced_columns
+from wlb.packing.plan import PlannedMicroBatch
+from wlb.packing.slices import sliced_pipelines
 from wlb.workload import Costs
 from wlb.workload.base import Direction, Seconds
 from wlb_studies.policies.filling import Integers, lightest, longest_first
@@ -58,7 +59,7 @@ def asymmetric_units(lengths: Integers, job: Job, units: int) -> SlicedPlan:
 
 def _column(documents: Sequence[int], lengths: Integers, count: int, prices: _OfPass) -> Column:
     mine = lengths[list(documents)]
-    (planned,), left = sliced_columns(mine.tolist(), count, int(mine.sum()) or 1, prices)
+    (planned,), left = sliced_pipelines(mine, 1, count, int(mine.sum()) or 1, prices)
     if left:
         raise UserError(f"{len(left)} documents find no room in {count} units; allow more units")
     sequences: list[list[Slice]] = []
@@ -69,6 +70,6 @@ def _column(documents: Sequence[int], lengths: Integers, count: int, prices: _Of
     return sequences
 
 
-def _slice(unit: Sliced, documents: Sequence[int], lengths: Integers) -> Slice:
+def _slice(unit: PlannedMicroBatch, documents: Sequence[int], lengths: Integers) -> Slice:
     whole = [Piece(documents[index], 0, int(lengths[index])) for index in unit.documents]
     return whole if unit.sliced < 0 else [Piece(documents[unit.sliced], unit.start, unit.stop), *whole]
