@@ -70,7 +70,7 @@ def train_rank(config: JobConfig, rank: int, port: int) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    from wlb.training.endings import Termination
+    from wlb.training.process import Termination
     from wlb.training.trainer import train
 
     train(config, Termination())

@@ -21,7 +21,7 @@ from subprocess import CompletedProcess
 from typing import IO, Any
 
 from tests.cores import allow_cores, kept_cores
-from wlb.training.endings import signals_to_end
+from wlb.training.process import signals_to_end
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(

@@ -20,7 +20,7 @@ from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.models.configured_model import configured_model
 from wlb.training.checkpoint.files import model_record
-from wlb.training.endings import signals_to_end
+from wlb.training.process import signals_to_end
 
 
 @pytest.fixture

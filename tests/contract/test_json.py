@@ -11,7 +11,7 @@ from tests.cli.conftest import run
 from tests.contract.names import STEP, SYSTEM, VERDICT
 from tests.training.jobs import read_steps, write_config, write_store
 from wlb.job.config_file import load_config
-from wlb.training.endings import Termination
+from wlb.training.process import Termination
 from wlb.training.trainer import train
 
 WINDOW = 4096

@@ -17,7 +17,7 @@ from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training import trainer as trainer_module
-from wlb.training.endings import TrainingError
+from wlb.training.process import TrainingError
 from wlb.training.trainer import Trainer
 
 RARE = VOCABULARY - 1  # a token that only this document has

@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.cases import in_turn
 from wlb.errors import UserError
-from wlb.training import endings
-from wlb.training.endings import Ending, HungError, Terminated, TrainingError, ending_of, leave
+from wlb.training import process
+from wlb.training.process import Ending, HungError, Terminated, TrainingError, ending_of, leave
 
 
 class Left(Exception):
@@ -26,7 +26,7 @@ def left_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
     def end(status: int) -> None:
         raise Left(status)
 
-    monkeypatch.setattr(endings.os, "_exit", end)
+    monkeypatch.setattr(process.os, "_exit", end)
     try:
         raise error
     except type(error):

@@ -22,7 +22,7 @@ from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config_file import load_config
 from wlb.training import launcher
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
-from wlb.training.endings import Ending
+from wlb.training.process import Ending
 
 PARALLEL = {"dp": 2}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "wlb.training")

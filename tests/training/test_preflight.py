@@ -28,8 +28,8 @@ from wlb.os_limits import usable_memory
 from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.training import preflight
 from wlb.training.dry_run import dry_run, find_problems
-from wlb.training.endings import TrainingError
 from wlb.training.preflight import check_agreed, check_job, least_limit, memory_limit
+from wlb.training.process import TrainingError
 from wlb.workload.profile import write_profile
 
 

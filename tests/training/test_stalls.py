@@ -19,7 +19,7 @@ from tests.training.faulty_rank import FOREVER
 from tests.training.jobs import endless, read_steps, write_config
 from tests.training.processes import ranks, said
 from wlb.training import stalls
-from wlb.training.endings import HungError, Termination, TrainingError
+from wlb.training.process import HungError, Termination, TrainingError
 from wlb.training.stalls import BegunStep, record_flight, stalls_named
 
 LIMIT = f"wlb: error: step {{}} did not end within training.timeout_seconds = {HUNG_SECONDS:g} s: rank 1 "

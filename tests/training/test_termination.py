@@ -11,9 +11,8 @@ from tests.limits import HUNG_SECONDS
 from tests.programs import forked
 from tests.training.jobs import endless, read_steps
 from tests.training.processes import is_running, process, ranks_of, steps_written, wait_until
-from wlb.training import endings
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
-from wlb.training.endings import Terminated, Termination, signals_to_end
+from wlb.training.process import Terminated, Termination, signals_to_end
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
     def leave(error: Exception) -> None:
         raise error
 
-    monkeypatch.setattr(endings, "leave", leave)
+    monkeypatch.setattr("wlb.training.process.leave", leave)
     monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGTERM)
     termination = Termination()
     if grace_seconds is not None:

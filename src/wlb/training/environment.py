@@ -22,7 +22,7 @@ from wlb.models.transformer import TransformerConfig, check_built
 from wlb.os_limits import usable_cores
 from wlb.runtime.environment import prefers_fa3, set_up_gpu
 from wlb.token_count import parse_count
-from wlb.training.console import say
+from wlb.training.process import say
 from wlb.training.stalls import record_flight
 from wlb.workload.hardware import HARDWARE
 

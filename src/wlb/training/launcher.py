@@ -20,8 +20,7 @@ from typing import Any
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig
 from wlb.training.checkpoint.files import newest_checkpoint, step_of
-from wlb.training.console import say, write
-from wlb.training.endings import TERMINATED_STATUS, Ending, ending_of, signals_to_end
+from wlb.training.process import TERMINATED_STATUS, Ending, ending_of, say, signals_to_end, write
 from wlb.training.worker import as_rank, train_as_rank
 
 START_METHOD = "forkserver"

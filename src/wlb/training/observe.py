@@ -27,12 +27,11 @@ from wlb.job.config import MetricsConfig
 from wlb.runtime.clock import ComputeClock
 from wlb.runtime.collectives import gathered_rows
 from wlb.terminal import next_command, number_of
-from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep
-from wlb.training.endings import TrainingError
 from wlb.training.environment import attention_note, hardware_name, tokenizer_warning
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.preflight import CheckedJob
+from wlb.training.process import TrainingError, say
 from wlb.workload import hardware_preset
 from wlb.workload.flops import model_flops
 

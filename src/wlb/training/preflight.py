@@ -27,9 +27,9 @@ from wlb.runtime.collectives import gathered
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import check_model, newest_checkpoint, read_manifest
 from wlb.training.data.loader import check_identity
-from wlb.training.endings import TrainingError
 from wlb.training.environment import device_type, hardware_name, trained_model
 from wlb.training.evaluation.held_out import check_evaluation
+from wlb.training.process import TrainingError
 
 _LOCK = ".lock"  # the file in a directory of a job that runs
 

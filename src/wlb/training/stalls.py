@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from wlb.training.endings import HungError, Termination, TrainingError, leave
+from wlb.training.process import HungError, Termination, TrainingError, leave
 
 _ANSWER_SECONDS = 5.0
 # The words of gloo, its sockets and the store in torch 2.11 to 2.13; none has an exception type for it.

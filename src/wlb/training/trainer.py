@@ -28,15 +28,14 @@ from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
 from wlb.runtime.own_lists import own_micro_batches
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
-from wlb.training.console import say
 from wlb.training.data.loader import LoadedStep, StepLoader
-from wlb.training.endings import Terminated, Termination, TrainingError
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.observe import Monitor, Reporter
 from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.preflight import CheckedJob, check_agreed, check_job, check_shared, directories_of, least_limit
+from wlb.training.process import Terminated, Termination, TrainingError, say
 from wlb.training.rank_model import RankModel, build_model
 from wlb.training.stalls import BegunStep, stalls_named
 

@@ -1,7 +1,7 @@
 """One rank of a training job: ``torchrun -m wlb.training CONFIG [--set section.key=value]...``, or of ``wlb train``.
 
 A rank keeps nothing worth saving outside its checkpoints, so it ends at once on any error and when its launcher is
-gone. Only a signal leaves it time to save (``endings``).
+gone. Only a signal leaves it time to save (``process``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
-from wlb.training.console import flush
-from wlb.training.endings import Termination, TrainingError, leave
+from wlb.training.process import Termination, TrainingError, flush, leave
 
 _WATCH_SECONDS = 0.2
 _LOST_PEER_SECONDS = 10.0  # a rank that has lost another one waits so long, so that the other one fails first

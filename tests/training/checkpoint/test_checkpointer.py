@@ -35,9 +35,9 @@ from wlb.training.checkpoint import checkpointer as checkpoint_module
 from wlb.training.checkpoint import files
 from wlb.training.checkpoint.checkpointer import Checkpointer
 from wlb.training.checkpoint.files import Progress, newest_checkpoint
-from wlb.training.endings import TrainingError
 from wlb.training.optimizer import build_optimizer
 from wlb.training.preflight import check_job
+from wlb.training.process import TrainingError
 from wlb.workload import ModelShape
 
 DOCUMENTS = 160

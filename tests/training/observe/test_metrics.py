@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.job.config import MetricsConfig
-from wlb.training.endings import TrainingError
 from wlb.training.observe import MetricsFiles, continue_file, last_step_in
+from wlb.training.process import TrainingError
 
 ROW: dict[str, Any] = {
     "step": 1,

@@ -30,8 +30,7 @@ from wlb.models.transformer import TransformerConfig
 from wlb.runtime.collectives import gathered
 from wlb.training.checkpoint import files
 from wlb.training.checkpoint.files import Progress, check_model, model_record, newest_usable
-from wlb.training.console import say
-from wlb.training.endings import HungError, TrainingError
+from wlb.training.process import HungError, TrainingError, say
 
 _LONGEST_WRITE = timedelta(hours=1)  # the longest time that a rank may write while the others wait, in the background
 _CHECK_SECONDS = 0.5  # how often ranks that wait check on each other

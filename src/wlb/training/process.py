@@ -1,25 +1,31 @@
-"""How a rank ends: it fails, which its launcher reports once, in one line if possible, or it is asked to end.
+"""What the process of a rank prints, and how it ends: it fails, or it is asked to end.
 
-After SIGTERM, SIGHUP and Ctrl-C a rank finishes the step, saves it, and leaves within the grace time. A thread waits
-for the signals, so that neither a collective nor a long kernel in the main thread delays them.
+A failure is reported once, by the launcher, in one line if possible. After SIGTERM, SIGHUP and Ctrl-C a rank finishes
+the step, saves it, and leaves within the grace time. A thread waits for the signals, so that neither a collective nor a
+long kernel in the main thread delays them.
+
+Training goes on without a console: lines are lost if a pipe or terminal was closed, or the disk of a log is full.
 """
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
 from wlb.errors import UserError
-from wlb.training.console import flush, say
+from wlb.terminal import wrapped
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 TERMINATED_STATUS = 128 + signal.SIGTERM  # as shells have it
+_NOBODY_READS = {errno.EPIPE, errno.EIO}  # the other end of the pipe or terminal is gone
 
 
 class TrainingError(RuntimeError):
@@ -44,6 +50,32 @@ class Ending(NamedTuple):
     text: str
     status: int
     restart: bool = False
+
+
+def say(line: str) -> None:
+    """Print ``line`` on stderr, unless it is empty."""
+    write(sys.stderr, f"{wrapped(line)}\n" if line else "")
+
+
+def flush() -> None:
+    """Flush stdout and stderr, which a process that leaves with ``os._exit`` has to do itself."""
+    write(sys.stdout, "")
+    write(sys.stderr, "")
+
+
+def write(stream: TextIO | None, text: str) -> None:
+    """Write ``text``; raises ``OSError`` if there is no room for stdout, because its lines are results."""
+    try:
+        if stream is not None:  # None if it was closed when Python started
+            stream.write(text)
+            stream.flush()
+    except OSError as error:
+        if stream and error.errno in _NOBODY_READS:  # drop all that follows, or Python tries again at exit and fails
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        elif stream is sys.stdout:
+            raise
 
 
 def leave(error: BaseException) -> NoReturn:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from wlb.training.console import flush, say, write
+from wlb.training.process import flush, say, write
 
 
 def test_lines_are_lost_where_the_reader_has_ended(monkeypatch: pytest.MonkeyPatch):
