@@ -97,7 +97,7 @@ demo: $(VENV)/.demo
 # A second environment with the packers that studies.benchmarks.packing compares ours with.
 peers:
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[data,solver,train]' --editable ./studies
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[data,train]' --editable ./studies
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement studies/benchmarks/requirements-peers.txt
 
 clean:

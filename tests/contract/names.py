@@ -50,7 +50,7 @@ PUBLISHED: dict[str, str | None] = {
 }
 
 PACKER_METHODS = {"plan": "arrivals", "drain": "", "state_dict": "", "load_state_dict": "state"}
-PACKERS = ("sequential", "fixed_greedy", "fixed_solver", "variable_length")  # of the paper
+PACKERS = ("sequential", "fixed_greedy", "variable_length")  # of the paper; the studies add fixed_solver
 STRATEGIES = ("per_sequence", "per_document", "adaptive", "balanced")
 PRESETS = ("plain-4d", "fixed-4d", "wlb-llm", "balanced")
 MODELS = ("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b")

@@ -112,7 +112,7 @@ def small_cases(draw: st.DrawFn) -> Case:
 @given(small_cases())
 @example(case_of(preset="plain-4d", parallel={"dp": 2, "pp": 2}))
 @example(case_of(parallel={"dp": 2, "pp": 2, "cp": 3, "tp": 2}))
-@example(case_of(packing={"method": "fixed_solver", "window": 2, "solver_nodes": 5}))
+@example(case_of(packing={"method": "fixed_greedy", "window": 2}))
 @example(
     case_of(
         (256, 40, 60, 230),  # of which some are cut

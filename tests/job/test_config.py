@@ -41,7 +41,6 @@ def config(tmp_path: Path) -> Path:
         "data.context_window=99999999999999999999",
         "checkpoint.dir=",
         "packing.micro_batches=65540",
-        "packing.solver_nodes=2147483647",
         "model.rope_theta=1",
         "parallel.dp=１",
         "data.context_window=１K",
@@ -239,7 +238,7 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
         ),
         (
             ["packing.max_delay=8"],
-            "packing.max_delay = 8: has no effect with method 'balanced', only with fixed_greedy, fixed_solver, "
+            "packing.max_delay = 8: has no effect with method 'balanced', only with fixed_greedy, "
             "variable_length; leave it out",
         ),
         (

@@ -226,7 +226,7 @@ def test_a_document_is_finished_when_all_of_its_pieces_are_trained(method, lengt
         assert step.pending_documents == step.state["stream"]["stores"][0]["cursor"] - left.count(0)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "fixed_solver"])
+@pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=examples(12), deadline=None)
 @given(
     lengths=many_lengths,

@@ -59,16 +59,14 @@ def packings(draw: Any, /, methods: Sequence[str] = METHODS, **fixed: Any) -> An
     method = draw(st.sampled_from(methods))
     window = draw(st.integers(1, 64) | st.integers(1, 4000))
     options = {
-        "micro_batches": draw(st.integers(1, 9 if method != "fixed_solver" else 3)),
+        "micro_batches": draw(st.integers(1, 9)),
         "context_window": window,
         "workload": WORKLOADS[draw(st.sampled_from(sorted(WORKLOADS)))],
     }
     if method not in ("sequential", "balanced"):
         options["max_delay"] = draw(st.integers(1, 8))
-    if method.startswith("fixed"):
-        options["window"] = draw(st.integers(1, 4 if method == "fixed_greedy" else 2))
-    if method == "fixed_solver":
-        options["solver_nodes"] = 5
+    if method == "fixed_greedy":
+        options["window"] = draw(st.integers(1, 4))
     if method == "balanced":
         options["global_batch"] = draw(st.none() | st.integers(1, 9))
         least = max(1.0, (options["global_batch"] or options["micro_batches"]) / options["micro_batches"])
@@ -100,10 +98,9 @@ def document_lengths(draw: Any, /, window: int, most: int = 150) -> Any:
 
 @st.composite
 def streams(draw: Any, /, **of_packings: Any) -> Any:
-    """(method, options, lengths), few documents for the solver."""
+    """(method, options, lengths)."""
     method, options = draw(packings(**of_packings))
-    most = 16 if method == "fixed_solver" else 150
-    return method, options, draw(document_lengths(options["context_window"], most))
+    return method, options, draw(document_lengths(options["context_window"]))
 
 
 def packer_for(stream):

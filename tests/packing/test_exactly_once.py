@@ -168,7 +168,7 @@ def test_sequential_packing_cuts_documents_of_any_length():
         (
             "sequential",
             {"window": 2},
-            "^window = 2: has no effect with method 'sequential', only with fixed_greedy, fixed_solver; leave it out",
+            "^window = 2: has no effect with method 'sequential', only with fixed_greedy; leave it out",
         ),
         ("sequential", {"queues": 1}, "has no option queues = 1; choose from micro_batch_windows"),
         (

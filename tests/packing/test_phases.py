@@ -19,7 +19,6 @@ from wlb.packing.registry import make_packer
 from wlb.workload.phases import DocumentPhases, PhasedPrices, segment_seconds
 
 WINDOW = 64
-QUICK = [name for name in METHODS if name != "fixed_solver"]
 PRICES = WORKLOADS["7b"]
 
 
@@ -64,7 +63,7 @@ def test_balanced_parts_hold_every_document_once_within_the_limits(task: dict[st
     assert not equal_size or len({len(part) for part in divided}) == 1
 
 
-@pytest.mark.parametrize("method", QUICK)
+@pytest.mark.parametrize("method", METHODS)
 def test_packers_train_every_document_once_and_hold_what_fits(method: str):
     @SETTINGS
     @given(tasks())

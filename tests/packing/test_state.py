@@ -146,7 +146,6 @@ def test_a_job_keeps_to_the_options_that_decide_its_steps():
     assert usual == identity("variable_length", outlier_thresholds=(768, 2304))
     assert usual != identity("variable_length", outlier_thresholds=(768,))
     assert usual != identity("variable_length", 8192)
-    assert identity("fixed_solver", solver_nodes=5) == identity("fixed_solver")
-    assert identity("fixed_solver", window=2) != identity("fixed_solver")
+    assert identity("fixed_greedy", window=2) != identity("fixed_greedy")
     sizes = {"max_length_factor": 3.0, "global_batch": 8, "pool_micro_batches": 2, "grouping": "even"}
     assert identity("balanced", **sizes) == identity("balanced")

@@ -120,12 +120,11 @@ def documents() -> RandomDocuments:
 
 @pytest.fixture(scope="module")
 def steps(documents: RandomDocuments, model: TransformerConfig, micro_batches: int) -> list[Step]:
-    """A step of every preset and the solver, and one with a single document, whose other micro-batches are empty.
+    """A step of every preset, and one with a single document, whose other micro-batches are empty.
 
     Two more are steps of documents in which only some tokens are labels.
     """
     jobs = [_job(preset, micro_batches=micro_batches) for preset in PRESETS]
-    jobs.append(_job("fixed-4d", micro_batches=micro_batches, method="fixed_solver", solver_nodes=10))
     planned = [(_largest_step(job, documents), job.sharding.strategy) for job in jobs]
     alone = MicroBatch((Segment(0, 0, int(documents.lengths[0])),), 1.0)
     planned.append((StepPlan(0, ((alone, *[MicroBatch((), 0.0)] * (micro_batches - 1)),)), "balanced"))

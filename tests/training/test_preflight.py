@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,14 +75,6 @@ def test_the_trainer_plans_by_a_measured_profile(folder):
         check_job(job(folder, training={"profile": str(folder / "other.json")}), 1)
     with pytest.raises(UserError, match=r"none\.json does not exist; measure one with"):
         check_job(job(folder, training={"profile": str(folder / "none.json")}), 1)
-
-
-def test_packing_by_a_solver_that_is_not_installed_is_refused(folder, monkeypatch):
-    config = job(folder, packing={"method": "fixed_solver"})
-    check_job(config, 1)
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(UserError, match=r"pip install 'wlb-llm\[solver\]'"):
-        check_job(config, 1)
 
 
 OTHER_SECTIONS = ("parallel", "evaluation", "checkpoint", "metrics", "model", "data", "training")

@@ -60,23 +60,6 @@ class OpenMicroBatches:
             heappush(shortest, (tokens[index], index))
         return left_over
 
-    def put(self, item: Pending, index: int) -> None:
-        """Place ``item`` into micro-batch ``index``, which must have room."""
-        self.members[index].append(item)
-        self.seconds[index] += item.seconds
-        self.tokens[index] += item.held
-
-    def fill_empty(self) -> None:
-        """Fill empty micro-batches with single documents of the heaviest micro-batches that hold several."""
-        for index in [index for index, members in enumerate(self.members) if not members]:
-            several = (other for other, held in enumerate(self.members) if len(held) > 1)
-            if (heaviest := max(several, key=self.seconds.__getitem__, default=None)) is None:
-                return
-            item = self.members[heaviest].pop()
-            self.seconds[heaviest] -= item.seconds
-            self.tokens[heaviest] -= item.held
-            self.put(item, index)
-
 
 def longest_first(items: Iterable[Pending]) -> list[Pending]:
     """Items by falling length; equal lengths keep their order."""
@@ -84,7 +67,7 @@ def longest_first(items: Iterable[Pending]) -> list[Pending]:
 
 
 class CarryingPacker(Packer):
-    """Base of ``fixed_greedy``, ``fixed_solver`` and ``variable_length``."""
+    """Base of ``fixed_greedy`` and ``variable_length``."""
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -118,10 +101,6 @@ class CarryingPacker(Packer):
     def _precedence(self, items: list[Pending]) -> list[Pending]:
         """``items`` in the order in which they are placed."""
         return longest_first(items)
-
-    def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
-        """A better placement of the same documents, if a subclass has one."""
-        return filled
 
     def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
         """Fresh and older documents to place now; a subclass may hold some back or release some."""
@@ -164,7 +143,7 @@ class CarryingPacker(Packer):
         if any(map(self._overdue, left_over)):
             filled, left_over = self._filled(self._overdue_first(ordered), steps)
         self._carry(left_over)
-        return self._emit_filled(self._improved(filled))
+        return self._emit_filled(filled)
 
     def _filled(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
         filled = OpenMicroBatches(steps * self.micro_batches, self.max_tokens)

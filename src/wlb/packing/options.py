@@ -27,7 +27,6 @@ Grouping = Literal["even", "level", "slices"]
 METHODS: dict[str, dict[str, Any]] = {
     "sequential": {"micro_batch_windows": 1},
     "fixed_greedy": {"max_delay": 16, "window": 1},
-    "fixed_solver": {"max_delay": 16, "window": 1, "solver_nodes": 1000},
     "variable_length": {"max_delay": 16, "max_length_factor": 1.5, "outlier_thresholds": None},
     "balanced": {
         "max_length_factor": "auto",
@@ -96,7 +95,6 @@ class PackingOptions(Section):
     )
     window: MicroBatchCount = _option("window", 1, "Global batches packed together")
     micro_batch_windows: MicroBatchCount = _option("micro_batch_windows", 1, "Context windows in a micro-batch")
-    solver_nodes: PositiveInt = _option("solver_nodes", 1, "Branch-and-bound nodes of one solve", le=100_000)
     max_length_factor: LengthFactor | Literal["auto"] = _option(
         "max_length_factor",
         1.0,
@@ -179,7 +177,7 @@ class PackingOptions(Section):
         """The settings that decide which step trains which document, as JSON; a resumed job must keep them."""
         if self.method == "balanced":  # its options only place documents inside their step
             return {}
-        own = self.model_dump(mode="json", include=METHODS[self.method].keys() - {"solver_nodes"})  # as this one does
+        own = self.model_dump(mode="json", include={*METHODS[self.method]})
         if "outlier_thresholds" in own:
             own["outlier_thresholds"] = [*self.thresholds(context_window)]
         return own

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from wlb.errors import UserError, choose_from
 from wlb.packing.balanced import BalancedPacker
 from wlb.packing.carrying import FixedGreedyPacker
-from wlb.packing.exact import FixedSolverPacker
 from wlb.packing.options import METHODS, PackingOptions, checked_method
 from wlb.packing.packer import Packer
 from wlb.packing.sequential import SequentialPacker
@@ -20,7 +19,7 @@ from wlb.packing.variable_length import VariableLengthPacker
 from wlb.settings import main_problem
 from wlb.workload.base import DocumentPrices
 
-_ALL = SequentialPacker, FixedGreedyPacker, FixedSolverPacker, VariableLengthPacker, BalancedPacker
+_ALL = SequentialPacker, FixedGreedyPacker, VariableLengthPacker, BalancedPacker
 PACKERS: dict[str, type[Packer]] = {packer.name: packer for packer in _ALL}
 
 

@@ -106,8 +106,6 @@ def checked(
     tried(lambda: DocumentStream(store.stored_lengths, config.data))  # refuses a store that leaves nothing to train on
     tried(store.check_labels)
     tried(lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size))
-    if config.packing.method == "fixed_solver":
-        tried(lambda: require("scipy.optimize", "solver"))
     if config.metrics.tensorboard:
         tried(lambda: require("tensorboard", "train"))
     for name, directory in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):

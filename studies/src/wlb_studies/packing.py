@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb.documents.segments import Segment
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.job.config import PackingConfig
 from wlb.job.job import Job
 from wlb.packing.arrange import arrange
-from wlb.packing.exact import FixedSolverPacker
-from wlb.packing.options import METHODS, checked_method, default_thresholds
+from wlb.packing.options import METHODS, default_thresholds
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
 from wlb.simulate.costs import JobCosts
@@ -32,6 +31,7 @@ from wlb.simulate.rate import Rate
 from wlb.simulate.step import Steps
 from wlb.token_count import parse_count
 from wlb.workload.flops import attended_pairs
+from wlb_studies.exact import FixedSolverPacker
 from wlb_studies.plots import BALANCED, BASELINE, pyplot_without_display, save
 
 _DOCUMENTS_AT_A_TIME = 4096
@@ -134,31 +134,42 @@ def packer_for(method: str, job: Job, *, solver_seconds: float | None = None, **
     unknown method or an argument that it does not take.
     """
     name, separator, argument = method.partition(":")
-    known = METHODS[checked_method(name)]
+    known = _options_of(name)
     options = {option: value for option, value in overrides.items() if option in known and value is not None}
     try:
         options |= _argued(name, argument, job.context_window) if separator else {}
     except UserError as error:
         raise UserError(f"method {method!r}: {error}") from None
-    sizes = {"method": name, "micro_batches": job.packing.micro_batches}
-    job = replace(job, packing=PackingConfig.of(sizes | options, "packing"))
-    packer = job.packing.packer(job.context_window, job.packing_prices)
-    if isinstance(packer, FixedSolverPacker):
-        packer.time_limit = solver_seconds
+    of_library = "fixed_greedy" if name == "fixed_solver" else name
+    sizes = {"method": of_library, "micro_batches": job.packing.micro_batches}
+    packing = PackingConfig.of(sizes | options, "packing")
+    prices = replace(job, packing=packing).packing_prices
+    if name != "fixed_solver":
+        return packing.packer(job.context_window, prices)
+    packer = FixedSolverPacker(packing.micro_batches, job.context_window, prices, packing)
+    packer.time_limit = solver_seconds
     return packer
 
 
 def options_read_by(methods: Iterable[str]) -> set[str]:
     """The overrides of ``packer_for`` that any of ``methods`` reads. Raises ``UserError`` for an unknown method."""
-    names = {checked_method(method.partition(":")[0]) for method in methods}
+    names = {method.partition(":")[0] for method in methods}
     solver = {"solver_seconds"} if "fixed_solver" in names else set()
-    return solver.union(*(METHODS[name] for name in names))
+    return solver.union(*map(_options_of, names))
+
+
+def _options_of(name: str) -> dict[str, Any]:
+    """The options that the method called ``name`` reads, and their defaults."""
+    methods = METHODS | {"fixed_solver": METHODS["fixed_greedy"]}
+    if name not in methods:
+        raise UserError(f"packing method {name!r} is unknown; {choose_from(name, methods)}")
+    return methods[name]
 
 
 def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
     """The options that ``argument`` stands for: global batches packed together, or queues."""
-    queues = "outlier_thresholds" in METHODS[name]
-    if not queues and "window" not in METHODS[name]:
+    queues = "outlier_thresholds" in _options_of(name)
+    if not queues and "window" not in _options_of(name):
         raise UserError(f"the method takes no argument, {argument!r} was given")
     number, least = parse_count(argument), 0 if queues else 1
     if number is None or number < least:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 
 from wlb.documents.segments import Segment
@@ -35,8 +33,6 @@ def run(settings: Settings) -> Report:
     pieces = cut_by_loader(documents.lengths, _JOB.context_window, settings.seed)
     results: dict[str, MethodResult] = {}
     for name, shown in METHODS.items():
-        if name.startswith("fixed_solver") and importlib.util.find_spec("scipy") is None:
-            continue
         settings.on_progress(shown)
         results[name] = _result(name, pieces.tolist(), settings.steps or _STEPS)
     table = _table(results)

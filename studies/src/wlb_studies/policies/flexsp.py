@@ -17,12 +17,13 @@ Assumed: the simplifications above; one layout is tried; pipeline size 1.
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.errors import UserError, require
+from wlb.errors import UserError
 from wlb_studies.policies.exchange import all_to_all_of_heads
 from wlb_studies.policies.filling import Integers, lightest, longest_first, split_evenly
 from wlb_studies.policies.plan import Group, GroupPlan, Ranks
@@ -43,8 +44,7 @@ class _Grouped(NamedTuple):
 
 
 def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """The number of micro-batches that the program predicts fastest. Raises ``UserError`` without SciPy."""
-    require("scipy.optimize", "solver")
+    """The number of micro-batches that the program predicts fastest."""
     order = longest_first(lengths)
     least = max(1, -(-int(lengths.sum()) // (ranks.count * ranks.capacity)))
     best: list[_Grouped] = []
@@ -160,7 +160,7 @@ class _Program:
         None if impossible. A document takes ``shares`` of a group's memory; infinite shares are forbidden. Columns:
         documents by bucket and size, bucket-major, then groups of each size. Minimises the ranks used.
         """
-        optimize = require("scipy.optimize", "solver")
+        optimize = import_module("scipy.optimize")
         buckets, kinds = shares.shape
         allowed = np.isfinite(shares)
         upper = np.concatenate([(allowed * self.counts[:, None]).ravel(), self.ranks.count // self.sizes])

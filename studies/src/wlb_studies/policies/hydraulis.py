@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.errors import UserError, require
-from wlb.packing.exact import solve
+from wlb.errors import UserError
 from wlb.simulate.search import SearchSpace
+from wlb_studies.exact import solve
 from wlb_studies.policies.filling import Integers, best_fit, lightest, longest_first, power_of_two
 from wlb_studies.policies.layouts import candidate_ranks
 from wlb_studies.policies.plan import Group, GroupPlan, Ranks
@@ -250,7 +250,6 @@ class HydraulisPolicy(Policy):
     """The best mixture of one strategy that holds a window and one for shorter documents."""
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
-        require("scipy.optimize", "solver")
         draws = batches_of_draws(lengths, space, steps)
         documents = draws[0][0]
         choices = candidate_ranks(space, documents, interleaves=False)

@@ -11,10 +11,13 @@ import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.streams import SETTINGS, WORKLOADS
-from wlb.packing import exact
-from wlb.packing.exact import ExactPacking, solve
+from tests.packing.streams import SETTINGS, WORKLOADS, plan_all
+from tests.packing.test_carrying import pending
+from wlb.packing.carrying import OpenMicroBatches
+from wlb.packing.options import PackingOptions
 from wlb.packing.registry import make_packer
+from wlb_studies import exact
+from wlb_studies.exact import ExactPacking, FixedSolverPacker, fill_empty, put, solve
 
 small = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 50)), min_size=1, max_size=7)
 
@@ -89,7 +92,7 @@ def test_an_assignment_beyond_capacity_is_not_taken(monkeypatch):
 def test_the_solver_packer_leaves_no_micro_batch_empty(monkeypatch):
     together = ExactPacking(np.zeros(4, np.int64), 4.0, 4.0)
     monkeypatch.setattr(exact, "solve", lambda *documents, **limits: together)
-    packer = make_packer("fixed_solver", micro_batches=3, context_window=8, workload=WORKLOADS["7b"])
+    packer = FixedSolverPacker(3, 8, WORKLOADS["7b"], PackingOptions(method="fixed_greedy"))
     (plan,) = packer.plan([2, 2, 2, 2]) + packer.drain()
     assert sorted(len(micro_batch.segments) for micro_batch in plan.micro_batches) == [1, 1, 2]
 
@@ -116,3 +119,58 @@ def test_the_solver_prints_nothing(capfd, monkeypatch):
     ctypes.CDLL(None).fflush(None)  # what the solver left in C's buffer would come out now
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "before\nafter\n"
+
+
+def test_both_heaps_know_what_was_put():
+    filled = OpenMicroBatches(2, 10)
+    long, *short, too_long, one, last, beside = pending([8, *[1] * 9, 7, 1, 1, 1], "square")
+    assert filled.place([long, *short, too_long]) == [too_long]  # which asks for the shortest micro-batch
+    put(filled, one, 0)
+    assert filled.place([last, beside]) == []
+    assert filled.members == [[long, one, beside], [*short, last]]
+
+
+@SETTINGS
+@given(st.lists(st.integers(1, 9), max_size=12), st.lists(st.integers(0, 4), min_size=12, max_size=12))
+def test_filling_empty_micro_batches_keeps_every_document(lengths, places):
+    filled = OpenMicroBatches(5, 1000)
+    items = pending(lengths)
+    for item, index in zip(items, places, strict=False):
+        put(filled, item, index)
+    before = max(filled.seconds)
+    fill_empty(filled)
+    assert sorted(item for members in filled.members for item in members) == sorted(items)
+    held = sorted(len(members) for members in filled.members)
+    assert held[0] > 0 or held[-1] <= 1
+    assert max(filled.seconds) <= before
+    assert filled.seconds == [sum(item.seconds for item in members) for members in filled.members]
+
+
+@SETTINGS
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3))
+def test_a_variable_length_step_is_within_the_bound_of_longest_first(lengths, micro_batches):
+    """Graham 1969: longest processing time first is at most 4/3 - 1/(3N) above the optimum, without L_max."""
+    packer = make_packer(
+        "variable_length",
+        micro_batches=micro_batches,
+        context_window=sum(lengths),
+        workload=WORKLOADS["polynomial"],
+        max_length_factor=3,
+    )
+    (plan,) = packer.plan(lengths) + packer.drain()
+    seconds = [item.seconds for item in pending(lengths)]
+    best = solve(lengths, seconds, micro_batches, packer.max_tokens, start=[0] * len(lengths), relative_gap=1e-9)
+    largest = max(micro_batch.workload for micro_batch in plan.micro_batches)
+    bound = 4 / 3 - 1 / (3 * micro_batches)
+    assert best.largest_seconds <= largest * (1 + 1e-6)
+    assert largest <= bound * best.largest_seconds * (1 + 1e-6)
+
+
+@SETTINGS
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=16), st.integers(1, 3), st.integers(1, 2))
+def test_the_solver_packer_trains_every_document_once(lengths, micro_batches, window):
+    packer = FixedSolverPacker(micro_batches, 8, WORKLOADS["7b"], PackingOptions(method="fixed_greedy", window=window))
+    packer.solver_nodes = 5
+    plans = plan_all(packer, lengths)
+    trained = sorted(segment for plan in plans for segment in plan.segments)
+    assert [(document, length) for document, _, length in trained] == [*enumerate(lengths)]

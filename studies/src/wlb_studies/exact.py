@@ -13,34 +13,37 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.errors import require
-from wlb.packing.carrying import CarryingPacker, OpenMicroBatches
+from wlb.packing.carrying import FixedGreedyPacker, OpenMicroBatches
+from wlb.packing.packer import Pending
+from wlb.packing.plan import StepPlan
 
 _MOST_VARIABLES = 2**20  # documents x micro-batches: a GiB, and minutes before the first branch
 
 
-class FixedSolverPacker(CarryingPacker):
+class FixedSolverPacker(FixedGreedyPacker):
     """Optimal placement of the documents that greedy packing fits into a round of global batches.
 
-    Greedy packing decides which documents fit; ``solve`` decides where each of them goes. ``optimality_gaps`` collects
-    how far each result may be from the optimum, as a fraction. A study may set ``time_limit``, seconds per solve,
-    instead of ``solver_nodes``; plans then depend on the speed of the machine.
+    Greedy packing decides which documents fit; ``solve`` decides where each of them goes, within ``solver_nodes``
+    branch-and-bound nodes or, if it is set, ``time_limit`` seconds per solve; plans then depend on the speed of the
+    machine. ``optimality_gaps`` collects how far each result may be from the optimum, as a fraction.
     """
 
     name = "fixed_solver"
+    solver_nodes = 1000
     time_limit: float | None = None
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         self.optimality_gaps: list[float] = []
 
-    def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
+    def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:
         placed = [(item, index) for index, members in enumerate(filled.members) for item in members]
         solution = solve(
             [item.held for item, _ in placed],
@@ -49,14 +52,33 @@ class FixedSolverPacker(CarryingPacker):
             self.max_tokens,
             start=[index for _, index in placed],
             time_limit=self.time_limit,
-            node_limit=self.options.solver_nodes if self.time_limit is None else None,
+            node_limit=self.solver_nodes if self.time_limit is None else None,
         )
         self.optimality_gaps.append(solution.optimality_gap)
         solved = OpenMicroBatches(len(filled.members), self.max_tokens)
         for (item, _), index in zip(placed, solution.assignment.tolist(), strict=True):
-            solved.put(item, index)
-        solved.fill_empty()
-        return solved
+            put(solved, item, index)
+        fill_empty(solved)
+        return super()._emit_filled(solved)
+
+
+def put(filled: OpenMicroBatches, item: Pending, index: int) -> None:
+    """Place ``item`` into micro-batch ``index``, which must have room."""
+    filled.members[index].append(item)
+    filled.seconds[index] += item.seconds
+    filled.tokens[index] += item.held
+
+
+def fill_empty(filled: OpenMicroBatches) -> None:
+    """Fill empty micro-batches with single documents of the heaviest micro-batches that hold several."""
+    for index in [index for index, members in enumerate(filled.members) if not members]:
+        several = (other for other, held in enumerate(filled.members) if len(held) > 1)
+        if (heaviest := max(several, key=filled.seconds.__getitem__, default=None)) is None:
+            return
+        item = filled.members[heaviest].pop()
+        filled.seconds[heaviest] -= item.seconds
+        filled.tokens[heaviest] -= item.held
+        put(filled, item, index)
 
 
 @dataclass(frozen=True)
@@ -93,7 +115,6 @@ def solve(
     ``node_limit`` branch-and-bound nodes, or if there are over 2^20 pairs of a document and a micro-batch. With a time
     limit the result depends on the speed of the machine; with the other limits it does not.
     """
-    require("scipy.optimize", "solver")  # even if the start turns out to be good enough
     price, first = np.asarray(seconds, np.float64), np.asarray(start, np.int64)
     bound = max(price.sum() / micro_batches, price.max(initial=0.0))
     best = ExactPacking(first, _largest(first, price, micro_batches), float(bound))
@@ -128,7 +149,7 @@ def _branch_and_bound(
     Columns: x[i, j] = document i is in micro-batch j, document-major, then the largest load. Prices are scaled to a
     mean load of 1, so that the absolute tolerances of the solver mean the same for every model.
     """
-    optimize, sparse = require("scipy.optimize", "solver"), require("scipy.sparse", "solver")
+    optimize, sparse = import_module("scipy.optimize"), import_module("scipy.sparse")
     documents, scale = len(lengths), micro_batches / price.sum()
     of_document = sparse.kron(sparse.eye(documents), np.ones((1, micro_batches)))
     tokens_of = sparse.kron(np.asarray(lengths, np.float64)[None], sparse.eye(micro_batches))
