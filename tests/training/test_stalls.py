@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -9,13 +10,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from tests.cases import in_turn
 from tests.limits import HUNG_SECONDS
 from tests.programs import forked
 from tests.training.faulty_rank import FOREVER
-from tests.training.jobs import endless, read_steps
+from tests.training.jobs import endless, read_steps, write_config
 from tests.training.processes import ranks, said
+from wlb.training import stalls
 from wlb.training.process import HungError, Termination, TrainingError
 from wlb.training.stalls import BegunStep, record_flight, stalls_named
 
@@ -45,6 +48,27 @@ def test_a_job_that_hung_goes_on_without_waiting_for_the_grace_time(folder, faul
     (line,) = (line for line in said(err) if "error:" in line)
     assert re.fullmatch(rf"{re.escape(LIMIT.format(4))}{found}; restarting from step 2, 1 of 3 .*", line)
     assert [row["step"] for row in read_steps(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_nccl_names_the_rank_before_it_ends_the_process(folder):
+    config = write_config(folder, parallel={"dp": 2}, training={"steps": 100_000})
+    with ranks(2, "-m", "tests.training.faulty_rank", "spin-nccl", "1", "3", config) as (waiting, _):
+        _, err = waiting.communicate()
+    assert waiting.returncode == 124
+    (line,) = said(err)
+    limit = "step 4 did not end within training.timeout_seconds = "
+    assert re.fullmatch(rf"wlb: error: {limit}\d+ s: rank 1 is in spin \(faulty_rank.py:\d+\)", line)
+
+
+def test_only_what_nccl_has_not_ended_is_waited_for(monkeypatch):
+    ended: dict[str, object] = {"time_created_ns": 1, "timeout_ms": 1, "state": "scheduled", "retired": True}
+    entries = [ended, ended | {"retired": False, "state": "completed"}, ended | {"retired": False, "state": "started"}]
+    monkeypatch.setattr(
+        _distributed_c10d, "_dump_nccl_trace", lambda *_: pickle.dumps({"entries": entries}), raising=False
+    )
+    assert stalls._unfinished() == entries[2:]
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda *_: pickle.dumps({}))  # recorder off
+    assert stalls._unfinished() == []
 
 
 def wait_for_a_rank() -> None:
