@@ -28,8 +28,7 @@ from wlb.errors import UserError
 from wlb.job.config import ParallelConfig, TrainingConfig
 from wlb.job.memory.step import predict_memory
 from wlb.models.transformer import TransformerConfig
-from wlb.runtime.batch import TokenBatch
-from wlb.runtime.sharded_batch import shard_batch
+from wlb.runtime.sharded_batch import Batch, shard_batch
 from wlb.sharding import make_shard_plan
 from wlb.simulate import simulated_job
 from wlb.training.environment import bound_compiled_products
@@ -130,7 +129,8 @@ def _train(case: Case, shape: ModelShape, tokens: Sequence[int]) -> None:
     for count in tokens:
         ids, positions = torch.randint(shape.vocab_size, (count,)), torch.arange(count)
         plan = make_shard_plan([count], parallel.cp, "per_document")
-        batches.append(shard_batch(TokenBatch(ids, ids, positions, (count,)), plan, mesh.rank("cp"), parallel.tp))
+        batch = Batch(ids, ids, positions, (count,))
+        batches.append(shard_batch(batch, plan, mesh.rank("cp"), parallel.tp, group=mesh.group("cp")))
     for _ in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()

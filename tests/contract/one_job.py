@@ -130,7 +130,7 @@ def trained_shards(case: Case) -> list[ShardPlan]:
     rank = _decided(case).layout.dp - 1
     steps = _loaded(case, rank)
     batches = [pair for step in steps for pair in zip(step.batches, step.plan.ranks[rank], strict=True)]
-    return [batch.shard_plan for batch, micro_batch in batches if micro_batch.segments]
+    return [batch.attention.shard_plan for batch, part in batches if part.segments and batch.attention]
 
 
 # The simulator

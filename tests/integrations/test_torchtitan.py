@@ -29,7 +29,7 @@ from wlb.integrations.torchtitan import (
     balance,
     level_steps,
 )
-from wlb.runtime.batch import IGNORE_LABEL
+from wlb.runtime.loss import IGNORE_LABEL
 
 SEQ_LEN = 64
 IN_ROWS = BaseDataLoader.__module__ == "torchtitan.components.dataloader"  # 0.3.0, not main

@@ -22,7 +22,8 @@ from tests.integrations.torchtitan_cpu import IN_ROWS, RecordingTrainer, Trainer
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.integrations.torchtitan import BalancedDataLoader
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import TokenBatch, make_batch
+from wlb.runtime.batch import make_batch
+from wlb.runtime.sharded_batch import Batch
 
 MICRO_BATCHES = 4
 
@@ -52,7 +53,7 @@ def main() -> None:
             errors += [gradient_error(recorder.trainer, gradients), abs(recorder.losses[-1] / loss - 1)]
         loader.load_state_dict(state)
         last_step = [batch["input"].flatten() for batch, _ in islice(loader, len(trained) - taken)]
-        planned = [(batch.tokens, batch.positions) for segments in steps for batch in segments]
+        planned = [(batch.tokens, batch.position_ids) for segments in steps for batch in segments]
         report = {
             "error": float(np.max(errors)),
             "documents_once": rows_of(gathered(trained)) == rows_of(planned),
@@ -89,7 +90,7 @@ def another_loader(trainer: Trainer) -> BalancedDataLoader:
 
 
 def one_document_at_a_time(
-    alone: RecordingTrainer, trainer: Trainer, segments: list[TokenBatch]
+    alone: RecordingTrainer, trainer: Trainer, segments: list[Batch]
 ) -> tuple[float, list[Tensor]]:
     """Loss and gradients of a step at the weights of ``trainer``, every document on every rank by itself."""
     weights, copies = weights_of(trainer), weights_of(alone.trainer)
@@ -100,7 +101,7 @@ def one_document_at_a_time(
     loss = 0.0
     for batch in segments:
         loss += alone.forward_backward(
-            input_dict={"input": batch.tokens[rows], "positions": batch.positions[rows]},
+            input_dict={"input": batch.tokens[rows], "positions": batch.position_ids[rows]},
             labels=batch.labels[rows],
             global_valid_tokens=torch.tensor(labels * dist.get_world_size()),  # gradients are summed over ranks
         ).item()

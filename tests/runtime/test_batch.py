@@ -64,12 +64,12 @@ def test_every_token_has_its_document_position_and_successor(micro_batch: MicroB
         expected += [(whole[start + i], labels[start + i], earlier + i) for i in range(length)]
     batch = make_batch(micro_batch, store)
     if expected:
-        columns = (batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist())
+        columns = (batch.tokens.tolist(), batch.labels.tolist(), batch.position_ids.tolist())
         assert list(zip(*columns, strict=True)) == expected
         assert batch.segment_lengths == tuple(micro_batch.lengths)
         (document, start, length), earlier = micro_batch.segments[0], micro_batch.earlier
         assert batch.slice_of == ((document, start - earlier, earlier, length) if micro_batch.is_slice else None)
-    assert {tensor.dtype for tensor in (batch.tokens, batch.labels, batch.positions)} == {torch.int64}
+    assert {tensor.dtype for tensor in (batch.tokens, batch.labels, batch.position_ids)} == {torch.int64}
 
 
 def test_a_store_at_a_url_is_read_many_documents_at_once() -> None:
@@ -99,7 +99,7 @@ def test_a_store_at_a_url_is_read_many_documents_at_once() -> None:
 def test_a_micro_batch_without_segments_is_one_unlabelled_token() -> None:
     batch = make_batch(MicroBatch((), 0.0), STORE)
     assert batch.segment_lengths == (1,)
-    assert len(batch.tokens) == len(batch.positions) == 1
+    assert len(batch.tokens) == len(batch.position_ids) == 1
     assert batch.labels.tolist() == [IGNORE_LABEL]
 
 

@@ -11,17 +11,22 @@ from hypothesis import strategies as st
 from tests.training.documents import RandomDocuments
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import TokenBatch, make_batch
+from wlb.runtime.batch import make_batch
 from wlb.runtime.loss import IGNORE_LABEL
-from wlb.runtime.sharded_batch import shard_batch
+from wlb.runtime.sharded_batch import Batch, shard_batch
 from wlb.sharding import STRATEGIES, make_shard_plan
 
 STORE = RandomDocuments(np.array([1, 9, 2, 60, 17, 33]), vocab_size=50)
 STRATEGY = st.sampled_from(list(STRATEGIES))
 
 
+def held_by(shard: Batch) -> int:
+    assert shard.attention is not None
+    return shard.attention.local_tokens
+
+
 @st.composite
-def batches(draw: st.DrawFn) -> TokenBatch:
+def batches(draw: st.DrawFn) -> Batch:
     """Whole documents and pieces of them, also such that end before their document does."""
     segments = []
     for index in draw(st.lists(st.integers(0, len(STORE.lengths) - 1), min_size=1, max_size=6)):
@@ -32,12 +37,12 @@ def batches(draw: st.DrawFn) -> TokenBatch:
 
 @settings(deadline=None)
 @given(batches(), st.integers(1, 5), STRATEGY)
-def test_the_shards_together_are_the_batch(batch: TokenBatch, cp_size: int, strategy: str) -> None:
+def test_the_shards_together_are_the_batch(batch: Batch, cp_size: int, strategy: str) -> None:
     plan = make_shard_plan(batch.segment_lengths, cp_size, strategy)
     shards = [shard_batch(batch, plan, rank) for rank in range(cp_size)]
     order = torch.from_numpy(np.concatenate([plan.positions(rank) for rank in range(cp_size)])).argsort()
-    for name in ("tokens", "labels", "positions"):
-        whole = torch.cat([getattr(shard, name)[: shard.local_tokens] for shard in shards])[order]
+    for name in ("tokens", "labels", "position_ids"):
+        whole = torch.cat([getattr(shard, name)[: held_by(shard)] for shard in shards])[order]
         assert torch.equal(whole, getattr(batch, name))
 
 
@@ -53,12 +58,12 @@ def test_a_plan_of_other_segments_is_refused() -> None:
 @settings(deadline=None)
 @given(batches(), st.integers(1, 5), STRATEGY, st.integers(1, 8))
 def test_rows_divide_evenly_and_padding_has_no_label(
-    batch: TokenBatch, cp_size: int, strategy: str, multiple_of: int
+    batch: Batch, cp_size: int, strategy: str, multiple_of: int
 ) -> None:
     plan = make_shard_plan(batch.segment_lengths, cp_size, strategy)
     for rank in range(cp_size):
         shard = shard_batch(batch, plan, rank, multiple_of)
-        assert shard.rows > 0
-        assert shard.rows % multiple_of == 0
-        assert shard.rows - shard.local_tokens < multiple_of or shard.local_tokens == 0
-        assert (shard.labels[shard.local_tokens :] == IGNORE_LABEL).all()
+        assert len(shard.tokens) > 0
+        assert len(shard.tokens) % multiple_of == 0
+        assert len(shard.tokens) - held_by(shard) < multiple_of or held_by(shard) == 0
+        assert (shard.labels[held_by(shard) :] == IGNORE_LABEL).all()

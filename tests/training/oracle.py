@@ -35,7 +35,7 @@ def losses_of_single_documents(config: JobConfig, plans: Sequence[StepPlan]) -> 
         for segment in plan.segments:
             batch = make_batch(MicroBatch((segment,), 0.0), store)
             attend = partial(segment_attention, segment_lengths=batch.segment_lengths, backend="reference")
-            scores = model(batch.tokens, batch.positions, attend)
+            scores = model(batch.tokens, batch.position_ids, attend)
             loss = F.cross_entropy(scores, batch.labels, reduction="sum") / loss_tokens
             loss.backward()
             total += loss.item()

@@ -46,8 +46,8 @@ from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.level import level_groups
 from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
-from wlb.runtime.batch import IGNORE_LABEL, labelled_tokens, make_batch
-from wlb.runtime.loss import token_losses
+from wlb.runtime.batch import labelled_tokens, make_batch
+from wlb.runtime.loss import IGNORE_LABEL, token_losses
 from wlb.runtime.sharded_batch import RankSlice
 from wlb.schedules.layout import Layout, split_layers
 from wlb.training.parallel.mesh import build_mesh
@@ -218,7 +218,7 @@ def _errors(
     for number, step in enumerate(steps):
         for stage in stages:
             stage.zero_grad()
-        share = RankSlice(mesh.rank("dp"), mesh.rank("cp"), parallel, step.strategy)
+        share = RankSlice(mesh.rank("dp"), mesh.rank("cp"), parallel, step.strategy, group=mesh.group("cp"))
         plan = arrange(step.plan, parallel.dp)
         batches = share.batches(plan, partial(make_batch, store=step.documents))
         operations = [
@@ -358,13 +358,13 @@ def _gradients_of_slices(
     for stage in stages:
         initialise_weights(stage, layers=model.shape.layers, seed=SEED)
         apply_activation_checkpointing(stage, checkpointing)
-    share, losses = RankSlice(cp_rank=dist.get_rank(), layout=Layout(cp=dist.get_world_size(), tp=2)), []
-    kept, group = [KeptSlices() for _ in stages], dist.group.WORLD
-    assert group is not None
+    share = RankSlice(cp_rank=dist.get_rank(), layout=Layout(cp=dist.get_world_size(), tp=2))
+    losses, kept = [], [KeptSlices() for _ in stages]
     for batch in share.batches(plan, partial(make_batch, store=documents)):
-        x, attend = batch.tokens, batch.attention(group)
+        x, attend = batch.tokens, batch.attention
+        assert attend is not None
         for stage, slices in zip(stages, kept, strict=True):
-            x = stage(x, batch.positions, attend.of_one_stage(slices))
+            x = stage(x, batch.position_ids, attend.of_one_stage(slices))
         losses.append(token_losses(x, batch.labels).sum() / labelled_tokens(plan, documents))
     for loss in reversed(losses):
         loss.backward()

@@ -19,7 +19,7 @@ from wlb.documents.segments import Segment, split_overlong
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import JobConfig
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.sharded_batch import ShardedBatch
+from wlb.runtime.sharded_batch import Batch
 from wlb.training import trainer
 from wlb.training.checkpoint.files import checkpoint_path
 
@@ -77,10 +77,10 @@ def _calibrated(config: JobConfig, speeds: tuple[float, float]) -> tuple[list[st
     said: list[str] = []
 
     @contextmanager
-    def timing(found: Calibration, batch: ShardedBatch) -> Iterator[None]:
+    def timing(found: Calibration, batch: Batch) -> Iterator[None]:
         yield
-        if batch.shard_plan.cp_size == 1:
-            lengths = np.array(batch.shard_plan.segment_lengths, float)
+        if not batch.is_shared:
+            lengths = np.array(batch.segment_lengths, float)
             squares, tokens = float((lengths**2).sum()), float(lengths.sum())
             taken = 1e-6 * squares + 1e-4 * tokens + 1e-3
             found._timed.append((squares, tokens, 0.0, taken / speeds[torch.distributed.get_rank()]))

@@ -31,9 +31,8 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import TrainingConfig
 from wlb.job.memory.step import predict_memory
 from wlb.models.transformer import TransformerConfig
-from wlb.runtime.batch import TokenBatch
 from wlb.runtime.environment import activate_fast_attention
-from wlb.runtime.sharded_batch import shard_batch
+from wlb.runtime.sharded_batch import Batch, shard_batch
 from wlb.schedules.layout import Layout
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import simulated_job
@@ -77,7 +76,7 @@ def _steps(setting: Setting, device: torch.device) -> Row:
     optimizer, runner = build_optimizer(stage, TrainingConfig()), PipelineRunner([stage], layout, mesh, 2, execution)
     lengths = tuple(int(setting.trained_tokens * share) for share in SHARES)
     ids = torch.arange(sum(lengths)) * 7919 % shape.vocab_size
-    batch = TokenBatch(ids, ids.roll(-1), torch.cat([torch.arange(length) for length in lengths]), lengths)
+    batch = Batch(ids, ids.roll(-1), torch.cat([torch.arange(length) for length in lengths]), lengths)
     batches = [shard_batch(batch, make_shard_plan(lengths, 1, "per_document"), 0)] * MICRO_BATCHES
     losses, seconds = [], []
     for _ in range(STEPS):

@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from wlb.attention.shard_layout import on_device
 from wlb.documents.segments import OverlongReport, Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
@@ -39,55 +37,24 @@ from wlb.integrations.document_fields import (
     token_count,
 )
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.batch import TokenBatch, make_batch, read_batch
+from wlb.runtime.batch import make_batch, read_batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import agreeing_group, device_of, gathered_rows, sharing_group, warn
 from wlb.runtime.environment import set_up_gpu
-from wlb.runtime.loss import IGNORE_LABEL, packed_loss
+from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.own_lists import digest_of, fingerprint_of
-from wlb.runtime.sharded_batch import RankSlice, ShardedAttention, ShardedBatch
+from wlb.runtime.sharded_batch import Batch, RankSlice
 
 
 @dataclass(frozen=True)
-class PackedBatch:
-    """One rank's tokens of a micro-batch.
-
-    ``tokens``, ``labels`` and ``position_ids`` are int64 of shape (tokens,). A label is the next token of the document,
-    or -100. ``segment_lengths`` are those of the whole micro-batch, in packed order. ``loss_tokens`` counts the
-    labelled tokens of the step on all ``ranks`` (dp x cp). Where several ranks share the micro-batch,
-    ``attend(query, key, value)`` is the attention over their rows together, with tensors of shape (tokens, heads,
-    head_dim). Otherwise it is None; use ``wlb.attention.segment_attention``.
+class PackedBatch(Batch):
+    """The tokens of a rank in a micro-batch; ``wlb.runtime.sharded_batch.Batch`` explains its fields.
 
     A Hugging Face causal LM takes the batch as keywords: ``batch.loss(model(**batch).logits)``. It must attend by
     ``register_attention`` of ``wlb.integrations.huggingface`` or, without ``attend``, flash_attention_2. There is no
-    mask, and ``labels`` is None, so that giving labels fails: the model would average over its micro-batch.
+    mask, and ``labels`` is None, so that giving labels fails: the model would average over its micro-batch. Other
+    models read ``tokens`` and ``position_ids``. If ``attend`` is None, use ``wlb.attention.segment_attention``.
     """
-
-    tokens: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    segment_lengths: tuple[int, ...]
-    loss_tokens: int
-    ranks: int
-    attend: ShardedAttention | None = None
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks hold parts of the micro-batch."""
-        return self.attend is not None
-
-    def loss(self, logits: Tensor) -> Tensor:
-        """The loss of this micro-batch as part of its step, a scalar in float32, or float64 for float64 logits.
-
-        ``logits`` are (tokens, vocabulary) or (1, tokens, vocabulary). It assumes that gradients are averaged over
-        ranks, as DDP and FSDP do. If your loop sums them, divide by ``ranks``. Without labels it is zero, and warns.
-        """
-        rows = logits[0] if isinstance(logits, Tensor) and logits.dim() == 3 and len(logits) == 1 else logits
-        if not isinstance(rows, Tensor) or rows.shape[:-1] != self.labels.shape:
-            kind = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-            needed = f"({len(self.labels)}, vocabulary), as model(**batch).logits of a Hugging Face model"
-            raise UserError(f"logits are {kind}, and the batch has {len(self.labels)} tokens; give a tensor {needed}")
-        return packed_loss(rows, self.labels, self.loss_tokens, averaged_over=self.ranks)
 
     @cached_property
     def _keywords(self) -> dict[str, Any]:
@@ -117,11 +84,6 @@ class PackedBatch:
 
     def __getitem__(self, name: str) -> Any:
         return self._keywords[name]
-
-    def to(self, device: torch.device | str) -> PackedBatch:
-        there, names = torch.device(device), ("tokens", "labels", "position_ids")
-        moved: dict[str, Any] = {name: on_device(getattr(self, name), there) for name in names}
-        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -201,10 +163,11 @@ class PackedSteps(Iterator[PackedStep]):
                 once = f"a stream is one epoch, and epochs = {epochs}"
                 raise UserError(f"{once}; leave epochs out, or repeat the documents")
             self._stream = ArrivingDocuments(documents, _measured, context_window if overlong == "drop" else np.inf)
-            self._read = partial(_batch_of, self._stream.kept, self._stream.lengths)
+            self._read: Any = partial(_batch_of, self._stream.kept, self._stream.lengths)
             settings |= {"shuffle": False}
         elif isinstance(documents, TokenStore):
-            lengths, self._read = checked_lengths(documents.lengths), partial(read_batch, store=documents)
+            lengths, store = checked_lengths(documents.lengths), documents
+            self._read = lambda micro_batch: PackedBatch(**vars(read_batch(micro_batch, store)))
             tokens = documents.identity[:14]
             if "content_sha256" not in documents.sidecar:
                 tokens = hex(digest_of(marks_of_some(documents.read, lengths)))
@@ -220,7 +183,6 @@ class PackedSteps(Iterator[PackedStep]):
         set_up_gpu(shares=self.job.layout.cp > 1)
         layout = replace(self.job.layout, tp=1)
         self._share = RankSlice(*divmod(self._rank, layout.cp), layout, sharding, self.job.costs)
-        self._sharing: dist.ProcessGroup | None = None
         self.calibration: Calibration | None = None
         if calibrate:
             if self.job.packed_by is not None:
@@ -261,8 +223,9 @@ class PackedSteps(Iterator[PackedStep]):
             self._stream.forget(self._steps.finished)
         if self.calibration is not None:
             self.calibration.begin_step()
-        batches = tuple(self._packed(share, loss_tokens) for share in shares)
-        return PackedStep(batches, loss_tokens, plan, self._steps.before_next)
+        ranks = self._processes.ranks
+        batches = tuple(replace(share, loss_tokens=loss_tokens, ranks=ranks) for share in shares)
+        return PackedStep(batches, loss_tokens, plan, self._steps.before_next).to(self._where())
 
     @property
     def overlong(self) -> OverlongReport:
@@ -302,26 +265,22 @@ class PackedSteps(Iterator[PackedStep]):
         if (self.calibration is not None or shares) and (ranks or [0] * world) != [*range(count)]:
             must = f"to share micro-batches or to calibrate, the {world} processes must be the dp x cp = {count} ranks"
             raise UserError(f"{must} in order; leave out rank = {self._rank}, and give the data-parallel group")
-        if shares and self._sharing is None:
-            self._sharing = sharing_group(self.job.layout.cp, self._processes.group)
+        if shares and self._share.group is None:
+            self._share = replace(self._share, group=sharing_group(self.job.layout.cp, self._processes.group))
         self._begin = None
 
     def batch_of(self, documents: Sequence[Document]) -> PackedBatch:
         """The part of this rank in a micro-batch of ``documents`` outside any step; call ``agree`` before."""
-        return self._packed(self._share.of(_batch_of_all(documents)), 0)
+        return self._share.of(_batch_of_all(documents)).to(self._where())
 
-    def _packed(self, share: ShardedBatch, loss_tokens: int) -> PackedBatch:
-        plan, tensors = share.shard_plan, (share.tokens, share.labels, share.positions)
-        attend = ShardedAttention(share.local_tokens, plan, self._sharing, share.ranks or None)
-        attend_shared = attend if plan.cp_size > 1 else None
-        batch = PackedBatch(*tensors, plan.segment_lengths, loss_tokens, self._processes.ranks, attend_shared)
-        return batch.to(self._device or _used_device(self._processes.group) or "cpu")
+    def _where(self) -> torch.device | str:
+        return self._device or _used_device(self._processes.group) or "cpu"
 
-    def _loss_tokens(self, plan: StepPlan | None, shares: Sequence[ShardedBatch]) -> int:
+    def _loss_tokens(self, plan: StepPlan | None, shares: Sequence[PackedBatch]) -> int:
         """Labelled tokens of the step on all ranks; several processes also compare ``plan``."""
         ranks, group, world = self._processes.ranks, self._processes.group, self._processes.world
         if ranks > 1 and world == 1 and plan is not None:  # one process plans for one of several ranks
-            shares = tuple(RankSlice().of(self._read(micro_batch)) for micro_batch in plan.micro_batches)
+            shares = tuple(map(self._read, plan.micro_batches))
         labelled = sum(int((share.labels != IGNORE_LABEL).sum()) for share in shares)
         if ranks == 1 or world == 1:
             return labelled
@@ -357,17 +316,17 @@ def _lengths_of(documents: Any) -> NDArray[np.int64]:
     return checked_lengths([token_count(one, f"document {number}") for number, one in numbered])
 
 
-def _batch_of_all(documents: Sequence[Document]) -> TokenBatch:
+def _batch_of_all(documents: Sequence[Document]) -> PackedBatch:
     """The packed ``documents``."""
     lengths = [token_count(one, f"document {number} of the batch") for number, one in enumerate(documents)]
     segments = tuple(Segment(number, 0, length) for number, length in enumerate(lengths))
     return _batch_of(documents, lengths, MicroBatch(segments, 0.0), " of the batch")
 
 
-def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch, where: str = "") -> TokenBatch:
+def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch, where: str = "") -> PackedBatch:
     """The packed documents of a micro-batch, which was planned by ``lengths``."""
     if not micro_batch.segments:
-        return make_batch(micro_batch, documents)
+        return PackedBatch(**vars(make_batch(micro_batch, documents)))
     parts = []
     for number, start, length in micro_batch.segments:
         index = number % len(lengths)
@@ -376,8 +335,8 @@ def _batch_of(documents: Any, lengths: Any, micro_batch: MicroBatch, where: str 
             raise UserError(f"document {index} changed from {lengths[index]} to {len(ids)} tokens; keep it unchanged")
         learnt = np.append(own, IGNORE_LABEL)[start + 1 : start + length + 1]
         parts.append((ids[start : start + length], learnt, np.arange(length)))
-    tokens, labels, positions = (torch.from_numpy(np.concatenate(rows)) for rows in zip(*parts, strict=True))
-    return TokenBatch(tokens, labels, positions, tuple(micro_batch.lengths))
+    tokens, labels, position_ids = (torch.from_numpy(np.concatenate(rows)) for rows in zip(*parts, strict=True))
+    return PackedBatch(tokens, labels, position_ids, tuple(micro_batch.lengths))
 
 
 class FlatteningCollator:
@@ -392,8 +351,7 @@ class FlatteningCollator:
         check_documents(documents, "the batch")
         if not documents:
             raise UserError("the batch has no documents; give at least one, as a planned batch sampler does")
-        batch = _batch_of_all(documents)
-        return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths, 0, 1).with_labels()
+        return _batch_of_all(documents).with_labels()
 
 
 def cu_seqlens_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:

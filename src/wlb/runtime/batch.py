@@ -1,9 +1,7 @@
-"""Makes the tensors of a model from a planned micro-batch.
+"""Reads the tokens of a planned micro-batch from a token store.
 
-The plan names segments, and the token store holds the tokens. ``make_batch`` copies the tokens of each segment once
-into the packed tensor and sets labels and positions, without a Python loop over tokens. The number of labelled tokens
-of a step follows from the plan, the document lengths and the loss mask of the store, if it has one. So every rank knows
-it without reading tokens or communicating.
+``make_batch`` copies the tokens of each segment once into the packed tensor and sets labels and positions, without a
+Python loop over tokens.
 
 A plan numbers documents as ``epoch * documents_in_store + index_in_store``; functions here take the index modulo the
 size of the store.
@@ -13,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from wlb.attention.slices import SliceOf
 from wlb.documents.segments import Segment
@@ -27,6 +23,7 @@ from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.loss import IGNORE_LABEL
+from wlb.runtime.sharded_batch import Batch
 
 _REQUESTS = 16  # simultaneous requests of a rank to a server of token stores
 
@@ -45,23 +42,7 @@ class TokenSource(Protocol):
     def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None: ...
 
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """One micro-batch of T tokens; every tensor is int64 of shape (T,).
-
-    ``labels`` holds the next token, or ``IGNORE_LABEL``. ``positions`` count from 0 in each segment, or in a slice from
-    the number of tokens before it. ``segment_lengths`` add up to T. ``slice_of`` locates the first segment in its
-    document, if it is a slice.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
-    segment_lengths: tuple[int, ...]
-    slice_of: SliceOf | None = None
-
-
-def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
+def make_batch(micro_batch: MicroBatch, store: TokenSource) -> Batch:
     """Read a micro-batch's tokens.
 
     The label of a token is the next token of its document, even if the segment ends before the document. The last token
@@ -71,7 +52,7 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     """
     if not micro_batch.segments:
         zero = torch.zeros(1, dtype=torch.int64)
-        return TokenBatch(zero, torch.full_like(zero, IGNORE_LABEL), zero.clone(), (1,))
+        return Batch(zero, torch.full_like(zero, IGNORE_LABEL), zero.clone(), (1,))
     segment_lengths = np.array(micro_batch.lengths, dtype=np.int64)
     ends = np.cumsum(segment_lengths)
     tokens = np.empty(ends[-1], dtype=np.int64)
@@ -89,17 +70,17 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
             following[~mask] = IGNORE_LABEL
         if len(run) == length:
             labels[end - 1] = IGNORE_LABEL
-    positions = np.arange(ends[-1]) - np.repeat(ends - segment_lengths, segment_lengths)
+    position_ids = np.arange(ends[-1]) - np.repeat(ends - segment_lengths, segment_lengths)
     slice_of = None
     if micro_batch.is_slice:
         document, start, length = micro_batch.segments[0]
-        positions[:length] += micro_batch.earlier
+        position_ids[:length] += micro_batch.earlier
         slice_of = SliceOf(document, start - micro_batch.earlier, micro_batch.earlier, length)
-    tokens_T, labels_T, positions_T = map(torch.from_numpy, (tokens, labels, positions))
-    return TokenBatch(tokens_T, labels_T, positions_T, tuple(micro_batch.lengths), slice_of)
+    ids, labels_T, position_ids_T = map(torch.from_numpy, (tokens, labels, position_ids))
+    return Batch(ids, labels_T, position_ids_T, tuple(micro_batch.lengths), slice_of)
 
 
-def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | None = None) -> TokenBatch:
+def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | None = None) -> Batch:
     """``make_batch`` from a store that must not change while it is in use.
 
     Raises ``UserError`` if a file of the documents has changed since the store was opened, and for a token at or over

@@ -1,4 +1,4 @@
-"""The part of a micro-batch that one rank holds under context parallelism.
+"""A micro-batch as tensors, and the part of it that one rank holds under context parallelism.
 
 Labels and positions come from the whole micro-batch. The label of the last token of a piece is the next token of its
 document, even if another rank holds that token. A piece that starts inside a segment continues the positions of the
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,9 @@ from wlb.attention.exchange import KVReexchanges
 from wlb.attention.packed_attention import AttentionCache
 from wlb.attention.shard_layout import on_device
 from wlb.attention.slices import KeptSlices, SliceInLayer, SliceOf
+from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.batch import TokenBatch
-from wlb.runtime.loss import IGNORE_LABEL
+from wlb.runtime.loss import IGNORE_LABEL, packed_loss
 from wlb.runtime.own_lists import own_batches
 from wlb.schedules.layout import Layout
 from wlb.sharding import LEVEL_SHARDING, make_shard_plan
@@ -36,57 +36,72 @@ from wlb.workload import Costs
 
 
 @dataclass(frozen=True)
-class ShardedBatch:
-    """The tokens of one rank; every tensor is int64 of shape (rows,), in the order of the plan.
+class Batch:
+    """A micro-batch, or the part of it that one rank holds; every tensor is int64 of shape (tokens,).
 
-    The first ``local_tokens`` rows are tokens, the rest is padding. ``TokenBatch`` explains ``labels``, ``positions``
-    and ``slice_of``. This rank is ``rank`` of ``shard_plan``. ``ranks`` are those of the context-parallel group that
-    share the plan; empty means all.
+    ``labels`` holds the next token of the document, or -100. ``position_ids`` count from 0 in each segment, or in a
+    slice from the number of tokens before it. ``segment_lengths`` are those of the whole micro-batch, in packed order;
+    ``slice_of`` locates the first segment in its document, if it is a slice. A part comes with its ``attention``.
+    ``loss_tokens`` counts the labelled tokens of the step on all ``ranks`` (dp x cp).
     """
 
     tokens: Tensor
     labels: Tensor
-    positions: Tensor
-    local_tokens: int
-    shard_plan: ShardPlan
-    rank: int = 0
-    ranks: tuple[int, ...] = ()
+    position_ids: Tensor
+    segment_lengths: tuple[int, ...]
     slice_of: SliceOf | None = None
-
-    @property
-    def segment_lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment of the whole micro-batch."""
-        return self.shard_plan.segment_lengths
+    attention: ShardedAttention | None = None
+    loss_tokens: int = 0
+    ranks: int = 1
 
     @property
     def is_shared(self) -> bool:
         """Whether other ranks hold parts of the micro-batch."""
-        return self.shard_plan.cp_size > 1
+        return self.attention is not None and self.attention.shard_plan.cp_size > 1
 
     @property
-    def rows(self) -> int:
-        return len(self.tokens)
+    def attend(self) -> ShardedAttention | None:
+        """The attention over the rows of all ranks that share the micro-batch; None if this one has it alone.
 
-    def attention(self, group: dist.ProcessGroup) -> ShardedAttention:
-        """Attention over these rows, together with the context-parallel ``group``."""
-        sharing = group if self.shard_plan.cp_size > 1 else None
-        ranks = self.ranks or None
-        return ShardedAttention(self.local_tokens, self.shard_plan, sharing, ranks, KVReexchanges(), self.slice_of)
+        ``attend(query, key, value)`` takes tensors of shape (tokens, heads, head_dim).
+        """
+        return self.attention if self.is_shared else None
 
-    def to(self, device: torch.device) -> ShardedBatch:
-        named: dict[str, Any] = {
-            name: on_device(getattr(self, name), device) for name in ("tokens", "labels", "positions")
-        }
-        return replace(self, **named)
+    def loss(self, logits: Tensor) -> Tensor:
+        """The loss of this micro-batch as part of its step, a scalar in float32, or float64 for float64 logits.
+
+        ``logits`` are (tokens, vocabulary) or (1, tokens, vocabulary). It assumes that gradients are averaged over
+        ranks, as DDP and FSDP do. If your loop sums them, divide by ``ranks``. Without labels it is zero, and warns.
+        """
+        rows = logits[0] if isinstance(logits, Tensor) and logits.dim() == 3 and len(logits) == 1 else logits
+        if not isinstance(rows, Tensor) or rows.shape[:-1] != self.labels.shape:
+            kind = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            needed = f"({len(self.labels)}, vocabulary), as model(**batch).logits of a Hugging Face model"
+            raise UserError(f"logits are {kind}, and the batch has {len(self.labels)} tokens; give a tensor {needed}")
+        return packed_loss(rows, self.labels, self.loss_tokens, averaged_over=self.ranks)
+
+    def to(self, device: torch.device | str) -> Self:
+        there, names = torch.device(device), ("tokens", "labels", "position_ids")
+        moved: dict[str, Any] = {name: on_device(getattr(self, name), there) for name in names}
+        return replace(self, **moved)
+
+
+_Batch = TypeVar("_Batch", bound=Batch)
 
 
 def shard_batch(
-    batch: TokenBatch, shard_plan: ShardPlan, rank: int, multiple_of: int = 1, ranks: tuple[int, ...] = ()
-) -> ShardedBatch:
-    """The part of ``batch`` that ``rank`` holds in a plan for ``ranks`` of the context-parallel group.
+    batch: _Batch,
+    shard_plan: ShardPlan,
+    rank: int,
+    multiple_of: int = 1,
+    ranks: tuple[int, ...] = (),
+    group: dist.ProcessGroup | None = None,
+) -> _Batch:
+    """The part of a whole ``batch`` that ``rank`` holds in a plan for ``ranks`` of the context-parallel ``group``.
 
-    It is padded to a multiple of ``multiple_of`` (the tensor-parallel size), and to at least one: a rank without tokens
-    gets only padding. Raises ``ValueError`` if the plan is for other segments.
+    Its rows are in the order of the plan, and padded to a multiple of ``multiple_of`` (the tensor-parallel size), and
+    to at least one: a rank without tokens gets only padding. Empty ``ranks`` are all of the group, None the default
+    group. Raises ``ValueError`` if the plan is for other segments.
     """
     earlier = batch.slice_of and batch.slice_of.earlier
     if (shard_plan.segment_lengths, shard_plan.earlier) != (batch.segment_lengths, earlier):
@@ -96,21 +111,19 @@ def shard_batch(
         )
     mine = torch.from_numpy(shard_plan.positions(rank)).to(batch.tokens.device)
     padding = max(-len(mine) % multiple_of, 0 if len(mine) else multiple_of)
-    return ShardedBatch(
-        F.pad(batch.tokens[mine], (0, padding)),
-        F.pad(batch.labels[mine], (0, padding), value=IGNORE_LABEL),
-        F.pad(batch.positions[mine], (0, padding)),
-        len(mine),
-        shard_plan,
-        rank,
-        ranks,
-        batch.slice_of,
+    sharing = group if shard_plan.cp_size > 1 else None
+    return replace(
+        batch,
+        tokens=F.pad(batch.tokens[mine], (0, padding)),
+        labels=F.pad(batch.labels[mine], (0, padding), value=IGNORE_LABEL),
+        position_ids=F.pad(batch.position_ids[mine], (0, padding)),
+        attention=ShardedAttention(len(mine), shard_plan, sharing, ranks or None, slice_of=batch.slice_of),
     )
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """The part of a step that a rank trains, and how its context-parallel group shards micro-batches.
+    """The part of a step that a rank trains, and how its context-parallel ``group`` shards micro-batches.
 
     ``workload`` prices shards: the workload of one GPU without context parallelism. Pipeline ranks with the same dp and
     cp rank, and all tensor-parallel ranks, have the same part.
@@ -121,27 +134,28 @@ class RankSlice:
     layout: Layout = field(default_factory=Layout)
     strategy: str = "balanced"
     workload: Costs | None = None
+    group: dist.ProcessGroup | None = None
 
-    def of(self, batch: TokenBatch, ranks: tuple[int, ...] = ()) -> ShardedBatch:
+    def of(self, batch: _Batch, ranks: tuple[int, ...] = ()) -> _Batch:
         """The part of ``batch`` on this rank, if the context-parallel ``ranks`` share the batch; empty means all."""
         strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
         cp, earlier = len(ranks) or self.layout.cp, batch.slice_of and batch.slice_of.earlier
         plan = make_shard_plan(batch.segment_lengths, cp, strategy, workload=workload, earlier=earlier)
         rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
-        return shard_batch(batch, plan, rank, self.layout.tp, ranks)
+        return shard_batch(batch, plan, rank, self.layout.tp, ranks, self.group)
 
-    def batches(self, plan: StepPlan, read: Callable[[MicroBatch], TokenBatch]) -> tuple[ShardedBatch, ...]:
+    def batches(self, plan: StepPlan, read: Callable[[MicroBatch], _Batch]) -> tuple[_Batch, ...]:
         """The parts of the micro-batches of ``plan`` on this rank (``own_batches``)."""
         return own_batches(plan, self.dp_rank, self.cp_rank, lambda part: self.of(read(part), part.ranks))
 
 
 @dataclass(frozen=True)
 class ShardedAttention:
-    """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, and zero for padding.
+    """Attention over the rows of a part: over its ``local_tokens`` by the plan, and zero for the padding after them.
 
     The plan is for ``members`` of ``group``, all by default; a plan for one rank has no group. The layers of a stage
     share ``reexchanges``; without it the backward exchanges keys and values only when it needs them. A slice needs
-    ``layers``, which its stage keeps.
+    ``layers``, which its stage keeps (``of_one_stage``).
     """
 
     local_tokens: int
@@ -152,9 +166,9 @@ class ShardedAttention:
     slice_of: SliceOf | None = None
     layers: Iterator[SliceInLayer] | None = None
 
-    def of_one_stage(self, kept_slices: KeptSlices) -> ShardedAttention:
+    def of_one_stage(self, kept_slices: KeptSlices | None = None) -> ShardedAttention:
         """A copy for one forward through the layers of a stage, which holds ``kept_slices`` in this step."""
-        layers = self.slice_of and kept_slices.layers(self.slice_of)
+        layers = kept_slices.layers(self.slice_of) if kept_slices and self.slice_of else None
         return replace(self, reexchanges=KVReexchanges(), layers=layers)
 
     def __call__(

@@ -49,5 +49,5 @@ def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
         checked.model, job.layout, mesh, execution, seed=seed, activation_checkpointing=kept, compiled=compiled
     )
     optimizers = [build_optimizer(stage, training) for stage in stages]
-    share = share_in(job, mesh.rank("dp"), mesh.rank("cp"))
+    share = share_in(job, mesh.rank("dp"), mesh.rank("cp"), mesh.group("cp"))
     return RankModel(checked, mesh, share, execution, checkpoints, stages, optimizers)

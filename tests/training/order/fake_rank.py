@@ -34,7 +34,7 @@ from wlb.attention.backends import BACKENDS, cuda
 from wlb.job.config import JobConfig
 from wlb.os_limits import usable_cores
 from wlb.packing.plan import StepPlan
-from wlb.runtime.sharded_batch import ShardedBatch
+from wlb.runtime.sharded_batch import Batch
 from wlb.training.data.loader import StepLoader
 from wlb.training.dry_run import find_problems
 from wlb.training.observe import Monitor
@@ -42,7 +42,7 @@ from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.rank_model import build_model
 from wlb.training.trainer import agree_to_train, train_step
 
-_ON_DEVICE = ("tokens", "labels", "positions")
+_ON_DEVICE = ("tokens", "labels", "position_ids")
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -105,11 +105,11 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
                 counts.append(len(log.calls))
     of_steps = tuple(tuple(log.calls[first:last]) for first, last in pairwise(counts))
     peak = sum(of_device["Total"] for of_device in memory.get_tracker_snapshot("peak").values())
-    rows = tuple(batch.rows for batch in loaded.batches)
+    rows = tuple(len(batch.tokens) for batch in loaded.batches)
     return RankRun(tuple(log.calls[: counts[0]]), of_steps, loaded.plan, rows, peak)
 
 
-def _on_device(batch: ShardedBatch, fake: FakeTensorMode) -> ShardedBatch:
+def _on_device(batch: Batch, fake: FakeTensorMode) -> Batch:
     """``batch`` with the tensors that a device would hold."""
     tensors: dict[str, Any] = {name: fake.from_tensor(getattr(batch, name)) for name in _ON_DEVICE}
     return replace(batch, **tensors)

@@ -25,12 +25,12 @@ from tests.training.order.order import OrderError, check_order
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import make_batch
-from wlb.runtime.sharded_batch import RankSlice, ShardedBatch
+from wlb.runtime.sharded_batch import Batch, RankSlice
 from wlb.schedules.layout import Layout
 
 LAYERS = 2
 STORE = RandomDocuments(np.array([1, 40, 7, 23, 3, 64, 12, 9]), vocab_size=5)
-Batches = Sequence[ShardedBatch]
+Batches = Sequence[Batch]
 
 
 def plan_of(*groups: tuple[tuple[int, ...], int]) -> StepPlan:
@@ -56,10 +56,10 @@ def calls_of(plan: StepPlan, ranks: int, run: Callable[[int, Batches], Batches] 
     return calls
 
 
-def _run(batch: ShardedBatch, *, reduces: bool) -> None:
-    assert dist.group.WORLD is not None
-    attend = batch.attention(dist.group.WORLD)
-    x = torch.zeros(batch.rows, 2, 8, requires_grad=True)
+def _run(batch: Batch, *, reduces: bool) -> None:
+    assert batch.attention is not None
+    attend = batch.attention.of_one_stage()
+    x = torch.zeros(len(batch.tokens), 2, 8, requires_grad=True)
     layers = [x]
     for _ in range(LAYERS):
         layers.append(attend(layers[-1], layers[-1], layers[-1]))
@@ -107,7 +107,7 @@ def test_a_rank_that_reduces_too_early_waits_for_one_that_waits_for_it() -> None
     assert check_order(calls_of(plan, 3))
 
     def without_the_empty_one(rank: int, batches: Batches) -> Batches:
-        return [batch for batch in batches if batch.local_tokens > 1]
+        return [batch for batch in batches if len(batch.tokens) > 1]
 
     with pytest.raises(OrderError, match="waits for"):
         check_order(calls_of(plan, 3, without_the_empty_one))

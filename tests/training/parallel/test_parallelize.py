@@ -24,8 +24,7 @@ from wlb.attention.exchange import send_keys
 from wlb.job.config import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.runtime.batch import TokenBatch
-from wlb.runtime.sharded_batch import shard_batch
+from wlb.runtime.sharded_batch import Batch, shard_batch
 from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
 from wlb.training.parallel.mesh import build_mesh
@@ -198,9 +197,9 @@ def _gradients(parallel: Layout, strategy: Checkpointing = "none") -> dict[str, 
         for segments in lengths:
             tokens = torch.arange(sum(segments)) * 7 % VOCABULARY
             positions = torch.cat([torch.arange(length) for length in segments])
-            batch = TokenBatch(tokens, tokens.roll(-1), positions, segments)
+            batch = Batch(tokens, tokens.roll(-1), positions, segments)
             plan = make_shard_plan(segments, parallel.cp, "per_document")
-            batches.append(shard_batch(batch, plan, mesh.rank("cp"), parallel.tp))
+            batches.append(shard_batch(batch, plan, mesh.rank("cp"), parallel.tp, group=mesh.group("cp")))
         by_chance = operations_by_chance(step, parallel.pp, parallel.virtual_pp, 4)
         found[f"loss of step {step}"] = runner.run_step(batches, 100, [by_chance] * parallel.dp)
     for stage in stages:

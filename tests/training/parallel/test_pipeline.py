@@ -19,7 +19,7 @@ from wlb.documents.segments import Segment
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import make_batch
-from wlb.runtime.sharded_batch import RankSlice, ShardedBatch
+from wlb.runtime.sharded_batch import Batch, RankSlice
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import BACKWARD, INPUT, WEIGHT, RankOperations, rank_operations
 from wlb.training.parallel.mesh import build_mesh
@@ -35,7 +35,7 @@ MICRO_BATCHES = [(0, 1), (2,), (3, 4), (5,)]
 LOSS_TOKENS = int((STORE.lengths - 1).sum())
 
 
-def _batches(micro_batches: list[tuple[int, ...]]) -> list[ShardedBatch]:
+def _batches(micro_batches: list[tuple[int, ...]]) -> list[Batch]:
     return [
         RankSlice().of(
             make_batch(MicroBatch(tuple(Segment(d, 0, int(STORE.lengths[d])) for d in documents), 0.0), STORE)

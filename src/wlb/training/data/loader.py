@@ -17,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
@@ -26,16 +28,16 @@ from wlb.packing.plan import StepPlan
 from wlb.runtime.batch import labelled_tokens, read_batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.own_lists import digest_of, fingerprint_of, names_ranks
-from wlb.runtime.sharded_batch import RankSlice, ShardedBatch
+from wlb.runtime.sharded_batch import Batch, RankSlice
 
 T = TypeVar("T")
 
 _STEPS_AHEAD = 2  # planned ahead of training, and as many read
 
 
-def share_in(job: Job, dp_rank: int, cp_rank: int) -> RankSlice:
-    """The share of a rank of ``job``."""
-    return RankSlice(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs)
+def share_in(job: Job, dp_rank: int, cp_rank: int, group: dist.ProcessGroup | None = None) -> RankSlice:
+    """The share of a rank of ``job``, and its context-parallel ``group``."""
+    return RankSlice(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs, group)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class LoadedStep:
     """
 
     planned: PlannedStep
-    batches: tuple[ShardedBatch, ...]
+    batches: tuple[Batch, ...]
     loss_tokens: int
     fingerprint: int
     shard_fingerprint: int
@@ -143,7 +145,8 @@ class StepLoader(Iterator[LoadedStep]):
         batches = self._share.batches(plan, lambda part: read_batch(part, self._store, self._job.shape.vocab_size))
         # If micro-batches name their ranks, ranks have different ones. Equal plans give equal shards, because shards
         # follow from whole lengths, without prices, which two machines may round differently.
-        shards = [] if names_ranks(plan) else [[table.tolist() for table in b.shard_plan.pieces] for b in batches]
+        shared = [] if names_ranks(plan) else [batch.attend.shard_plan for batch in batches if batch.attend]
+        shards = [[table.tolist() for table in shard_plan.pieces] for shard_plan in shared]
         return LoadedStep(planned, batches, loss_tokens, fingerprint_of(plan), digest_of((shards, plan.operations)))
 
 

@@ -23,7 +23,7 @@ from wlb.runtime.batch import read_batch
 from wlb.runtime.collectives import gathered, gathered_rows
 from wlb.runtime.loss import IGNORE_LABEL, token_losses
 from wlb.runtime.own_lists import fsdp_units
-from wlb.runtime.sharded_batch import ShardedBatch
+from wlb.runtime.sharded_batch import Batch
 from wlb.training.evaluation.held_out import HeldOut
 from wlb.training.rank_model import RankModel
 
@@ -80,26 +80,27 @@ class Evaluator:
             losses = token_losses(scores, batch.labels)
         if model.mesh.rank("tp") != 0:  # the others computed the same
             return
-        mine = batch.shard_plan.positions(model.share.cp_rank)
+        assert batch.attention is not None
+        mine = batch.attention.shard_plan.positions(model.share.cp_rank)
         buckets = torch.from_numpy(held_out.buckets_of(micro_batch)[mine]).to(sums.device)
         for of_buckets, values in zip(sums, (losses, batch.labels != IGNORE_LABEL), strict=True):
-            of_buckets.index_add_(0, buckets, values[: batch.local_tokens].double())
+            of_buckets.index_add_(0, buckets, values[: len(mine)].double())
 
-    def _forward(self, batch: ShardedBatch) -> Tensor | None:
+    def _forward(self, batch: Batch) -> Tensor | None:
         """The scores (T, V) of a micro-batch on ranks of the last stage, None elsewhere.
 
         It runs one micro-batch at a time, because PyTorch's schedules hold the scores of a whole step.
         """
         mesh = self._model.mesh
-        group, attend = mesh.group("pp"), batch.attention(mesh.group("cp"))
+        group = mesh.group("pp")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         for stage in self._model.stages:
             x = batch.tokens
             if not stage.is_first:
-                shape = batch.rows // mesh.size("tp"), stage.config.shape.hidden
+                shape = len(batch.tokens) // mesh.size("tp"), stage.config.shape.hidden
                 x = torch.empty(shape, dtype=self._model.execution.dtype, device=x.device)
                 dist.recv(x, group=group, group_src=(rank - 1) % ranks)
-            out: Tensor = stage(x, batch.positions, attend)
+            out: Tensor = stage(x, batch.position_ids, batch.attention)
             if stage.is_last:
                 return out
             dist.send(out.contiguous(), group=group, group_dst=(rank + 1) % ranks)

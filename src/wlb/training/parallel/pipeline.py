@@ -25,7 +25,7 @@ from wlb.runtime.calibration import Calibration
 from wlb.runtime.clock import ComputeClock
 from wlb.runtime.loss import packed_loss
 from wlb.runtime.own_lists import in_turn
-from wlb.runtime.sharded_batch import ShardedBatch
+from wlb.runtime.sharded_batch import Batch
 from wlb.runtime.stage import Pipeline, pipeline, run_order, variable_length_stage
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import RankOperations
@@ -74,9 +74,7 @@ class PipelineRunner:
             ]
             self._pipeline = pipeline(stages, micro_batches, self._loss)
 
-    def run_step(
-        self, batches: Sequence[ShardedBatch], loss_tokens: int, operations: Sequence[RankOperations] = ()
-    ) -> Tensor:
+    def run_step(self, batches: Sequence[Batch], loss_tokens: int, operations: Sequence[RankOperations] = ()) -> Tensor:
         """Run all micro-batches of this data-parallel rank forward and backward; gradients must be zero before.
 
         ``batches`` are this rank's share of each, the same on every pipeline and tensor-parallel rank; as many as the
@@ -87,13 +85,16 @@ class PipelineRunner:
         batches = [batch.to(self._execution.device) for batch in batches]
         # The reporter names a step without labels.
         targets = [(index, batch.labels, max(loss_tokens, 1)) for index, batch in enumerate(batches)]
-        keywords = [self._keywords(batch) for batch in batches]
+        keywords: list[dict[str, Any]] = [
+            {"positions_T": batch.position_ids, "attend": batch.attention and batch.attention.of_one_stage()}
+            for batch in batches
+        ]
         with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
             if self._pipeline is None:
                 losses = self._run_alone(batches, keywords, targets)
             else:
                 mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
-                rows = [batch.rows // self._mesh.size("tp") for batch in batches]
+                rows = [len(batch.tokens) // self._mesh.size("tp") for batch in batches]
                 losses = run_order(self._pipeline, mine, [batch.tokens for batch in batches], rows, keywords, targets)
                 sum_tied_gradients(self._modules, self._mesh.group("pp"))
         self.losses = [loss.detach() for loss in losses]
@@ -102,7 +103,7 @@ class PipelineRunner:
         return sum(self.losses, nothing) if self._mesh.rank("tp") == 0 else nothing  # the others computed the same
 
     def _run_alone(
-        self, batches: Sequence[ShardedBatch], keywords: Sequence[dict[str, Any]], targets: Sequence[_Target]
+        self, batches: Sequence[Batch], keywords: Sequence[dict[str, Any]], targets: Sequence[_Target]
     ) -> list[Tensor]:
         (module,) = self._modules
         losses = []
@@ -121,9 +122,6 @@ class PipelineRunner:
         micro_batch, labels, loss_tokens = target
         with self._clock.measuring("loss", micro_batch):
             return packed_loss(scores_TV, labels, loss_tokens, averaged_over=1, overwrite=True)
-
-    def _keywords(self, batch: ShardedBatch) -> dict[str, Any]:
-        return {"positions_T": batch.positions, "attend": batch.attention(self._mesh.group("cp"))}
 
 
 def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
