@@ -196,9 +196,9 @@ def decided_by_trainer(case: Case) -> Decided:
 
 
 def decided_by_dry_run(case: Case) -> Decided:
-    found = find_problems(case.config, case.hardware)
-    if found.problems:
-        raise UserError(found.problems[0])
+    found, problems = find_problems(case.config, case.hardware)
+    if problems:
+        raise UserError(problems[0])
     return decided(found.job)
 
 

@@ -179,14 +179,14 @@ def test_a_job_that_continues_keeps_its_length(tmp_path):
     with mock.patch.object(preflight, "check_identity"):  # the identity here says little
         assert decide(config, saved).packing.max_length_factor == 1.25
     with mock.patch.object(preflight, "_saved_loader_state", return_value={"identity": saved}):
-        assert find_problems(config, "cpu").job.packing.max_length_factor == 1.25
+        assert find_problems(config, "cpu")[0].job.packing.max_length_factor == 1.25
 
 
 def test_a_mixture_that_is_elsewhere_is_planned_on_synthetic_documents(tmp_path):
     config = job(tmp_path)
     stores = tuple({"store": name, "weight": 1.0} for name in ("a", "b"))
     found = dry_run(config.changed(data=config.data.changed(store=None, mixture=stores)))
-    assert (found.found.synthetic, len(found.found.problems)) == (True, 1)
+    assert (found.synthetic, len(found.problems)) == (True, 1)
     assert found.simulated is not None
 
 

@@ -48,8 +48,9 @@ def refuse_unused(context: typer.Context, names: Collection[str], why: str) -> N
             value = context.params[parameter.name]
             if isinstance(value, bool):
                 value = (parameter.opts if value else parameter.secondary_opts)[0]
+            spelled = "/".join((*parameter.opts, *parameter.secondary_opts))
             given = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-            raise UserError(f"{_spelled(parameter)} {why} (got {given}); leave it out")
+            raise UserError(f"{spelled} {why} (got {given}); leave it out")
 
 
 def was_given(context: typer.Context, name: str) -> bool:
@@ -70,10 +71,6 @@ def given_again(context: typer.Context, names: Collection[str]) -> list[str]:
             for one in value if isinstance(value, list | tuple) else [value]:
                 words += [parameter.opts[0], str(one)]
     return words
-
-
-def _spelled(parameter: Any) -> str:
-    return "/".join((*parameter.opts, *parameter.secondary_opts))
 
 
 def _options(group: Any) -> dict[str, Parameter]:

@@ -96,42 +96,37 @@ def prepare(
     from wlb.documents.store.writer import check_target
 
     chosen_shard = None if shard is None else CorpusShard.parse(shard)
-    if chosen_shard:
-        check_target(out, overwrite=True)  # of which PREFIX-I-of-N would no longer be a directory
-    check_target(chosen_shard.prefix(out) if chosen_shard else out, overwrite)
+    target = out
     if chosen_shard is not None:
+        check_target(out, overwrite=True)  # of which PREFIX-I-of-N would no longer be a directory
+        target = chosen_shard.prefix(out)
         refuse_unused(context, ["ray"], "runs all shards at once")
         refuse_unused(
             context, ["bpe_size"], "learns from all documents; make a tokenizer first and name it in --tokenizer"
         )
+    check_target(target, overwrite)
     if stdlib:
         refuse_unused(context, names_of(options.TextOptions), "has no effect with --stdlib")
     if text.chat:
         refuse_unused(context, ["bpe_size"], "learns from text, not from conversations")
     if ray is not None:  # processes of Ray have working directories of their own
         sources, out = [path.absolute() for path in sources or []], out.absolute()
-    corpus = _corpus(sources or [], stdlib, text, chosen_shard.prefix(out) if chosen_shard else out)
+    corpus = _corpus(sources or [], stdlib, text, target)
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
     chat_format = ChatFormat.of_tokenizer(tokenizer, chosen.special_tokens) if text.chat else None
     # Bytes cost less to tokenise than to send to another process.
     cores = workers or (1 if chosen.identity["kind"] == "bytes" else usable_cores())
-    kept: dict[str, Any] = {"chat": chat_format, "save_tokenizer": bpe_size is not None}
     with _progress("tokenising") as on_progress:
+        asked: dict[str, Any] = {
+            "chat": chat_format,
+            "save_tokenizer": bpe_size is not None,
+            "overwrite": overwrite,
+            "on_progress": on_progress,
+        }
         if ray is not None:
-            report = prepare_shards(
-                corpus, out, chosen, ray=ray, shards=workers, overwrite=overwrite, on_progress=on_progress, **kept
-            )
+            report = prepare_shards(corpus, out, chosen, ray=ray, shards=workers, **asked)
         else:
-            report = prepare_store(
-                corpus,
-                out,
-                chosen,
-                shard=chosen_shard,
-                workers=cores,
-                overwrite=overwrite,
-                on_progress=on_progress,
-                **kept,
-            )
+            report = prepare_store(corpus, out, chosen, shard=chosen_shard, workers=cores, **asked)
     if json:
         emit_json(report.to_json())
         return

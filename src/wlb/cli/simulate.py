@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,6 @@ from wlb.terminal import number_of, tell
 if TYPE_CHECKING:
     from wlb.documents.store.files import StoreSource
     from wlb.job.job import Job
-    from wlb.simulate import SimulationResult
     from wlb.simulate.verdict import Lengths, Verdict
     from wlb.workload.profile import WorkloadProfile
 
@@ -237,6 +236,7 @@ def _write_trace(path: Path, jobs: dict[str, Job], lengths: Lengths, steps: int)
 
 def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     """Print the verdict, and where the time of each system goes, in seconds."""
+    from wlb.report.answer import too_few
     from wlb.simulate import CAUSES
     from wlb.simulate.estimate import CONFIGURED
 
@@ -262,6 +262,8 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     micro_batches = number_of(first.job.packing.micro_batches, "micro-batch")
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
     columns = dict(zip(results, map(list, zip(*rows.values(), strict=True)), strict=True))
+    epochs = max(result.epochs for result in systems)
+    repeated = f"{too_few(epochs)}\n" if epochs > 1 else ""
     same = [name for name in results if name != CONFIGURED and jobs[name] == jobs.get(CONFIGURED)]
     if same:
         del columns[CONFIGURED]
@@ -271,16 +273,8 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         title=f"{Path(shown['job']).name} on {number_of(first.job.layout.world_size, 'GPU')}\nsimulated ({priced})",
         notes={
             "": f"{number_of(first.steps, 'step')} of {micro_batches}, lengths {shown['lengths']}\n"
-            f"{_repeated(systems)}"
+            f"{repeated}"
             f"speedup: tokens/s over those of {verdict.base}; equal work: seconds of work (W_a + W_l) per second\n"
             "compute to step: seconds · imbalance: slowest / mean · attention kept: not lost where documents are cut"
         },
     )
-
-
-def _repeated(results: Iterable[SimulationResult]) -> str:
-    """A line for documents that do not fill the steps."""
-    from wlb.report.answer import too_few
-
-    epochs = max(result.epochs for result in results)
-    return f"{too_few(epochs)}\n" if epochs > 1 else ""

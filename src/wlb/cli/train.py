@@ -109,20 +109,19 @@ def _dry_run(
 
     with stderr.status("checking the job and simulating its first steps"):
         result = dry_run(loaded, name)
-    problems = result.found.problems
     if json:
         emit_json(result.to_json())
     else:
         _print(config, result)
-        if not problems and result.found.job.layout.world_size <= options.GPUS_PER_NODE:  # torchrun starts more
+        if not result.problems and result.job.layout.world_size <= options.GPUS_PER_NODE:  # torchrun starts more
             show_next("train", config, *(word for setting in overrides for word in ("--set", setting)))
-    return _PROBLEMS if problems else 0
+    return _PROBLEMS if result.problems else 0
 
 
 def _print(config: Path, result: DryRun) -> None:
-    found, simulated = result.found, result.simulated
-    data = "synthetic documents, as its token store is not here" if found.synthetic else "its token store"
-    stdout.print(f"{config} on {found.job.layout.world_size:,} x {found.hardware}, planned on {data}")
+    simulated = result.simulated
+    data = "synthetic documents, as its token store is not here" if result.synthetic else "its token store"
+    stdout.print(f"{config} on {result.job.layout.world_size:,} x {result.hardware}, planned on {data}")
     if simulated is not None:
         stdout.print(
             f"first {simulated.steps} steps, simulated: {simulated.tokens / simulated.steps:,.0f} tokens in "
@@ -136,9 +135,9 @@ def _print(config: Path, result: DryRun) -> None:
         stdout.print(
             f"simulated: {result.speed:.2f}x the tokens per second of plain-4d; wlb simulate {config} says why"
         )
-    limit = found.job.memory_limit.number_of_bytes / 2**30
+    limit = result.job.memory_limit.number_of_bytes / 2**30
     stdout.print(f"the worst step that packing may produce needs {result.memory}, of {limit:.3g} GiB")
-    if found.problems:
+    if result.problems:
         stdout.print("\nwould stop the job at its start:")
-    for problem in found.problems:
+    for problem in result.problems:
         stdout.print(f"- {problem}", markup=False, highlight=False)

@@ -19,6 +19,7 @@ from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
 
 MOST_TRACKS = 256  # drawn of a system
 _MICROSECONDS = 1e6
+_PHASES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight gradients"}
 _SHORTEST_SECONDS = 1e-9  # anything shorter is rounding
 
 
@@ -75,7 +76,7 @@ def _of_operation(line: Timeline, index: int, operation: Operation, dp: int, cp:
     thread = line.pipeline_ranks[index] * line.job.layout.cp + cp
     start, end = float(line.starts[index, dp]), float(line.ends[index, dp])
     compute = float(line.compute[index, dp, cp])
-    phase = _phase(operation)
+    phase = _PHASES[operation.kind]
     micro_batch = line.plan.ranks[dp][operation.micro_batch]
     details = {
         "micro-batch": operation.micro_batch,
@@ -98,10 +99,6 @@ def _after_the_last(line: Timeline, dp: int, pp: int, thread: int) -> Iterator[d
     for name, start, stop in spans:
         if stop - start > _SHORTEST_SECONDS:
             yield _span(name, "step end", start, stop, dp, thread, {})
-
-
-def _phase(operation: Operation) -> str:
-    return {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight gradients"}[operation.kind]
 
 
 def _span(

@@ -55,17 +55,8 @@ class SyntheticStore(TokenStore):
         return self._drawn
 
 
-@dataclass(frozen=True)
-class FoundJob(CheckedJob):
-    """A checked job, what would stop it, and whether its documents are ``synthetic``."""
-
-    hardware: str
-    problems: tuple[str, ...]
-    synthetic: bool
-
-
-def find_problems(config: JobConfig, hardware: str) -> FoundJob:
-    """Find everything that would stop ``config`` on machines of preset ``hardware``, with the files of this machine.
+def find_problems(config: JobConfig, hardware: str) -> tuple[CheckedJob, list[str]]:
+    """The job of ``config`` on machines of preset ``hardware``, with the files of this machine, and what would stop it.
 
     Raises ``UserError`` if no job can be made of ``config`` at all.
     """
@@ -86,7 +77,7 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     job = checked(config, stored or SyntheticStore(config), hardware, limit, tried)
     if stored:
         tried(job.check_data)
-    return FoundJob(**vars(job), hardware=hardware, problems=tuple(problems), synthetic=stored is None)
+    return job, [*problems]
 
 
 @dataclass(frozen=True)
@@ -97,21 +88,23 @@ class DryRun:
     ``simulated`` may be None; ``not_simulated`` says why, such as documents that do not fill a step.
     """
 
-    found: FoundJob
+    job: Job
+    hardware: str
+    problems: list[str]
+    synthetic: bool  # whether synthetic documents stand for the job's own
     memory: MemoryEstimate
     simulated: SimulationResult | None
     not_simulated: str | None
     speed: float | None
 
     def to_json(self) -> dict[str, Any]:
-        job = self.found.job
         return {
-            "gpus": job.layout.world_size,
-            "layout": job.sizes,
-            "hardware": self.found.hardware,
-            "data": "synthetic" if self.found.synthetic else "store",
-            "problems": list(self.found.problems),
-            "memory_limit_bytes": int(job.memory_limit.number_of_bytes),
+            "gpus": self.job.layout.world_size,
+            "layout": self.job.sizes,
+            "hardware": self.hardware,
+            "data": "synthetic" if self.synthetic else "store",
+            "problems": self.problems,
+            "memory_limit_bytes": int(self.job.memory_limit.number_of_bytes),
             "worst_step_bytes": self.memory.total,
             "worst_step": self.memory.parts,
             "first_steps": None if self.simulated is None else self.simulated.to_json(),
@@ -122,15 +115,17 @@ class DryRun:
 
 def dry_run(config: JobConfig, hardware: str = "h100") -> DryRun:
     """Try ``config`` on machines of ``hardware``; raises ``UserError`` as ``find_problems`` does."""
-    found = find_problems(config, hardware)
-    of_stores = np.split(found.store.lengths, found.store.firsts[1:-1])
+    found, problems = find_problems(config, hardware)
+    store, synthetic = found.store, isinstance(found.store, SyntheticStore)
+    of_stores = np.split(store.lengths, store.firsts[1:-1])
     lengths = of_stores[0] if len(of_stores) == 1 else of_stores
     simulated = speed = reason = None
     try:
         simulated = simulate(found.job, lengths, min(_FIRST_STEPS, config.training.steps or _FIRST_STEPS))
-        if not found.synthetic:  # the same figure as from ``wlb simulate``
+        if not synthetic:  # the same figure as from ``wlb simulate``
             job = Job.from_config(config, hardware, vocab_size=found.model.shape.vocab_size)
             speed = judge_config(config, job, lengths).speed(CONFIGURED)
     except UserError as error:
         reason = str(error)
-    return DryRun(found, predicted_memory(found.job), simulated, reason, speed)
+    memory = predicted_memory(found.job)
+    return DryRun(found.job, hardware, problems, synthetic, memory, simulated, reason, speed)

@@ -46,7 +46,8 @@ def group_link(hardware: Hardware, traffic: Traffic, size: int, stride: int, nod
     """
     nodes = nodes or min(size, math.ceil(size * stride / hardware.node_size))
     steps = 1 if traffic == "point_to_point" else size - 1
-    inside = min(hardware.node_bandwidth, _peers(traffic, size / nodes) * hardware.peer_bandwidth)
+    peers = 1.0 if traffic == "point_to_point" else max(1.0, size / nodes - 1)  # rings use all links of a node
+    inside = min(hardware.node_bandwidth, peers * hardware.peer_bandwidth)
     if nodes == 1:
         return Link(hardware.node_latency + steps * hardware.step_latency, inside)
     bandwidth = _adapters(traffic, size, size / nodes) * hardware.network_bandwidth
@@ -56,11 +57,6 @@ def group_link(hardware: Hardware, traffic: Traffic, size: int, stride: int, nod
 def shard_bytes(whole_bytes: float, ranks: int) -> float:
     """Bytes that a rank receives when ``ranks`` ranks gather (or reduce-scatter) ``whole_bytes``."""
     return whole_bytes * (ranks - 1) / ranks
-
-
-def _peers(traffic: Traffic, on_a_node: float) -> float:
-    """GPUs of the same node that a rank receives from at once; rings use all their links."""
-    return 1.0 if traffic == "point_to_point" else max(1.0, on_a_node - 1)
 
 
 def _adapters(traffic: Traffic, size: int, on_a_node: float) -> float:

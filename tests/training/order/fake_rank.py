@@ -70,7 +70,7 @@ def run_fake_ranks(config: JobConfig, hardware: str, ranks: Sequence[int], steps
 
 
 def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
-    checked = find_problems(config, hardware)
+    checked, _ = find_problems(config, hardware)
     on_gpu = checked.job.hardware.device_type == "cuda"
     log, memory, fake = CallLog(), PeakMemory(), FakeTensorMode(allow_non_fake_inputs=True)
     watcher = StepWatcher(log)

@@ -39,7 +39,7 @@ def runs_of(name: str, *settings: str, ranks: tuple[int, ...] = (0,)) -> tuple[J
     nowhere = ["data.store=/nowhere/store", "metrics.dir=/nowhere/metrics", "checkpoint.dir=/nowhere/checkpoints"]
     config = load_config(CONFIGS / f"{name}.toml", [*nowhere, *settings])
     hardware = "h100" if config.training.device == "cuda" else "cpu"
-    return find_problems(config, hardware).job, run_fake_ranks(config, hardware, ranks)
+    return find_problems(config, hardware)[0].job, run_fake_ranks(config, hardware, ranks)
 
 
 def exchanged(job: Job, run: RankRun, dp: int, cp: int) -> Shards:

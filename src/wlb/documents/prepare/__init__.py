@@ -106,8 +106,6 @@ def prepare_store(
     it exists (without ``overwrite``) or cannot be written, if a source is damaged, if every document is rejected, or if
     there are shards of another number.
     """
-    if workers < 1:
-        raise UserError(f"--workers must be at least 1, got {workers}")
     if shard:
         _check_number(prefix, shard.of)
         prefix = shard.prefix(prefix)

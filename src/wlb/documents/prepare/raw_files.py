@@ -43,13 +43,6 @@ class Reject(StrEnum):
     REWRITTEN = "rewritten_by_chat_template"
 
 
-def refuse_list(path: Path) -> None:
-    """Raise ``UserError`` if a .json file is one list instead of JSON Lines."""
-    with opened(path) as file:
-        if file.read(1 << 10).decode("utf-8-sig", "replace").lstrip().startswith("["):
-            raise UserError(f"{path} is a JSON list; {one_per_line(path)}")
-
-
 def one_per_line(path: Path) -> str:
     """The remedy for a JSON list where JSON Lines are read."""
     read = {".gz": "zcat", ".zst": "zstdcat"}.get(path.suffix.lower(), "cat")

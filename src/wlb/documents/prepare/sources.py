@@ -225,7 +225,9 @@ def _kind(path: Path, documents: TextDocuments | None, chat: bool) -> str:
     suffix = format_of(path)
     kind = _KINDS.get(suffix, "text")
     if suffix == ".json":
-        raw_files.refuse_list(path)
+        with raw_files.opened(path) as file:
+            if file.read(1 << 10).decode("utf-8-sig", "replace").lstrip().startswith("["):
+                raise UserError(f"{path} is a JSON list; {raw_files.one_per_line(path)}")
     if suffix in (".csv", ".tsv"):
         raise UserError(f"{path} is a table; save it as Parquet or JSON Lines, with the text in a column")
     if chat and kind == "text":
