@@ -198,7 +198,7 @@ def job_settings(preset: str, directory: Path, store: Path, arguments: argparse.
         f"data.store={store}",
         "data.shuffle=false",
         f"data.context_window={arguments.window}",
-        f"packing.micro_batches={RANKS}",
+        f"packing.global_batch={RANKS}",
         f"training.steps={arguments.steps}",
         *files_of(directory),
     ]

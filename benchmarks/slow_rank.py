@@ -58,7 +58,7 @@ def configured(store: Path, metrics: Path, steps: int, calibrate: int) -> JobCon
             "model": {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 176},
             "data": {"store": str(store), "context_window": _WINDOW},
             "parallel": {"dp": 2},
-            "packing": {"grouping": "level", "micro_batches": 12, "max_length_factor": 2.0},
+            "packing": {"grouping": "level", "global_batch": 12, "max_length_factor": 2.0},
             "training": {"steps": steps, "device": "cpu", "threads": 1, "calibrate": calibrate},
             "metrics": {"dir": str(metrics)},
         }

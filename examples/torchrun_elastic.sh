@@ -5,7 +5,7 @@
 #     examples/torchrun_elastic.sh HEAD:PORT MIN:MAX PROCESSES CONFIG [--set section.key=value]...
 #
 # HEAD is a machine that stays, PORT free there; MIN to MAX machines run PROCESSES each. CONFIG has parallel.dp = "auto",
-# a checkpoint.dir that all machines share, and packing.micro_batches that every number of machines divides.
+# a checkpoint.dir that all machines share, and packing.global_batch that every number of machines divides.
 #
 # RDZV_CONF may shorten how long a lost machine is waited for and how long others may join, in seconds.
 set -euo pipefail

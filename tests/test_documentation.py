@@ -106,7 +106,7 @@ def _outputs_of(commands: Sequence[Sequence[str]]) -> list[Block]:
 def _run(application: typer.Typer, arguments: Sequence[str], where: str) -> None:
     """One command; of ``train`` a smaller job, in one process and for two steps."""
     if arguments[0] == "train":
-        alone = ["packing.micro_batches=1", "parallel.pp=1", "parallel.dp=1"]
+        alone = ["packing.global_batch=1", "parallel.pp=1", "parallel.dp=1"]
         for setting in ["training.steps=2", "training.threads=1", *alone, "evaluation.documents=2"]:
             arguments = [*arguments, "--set", setting]
         trained = finished("-m", "wlb", *arguments)

@@ -112,7 +112,7 @@ def planning(turns: int) -> list[Row]:
 def _shard_all(plan: StepPlan, job: Job) -> None:
     """The micro-batches of one pool."""
     for micro_batch in filter(len, (held.lengths for held in plan.ranks[0])):
-        make_shard_plan(micro_batch, job.layout.cp, "balanced", workload=job.costs)
+        make_shard_plan(micro_batch, job.layout.pool_size, "balanced", workload=job.costs)
 
 
 def _simulated(job: Job, steps: int, base: SimulationResult | None = None) -> SimulationResult:
@@ -129,8 +129,8 @@ def _row(result: SimulationResult, base: SimulationResult) -> Row:
         "bubbles": result.where["bubbles"] / result.mean_step_seconds,
         "token delay": result.token_delay,
         "tokens CV": result.tokens_cv,
-        "pool": result.job.layout.cp,
-        "micro-batches": result.job.micro_batches_per_rank,
+        "pool": result.job.layout.pool_size,
+        "micro-batches": result.job.rank_micro_batches,
     }
 
 

@@ -71,15 +71,15 @@ def with_attention(job: Job, factor: float) -> Job:
 
 
 def with_slow_gpus(job: Job, count: int, speed: float, step: int | None, rng: np.random.Generator) -> Job:
-    speeds = np.ones(job.layout.cp)
-    slow = rng.choice(job.layout.cp, count, replace=False) if step is None else np.arange(count) * step
+    speeds = np.ones(job.layout.pool_size)
+    slow = rng.choice(job.layout.pool_size, count, replace=False) if step is None else np.arange(count) * step
     speeds[slow] = speed
     return replace(job, speeds=tuple(speeds.tolist()))
 
 
 def measured(plans: Sequence[StepPlan], true: Job, noise: float, rng: np.random.Generator) -> NDArray[np.float64]:
     """What ``Calibration.update`` takes of some steps: all but the first and last of every rank's own list."""
-    of_ranks: list[list[tuple[float, float, float]]] = [[] for _ in range(true.layout.cp)]
+    of_ranks: list[list[tuple[float, float, float]]] = [[] for _ in range(true.layout.pool_size)]
     for plan in map(true.priced_as_run, plans):
         for rank, rows in enumerate(of_ranks):
             for one in own_micro_batches(plan, 0, rank)[1:-1]:
@@ -100,7 +100,7 @@ def calibrated_plans(
     job: Job, true: Job, lengths: NDArray[np.int64], steps: int, noise: float, rng: np.random.Generator
 ) -> tuple[list[StepPlan], int]:
     """The plans of a job that calibrates itself on what is ``true``, and how often they changed."""
-    found, planner = Calibration(_EVERY, job.layout.cp, torch.device("cpu")), StepPlanner(job, lengths)
+    found, planner = Calibration(_EVERY, job.layout.pool_size, torch.device("cpu")), StepPlanner(job, lengths)
     plans: list[StepPlan] = []
     updates = 0
     while len(plans) < steps:
@@ -120,7 +120,7 @@ def losses(job: Job, true: Job, ideal: Job, lengths: NDArray[np.int64], options:
     base = _seconds(plans_of(ideal, lengths, steps), ideal)
     without = _seconds(plans_of(job, lengths, steps), true) / base - 1
     known = _seconds(plans_of(true, lengths, steps), true) / base - 1
-    least = true.layout.cp / sum(true.speeds) - 1 if true.speeds else 0.0
+    least = true.layout.pool_size / sum(true.speeds) - 1 if true.speeds else 0.0
     found = _seconds(calibrated, true) / base - 1
     return {"without": without, "calibrated": found, "known": known, "least": least, "updates": updates}
 

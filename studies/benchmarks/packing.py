@@ -114,7 +114,7 @@ def packed_by_ours(documents: Sequence[Segment], job: Job, method: str, options:
 
 
 def packed_by_peer(documents: Sequence[Segment], job: Job, peer: Peer) -> Packed:
-    micro_batches, window = job.packing.micro_batches, job.context_window
+    micro_batches, window = job.step_micro_batches, job.context_window
     timer = CpuTimer()
 
     def step(number: int, batch: Sequence[Segment]) -> StepPlan:

@@ -30,7 +30,7 @@ from wlb_studies.packing import (
 
 WINDOW = 131_072
 JOB = simulated_job("7b", WINDOW, micro_batches=4, tp=8, dp=2, pp=2)
-MICRO_BATCHES = JOB.packing.micro_batches
+MICRO_BATCHES = JOB.global_batch
 
 
 class LeavesLongOnes(FixedGreedyPacker):
@@ -95,8 +95,8 @@ def test_it_is_the_speed_that_the_simulator_finds():
     steps = int(corpus.sum()) // (common.global_batch * window)
     documents, _ = documents_for(corpus, common.global_batch, window)
 
-    common = replace(common, layout=replace(common.layout, schedule="1f1b"), pool=common.layout.cp)
-    given = {"balanced": {"max_length_factor": 1.5} | {"pool_micro_batches": common.micro_batches_per_rank}}
+    common = replace(common, layout=replace(common.layout, schedule="1f1b", pool=common.layout.cp))
+    given = {"balanced": {"max_length_factor": 1.5} | {"rank_micro_batches": common.rank_micro_batches}}
 
     def simulated(method: str, **arranged: str) -> SimulationResult:
         packing = common.packing.changed(method=method, **given.get(method, {}), **arranged)

@@ -279,7 +279,7 @@ def small_corpus(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     for number in range(32):
         (tmp_path / "texts" / f"{number:02}.txt").write_text("word " * (900 if number % 8 == 0 else 20 * number))
-    job = 'preset = "balanced"\n[model]\nname = "tiny"\n[training]\ndevice = "cpu"\n[packing]\nmicro_batches = 1\n'
+    job = 'preset = "balanced"\n[model]\nname = "tiny"\n[training]\ndevice = "cpu"\n[packing]\nglobal_batch = 1\n'
     (tmp_path / "job.toml").write_text(job + '[data]\nstore = "my store"\ncontext_window = 4096\n')
     monkeypatch.chdir(tmp_path)
 

@@ -101,7 +101,7 @@ def test_a_job_that_runs_today_is_described_by_its_layout_weights_recomputation_
     for name in ("plain-4d", "per-document-4d", "balanced"):
         assert [rows[name]["layout"][size] for size in ("dp", "cp", "pp", "tp")] == [2, 2, 1, 1]
         assert rows[name]["activation_checkpointing"] == "full"
-    assert rows["plain-4d"]["layout"]["micro_batches"] == 4  # of two windows each
+    assert rows["plain-4d"]["layout"]["rank_micro_batches"] == 4  # of two windows each
     assert 1 < rows["plain-4d kept"]["speedup"] < rows["plain-4d tuned"]["speedup"]
     assert [rows[name]["weights"] for name in ("plain-4d", "plain-4d kept")] == ["gathered", "kept"]
     assert "less recomputation" in found["verdict"]

@@ -22,7 +22,7 @@ LENGTHS = "synthetic:3000:4096:0"
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "job.toml"
-    path.write_text('[data]\nstore = "corpus"\n[parallel]\npp = 2\ndp = 2\n[packing]\nmicro_batches = 8\n')
+    path.write_text('[data]\nstore = "corpus"\n[parallel]\npp = 2\ndp = 2\n[packing]\nglobal_batch = 8\n')
     return path
 
 

@@ -70,7 +70,7 @@ SETTINGS = {
     "model": "name",
     "data": "store context_window overlong seed",
     "parallel": "dp pp cp tp virtual_pp schedule",
-    "packing": "method micro_batches max_length_factor outlier_thresholds window max_delay",
+    "packing": "method global_batch max_length_factor outlier_thresholds window max_delay",
     "sharding": "strategy",
     "training": "steps dtype device seed learning_rate activation_checkpointing profile",
     "checkpoint": "dir every",

@@ -168,15 +168,16 @@ def simulated_shards(case: Case) -> list[ShardPlan]:
 class Decided(NamedTuple):
     """What a job leaves open and what it runs in the end; equal for all who describe the same job."""
 
-    layout: tuple[object, ...]  # tp, cp, pp, dp, virtual_pp, schedule; cp is the size of pools and dp their number
+    layout: tuple[object, ...]  # tp, size of pools, pp, number of pools, virtual_pp, schedule
     packing: dict[str, Any]  # micro-batches, L_max, grouping, global batch and every other option
     max_tokens: int
     memory_bytes: int
 
 
 def decided(job: Job) -> Decided:
-    layout = (job.layout.tp, job.layout.cp, job.layout.pp, job.layout.dp, job.layout.virtual_pp, job.layout.schedule)
-    return Decided(layout, job.packing.in_use(), job.max_tokens, predicted_memory(job).total)
+    layout = job.layout
+    sizes = (layout.tp, layout.pool_size, layout.pp, layout.pools, layout.virtual_pp, layout.schedule)
+    return Decided(sizes, job.packing.in_use(), job.max_tokens, predicted_memory(job).total)
 
 
 def stored(case: Case, folder: Path) -> Case:
@@ -222,7 +223,7 @@ def decided_by_batches(case: Case) -> Decided:
     sampler = PlannedBatchSampler(
         case.documents.lengths,
         context_window=config.data.context_window,
-        micro_batches=packing.pop("micro_batches") // parallel.dp,
+        micro_batches=max(1, config.packing.global_batch // parallel.dp),
         dp=parallel.dp,
         cp=parallel.cp,
         pool=parallel.pool,
@@ -245,13 +246,13 @@ def _fitting(job: Job) -> Job:
 
 
 def case_of_job(job: Job, model: str, lengths: NDArray[np.int64]) -> Case:
-    """What a user sets to train ``job``: its layout, with the dp x cp ranks of pools as data-parallel ranks."""
+    """What a user sets to train ``job``: its layout without pools."""
     packing = {name: value for name, value in job.packing.in_use().items() if value is not None}
-    undecided = {"max_length_factor": "auto", "grouping": "auto", "pool_micro_batches": "auto"}
-    pooled = job.packing.method == "balanced"
-    sizes = {"dp": job.layout.dp * job.layout.cp, "cp": 1} if pooled else {"dp": job.layout.dp, "cp": job.layout.cp}
-    packing |= undecided | {"micro_batches": sizes["dp"]} if pooled else {}
+    undecided = {"max_length_factor": "auto", "grouping": "auto", "rank_micro_batches": "auto"}
+    packing |= undecided if job.packing.is_balanced else {}
     layout = {
+        "dp": job.layout.dp,
+        "cp": job.layout.cp,
         "tp": job.layout.tp,
         "pp": job.layout.pp,
         "virtual_pp": job.layout.virtual_pp,
@@ -260,7 +261,7 @@ def case_of_job(job: Job, model: str, lengths: NDArray[np.int64]) -> Case:
     config = {
         "model": {"name": model},
         "data": {"store": "documents", "context_window": job.context_window},
-        "parallel": layout | sizes,
+        "parallel": layout,
         "packing": packing,
         "sharding": job.sharding,
         "training": {"activation_checkpointing": job.activation_checkpointing, "device": "cuda"},

@@ -77,11 +77,11 @@ def small_cases(draw: st.DrawFn) -> Case:
     dp, cp = draw(st.sampled_from([(1, 1), (2, 2), (4, 1), (2, 3)]))
     pp, virtual_pp = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2)]))
     preset = draw(st.sampled_from(["balanced", "balanced", "wlb-llm", "plain-4d"]))
-    packing: dict[str, Any] = {"micro_batches": dp * pp * draw(st.integers(1, 2)), "order": "pipeline"}
+    packing: dict[str, Any] = {"global_batch": dp * pp * draw(st.integers(1, 2)), "order": "pipeline"}
     if preset == "balanced":
         options = {
             "global_batch": st.integers(1, 9),
-            "pool_micro_batches": st.just(2 * pp),
+            "rank_micro_batches": st.just(2 * pp),
             "grouping": st.sampled_from(["even", "slices"] if pp > 1 else ["even"]),
             "max_length_factor": st.just(9.0),
         }
@@ -116,7 +116,7 @@ def small_cases(draw: st.DrawFn) -> Case:
 @example(
     case_of(
         (256, 40, 60, 230),  # of which some are cut
-        packing={"grouping": "slices", "micro_batches": 4, "pool_micro_batches": 4, "global_batch": 2},
+        packing={"grouping": "slices", "rank_micro_batches": 4, "global_batch": 2},
         parallel={"pp": 2, "cp": 2},
     )
 )

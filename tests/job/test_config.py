@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> Path:
         "parallel.dp=true",
         "data.context_window=99999999999999999999",
         "checkpoint.dir=",
-        "packing.micro_batches=65540",
+        "packing.global_batch=65540",
         "model.rope_theta=1",
         "parallel.dp=１",
         "data.context_window=１K",
@@ -102,13 +102,13 @@ def test_an_option_that_the_method_does_not_read_is_refused(config):
     [
         (["parallel.dp=4", "parallel.pool=3"], "does not divide dp x cp = 4; give 1 or 2 or 4, or leave it out"),
         (["parallel.pool=4"], "does not divide dp x cp = 1; give 1, or leave it out"),
-        (["packing.micro_batches=1", "parallel.dp=2"], "must be a multiple of parallel.dp = 2"),
-        (["parallel.dp=2147483647"], "must be a multiple of parallel.dp = 2147483647"),
+        (["preset=plain-4d", "packing.global_batch=1", "parallel.dp=2"], "must be a multiple of parallel.dp = 2"),
+        (["preset=plain-4d", "parallel.dp=2147483647"], "must be a multiple of parallel.dp = 2147483647"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(config, overrides, message):
     with pytest.raises(UserError, match=message):
-        load_config(config, ["packing.micro_batches=4", *overrides])
+        load_config(config, ["packing.global_batch=4", *overrides])
 
 
 def test_a_mixture_names_a_store_once(tmp_path):
@@ -165,7 +165,7 @@ def test_files_without_data_are_told_what_to_write(tmp_path, text, message):
 
 
 def test_a_baseline_is_a_layout_of_as_many_processes(config):
-    pooled = ["parallel.dp=2", "parallel.cp=2", "packing.micro_batches=4"]
+    pooled = ["parallel.dp=2", "parallel.cp=2", "packing.global_batch=4"]
     sizes = ["baseline.pp=2", "baseline.dp=2", "baseline.activation_checkpointing=full"]
     baseline = load_config(config, [*pooled, *sizes]).baseline
     assert baseline is not None
@@ -242,8 +242,8 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
             "variable_length; leave it out",
         ),
         (
-            ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=8"],
-            "= 131072 micro-batches are packed together, over 65536; lower packing.window",
+            ["packing.method=fixed_greedy", "packing.window=16384", "packing.global_batch=8"],
+            "= 131072 windows are packed together, over 65536; lower packing.window",
         ),
         (
             ["packing.method=variable_length", "packing.outlier_thresholds=[8192]", "data.context_window=4096"],
@@ -276,6 +276,6 @@ def test_settings_up_to_the_limits_are_taken_and_depart_from_the_preset(config):
         (0.0, 0.999),
         4.0,
     )
-    load_config(config, ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=4"])
+    load_config(config, ["packing.method=fixed_greedy", "packing.window=16384", "packing.global_batch=4"])
     method = "packing.method=variable_length"
     load_config(config, [method, "packing.outlier_thresholds=[4096]", "data.context_window=4096"])

@@ -13,7 +13,6 @@ from wlb.errors import UserError
 from wlb.job.config import JobConfig, PackingConfig
 from wlb.job.job import Job, MemoryLimit, limit_of_gpu
 from wlb.job.memory.fit import too_large
-from wlb.packing.options import Pools
 from wlb.schedules.layout import Layout
 from wlb.workload import ModelShape, hardware_preset
 from wlb.workload.shapes import Experts
@@ -54,9 +53,9 @@ def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
     assert 'set training.activation_checkpointing = "full"' in problem
     assert too_large(replace(job, activation_checkpointing="full")) is None
     undecided = spec(packing={"method": "balanced"}, parallel={"tp": 8, "pp": 4, "cp": 2})
-    pools = undecided.with_pools(Pools(2, 4, "even", undecided.global_batch))
+    pools = undecided.with_pools("even", 2, 4)
     problem = str(too_large(replace(pools, limit=MemoryLimit(1e9, "it"))))
-    assert "raise packing.pool_micro_batches, lower data.context_window" in problem
+    assert "raise packing.rank_micro_batches, lower data.context_window" in problem
     with pytest.raises(UserError, match="tp = 3 does not divide"):
         replace(job, layout=replace(job.layout, tp=3))
 

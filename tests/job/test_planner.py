@@ -21,7 +21,7 @@ from wlb.job.config import DataConfig, PackingConfig
 from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.packing import options, slices
-from wlb.packing.options import Grouping, Pools
+from wlb.packing.options import Grouping
 from wlb.schedules.layout import Layout
 from wlb.workload import hardware_preset, model_shape
 
@@ -46,7 +46,7 @@ def planner_of(
     given = {"outlier_thresholds": [8, 16]} | packing
     unread = {option for read in options.METHODS.values() for option in read} - options.METHODS[method].keys()
     read = {name: value for name, value in given.items() if name not in unread}
-    config = PackingConfig.model_validate({"method": method, "micro_batches": 4} | read)
+    config = PackingConfig.model_validate({"method": method, "global_batch": 4} | read)
     job = Job(model_shape("tiny"), hardware_preset("h100"), config, data=data, layout=Layout(dp=dp, pp=2))
     return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1 if one_epoch else None)
 
@@ -61,7 +61,7 @@ class Divided(NamedTuple):
     spare: int = 1  # windows: no document can fail to find room
 
     def planner(self, lengths: list[int]) -> StepPlanner:
-        packing = PackingConfig.model_validate({"method": "balanced", "micro_batches": 4})
+        packing = PackingConfig.model_validate({"method": "balanced", "global_batch": 4})
         data = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, "seed": 4})
         pp = 2 if self.grouping == "slices" else 1
         job = Job(
@@ -70,8 +70,8 @@ class Divided(NamedTuple):
             packing,
             data=data,
             layout=Layout(dp=self.number * self.size, pp=pp),
-        ).with_pools(Pools(self.size, pp * self.micro_batches, self.grouping, 4))
-        job = job.with_length_factor(max(1.0, 4 / job.packing.micro_batches + self.spare))
+        ).with_pools(self.grouping, self.size, pp * self.micro_batches)
+        job = job.with_length_factor(max(1.0, 4 / job.step_micro_batches + self.spare))
         return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1)
 
 
@@ -239,7 +239,7 @@ def test_a_chain_of_resumes_with_other_micro_batches_trains_every_token_once(met
     for per_rank, dp, count in chain:
         steps += islice(planner, count)
         state = json.loads(json.dumps(planner.state_dict()))
-        packing = {"micro_batches": per_rank * dp, "window": window}
+        packing = {"global_batch": per_rank * dp, "window": window}
         planner = planner_of(lengths, method, one_epoch=True, dp=dp, **packing)
         planner.load_state_dict(state)
         for step in islice(planner, 1):
@@ -264,7 +264,7 @@ def test_a_chain_of_other_methods_and_windows_trains_every_token_once(lengths, c
         steps += islice(planner, count)
         state = json.loads(json.dumps(planner.state_dict()))
         planner = planner_of(
-            lengths, method, one_epoch=True, window_tokens=window_tokens, micro_batches=micro_batches, window=2
+            lengths, method, one_epoch=True, window_tokens=window_tokens, global_batch=micro_batches, window=2
         )
         planner.load_state_dict(state, packed_otherwise=True)
         for step in islice(planner, 1):
@@ -288,7 +288,7 @@ def test_steps_not_handed_out_come_first_when_packed_again():
         for segment in map(tuple, m["segments"])
     }
     assert len(state["emitted"]) > 1
-    smaller = planner_of(lengths, "fixed_greedy", one_epoch=True, window=1, micro_batches=2)
+    smaller = planner_of(lengths, "fixed_greedy", one_epoch=True, window=1, global_batch=2)
     smaller.load_state_dict(state)
     again = [step.plan for step in islice(smaller, 3)]
     assert [plan.step for plan in again] == [1, 2, 3]
@@ -348,9 +348,9 @@ def test_backwards_have_two_parts_only_where_the_runtime_can_put_one_off(changed
 @pytest.mark.parametrize(("dp", "per_rank", "windows"), [(1, 32, 2), (2, 16, 8), (4, 8, 1)])
 def test_micro_batches_of_slices_shorter_than_a_window_train_every_token_once(dp, per_rank, windows):
     data = DataConfig.model_validate({"store": "unused", "context_window": 4096, "seed": 4})
-    packing = PackingConfig.model_validate({"method": "balanced", "micro_batches": windows})
+    packing = PackingConfig.model_validate({"method": "balanced", "global_batch": windows})
     job = Job(model_shape("7b"), hardware_preset("h100"), packing, data=data, layout=Layout(dp=dp, pp=2))
-    job = job.with_pools(Pools(1, per_rank, "slices", windows))
+    job = job.with_pools("slices", 1, per_rank)
     job = job.with_length_factor(job.least_length_factor)
     assert job.max_tokens < 4096
     lengths = np.array([4096, 90, 4000, 700, 2500, 64, 1800, 4096, 12] * 2)

@@ -174,7 +174,7 @@ def test_sequential_packing_cuts_documents_of_any_length():
         (
             "balanced",
             {"pool_batches": 1},
-            r"'balanced' has no option pool_batches = 1; did you mean pool_micro_batches\?",
+            r"'balanced' has no option pool_batches = 1; did you mean rank_micro_batches\?",
         ),
         (
             "balanced",

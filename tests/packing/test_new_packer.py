@@ -54,7 +54,7 @@ def test_it_packs_the_shortest_documents_first():
 
 def test_configurations_and_compare_know_it(shown_packer):
     section = PackingConfig.model_validate({"method": "shortest_first", "max_delay": 3})
-    packer = section.packer(64, WORKLOADS["7b"])
+    packer = section.packer(section.global_batch, 64, WORKLOADS["7b"])
     assert isinstance(packer, shown_packer)
     assert packer.options.max_delay == 3
     compared = packer_for("shortest_first", simulated_job("7b", 64), max_delay=5, max_length_factor=2.0)

@@ -147,5 +147,5 @@ def test_a_job_keeps_to_the_options_that_decide_its_steps():
     assert usual != identity("variable_length", outlier_thresholds=(768,))
     assert usual != identity("variable_length", 8192)
     assert identity("fixed_greedy", window=2) != identity("fixed_greedy")
-    sizes = {"max_length_factor": 3.0, "global_batch": 8, "pool_micro_batches": 2, "grouping": "even"}
+    sizes = {"max_length_factor": 3.0, "global_batch": 8, "rank_micro_batches": 2, "grouping": "even"}
     assert identity("balanced", **sizes) == identity("balanced")

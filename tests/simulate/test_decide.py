@@ -15,6 +15,7 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
+from wlb.packing.options import Grouping
 from wlb.simulate import simulate, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.rate import rate
@@ -30,9 +31,9 @@ def balanced(**settings: Any) -> Job:
 
 
 def test_pools_that_are_given_are_taken():
-    job = decide(balanced(pool=4, packing={"pool_micro_batches": 6}), LENGTHS)
-    assert (job.layout.dp, job.layout.cp, job.pool, job.micro_batches_per_rank) == (2, 4, 4, 6)
-    assert (job.packing.micro_batches, job.layout.world_size) == (12, 64)
+    job = decide(balanced(pool=4, packing={"rank_micro_batches": 6}), LENGTHS)
+    assert (job.layout.dp, job.layout.cp, job.layout.pool, job.rank_micro_batches) == (4, 2, 4, 6)
+    assert (job.step_micro_batches, job.global_batch, job.layout.world_size) == (12, 8, 64)
     assert job.pools_decided
     assert decide(job, LENGTHS) is job
 
@@ -42,21 +43,21 @@ def test_the_global_batch_stays_what_it_is():
     job = decide(undecided, LENGTHS)
     step = next(StepPlanner(job, LENGTHS).plans())
     assert abs(step.tokens - 12 * WINDOW) < WINDOW
-    assert job.layout.dp * job.layout.cp == 8
+    assert (job.layout.dp, job.layout.cp) == (4, 2)
     assert job == decide(undecided, LENGTHS)  # the same every time
 
 
 @pytest.mark.parametrize(("window", "global_batch"), [(32_768, 128), (4096, 512)])
 def test_pools_that_fit_are_taken_where_any_do(window: int, global_batch: int):
     """Level steps, and more than one micro-batch, hold whole gathered weights and gradients, which do not fit here."""
-    packing = {"micro_batches": 32, "global_batch": global_batch}
+    packing = {"global_batch": global_batch}
     sizes: dict[str, Any] = {"tp": 1, "cp": 8, "dp": 32, "activation_checkpointing": "full"}
     job = simulated_job("llama3-70b", window, "balanced", packing=packing, **sizes)
     assert fits(decide(job, np.full(2 * global_batch * window // 4096, 4096)))
 
 
 def test_no_document_waits_and_steps_are_of_one_size():
-    found = simulate(balanced(pool=8, packing={"pool_micro_batches": 8}), LENGTHS, 12)
+    found = simulate(balanced(pool=8, packing={"rank_micro_batches": 8}), LENGTHS, 12)
     assert found.token_delay == 0
     assert found.tokens_cv < 0.05
     assert {"token_delay", "tokens_cv", "layout"} < set(found.to_json())
@@ -65,20 +66,20 @@ def test_no_document_waits_and_steps_are_of_one_size():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pool": 3, "packing": {"pool_micro_batches": 2}}, "pool = 3 does not divide dp x cp = 8"),
-        ({"pool": 8, "packing": {"pool_micro_batches": 3}, "pp": 4}, "pool_micro_batches = 3 cannot fill the pp = 4"),
+        ({"pool": 3, "packing": {"rank_micro_batches": 2}}, "pool = 3 does not divide dp x cp = 8"),
+        ({"pool": 8, "packing": {"rank_micro_batches": 3}, "pp": 4}, "rank_micro_batches = 3 cannot fill the pp = 4"),
         (
-            {"pool": 8, "packing": {"pool_micro_batches": 4, "max_length_factor": 1.5}},
+            {"pool": 8, "packing": {"rank_micro_batches": 4, "max_length_factor": 1.5}},
             "max_length_factor = 1.5 leaves no room for a global batch of 8 context windows in 4 micro-batches; give "
             "at least 2",
         ),
         (
-            {"packing": {"pool_micro_batches": 65_536}},
-            "pool_micro_batches = 65536 divides a global batch of 8 context windows into 65536 micro-batches, over "
+            {"packing": {"rank_micro_batches": 65_536}},
+            "rank_micro_batches = 65536 divides a global batch of 8 context windows into 65536 micro-batches, over "
             "512; lower it to 512",
         ),
         (
-            {"dp": 128, "pool": 1, "packing": {"pool_micro_batches": 1, "global_batch": 1}},
+            {"dp": 128, "pool": 1, "packing": {"rank_micro_batches": 1, "global_batch": 1}},
             "into 256 micro-batches, over 64; raise parallel.pool or packing.global_batch",
         ),
     ],
@@ -93,7 +94,7 @@ def test_pools_that_cannot_run_are_refused(settings, message):
     [
         (640, {}),
         (2001, {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}),
-        (640, {"pp": 4, "packing": {"pool_micro_batches": 700}}),
+        (640, {"pp": 4, "packing": {"rank_micro_batches": 700}}),
         pytest.param(65_536, {}, marks=pytest.mark.exhaustive),
     ],
 )
@@ -104,7 +105,7 @@ def test_a_large_global_batch_is_decided_on_by_a_part_of_it(global_batch, settin
     decided = decide(job, lengths)
     assert decided.pools_decided
     assert decided.global_batch == global_batch
-    assert decided.micro_batches_per_rank == packing.get("pool_micro_batches", decided.micro_batches_per_rank)
+    assert decided.rank_micro_batches == packing.get("rank_micro_batches", decided.rank_micro_batches)
     step = next(StepPlanner(decided, lengths).plans())
     assert abs(step.tokens - global_batch * 64) < 64
 
@@ -115,17 +116,17 @@ def test_so_many_documents_that_a_step_would_take_minutes_are_refused():
         StepPlanner(job, np.ones(1000, np.int64))
 
 
+GROUPINGS: tuple[Grouping, ...] = ("even", "slices")
+
+
 def all_choices(job: Job, lengths: np.ndarray) -> list[Job]:
     """The job with every size of pools, number of micro-batches and grouping, found without ``decide``'s search."""
-    pools = job.pools
-    assert pools is not None
     found = []
     for size in (size for size in range(1, job.layout.dp_cp + 1) if job.layout.dp_cp % size == 0):
-        for count in range(1, 2 * pools.global_batch * size // job.layout.dp_cp + 1):
-            for grouping in ("even", "slices"):
+        for count in range(1, 2 * job.global_batch * size // job.layout.dp_cp + 1):
+            for grouping in GROUPINGS:
                 with suppress(UserError):
-                    chosen = replace(pools, size=size, micro_batches=count, grouping=grouping)
-                    found.append(decide(job.with_pools(chosen), lengths))
+                    found.append(decide(job.with_pools(grouping, size, count), lengths))
     return found
 
 
@@ -136,7 +137,7 @@ def test_pools_fit_wherever_any_do_and_hardly_any_are_faster(seed: int):
     random = np.random.default_rng(seed)
     hardware = replace(hardware_preset("h100"), memory_bytes=float(random.choice([6e9, 12e9, 40e9])))
     pp, dp = int(random.choice([1, 2])), int(random.choice([2, 4]))
-    packing = {"micro_batches": dp, "global_batch": int(random.choice([4, 8]))}
+    packing = {"global_batch": int(random.choice([4, 8]))}
     job = simulated_job("550m", 8192, "balanced", hardware=hardware, dp=dp, pp=pp, tp=2, packing=packing)
     lengths = sample_lengths(600, 8192, seed, median_fraction=float(random.choice([1 / 64, 1 / 4])))
     choices = all_choices(job, lengths)
@@ -147,11 +148,11 @@ def test_pools_fit_wherever_any_do_and_hardly_any_are_faster(seed: int):
 
 
 def test_grouping_is_decided_where_pools_are_given():
-    job = simulated_job("tiny", WINDOW, pp=2, micro_batches=4, packing={"pool_micro_batches": 4})
-    assert not replace(job, pool=1).pools_decided
-    pools = decide(replace(job, pool=1), np.full(100, WINDOW)).pools
-    assert pools is not None
-    assert (pools.micro_batches, pools.grouping) == (4, "slices")
+    job = simulated_job("tiny", WINDOW, pp=2, micro_batches=4, packing={"rank_micro_batches": 4})
+    job = replace(job, layout=replace(job.layout, pool=1))
+    assert not job.pools_decided
+    decided = decide(job, np.full(100, WINDOW))
+    assert (decided.rank_micro_batches, decided.packing.grouping) == (4, "slices")
 
 
 @pytest.mark.parametrize("layout", [{}, {"pp": 2, "schedule": "1f1b"}])

@@ -105,7 +105,7 @@ def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: 
     config = load_config(path)
     assert (config.preset, str(config.data.store), config.data.context_window) == (BALANCED, store, 4096)
     assert config.model.vocab_size == job.shape.vocab_size == 33_024
-    assert config.parallel.layout == job.set_layout
+    assert config.parallel.layout == job.layout
     assert config.packing.max_length_factor == job.packing.max_length_factor
 
 

@@ -62,7 +62,7 @@ def test_the_length_factor_is_what_memory_allows():
 def test_named_jobs_can_run(name, preset):
     simulated = NAMED_JOBS[name].under(preset)
     assert simulated.layout.world_size == NAMED_JOBS[name].layout.world_size
-    assert simulated.packing.micro_batches == simulated.layout.pp * simulated.layout.dp
+    assert simulated.packing.global_batch == simulated.layout.pp * simulated.layout.dp
 
 
 def test_key_value_heads_are_replicated_where_ranks_are_more():

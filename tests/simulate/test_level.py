@@ -43,7 +43,7 @@ def plans(job):
 
 def test_it_is_one_pool_of_all_ranks(job):
     assert job.levels_steps
-    assert (job.layout.dp, job.layout.cp) == (1, 8)
+    assert (job.layout.dp, job.layout.cp, job.layout.pool) == (8, 1, 8)
     assert decide(job, documents()) == job
 
 
@@ -51,8 +51,7 @@ def test_it_is_one_pool_of_all_ranks(job):
 def test_ranks_that_are_planned_as_a_node_lie_on_one(dp, per_node):
     """A node has four ranks of two GPUs."""
     job = simulated_job("llama3-8b", WINDOW, "balanced", dp=dp, micro_batches=2, tp=2, packing={"grouping": "level"})
-    assert job.pools is not None
-    assert job.with_pools(replace(job.pools, size=dp)).stage_ranks.per_node == per_node
+    assert job.with_pools("level", dp).stage_ranks.per_node == per_node
 
 
 def test_causes_sum_to_steps_that_are_together_what_they_are_alone(job, plans):
@@ -118,7 +117,7 @@ def test_the_timeline_has_no_rank_in_two_places(job, plans, tmp_path):
     ("settings", "said"),
     [
         ({"pp": 2, "micro_batches": 2}, "stages of a pipeline"),
-        ({"packing": {"pool_micro_batches": 4}}, "pool_micro_batches = 4 has no meaning"),
+        ({"packing": {"rank_micro_batches": 4}}, "rank_micro_batches = 4 has no meaning"),
     ],
 )
 def test_what_level_steps_cannot_have(settings, said):

@@ -66,7 +66,7 @@ def test_a_hundred_thousand_gpus():
 
 def test_documents_that_are_repeated_are_counted_in_epochs():
     simulated = job("plain-4d")
-    epoch = int(LENGTHS.sum()) // (WINDOW * simulated.packing.micro_batches)
+    epoch = int(LENGTHS.sum()) // (WINDOW * simulated.packing.global_batch)
     assert simulate(simulated, LENGTHS, epoch).epochs == 1
     assert simulate(simulated, LENGTHS, epoch + 1).epochs == 2
     assert simulate(simulated, LENGTHS, 3 * epoch + 3).to_json()["epochs"] == 4

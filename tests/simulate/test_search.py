@@ -42,9 +42,7 @@ def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) ->
         if pp > 1 and weights == "gathered":
             continue
         layout = Layout(tp, cp, pp, dp, stages, "interleaved_1f1b" if stages > 1 else "1f1b", weights)
-        micro_batches = space.micro_batches // dp
-        packing = {"micro_batches": dp, "global_batch": space.micro_batches} if preset == "balanced" else None
-        if packing is None and (space.micro_batches % dp or micro_batches < pp):
+        if preset != "balanced" and (space.global_batch % dp or space.global_batch // dp < pp):
             continue
         for kind in get_args(Checkpointing):
             with suppress(UserError):
@@ -53,12 +51,11 @@ def jobs_in_all_layouts(space: SearchSpace, preset: str, lengths: np.ndarray) ->
                     space.context_window,
                     preset,
                     hardware=space.hardware,
-                    micro_batches=micro_batches,
-                    packing=packing,
+                    packing={"global_batch": space.global_batch},
                     activation_checkpointing=kind,
                     **vars(layout),
                 )
-                if job.packing.reads("max_length_factor") and not job.pools:
+                if job.packing.reads("max_length_factor") and not job.packing.is_balanced:
                     room = largest_factor(job)
                     if room is None:
                         continue

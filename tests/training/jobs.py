@@ -22,7 +22,7 @@ WINDOW = 128
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_hidden": 24},
     "data": {"context_window": WINDOW},
-    "packing": {"micro_batches": 4},
+    "packing": {"global_batch": 4},
     "training": {"steps": 6, "warmup_steps": 2, "device": "cpu", "timeout_seconds": HUNG_SECONDS, "threads": 1},
     "metrics": {"document_ids": True, "tensorboard": False},
 }

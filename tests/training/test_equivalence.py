@@ -141,7 +141,7 @@ def _job(preset: str, **packing: object) -> JobConfig:
 
 def _largest_step(job: JobConfig, documents: RandomDocuments) -> StepPlan:
     """A step of few tokens may have gradients that are zero but for rounding."""
-    packer = job.packing.packer(CONTEXT_WINDOW, make_workload("tiny"))
+    packer = job.packing.packer(job.step_micro_batches, CONTEXT_WINDOW, make_workload("tiny"))
     plans = packer.plan(int(length) for length in documents.lengths) + packer.drain()
     return max(plans, key=lambda plan: plan.tokens)
 

@@ -56,7 +56,7 @@ def test_a_step_of_the_most_micro_batches_is_checked_at_once(folder):
         folder,
         "wlb-llm",
         model={"layers": 1000},
-        packing={"micro_batches": 65_536, "max_length_factor": "auto"},
+        packing={"global_batch": 65_536, "max_length_factor": "auto"},
         training={"memory_gib": 1000.0},
     )
     assert check_job(large, 1).job.packing.max_length_factor == 4
@@ -118,7 +118,7 @@ def test_a_large_global_batch_of_pools_is_divided_until_it_fits_the_memory(folde
         folder,
         "balanced",
         parallel={"dp": 2},
-        packing={"micro_batches": 640, "grouping": "even"},
+        packing={"global_batch": 640, "grouping": "even"},
         training={"memory_gib": memory_gib},
     )
     packing = check_job(config, 2).job.packing
@@ -161,7 +161,7 @@ def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> Job:
 
 def needed_gib(config: JobConfig, tokens: int) -> float:
     job = spec(config)
-    return predict_memory(job, [tokens] * job.micro_batches_per_rank).total / 2**30
+    return predict_memory(job, [tokens] * job.rank_micro_batches).total / 2**30
 
 
 def test_auto_fills_the_memory_there_is(tmp_path):

@@ -32,9 +32,9 @@ LAYOUTS = [{"dp": 4, "cp": 2, "pp": 2, "tp": 2}, {"dp": 4, "cp": 2, "pp": 4, "tp
 def _configure(folder: Path, store: Path, preset: str, layout: dict[str, Any]) -> JobConfig:
     """There are two pools, of four ranks, or with a node less of three."""
     pools = {"pool": layout["dp"] * layout["cp"] // 2} if preset != "wlb-llm" else {}
-    packing: dict[str, Any] = {"micro_batches": 6 * layout["pp"]} | ({"pool_micro_batches": 4} if pools else {})
+    packing: dict[str, Any] = {"global_batch": 6 * layout["pp"]} | ({"rank_micro_batches": 4} if pools else {})
     if preset == "slices":  # a global batch of two windows
-        packing |= {"grouping": "slices", "global_batch": 2, "pool_micro_batches": 2 * layout["pp"]}
+        packing |= {"grouping": "slices", "global_batch": 2, "rank_micro_batches": 2 * layout["pp"]}
     return job(
         folder,
         "balanced" if pools else preset,

@@ -49,7 +49,7 @@ def running(folder: Path, documents: int, preset: str) -> Iterator[Program]:
         folder,
         preset,
         parallel={"dp": 2},
-        packing={"micro_batches": 2},
+        packing={"global_batch": 2},
         training={"steps": None},
         checkpoint={"dir": str(folder / "checkpoints"), "every": EVERY},
     )

@@ -31,9 +31,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PACKING: dict[str, dict[str, Any]] = {
     "wlb-llm": {"outlier_thresholds": [16, 40]},
-    "pool": {"pool_micro_batches": 4, "grouping": "even"},
+    "pool": {"rank_micro_batches": 4, "grouping": "even"},
     "level": {"grouping": "level", "max_length_factor": 1.0},  # half a context window on each rank
-    "slices": {"pool_micro_batches": 8, "grouping": "slices", "micro_batches": 2, "max_length_factor": 0.5},
+    "slices": {"rank_micro_batches": 8, "grouping": "slices", "global_batch": 2, "max_length_factor": 0.5},
 }
 
 ROTARY = {"factor": 4.0, "original_max_position_embeddings": 16}

@@ -100,7 +100,7 @@ def test_a_job_plans_by_what_it_measures_and_resumes_to_the_bit(tmp_path, store)
             "balanced",
             data={"store": str(store)},
             parallel={"dp": 2},
-            packing={"grouping": "level", "micro_batches": 8, "max_length_factor": 1.0},
+            packing={"grouping": "level", "global_batch": 8, "max_length_factor": 1.0},
             training={"dtype": "float64", **training},
             checkpoint={"dir": str(tmp_path / name / "checkpoints"), "every": 2, "keep": 9},
         )

@@ -167,7 +167,7 @@ def _trained(folder: Path, name: str, ranks: int, setting: Setting) -> Row:
         f"data.context_window={setting.trained_tokens}",
         f"metrics.dir={out}",
     ]
-    settings += [f"parallel.dp={ranks}", f"packing.grouping={LEVELS[name]}", f"packing.micro_batches={4 * ranks}"]
+    settings += [f"parallel.dp={ranks}", f"packing.grouping={LEVELS[name]}", f"packing.global_batch={4 * ranks}"]
     settings += [f"training.steps={STEPS}", f"training.device={setting.device}"]
     config = folder / "job.toml"
     config.write_text("", encoding="utf-8")

@@ -204,7 +204,7 @@ def _settings(options: argparse.Namespace, store: Path, layout: str, preset: str
         *([f"packing.grouping={grouping}"] if grouping else []),
         *(f"parallel.{size}={2 if size in layout.split('+') else 1}" for size in ("pp", "dp", "cp")),
         f"data.store={store}",
-        f"packing.micro_batches={options.micro_batches}",
+        f"packing.global_batch={options.micro_batches}",
         f"training.steps={options.steps + 1}",
         *files_of(directory),
     ]

@@ -259,7 +259,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],
     }
     jobs = {name: result.job for name, result in results.items()}
-    micro_batches = number_of(first.job.packing.micro_batches, "micro-batch")
+    windows = number_of(first.job.global_batch, "window")
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
     columns = dict(zip(results, map(list, zip(*rows.values(), strict=True)), strict=True))
     epochs = max(result.epochs for result in systems)
@@ -272,7 +272,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         {"": [*rows]} | columns,
         title=f"{Path(shown['job']).name} on {number_of(first.job.layout.world_size, 'GPU')}\nsimulated ({priced})",
         notes={
-            "": f"{number_of(first.steps, 'step')} of {micro_batches}, lengths {shown['lengths']}\n"
+            "": f"{number_of(first.steps, 'step')} of {windows}, lengths {shown['lengths']}\n"
             f"{repeated}"
             f"speedup: tokens/s over those of {verdict.base}; equal work: seconds of work (W_a + W_l) per second\n"
             "compute to step: seconds · imbalance: slowest / mean · attention kept: not lost where documents are cut"

@@ -180,14 +180,14 @@ class PackedSteps(Iterator[PackedStep]):
         self.lengths = lengths  # of all documents; None for a stream
         arriving = lengths if self._stream is None else self._stream
         self._steps, self._ended = WholeSteps(self.job, arriving, tokens=tokens, epochs=epochs), False
-        set_up_gpu(shares=self.job.layout.cp > 1)
+        set_up_gpu(shares=self.job.layout.pool_size > 1)
         layout = replace(self.job.layout, tp=1)
-        self._share = RankSlice(*divmod(self._rank, layout.cp), layout, sharding, self.job.costs)
+        self._share = RankSlice(*divmod(self._rank, layout.pool_size), layout, sharding, self.job.costs)
         self.calibration: Calibration | None = None
         if calibrate:
             if self.job.packed_by is not None:
                 raise UserError("calibrate measures prices, and workload sets them; leave one of them out")
-            if self.job.layout.cp > 1 and not self.job.levels_steps:
+            if self.job.layout.pool_size > 1 and not self.job.levels_steps:
                 raise UserError("calibrate cannot time shared micro-batches; leave out calibrate, or cp and pools")
             self.calibration = Calibration(calibrate, self._processes.ranks, device_of(group), group)
         self._measured: tuple[Any, Any] = (None, None)  # prices and speeds in the current plans
@@ -261,12 +261,12 @@ class PackedSteps(Iterator[PackedStep]):
         if self._begin is None:
             return
         ranks = self._processes.agree(self._steps.settings | self._begin, self._rank)
-        count, world, shares = self._processes.ranks, self._processes.world, ranks and self.job.layout.cp > 1
+        count, world, shares = self._processes.ranks, self._processes.world, ranks and self.job.layout.pool_size > 1
         if (self.calibration is not None or shares) and (ranks or [0] * world) != [*range(count)]:
             must = f"to share micro-batches or to calibrate, the {world} processes must be the dp x cp = {count} ranks"
             raise UserError(f"{must} in order; leave out rank = {self._rank}, and give the data-parallel group")
         if shares and self._share.group is None:
-            self._share = replace(self._share, group=sharing_group(self.job.layout.cp, self._processes.group))
+            self._share = replace(self._share, group=sharing_group(self.job.layout.pool_size, self._processes.group))
         self._begin = None
 
     def batch_of(self, documents: Sequence[Document]) -> PackedBatch:

@@ -17,7 +17,7 @@ from wlb.documents.order import DataConfig
 from wlb.documents.store.files import StoreSetting
 from wlb.errors import UserError
 from wlb.packing.arrange import Assignment, Order
-from wlb.packing.options import METHODS, PackingOptions, Pools
+from wlb.packing.options import METHODS, PackingOptions
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StageRanks
 from wlb.packing.registry import PACKERS
@@ -25,7 +25,6 @@ from wlb.schedules.layout import Layout, Weights
 from wlb.schedules.operations import SCHEDULES
 from wlb.settings import (
     MOST_MICRO_BATCHES,
-    MOST_RANKS,
     MicroBatchCount,
     NonEmptyPath,
     NonNegativeInt,
@@ -173,7 +172,8 @@ class LayoutConfig(Section):
 
     @property
     def layout(self) -> Layout:
-        return Layout(**self.model_dump(include={field.name for field in fields(Layout)}))
+        sizes = self.model_dump(include={field.name for field in fields(Layout)})
+        return Layout(**sizes | {"pool": None} if sizes.get("pool") == "auto" else sizes)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -204,9 +204,7 @@ class BaselineConfig(LayoutConfig):
 class PackingConfig(PackingOptions):
     """How documents become micro-batches. A packer refuses options of other packers."""
 
-    micro_batches: MicroBatchCount = Field(
-        4, description="Micro-batches in a step, of all data-parallel ranks; for balanced the default of global_batch"
-    )
+    global_batch: MicroBatchCount = Field(4, description="Context windows of a step, over all ranks")
     assignment: Assignment = Field(
         "balanced",
         description="Deal micro-batches to data-parallel ranks in turn, or heaviest first to the lightest rank",
@@ -216,27 +214,32 @@ class PackingConfig(PackingOptions):
         description="Order inside a rank: as packed, heavy in the middle, or what parallel.schedule runs fastest",
     )
 
-    def pools(self, size: int | Literal["auto"]) -> Pools | None:
-        """The pools of ``size`` ranks to pack for; None if context-parallel groups run the micro-batches."""
-        if self.method != "balanced":
-            return None
-        return Pools(size, self.pool_micro_batches, self.grouping, self.global_batch or self.micro_batches)
-
     def in_use(self) -> dict[str, Any]:
         """The settings as JSON, without options that the packer does not read."""
-        common = {"method", "micro_batches", "assignment", "order"}
+        common = {"method", "global_batch", "assignment", "order"}
         return self.model_dump(mode="json", include=common | METHODS[self.method].keys())
 
-    def packer(self, context_window: int, workload: DocumentPrices, ranks: StageRanks | None = None) -> Packer:
-        """The packer that this section describes; ``max_length_factor`` must be a number by now."""
-        return PACKERS[self.method](self.micro_batches, context_window, workload, self, ranks)
+    def packer(
+        self, micro_batches: int, context_window: int, workload: DocumentPrices, ranks: StageRanks | None = None
+    ) -> Packer:
+        """The packer that this section describes, of ``micro_batches`` a step over all ranks."""
+        return PACKERS[self.method](micro_batches, context_window, workload, self, ranks)
+
+    def check_dealt(self, dp: int) -> None:
+        """Raise ``UserError`` unless all ``dp`` ranks get equally many micro-batches."""
+        together = dp * self.micro_batch_windows
+        if self.global_batch % together:
+            least = self.global_batch + together - self.global_batch % together
+            sizes = "parallel.dp" if self.micro_batch_windows == 1 else "parallel.dp x packing.micro_batch_windows"
+            given = f"packing.global_batch = {self.global_batch}"
+            raise UserError(f"{given} must be a multiple of {sizes} = {together}, such as {least}")
 
     @model_validator(mode="after")
     def _check(self) -> PackingConfig:
-        together = self.window * self.micro_batches
+        together = self.window * self.global_batch
         if together > MOST_MICRO_BATCHES:
             raise ValueError(
-                f"packing.window x packing.micro_batches = {together} micro-batches are packed together, over "
+                f"packing.window x packing.global_batch = {together} windows are packed together, over "
                 f"{MOST_MICRO_BATCHES}; lower packing.window"
             )
         return self
@@ -374,36 +377,18 @@ class JobConfig(Section):
                 f"[baseline] is a job of {self.baseline.layout.world_size} processes and [parallel] of {processes}; "
                 "give both the same number, or leave [baseline] out"
             )
-        if self.packing.global_batch is None:
-            check_dealt(self.packing.micro_batches, self.parallel.dp)
-        if self.packing.pools(self.parallel.pool) is not None:
-            if self.parallel.pool != "auto":
-                check_pool(self.parallel.dp * self.parallel.cp, self.parallel.pool)
+        if self.packing.is_balanced:
             return self
+        self.packing.check_dealt(self.parallel.dp)
         if self.parallel.pool != "auto":
             raise ValueError(
                 f"parallel.pool = {self.parallel.pool} is for packing.method = 'balanced', not "
                 f"{self.packing.method!r}; leave it out"
             )
-        per_rank = self.packing.micro_batches // self.parallel.dp
-        if per_rank < self.parallel.pp:  # a simulated job may have fewer, but torch's schedules refuse
+        each = self.packing.global_batch // (self.parallel.dp * self.packing.micro_batch_windows)
+        if each < self.parallel.pp:  # a simulated job may have fewer, but torch's schedules refuse
             raise ValueError(
-                f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
-                "pipeline stages; raise packing.micro_batches"
+                f"packing.global_batch = {self.packing.global_batch} gives each rank {each} micro-batches, which "
+                f"cannot fill the parallel.pp = {self.parallel.pp} pipeline stages; raise it"
             )
         return self
-
-
-def check_dealt(micro_batches: int, dp: int) -> None:
-    """Raise ``UserError`` unless all ``dp`` ranks get equally many micro-batches."""
-    if micro_batches % dp:
-        counted = f"packing.micro_batches = {micro_batches} counts all data-parallel ranks"
-        least = micro_batches + dp - micro_batches % dp
-        raise UserError(f"{counted} and must be a multiple of parallel.dp = {dp}, such as {least}")
-
-
-def check_pool(ranks: int, pool: int) -> None:
-    """Raise ``UserError`` unless ``ranks`` = dp x cp is a multiple of ``pool``."""
-    if ranks % pool:
-        sizes = " or ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
-        raise UserError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; give {sizes}, or leave it out")

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
-from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_dealt, check_pool
+from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig
 from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
 from wlb.job.prices import LevelPrices, Software, micro_batch_phases, sharded_prices
-from wlb.packing.options import Pools
+from wlb.packing.options import Grouping
 from wlb.packing.plan import StageRanks, StepPlan
 from wlb.packing.registry import PACKERS
 from wlb.packing.slices import TILE
@@ -63,12 +63,10 @@ def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
 class Job:
     """A job on the GPUs of ``layout``, or processes on CPUs.
 
-    ``packing.micro_batches`` counts over all data-parallel ranks. ``data`` has the order of documents and the policy
-    for overlong ones; its store is not opened. With balanced ``packing``, ``pool`` of the dp x cp ranks form a pool;
-    ``with_pools`` returns the job whose context-parallel groups are these pools; ``own_cp`` is then the cp that was
-    set. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while a checkpoint is written) only affect
-    memory. ``limit`` is the memory limit of a process, by default 90% of that of ``hardware``, less NCCL. ``phases``
-    are costs of documents before the language model.
+    ``data`` has the order of documents and the policy for overlong ones; its store is not opened. What ``layout`` and
+    ``packing`` leave open, ``wlb.simulate.decide`` decides. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and
+    moments, while a checkpoint is written) only affect memory. ``limit`` is the memory limit of a process, by default
+    90% of that of ``hardware``, less NCCL. ``phases`` are costs of documents before the language model.
 
     ``hardware`` has the rates of the type that the job computes in. A measured ``profile`` replaces the terms that it
     measured, but not links. ``packed_by`` are prices of documents given by a caller, used for packing. ``speeds`` are
@@ -83,8 +81,6 @@ class Job:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(store=Path("documents")))
     layout: Layout = field(default_factory=Layout)
-    pool: int | Literal["auto"] = "auto"
-    own_cp: int | None = None
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = False
     tied_embeddings: bool = False
@@ -97,16 +93,21 @@ class Job:
     software: Software = field(default_factory=Software)
 
     def __post_init__(self) -> None:
-        layout, micro_batches = self.layout, self.packing.micro_batches
-        check_group_size(min(layout.cp, MOST_RANKS) if self.levels_steps else layout.cp)
+        layout = self.layout
+        check_group_size(min(layout.pool_size, MOST_RANKS) if self.levels_steps else layout.pool_size)
         split_layers(self.shape, layout)
+        if self.levels_steps:
+            self._check_level_steps()
+        elif self.slices_documents and (layout.pp == 1 or layout.schedule not in ("auto", "planned")):
+            raise UserError(
+                "grouping = 'slices' sends documents through a pipeline in slices, in planned operation lists; it "
+                f"needs pp of at least 2 and schedule = 'planned', not pp = {layout.pp} and {layout.schedule!r}"
+            )
+        if not self.packing.is_balanced:
+            self.packing.check_dealt(layout.dp)
         if self.pools_decided:  # before that, the number of micro-batches is unknown
-            check_dealt(micro_batches, layout.dp)
-            check_operations(layout.schedule, layout.pp, self.micro_batches_per_rank, layout.virtual_pp)
-            if self.speeds is not None and self.levels_steps and len(self.speeds) != layout.cp:
-                raise UserError(
-                    f"there are {len(self.speeds)} speeds for {layout.cp} ranks in level steps; give one per rank"
-                )
+            self._check_pools()
+            check_operations(layout.schedule, layout.pp, self.rank_micro_batches, layout.virtual_pp)
         _ = self.costs  # checks the profile, and that tp divides heads
         check_divisible(self.shape, layout.tp)
 
@@ -136,7 +137,6 @@ class Job:
             sharding=config.sharding,
             data=config.data,
             layout=config.parallel.layout,
-            pool=config.parallel.pool,
             activation_checkpointing=config.training.activation_checkpointing,
             compiled=config.training.compile,
             tied_embeddings=has_tied_embeddings(config.model),
@@ -146,17 +146,10 @@ class Job:
         )
 
     @property
-    def set_layout(self) -> Layout:
-        """The layout as it was set; in ``layout``, cp is the size of pools and dp their number."""
-        cp = self.own_cp or self.layout.cp
-        return replace(self.layout, cp=cp, dp=self.layout.dp_cp // cp)
-
-    @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of groups as they were set, of pools, and micro-batches per pipeline, which level steps do not fix."""
-        pool = {} if self.layout.cp == self.set_layout.cp else {"pool": self.layout.cp}
-        counted = {} if self.levels_steps else {"micro_batches": self.micro_batches_per_rank}
-        return self.set_layout.sizes | pool | counted
+        """Sizes of groups, and micro-batches per pipeline, which level steps do not fix."""
+        counted = {} if self.levels_steps else {"rank_micro_batches": self.rank_micro_batches}
+        return self.layout.sizes | counted
 
     @property
     def memory_limit(self) -> MemoryLimit:
@@ -200,13 +193,25 @@ class Job:
         return self.data.context_window
 
     @property
-    def micro_batches_per_rank(self) -> int:
-        return self.packing.micro_batches // self.layout.dp
+    def global_batch(self) -> int:
+        """Number of context windows that a step trains."""
+        return self.packing.global_batch
+
+    @property
+    def rank_micro_batches(self) -> int:
+        """Micro-batches that each pool runs in a step; one per window in level steps, and where nothing is decided."""
+        given, one = self.packing.rank_micro_batches, self.layout.pools * self.packing.micro_batch_windows
+        return max(1, self.global_batch // one) if given == "auto" else given
+
+    @property
+    def step_micro_batches(self) -> int:
+        """Micro-batches that all pools run in a step."""
+        return self.layout.pools * self.rank_micro_batches
 
     @property
     def max_tokens(self) -> int:
         """L_max, the most tokens of a micro-batch, once it is decided; the context window for fixed-length packing."""
-        return self.packing.max_tokens(self.context_window, self.packing.micro_batches)
+        return self.packing.max_tokens(self.context_window, self.step_micro_batches, self.global_batch)
 
     @property
     def in_flight_length(self) -> int:
@@ -220,22 +225,17 @@ class Job:
 
     @property
     def _most_of_mean(self) -> int:
-        return _MOST_OF_MEAN * -(-self.global_batch * self.context_window // self.packing.micro_batches)
+        return _MOST_OF_MEAN * -(-self.global_batch * self.context_window // self.step_micro_batches)
 
     @property
     def levels_steps(self) -> bool:
         """Whether steps are level: every rank of a pool runs its own number of micro-batches."""
-        return self.pools is not None and self.pools.grouping == "level"
+        return self.packing.grouping == "level"
 
     @property
     def slices_documents(self) -> bool:
         """Whether long documents go through the pipeline in slices."""
-        return self.pools is not None and self.pools.grouping == "slices"
-
-    @property
-    def global_batch(self) -> int:
-        """Number of context windows that a step trains."""
-        return self.pools.global_batch if self.pools else self.packing.micro_batches * self.packing.micro_batch_windows
+        return self.packing.grouping == "slices"
 
     @property
     def least_length_factor(self) -> float:
@@ -245,17 +245,17 @@ class Job:
         A document without room, because others do not fill their micro-batches, is trained in the next step. That never
         happens if L_max is a window more than an even share.
         """
-        share = self.global_batch / self.packing.micro_batches
+        share = self.global_batch / self.step_micro_batches
         if self.slices_documents:
-            document = 1 / self.micro_batches_per_rank + TILE / self.context_window
+            document = 1 / self.rank_micro_batches + TILE / self.context_window
             return max(share, min(1.0, max(_MOST_OF_MEAN * share, document)))
-        held_by = self.layout.cp / MOST_RANKS if self.levels_steps else 1.0  # MOST_RANKS may share a document
+        held_by = self.layout.pool_size / MOST_RANKS if self.levels_steps else 1.0  # MOST_RANKS may share a document
         return max(1.0, held_by, share)
 
     @property
     def most_step_tokens(self) -> int | None:
         """Most tokens that a step trains; None if unbounded."""
-        return (self.pools.global_batch + 1) * self.context_window if self.pools else None
+        return (self.global_batch + 1) * self.context_window if self.packing.is_balanced else None
 
     @cached_property
     def costs(self) -> Costs:
@@ -265,8 +265,8 @@ class Job:
 
     @property
     def workload(self) -> Costs:
-        """The prices of a context-parallel group that shares everything evenly: W_a and W_l."""
-        return replace(self.costs, cp=self.layout.cp)
+        """The prices of a pool that shares everything evenly: W_a and W_l."""
+        return replace(self.costs, cp=self.layout.pool_size)
 
     @property
     def ranks_per_node(self) -> int:
@@ -284,19 +284,19 @@ class Job:
     @property
     def packing_prices(self) -> DocumentPrices:
         """The prices for packing: W_a + W_l or, if the packer asks for it, with the real cost of sharding."""
-        cp, prices = self.layout.cp, self.packed_by
+        ranks, prices = self.layout.pool_size, self.packed_by
         if prices is None and self.levels_steps:
-            prices = LevelPrices(self.costs, -(-self.max_tokens // cp))
+            prices = LevelPrices(self.costs, -(-self.max_tokens // ranks))
         elif prices is None and PACKERS[self.packing.method].prices_sharding:
-            prices = sharded_prices(self.costs, cp, self.sharding.strategy, self.context_window)
+            prices = sharded_prices(self.costs, ranks, self.sharding.strategy, self.context_window)
         return self._phased(prices or self.workload)
 
     @property
     def stage_ranks(self) -> StageRanks:
         """The ranks of a pipeline stage, for packing."""
-        cp, per_node = self.layout.cp, self.ranks_per_node
+        pool, per_node = self.layout.pool_size, self.ranks_per_node
         # All ranks of a node, or a divisor of node and stage: 4 if a node has 8 ranks and the stage 12.
-        return StageRanks(cp, cp if cp <= per_node else gcd(cp, per_node), self.layout.dp, self.speeds)
+        return StageRanks(pool, pool if pool <= per_node else gcd(pool, per_node), self.layout.pools, self.speeds)
 
     def _phased(self, prices: DocumentPrices) -> DocumentPrices:
         return prices if self.phases is None else PhasedPrices(prices, self.phases)
@@ -310,7 +310,7 @@ class Job:
             return plan
         micro_batches = plan.micro_batches
         forward, backward = micro_batch_phases(
-            micro_batches, self.layout.cp, self.sharding.strategy, self.costs, self.ranks_per_node
+            micro_batches, self.layout.pool_size, self.sharding.strategy, self.costs, self.ranks_per_node
         )
         if self.phases is not None:
             encoders = np.array([self.phases.of(one.segments).sum() for one in micro_batches])
@@ -322,84 +322,56 @@ class Job:
         return with_seconds(plan, forward + backward, forward)
 
     @property
-    def pools(self) -> Pools | None:
-        """How the dp x cp ranks are grouped; None if the groups are dp and cp as given."""
-        return self.packing.pools(self.pool)
-
-    @property
     def pools_decided(self) -> bool:
-        """Whether the context-parallel groups are the pools, with a number of micro-batches for each."""
-        pools = self.pools
-        if pools is None or (pools.grouping == "level" and pools.size == self.layout.cp):
-            return True
-        decided = pools.size, pools.micro_batches
-        return pools.grouping != "auto" and decided == (self.layout.cp, self.micro_batches_per_rank)
+        """Whether the pools are known, and what each of them runs; other packers than balanced leave nothing open."""
+        packing = self.packing
+        decided = self.levels_steps or "auto" not in (packing.grouping, packing.rank_micro_batches)
+        return not packing.is_balanced or (decided and self.layout.pool is not None)
 
-    def with_pools(self, pools: Pools) -> Self:
-        """The same job with ``pools`` as context-parallel groups; their size and micro-batches must be given.
+    def with_pools(self, grouping: Grouping, pool: int, rank_micro_batches: int | Literal["auto"] = "auto") -> Self:
+        """The same job with these pools. Raises ``UserError`` if they cannot run."""
+        packing = self.packing.changed(grouping=grouping, rank_micro_batches=rank_micro_batches)
+        return replace(self, layout=replace(self.layout, pool=pool), packing=packing)
 
-        Raises ``UserError`` for pools that do not divide dp x cp, a pipeline that cannot run so many micro-batches, and
-        level steps in a pipeline.
-        """
-        if pools.grouping == "level":
-            return self._with_level_steps(pools)
-        self.check_slices(pools)
-        ranks, size, micro_batches = self.layout.dp_cp, pools.size, pools.micro_batches
-        if size == "auto" or micro_batches == "auto":
-            raise ValueError(f"{pools} are not decided")
-        check_pool(ranks, size)
-        if micro_batches < self.layout.pp:
+    def _check_pools(self) -> None:
+        """Raise ``UserError`` if a pipeline cannot run its micro-batches, or documents would have no room in them."""
+        layout, count, factor = self.layout, self.rank_micro_batches, self.packing.max_length_factor
+        given, most = f"rank_micro_batches = {count}", min(MOST_MICRO_BATCHES, _MOST_OF_A_WINDOW * self.global_batch)
+        if self.speeds is not None and self.levels_steps and len(self.speeds) != layout.pool_size:
             raise UserError(
-                f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.layout.pp} pipeline stages; raise it"
+                f"there are {len(self.speeds)} speeds for {layout.pool_size} ranks in level steps; give one per rank"
             )
-        number = ranks // size
-        most = min(MOST_MICRO_BATCHES, _MOST_OF_A_WINDOW * pools.global_batch)
-        if number * micro_batches > most:
-            lower = f"lower it to {most // number}"
-            remedy = lower if most >= number else "raise parallel.pool or packing.global_batch"
+        if not self.packing.is_balanced or self.levels_steps:
+            return
+        if count < layout.pp:
+            raise UserError(f"{given} cannot fill the pp = {layout.pp} pipeline stages; raise it")
+        if self.step_micro_batches > most:
+            lower = f"lower it to {most // layout.pools}"
+            remedy = lower if most >= layout.pools else "raise parallel.pool or packing.global_batch"
             raise UserError(
-                f"pool_micro_batches = {micro_batches} divides a global batch of {pools.global_batch} context windows "
-                f"into {number * micro_batches} micro-batches, over {most}; {remedy}"
+                f"{given} divides a global batch of {self.global_batch} context windows "
+                f"into {self.step_micro_batches} micro-batches, over {most}; {remedy}"
             )
-        counts = {"micro_batches": number * micro_batches, "pool_micro_batches": micro_batches}
-        job = self._with_groups(number, size, pools, **counts)
-        factor = job.packing.max_length_factor
-        if factor != "auto" and factor < job.least_length_factor:
+        if factor != "auto" and factor < self.least_length_factor:
             raise UserError(
                 f"max_length_factor = {factor:g} leaves no room for a global batch of "
-                f"{job.global_batch} context windows in {job.packing.micro_batches} micro-batches; give at least "
-                f'{job.least_length_factor:g}, or "auto"'
-            )
-        return job
-
-    def _with_groups(self, dp: int, cp: int, pools: Pools, **counts: int) -> Self:
-        packing = self.packing.changed(global_batch=pools.global_batch, grouping=pools.grouping, **counts)
-        layout, own_cp = replace(self.layout, dp=dp, cp=cp), self.own_cp or self.layout.cp
-        return replace(self, layout=layout, own_cp=own_cp, pool=cp, packing=packing)
-
-    def check_slices(self, pools: Pools) -> None:
-        """Raise ``UserError`` if ``pools`` slice documents but no pipeline runs planned lists."""
-        if pools.grouping == "slices" and (self.layout.pp == 1 or self.layout.schedule not in ("auto", "planned")):
-            raise UserError(
-                "grouping = 'slices' sends documents through a pipeline in slices, in planned operation lists; it "
-                f"needs pp of at least 2 and schedule = 'planned', not pp = {self.layout.pp} and "
-                f"{self.layout.schedule!r}"
+                f"{self.global_batch} context windows in {self.step_micro_batches} micro-batches; give at least "
+                f'{self.least_length_factor:g}, or "auto"'
             )
 
-    def _with_level_steps(self, pools: Pools) -> Self:
-        ranks = self.layout.dp_cp
-        if pools.size not in ("auto", ranks):
+    def _check_level_steps(self) -> None:
+        layout = self.layout
+        if layout.pool not in (None, layout.dp_cp):
             raise UserError(
-                f"grouping = 'level' pools all dp x cp = {ranks} ranks, not pool = {pools.size}; leave pool out"
+                f"grouping = 'level' pools all dp x cp = {layout.dp_cp} ranks, not pool = {layout.pool}; leave pool out"
             )
-        if self.layout.pp > 1:
+        if layout.pp > 1:
             raise UserError(
-                f"grouping = 'level' gives ranks different numbers of micro-batches, which the pp = {self.layout.pp} "
+                f"grouping = 'level' gives ranks different numbers of micro-batches, which the pp = {layout.pp} "
                 'stages of a pipeline cannot run; give "slices" or "even"'
             )
-        if not self.layout.keeps_weights:
+        if not layout.keeps_weights:
             raise UserError("grouping = 'level' keeps gathered weights all step; leave weights = 'gathered' out")
-        return self._with_groups(1, ranks, pools, micro_batches=pools.global_batch)
 
     def measured(self, prices: tuple[float, float, float] | None, speeds: tuple[float, ...] | None) -> Self:
         """The same job with the results of ``wlb.runtime.calibration``; without prices it keeps its own.

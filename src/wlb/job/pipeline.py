@@ -40,7 +40,7 @@ def with_operations(job: Job, plan: StepPlan, pipeline: int | None = None) -> St
         priced = plan.micro_batches
     if not job.slices_documents:
         packing = job.packing
-        plan = arrange(plan, job.layout.dp, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
+        plan = arrange(plan, job.layout.pools, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
     places = {id(micro_batch): place for place, micro_batch in enumerate(priced)}
     limits = [most_in_flight(job)] * job.layout.pp
     operations: list[RankOperations] = []
@@ -59,7 +59,7 @@ def most_in_flight(job: Job) -> int:
     that room to be no slower than the named schedule; plus the keys and values kept of slices.
     """
     leaves, most = _leaves(job), 0
-    for of_rank in job.layout.operations(job.micro_batches_per_rank):
+    for of_rank in job.layout.operations(job.rank_micro_batches):
         changes = [leaves[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
         most = max(most, max(accumulate(changes)) * job.in_flight_length)
     most += _THOUSANDTHS * window_tokens(job)
@@ -84,7 +84,7 @@ class PipelineLoads:
         costs = job.costs
         shards = price_shards(
             [one.lengths for one in micro_batches],
-            job.layout.cp,
+            job.layout.pool_size,
             job.sharding.strategy,
             costs,
             [one.earlier if one.is_slice else None for one in micro_batches],

@@ -86,7 +86,9 @@ class StepPlanner(Iterator[PlannedStep]):
                     "phases belong to the documents of one data set; give lengths, not a stream, mixture or store"
                 )
             job.phases.check(len(documents))
-        self._packer = job.packing.packer(job.context_window, job.packing_prices, job.stage_ranks)
+        self._packer = job.packing.packer(
+            job.step_micro_batches, job.context_window, job.packing_prices, job.stage_ranks
+        )
         self._job, self._is_whole, self._pipeline = job, whole, pipeline
         self._last_epoch = None if epochs is None else first_epoch + epochs - 1
         self._emitted: deque[StepPlan] = deque()
@@ -108,7 +110,7 @@ class StepPlanner(Iterator[PlannedStep]):
             if whole is None:
                 raise UserError(
                     f"{len(list(plan.segments))} documents cannot be divided into micro-batches of up to "
-                    f"{self._job.max_tokens} tokens, one for each of dp = {self._job.layout.dp}; give more"
+                    f"{self._job.max_tokens} tokens, one for each of dp = {self._job.layout.pools}; give more"
                 )
             plan = whole
         arranged = self._arranged(plan)
@@ -178,11 +180,11 @@ class StepPlanner(Iterator[PlannedStep]):
         """``plan`` without empty micro-batches; None if it has too few documents for every rank."""
         if len(plan.ranks) == 1 and all(micro_batch.segments for micro_batch in plan.micro_batches):
             return plan
-        dp, prices, segments = self._job.layout.dp, self._job.packing_prices, list(plan.segments)
+        dp, prices, segments = self._job.layout.pools, self._job.packing_prices, list(plan.segments)
         seconds, held = segment_seconds(prices, segments), [segment.length for segment in segments]
         if isinstance(prices, PhasedPrices):
             held = prices.phases.held_tokens(segments).tolist()
-        for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
+        for parts in (min(self._job.step_micro_batches, len(segments) // dp * dp), None):
             with suppress(UserError):  # raised if they do not fit
                 divided = balance(held, parts, self._job.max_tokens, multiple_of=dp, costs=seconds)
                 mine = [(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided]
@@ -223,7 +225,7 @@ class StepPlanner(Iterator[PlannedStep]):
         if job.plans_operations:
             return with_operations(job, plan, self._pipeline)
         plan = job.priced_as_run(plan)
-        return arrange(plan, job.layout.dp, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
+        return arrange(plan, job.layout.pools, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
 
     def _waiting_documents(self) -> set[int]:
         _, documents = self._held_by_packer()
@@ -238,7 +240,7 @@ class StepPlanner(Iterator[PlannedStep]):
     def _could_have_packed(self, plan: StepPlan) -> bool:
         fits = all(part.tokens <= self._packer.max_tokens and not part.ranks for part in plan.micro_batches)
         sliced = self._job.slices_documents
-        fits &= len(plan.ranks) == (self._job.layout.dp if sliced else 1)
+        fits &= len(plan.ranks) == (self._job.layout.pools if sliced else 1)
         fits &= sliced or not any(part.is_slice for part in plan.micro_batches)
         return fits and len(plan.micro_batches) == self._packer.micro_batches
 

@@ -59,10 +59,6 @@ class BalancedPacker(Packer):
         self._ahead_tokens = 0  # tokens taken in before they were due
 
     @property
-    def global_batch_tokens(self) -> int:
-        return (self.options.global_batch or self.micro_batches) * self.context_window
-
-    @property
     def pending(self) -> list[Segment]:
         return segments_of(self._carried[:, :3]) + super().pending
 

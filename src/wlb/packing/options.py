@@ -6,7 +6,6 @@ They are keyword arguments of ``make_packer`` and keys of [packing], and mean th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
@@ -28,29 +27,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "sequential": {"micro_batch_windows": 1},
     "fixed_greedy": {"max_delay": 16, "window": 1},
     "variable_length": {"max_delay": 16, "max_length_factor": 1.5, "outlier_thresholds": None},
-    "balanced": {
-        "max_length_factor": "auto",
-        "global_batch": None,
-        "pool_micro_batches": "auto",
-        "grouping": "auto",
-    },
+    "balanced": {"max_length_factor": "auto", "rank_micro_batches": "auto", "grouping": "auto"},
 }
-
-
-@dataclass(frozen=True)
-class Pools:
-    """Pools of ``size`` of the dp x cp ranks of a pipeline stage, each of which runs ``micro_batches`` a step.
-
-    With grouping "level" every rank runs its own number of micro-batches, which differs from step to step: one pool
-    holds all ranks of a stage, and ``micro_batches`` is "auto". A step trains ``global_batch`` context windows,
-    whatever the pools. ``grouping`` says how documents become micro-batches (``wlb.packing.balanced``).
-    ``wlb.simulate.decide`` decides what is "auto".
-    """
-
-    size: int | Literal["auto"]
-    micro_batches: int | Literal["auto"]
-    grouping: Grouping | Literal["auto"]
-    global_batch: int
 
 
 def checked_method(name: str) -> str:
@@ -106,17 +84,15 @@ class PackingOptions(Section):
         None,
         "Lengths from which documents wait in an outlier queue; default: 3/16 and 9/16 of the context window",
     )
-    global_batch: MicroBatchCount | None = _option(
-        "global_batch", None, "Context windows that a step trains; default: micro_batches"
-    )
-    pool_micro_batches: MicroBatchCount | Literal["auto"] = _option(
-        "pool_micro_batches",
+    global_batch: MicroBatchCount | None = Field(None, description="Context windows of a step, over all ranks")
+    rank_micro_batches: MicroBatchCount | Literal["auto"] = _option(
+        "rank_micro_batches",
         "auto",
-        "Micro-batches that each pool runs in a step; auto: the fastest by simulation",
+        "Micro-batches that each pipeline runs in a step; auto: the fastest by simulation",
     )
     grouping: Grouping | Literal["auto"] = _option(
         "grouping",
-        "auto",
+        "even",
         "even: the same number of micro-batches on every rank; level: each rank runs its own number; slices: long "
         "documents go through a pipeline in slices; auto: the fastest by simulation",
     )
@@ -137,9 +113,9 @@ class PackingOptions(Section):
                 f"max_length_factor = {self.max_length_factor:g} leaves no room for a document of a context window; "
                 "give at least 1, or less only with grouping = 'slices', which cuts documents"
             )
-        if self.grouping == "level" and self.pool_micro_batches != "auto":
+        if self.grouping == "level" and self.rank_micro_batches != "auto":
             raise ValueError(
-                f"pool_micro_batches = {self.pool_micro_batches} has no meaning with grouping = 'level', where "
+                f"rank_micro_batches = {self.rank_micro_batches} has no meaning with grouping = 'level', where "
                 "ranks run different numbers of micro-batches; leave it out"
             )
         return self
@@ -153,29 +129,34 @@ class PackingOptions(Section):
         given = self.outlier_thresholds
         return default_thresholds(context_window) if given is None else given
 
-    def max_tokens(self, context_window: int, micro_batches: int) -> int:
-        """L_max: the most tokens of a micro-batch, in steps of ``micro_batches``."""
+    @property
+    def is_balanced(self) -> bool:
+        """Whether steps have the documents of a global batch, in micro-batches of pools."""
+        return self.method == "balanced"
+
+    def max_tokens(self, context_window: int, micro_batches: int, global_batch: int) -> int:
+        """L_max: the most tokens of a micro-batch, in steps of ``micro_batches`` and ``global_batch`` windows."""
         if self.max_length_factor != "auto":
             return int(self.max_length_factor * context_window) * self.micro_batch_windows
-        if self.method != "balanced":
+        if not self.is_balanced:
             raise UserError("max_length_factor = 'auto' needs the memory of a job; give a number of context windows")
-        return math.ceil(self.largest_auto_factor(micro_batches) * context_window)
+        return math.ceil(self.largest_auto_factor(micro_batches, global_batch) * context_window)
 
-    def largest_auto_factor(self, micro_batches: int) -> float:
-        """The largest value that "auto" may become in steps of ``micro_batches``, if memory allows it.
+    def largest_auto_factor(self, micro_batches: int, global_batch: int) -> float:
+        """The largest value that "auto" may become in such steps, if memory allows it.
 
         In pools twice the mean micro-batch, or the mean and room for one document; in level steps twice the whole step.
         """
-        if self.method != "balanced":
+        if not self.is_balanced:
             return LARGEST_AUTO_FACTOR
-        mean = (self.global_batch or micro_batches) / micro_batches
+        mean = global_batch / micro_batches
         if self.grouping == "level":  # what all ranks hold at once
             return _POOL_FACTOR * micro_batches
         return max(_POOL_FACTOR * mean, mean + 1)
 
     def identity(self, context_window: int) -> dict[str, Any]:
         """The settings that decide which step trains which document, as JSON; a resumed job must keep them."""
-        if self.method == "balanced":  # its options only place documents inside their step
+        if self.is_balanced:  # its options only place documents inside their step
             return {}
         own = self.model_dump(mode="json", include={*METHODS[self.method]})
         if "outlier_thresholds" in own:

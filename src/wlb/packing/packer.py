@@ -51,9 +51,10 @@ class Pending(NamedTuple):
 class Packer(ABC):
     """Turns a stream of documents into ``StepPlan``s of ``micro_batches`` micro-batches each.
 
-    A global batch is ``micro_batches`` context windows of ``context_window`` tokens, the mean size of a step;
-    ``workload`` prices documents, with ``PhasedPrices`` in several phases. ``ranks`` run the steps, if they are known.
-    A subclass says how many tokens it waits for and which steps it makes of them.
+    A global batch, the mean size of a step, is ``options.global_batch`` context windows of ``context_window`` tokens;
+    by default as many as fill the micro-batches. ``workload`` prices documents, with ``PhasedPrices`` in several
+    phases. ``ranks`` run the steps, if they are known. A subclass says how many tokens it waits for and which steps it
+    makes of them.
     """
 
     name: ClassVar[str]
@@ -74,7 +75,11 @@ class Packer(ABC):
         self.workload = workload
         self.phased = workload if isinstance(workload, PhasedPrices) else None
         self.options, self.ranks = options, ranks
-        self.max_tokens = options.max_tokens(self.context_window, self.micro_batches)  # L_max
+        windows = self.micro_batches * options.micro_batch_windows
+        self.global_batch = options.global_batch or windows
+        if self.global_batch != windows and not options.is_balanced:
+            raise UserError(f"global_batch = {self.global_batch} is not the {windows} windows of all micro-batches")
+        self.max_tokens = options.max_tokens(self.context_window, self.micro_batches, self.global_batch)  # L_max
         self._step = 0
         self._documents_seen = 0
         self._arrived: Table = np.empty((0, 3), np.int64)
@@ -82,7 +87,7 @@ class Packer(ABC):
 
     @property
     def global_batch_tokens(self) -> int:
-        return self.micro_batches * self.context_window
+        return self.global_batch * self.context_window
 
     def plan(self, arrivals: Iterable[Arrival] | Table) -> list[StepPlan]:
         """Take documents in and return every step that is now complete, in order.

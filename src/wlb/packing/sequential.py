@@ -25,23 +25,15 @@ class SequentialPacker(Packer):
     name = "sequential"
     _cuts_documents = True
 
-    @property
-    def global_batch_tokens(self) -> int:
-        return self._windows * self.context_window
-
-    @property
-    def _windows(self) -> int:
-        return self.micro_batches * self.options.micro_batch_windows
-
     def _tokens_wanted(self) -> int:
         return self.global_batch_tokens
 
     def _next_steps(self) -> list[StepPlan]:
-        return [self._cut([self.context_window] * self._windows)]
+        return [self._cut([self.context_window] * self.global_batch)]
 
     def last_steps(self) -> list[StepPlan]:
-        share, rest = divmod(self._arrived_tokens, self._windows)
-        return [self._cut([share + (index < rest) for index in range(self._windows)])]
+        share, rest = divmod(self._arrived_tokens, self.global_batch)
+        return [self._cut([share + (index < rest) for index in range(self.global_batch)])]
 
     def _cut(self, sizes: list[int]) -> StepPlan:
         """One step of windows of exactly ``sizes`` tokens, taken from the front of the arrivals."""

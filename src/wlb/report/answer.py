@@ -36,7 +36,7 @@ def about(found: Estimate) -> list[str]:
     too_large = [name for name, system in verdict.systems.items() if not fits(system.job)]
     return [
         f"simulated: {listed(question.priced_by)}, {number_of(space.gpus, 'GPU')}, {space.batch_tokens:,} tokens per "
-        f"step ({number_of(space.micro_batches, 'window')} of {space.context_window:,}); {each}; "
+        f"step ({number_of(space.global_batch, 'window')} of {space.context_window:,}); {each}; "
         f"{number_of(verdict.steps, 'step')} per shuffle after {number_of(verdict.warm_up, 'warm-up step')}",
         *(["defaults used: " + ", ".join(question.assumed)] if question.assumed else []),
         *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
@@ -79,7 +79,7 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
     delays = [verdict.token_delay(name) for name in systems]
     if max(delays) >= 0.005:
         rows["mean token delay, steps"] = [f"{delay:.2f}" for delay in delays]
-    layouts = [system.job.set_layout for system in systems.values()]
+    layouts = [system.job.layout for system in systems.values()]
     rows["tp, cp, pp, dp"] = [f"{one.tp}, {one.cp}, {one.pp}, {one.dp}" for one in layouts]
     if any(one.virtual_pp > 1 for one in layouts):
         rows["stages per pipeline rank"] = [f"{one.virtual_pp}" for one in layouts]

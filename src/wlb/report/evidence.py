@@ -67,7 +67,7 @@ class Evidence:
         ``adaptive``, which always does as another one.
         """
         shared = [
-            (micro_batch, len(micro_batch.ranks) or step.job.layout.cp, step.job)
+            (micro_batch, len(micro_batch.ranks) or step.job.layout.pool_size, step.job)
             for step in (self.usual_steps[self.sharded], self.usual_steps[BASELINE])
             for micro_batch in step.plan.micro_batches
         ]

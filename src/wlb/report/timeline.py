@@ -69,8 +69,8 @@ class Timeline:
     @property
     def groups(self) -> list[tuple[int, int]]:
         """The (dp, cp) ranks that run different operations: one per group in lock step, or all of a level step."""
-        own = self.job.layout.cp if self.job.levels_steps else 1
-        return [(dp, cp) for dp in range(self.job.layout.dp) for cp in range(own)]
+        own = self.job.layout.pool_size if self.job.levels_steps else 1
+        return [(dp, cp) for dp in range(self.job.layout.pools) for cp in range(own)]
 
     def operations_of(self, dp: int, cp: int) -> list[int]:
         """The indices in ``operations`` that a rank runs."""

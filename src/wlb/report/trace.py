@@ -36,7 +36,7 @@ def write_trace(path: Path, lines: Mapping[str, Timeline]) -> None:
             if event["name"] == "process_name":
                 event["args"]["name"] = f"{name} {event['args']['name']}"
             events.append(event | {"pid": first_process + event["pid"]})
-        first_process += line.job.layout.dp
+        first_process += line.job.layout.pools
     details = {name: {"step": line.plan.step, "seconds": line.seconds} for name, line in lines.items()}
     trace = {
         "traceEvents": events,
@@ -52,8 +52,8 @@ def write_trace(path: Path, lines: Mapping[str, Timeline]) -> None:
 def _drawn(line: Timeline) -> tuple[Sequence[int], Sequence[int]]:
     """The data-parallel and context-parallel ranks to draw."""
     layout, slowest = line.job.layout, int(line.rank_ends.max(axis=0).argmax())
-    dp_ranks = range(layout.dp) if layout.pp * layout.dp_cp <= MOST_TRACKS else [slowest]
-    return dp_ranks, range(min(layout.cp, max(1, MOST_TRACKS // (layout.pp * len(dp_ranks)))))
+    dp_ranks = range(layout.pools) if layout.pp * layout.dp_cp <= MOST_TRACKS else [slowest]
+    return dp_ranks, range(min(layout.pool_size, max(1, MOST_TRACKS // (layout.pp * len(dp_ranks)))))
 
 
 def _events(line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -62,8 +62,8 @@ def _events(line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) ->
         yield {"ph": "M", "name": "process_name", "pid": dp, "args": {"name": f"dp {dp}"}}
         for pp in range(layout.pp):
             for cp in cp_ranks:
-                thread = pp * layout.cp + cp
-                name = f"pp {pp} cp {cp}" if layout.cp > 1 else f"pp {pp}"
+                thread = pp * layout.pool_size + cp
+                name = f"pp {pp} cp {cp}" if layout.pool_size > 1 else f"pp {pp}"
                 yield {"ph": "M", "name": "thread_name", "pid": dp, "tid": thread, "args": {"name": name}}
                 yield {"ph": "M", "name": "thread_sort_index", "pid": dp, "tid": thread, "args": {"sort_index": thread}}
                 yield from _after_the_last(line, dp, pp, thread)
@@ -73,7 +73,7 @@ def _events(line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) ->
 
 
 def _of_operation(line: Timeline, index: int, operation: Operation, dp: int, cp: int) -> Iterator[dict[str, Any]]:
-    thread = line.pipeline_ranks[index] * line.job.layout.cp + cp
+    thread = line.pipeline_ranks[index] * line.job.layout.pool_size + cp
     start, end = float(line.starts[index, dp]), float(line.ends[index, dp])
     compute = float(line.compute[index, dp, cp])
     phase = _PHASES[operation.kind]

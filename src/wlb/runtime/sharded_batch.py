@@ -139,7 +139,7 @@ class RankSlice:
     def of(self, batch: _Batch, ranks: tuple[int, ...] = ()) -> _Batch:
         """The part of ``batch`` on this rank, if the context-parallel ``ranks`` share the batch; empty means all."""
         strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
-        cp, earlier = len(ranks) or self.layout.cp, batch.slice_of and batch.slice_of.earlier
+        cp, earlier = len(ranks) or self.layout.pool_size, batch.slice_of and batch.slice_of.earlier
         plan = make_shard_plan(batch.segment_lengths, cp, strategy, workload=workload, earlier=earlier)
         rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
         return shard_batch(batch, plan, rank, self.layout.tp, ranks, self.group)

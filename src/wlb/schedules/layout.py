@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -9,6 +10,7 @@ from typing import Literal
 
 from wlb.errors import UserError
 from wlb.schedules.operations import RankOperations, rank_operations
+from wlb.settings import MOST_RANKS
 from wlb.workload.shapes import ModelShape
 from wlb.workload.weights import mean_block_weights
 
@@ -20,10 +22,12 @@ Weights = Literal["auto", "kept", "gathered"]
 class Layout:
     """tp x cp x pp x dp processes, with ``virtual_pp`` model chunks on each pipeline rank.
 
+    A pool is the ranks of a stage that run a micro-batch together: ``pool`` of its dp x cp ranks, by default cp.
     ``stage_blocks`` is the number of blocks of each stage; None deals them by weight (``split_layers``). Without a
     pipeline, ``weights`` are kept until the step ends (FSDP2 without resharding, DDP or Megatron with a sharded
     optimizer), or gathered again for every pass (FSDP2's default); "auto" keeps them where memory allows.
-    Raises ``UserError`` for a size below 1, and for weights that a pipeline would gather again.
+    Raises ``UserError`` for a size below 1, a pool that does not divide dp x cp, and for weights that a pipeline would
+    gather again.
     """
 
     tp: int = 1
@@ -34,11 +38,16 @@ class Layout:
     schedule: str = "auto"
     weights: Weights = "auto"
     stage_blocks: tuple[int, ...] | None = None
+    pool: int | None = None
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
             if size < 1:
                 raise UserError(f"{name} = {size} is not a group size; it must be at least 1")
+        if self.dp_cp % self.pool_size:
+            possible = [str(size) for size in divisors(self.dp_cp) if size <= MOST_RANKS]
+            given = f"parallel.pool = {self.pool} does not divide dp x cp = {self.dp_cp}"
+            raise UserError(f"{given}; give {' or '.join(possible)}, or leave it out")
         if self.pp > 1 and self.weights == "gathered":
             raise UserError(
                 f"weights = 'gathered' is for jobs without a pipeline, not for pp = {self.pp}; leave one of them out"
@@ -46,7 +55,19 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in DIMENSIONS}
+        """The sizes that were set; a pool where it is not cp."""
+        pool = {} if self.pool_size == self.cp else {"pool": self.pool_size}
+        return {name: getattr(self, name) for name in DIMENSIONS} | pool
+
+    @property
+    def pool_size(self) -> int:
+        """The number of ranks that run a micro-batch together."""
+        return self.cp if self.pool is None else self.pool
+
+    @property
+    def pools(self) -> int:
+        """The number of pools of a stage, which run different micro-batches."""
+        return self.dp_cp // self.pool_size
 
     @property
     def rank_stages(self) -> list[list[int]]:
@@ -74,6 +95,12 @@ class Layout:
     @property
     def stages(self) -> int:
         return self.pp * self.virtual_pp
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, ascending."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def split_layers(shape: ModelShape, layout: Layout) -> list[range]:

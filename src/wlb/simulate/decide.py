@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,9 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor, too_large
 from wlb.job.planner import documents_together
-from wlb.packing.options import Grouping, Pools
+from wlb.packing.options import Grouping
 from wlb.packing.plan import StepPlan
-from wlb.schedules.layout import dealt_blocks
+from wlb.schedules.layout import dealt_blocks, divisors
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.sharding import price_shards
 from wlb.simulate.costs import JobCosts
@@ -68,11 +68,10 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False, least
     ``job.work_prices`` in a second, count as pools that cannot run.
     """
     job = with_stages(job, lengths)
-    pools = job.pools
-    if pools is not None and not job.pools_decided:
-        job = job.with_pools(_fastest(job, pools, lengths, lock_step, least_rate))
+    if not job.pools_decided:
+        job = _with_fastest_pools(job, lengths, lock_step, least_rate)
     decided = _with_length(_with_weights(job))
-    if pools is None and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
+    if not job.packing.is_balanced and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
         raise UserError(problem)
     return decided
 
@@ -129,8 +128,9 @@ def _with_weights(job: Job) -> Job:
     """``job`` with weights kept, or gathered again if memory does not hold them."""
     if job.layout.pp > 1 or job.layout.weights != "auto":
         return job
-    kept, gathered = (replace(job, layout=replace(job.layout, weights=one)) for one in ("kept", "gathered"))
-    return kept if job.levels_steps or _holds(kept) else gathered
+    kept = replace(job, layout=replace(job.layout, weights="kept"))
+    fitting = job.levels_steps or _holds(kept)
+    return kept if fitting else replace(job, layout=replace(job.layout, weights="gathered"))
 
 
 def _with_length(job: Job) -> Job:
@@ -140,46 +140,45 @@ def _with_length(job: Job) -> Job:
     return job.with_length_factor(largest_factor(job) or job.least_length_factor)
 
 
-def _fastest(job: Job, pools: Pools, lengths: DocumentLengths, lock_step: bool, least_rate: float | None) -> Pools:
-    if pools.grouping == "level":
+def _with_fastest_pools(job: Job, lengths: DocumentLengths, lock_step: bool, least_rate: float | None) -> Job:
+    packing, layout = job.packing, job.layout
+    if job.levels_steps:
         if lock_step:
             raise UserError(
                 "grouping = 'level' gives each rank its own number of micro-batches, which this loop cannot run; "
                 "leave it out"
             )
-        return replace(pools, size=job.layout.dp_cp)
-    job.check_slices(pools)
-    if pools.size != "auto" and pools.micro_batches != "auto":
-        return replace(pools, grouping=_usual_grouping(job, pools))
-    parts = -(-pools.global_batch // _WINDOWS)
-    found = _fastest_for_part(job, pools, lengths, parts, lock_step, least_rate)
-    if parts > 1 and not _holds(job.with_pools(found)):  # fewer micro-batches may need less memory
-        found = _fastest_for_part(job, pools, lengths, 1, lock_step, least_rate)
+        return job.with_pools("level", layout.dp_cp)
+    if layout.pool is not None and packing.rank_micro_batches != "auto":
+        return job.with_pools(_usual_grouping(job), layout.pool, packing.rank_micro_batches)
+    parts = -(-job.global_batch // _WINDOWS)
+    found = _fastest_for_part(job, lengths, parts, lock_step, least_rate)
+    if parts > 1 and not _holds(found):  # fewer micro-batches may need less memory
+        found = _fastest_for_part(job, lengths, 1, lock_step, least_rate)
     return found
 
 
-def _fastest_for_part(
-    job: Job, pools: Pools, lengths: DocumentLengths, parts: int, lock_step: bool, least_rate: float | None
-) -> Pools:
-    """Decide for one of ``parts`` equal parts of the global batch."""
-    part = replace(pools, global_batch=pools.global_batch // parts)
-    if parts > 1 and pools.micro_batches != "auto":
-        part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.layout.pp)) * job.layout.pp)
-    fastest = _PoolSearch(job, part, parts, lock_step, lengths).fastest(least_rate)
+def _fastest_for_part(job: Job, lengths: DocumentLengths, parts: int, lock_step: bool, least_rate: float | None) -> Job:
+    """``job`` with pools, decided for one of ``parts`` equal parts of its global batch."""
+    given, pp = job.packing.rank_micro_batches, job.layout.pp
+    settings: dict[str, Any] = {"global_batch": job.global_batch // parts}
+    if parts > 1 and given != "auto":
+        settings["rank_micro_batches"] = max(1, given // (parts * pp)) * pp
+    part = replace(job, packing=job.packing.changed(**settings))
+    fastest = _PoolSearch(part, parts, lock_step, lengths).fastest(least_rate)
     if fastest is None:
-        if pools.micro_batches != "auto":
-            size = job.layout.dp_cp if pools.size == "auto" else pools.size
-            job.with_pools(replace(pools, size=size))  # raises the reason if the size is refused
+        if given != "auto":
+            job.with_pools(_usual_grouping(job), job.layout.pool or job.layout.dp_cp, given)  # says what it refuses
         raise UserError(
-            f"no pool of dp x cp = {job.layout.dp_cp} ranks can run a global batch of {pools.global_batch} "
-            "context windows in this pipeline; give pool and pool_micro_batches to learn why"
+            f"no pool of dp x cp = {job.layout.dp_cp} ranks can run a global batch of {part.global_batch} "
+            "context windows in this pipeline; give pool and rank_micro_batches to learn why"
         )
-    micro_batches = pools.micro_batches
-    if micro_batches == "auto" and fastest.grouping != "level":
-        micro_batches = fastest.micro_batches * parts
+    count = given
+    if given == "auto" and fastest.grouping != "level":
+        count = fastest.micro_batches * parts
         if parts > 1:  # a pipeline may need whole rounds
-            micro_batches = -(-micro_batches // job.layout.pp) * job.layout.pp
-    return replace(pools, size=fastest.size, micro_batches=micro_batches, grouping=fastest.grouping)
+            count = -(-count // pp) * pp
+    return job.with_pools(fastest.grouping, fastest.size, count)
 
 
 class _PricedPools(NamedTuple):
@@ -200,7 +199,6 @@ class _PoolSearch:
     """Search for the fastest pools of ``job``, for one of ``parts`` equal parts of its global batch."""
 
     job: Job
-    pools: Pools
     parts: int
     lock_step: bool
     lengths: DocumentLengths
@@ -221,37 +219,35 @@ class _PoolSearch:
         if not choices or choices[0].seconds > most_seconds:
             return None
         found = choices[0]
-        may_be_whole = self.pools.grouping == "auto" and found.grouping == "slices"
+        may_be_whole = self.job.packing.grouping == "auto" and found.grouping == "slices"
         if may_be_whole and self._decided(found).max_tokens >= self.job.context_window:
             found = min(found, self._simulated(found._replace(grouping="even")))
         return found
 
     def _choices(self) -> Iterator[_PricedPools]:
         """Every size, number of micro-batches and grouping, with lower bounds."""
-        wanted, layout, grouping = self.pools.grouping, self.job.layout, _usual_grouping(self.job, self.pools)
-        sizes = [layout.cp * groups for groups in range(1, layout.dp + 1) if layout.dp % groups == 0]
-        if self.pools.size != "auto":
-            sizes = [self.pools.size]
+        packing, layout, grouping = self.job.packing, self.job.layout, _usual_grouping(self.job)
+        sizes = [layout.cp * size for size in divisors(layout.dp)] if layout.pool is None else [layout.pool]
         bounds: dict[int, float] = {}
         for size in sizes:
             for large, job in self._with_counts(size):
                 filled = self._least_filled(job)
                 if filled not in bounds:
                     bounds[filled] = self._least_seconds(filled)
-                yield _PricedPools(large, False, bounds[filled], 0, size, job.micro_batches_per_rank, grouping, job)
-        free = (wanted, self.pools.micro_batches) == ("auto", "auto") and not self.lock_step
+                yield _PricedPools(large, False, bounds[filled], 0, size, job.rank_micro_batches, grouping, job)
+        free = (packing.grouping, packing.rank_micro_batches) == ("auto", "auto") and not self.lock_step
         if free and layout.pp == 1 and layout.keeps_weights and layout.dp_cp in sizes:
-            job = self.job.with_pools(replace(self.pools, grouping="level"))
+            job = self.job.with_pools("level", layout.dp_cp)
             yield _PricedPools(not _holds(job), False, 0.0, 0, layout.dp_cp, 0, "level", job)
 
     def _with_counts(self, size: int) -> list[tuple[bool, Job]]:
         """Pools of this size with the usual numbers of micro-batches, or with more if none of these fits."""
-        if self.pools.micro_batches != "auto":
-            return self._that_run(size, [self.pools.micro_batches])
+        if (given := self.job.packing.rank_micro_batches) != "auto":
+            return self._that_run(size, [given])
         pp, dp_cp = self.job.layout.pp, self.job.layout.dp_cp
-        slices = _usual_grouping(self.job, self.pools) == "slices"
+        slices = _usual_grouping(self.job) == "slices"
         most, most_sliced = (
-            int(min(self.pools.global_batch / least, MOST_MICRO_BATCHES / self.parts) * size / dp_cp)
+            int(min(self.job.global_batch / least, MOST_MICRO_BATCHES / self.parts) * size / dp_cp)
             for least in (_LEAST_WINDOWS, _LEAST_SLICED)
         )
         counts = [round(filling * pp) for filling in (_SLICED_FILLINGS if slices else _FILLINGS)]
@@ -269,30 +265,30 @@ class _PoolSearch:
 
     def _that_run(self, size: int, counts: Iterable[int]) -> list[tuple[bool, Job]]:
         """Jobs with these numbers of micro-batches that can run; each with whether it is too large for memory."""
-        jobs, pools = [], replace(self.pools, size=size, grouping=_usual_grouping(self.job, self.pools))
+        jobs, grouping = [], _usual_grouping(self.job)
         for count in sorted(set(counts)):
             with suppress(UserError):  # the pipeline needs whole rounds, or L_max is too small
-                jobs.append(_with_weights(self.job.with_pools(replace(pools, micro_batches=count))))
+                jobs.append(_with_weights(self.job.with_pools(grouping, size, count)))
         return [(not _holds(job), job) for job in jobs]
 
     @cached_property
     def _steps(self) -> int:
         documents = documents_together(self.job, self.lengths)
-        return max(1, min(_STEPS, _SIMULATED // self.pools.global_batch, _DOCUMENTS // max(1, documents)))
+        return max(1, min(_STEPS, _SIMULATED // self.job.global_batch, _DOCUMENTS // max(1, documents)))
 
     @cached_property
     def _documents(self) -> NDArray[np.int64]:
         """Lengths of the documents of all simulated steps."""
-        batches = global_batches(self.lengths, self.job.data, self.pools.global_batch * self.job.context_window)
+        batches = global_batches(self.lengths, self.job.data, self.job.global_batch * self.job.context_window)
         return np.concatenate([*islice(batches, self._steps)])
 
     def _least_filled(self, job: Job) -> int:
         """Non-empty micro-batches of a pool, if each holds as many tokens as the longest document that is not cut."""
         if job.slices_documents:
-            return job.micro_batches_per_rank
+            return job.rank_micro_batches
         tokens, longest = float(self._documents.sum()), float(self._documents.max())
-        rounds = math.ceil(tokens / longest / (self._steps * job.layout.dp * job.layout.pp))
-        return min(job.micro_batches_per_rank, rounds * job.layout.pp)
+        rounds = math.ceil(tokens / longest / (self._steps * job.layout.pools * job.layout.pp))
+        return min(job.rank_micro_batches, rounds * job.layout.pp)
 
     def _least_seconds(self, micro_batches: int) -> float:
         """Seconds per second of work, if ranks share it evenly in ``micro_batches`` and exchange nothing."""
@@ -328,10 +324,10 @@ class _PoolSearch:
         return choice._replace(no_room=no_room and steps == self._steps, seconds=seconds, steps=steps)
 
 
-def _usual_grouping(job: Job, pools: Pools) -> Grouping:
-    """The grouping of ``pools`` or, if it is "auto", slices where possible and else even."""
+def _usual_grouping(job: Job) -> Grouping:
+    """The grouping of ``job`` or, if it is "auto", slices where possible and else even."""
     may_slice = job.plans_operations and job.phases is None
-    return pools.grouping if pools.grouping != "auto" else "slices" if may_slice else "even"
+    return job.packing.grouping if job.packing.grouping != "auto" else "slices" if may_slice else "even"
 
 
 def _holds(job: Job) -> bool:

@@ -146,10 +146,10 @@ def question_of(
         checkpointing=checkpointing,
         micro_batch_windows=windows,
     )
-    if space.micro_batches % windows:
+    if space.global_batch % windows:
         raise UserError(
             f"--batch-tokens {space.batch_tokens} is no multiple of --micro-batch-tokens {windows * context_window}; "
-            f"give {windows * context_window * max(1, space.micro_batches // windows)}"
+            f"give {windows * context_window * max(1, space.global_batch // windows)}"
         )
     _check_given(space)
     priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
@@ -178,7 +178,7 @@ def _check_given(space: SearchSpace) -> None:
         return
     if layout.world_size != space.gpus:
         raise UserError(f"--gpus {space.gpus} contradicts {sizes}; leave out --gpus, or one of the sizes")
-    windows, least, together = space.micro_batches, layout.dp * layout.pp, space.micro_batch_windows
+    windows, least, together = space.global_batch, layout.dp * layout.pp, space.micro_batch_windows
     if together > 1 and (windows % (layout.dp * together) or windows < least * together):
         raise UserError(
             f"a global batch of {windows} windows cannot be dealt to --dp {layout.dp} ranks, --pp {layout.pp} stages, "
@@ -242,7 +242,7 @@ def estimate(
     for preset in presets:
         preset_sections(preset, {})
     space = question.space
-    steps = steps or usual_steps(space.micro_batches)
+    steps = steps or usual_steps(space.global_batch)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
     systems = [*presets]
     if space.given and BASELINE in presets:
@@ -265,7 +265,7 @@ def estimate(
     of_base = searched[base].job
 
     def moved(winner: str) -> Job:
-        layout = replace(of_base.set_layout, weights="auto")
+        layout = replace(of_base.layout, weights="auto")
         return replace(question, space=space.fixed_to(layout, space.checkpointing)).fastest(winner, lengths).job
 
     verdict = _explained(_each(drawn_steps, [*searched], watched), simulated, moved, space.given)
@@ -422,13 +422,13 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
     ``source`` is the token store to train on; for other sources the TOML has a placeholder.
     """
     store = source if names_store(source) else None
-    packing: dict[str, Any] = {"micro_batches": job.packing.micro_batches}
+    packing: dict[str, Any] = {"global_batch": job.global_batch}
     parallel = _written(job)
-    if job.pools is not None:
-        packing = {"global_batch": job.global_batch, "grouping": job.pools.grouping}
-        parallel["pool"] = job.layout.cp
+    if job.packing.is_balanced:
+        packing["grouping"] = job.packing.grouping
+        parallel["pool"] = job.layout.pool_size
         if not job.levels_steps:
-            packing["pool_micro_batches"] = job.micro_batches_per_rank
+            packing["rank_micro_batches"] = job.rank_micro_batches
     if job.packing.micro_batch_windows > 1:
         packing["micro_batch_windows"] = job.packing.micro_batch_windows
     if job.packing.reads("max_length_factor"):
@@ -458,7 +458,7 @@ def _as_baseline(job: Job) -> dict[str, Any]:
 def _written(job: Job) -> dict[str, Any]:
     interleaved = ("virtual_pp",) if job.layout.virtual_pp > 1 else ()
     named = [name for name in ("schedule", "weights") if getattr(job.layout, name) != "auto"]
-    return {name: getattr(job.set_layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved, *named)}
+    return {name: getattr(job.layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved, *named)}
 
 
 def _measured_name(profile: WorkloadProfile) -> str:

@@ -33,16 +33,17 @@ def simulated_job(
 ) -> Job:
     """A job of ``model`` under one of the systems in ``wlb.job.config.PRESETS``.
 
-    ``micro_batches`` is for each data-parallel rank, by default the number of pipeline ranks. ``packing`` and
+    ``micro_batches`` is for each data-parallel rank, by default the number of pipeline ranks; a global batch has as
+    many windows. ``packing`` and
     ``sharding`` replace settings of the preset. ``layout`` are further fields of ``Layout`` and of ``Job``.
 
     Raises ``UserError`` for settings that no job could have.
     """
-    per_rank = pp if micro_batches is None else micro_batches
+    rank_windows = pp if micro_batches is None else micro_batches
     sizes = {field.name: layout.pop(field.name) for field in fields(Layout) if field.name in layout}
     shape = model_shape(model) if isinstance(model, str) else model
     packing_section, sharding_section = preset_sections(
-        preset, {"micro_batches": per_rank * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
+        preset, {"global_batch": rank_windows * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
     )
     tp = sizes.get("tp", 1)
     if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
@@ -75,16 +76,16 @@ def preset_sections(
 
 
 class NamedJob(NamedTuple):
-    """A model, a context window in tokens, and a layout; ``micro_batches`` per rank, by default ``pp``."""
+    """A model, a context window in tokens, and a layout; ``rank_micro_batches`` are by default ``pp``."""
 
     model: str
     context_window: int
     layout: Layout
-    micro_batches: int | None = None
+    rank_micro_batches: int | None = None
 
     def under(self, preset: str, **settings: Any) -> Job:
         """The job under one of the systems of ``PRESETS``; ``settings`` are further keywords of ``simulated_job``."""
-        sizes = vars(self.layout) | {"micro_batches": self.micro_batches}
+        sizes = vars(self.layout) | {"micro_batches": self.rank_micro_batches}
         return simulated_job(self.model, self.context_window, preset, **(sizes | settings))
 
 

@@ -60,7 +60,7 @@ class LevelSteps(StepSeconds):
         of_kinds = defaultdict[tuple[int, int], list[tuple[int, list[int]]]](list)
         for step, plan in enumerate(plans):
             for place, micro_batch in enumerate(plan.micro_batches):
-                ranks = np.array(micro_batch.ranks or range(costs.layout.cp))
+                ranks = np.array(micro_batch.ranks or range(costs.layout.pool_size))
                 of_kinds[len(ranks), nodes_of(ranks, costs.job.ranks_per_node)].append((len(runs), micro_batch.lengths))
                 runs.append((step, place, ranks))
         kinds = []
@@ -98,7 +98,7 @@ class LevelSteps(StepSeconds):
         forward, backward = (phase[:, 0, 0] for phase in self.stages)
         waits = waiting_for_weights(self.costs, forward[..., None])[..., 0] * ("weight gathers" in self.modelled)
         starts, ends = np.zeros_like(forward), np.zeros_like(forward)
-        free = [[0.0] * self.costs.layout.cp for _ in forward]
+        free = [[0.0] * self.costs.layout.pool_size for _ in forward]
         meet = "dp ranks" in self.modelled
         both, waiting = (forward + backward).tolist(), waits.tolist()  # lists: most micro-batches have one rank
         for step, place, group in self.runs:
@@ -128,7 +128,7 @@ class LevelSteps(StepSeconds):
         mean, slowest = (
             self._table([seconds(one, axis=-1) for one in computed])[:, 0] for seconds in (np.mean, np.max)
         )
-        busy = np.zeros((len(mean), self.costs.layout.cp))
+        busy = np.zeros((len(mean), self.costs.layout.pool_size))
         for step, place, ranks in self.runs:
             busy[step, ranks] += self.stages.both[step, 0, 0, place]
         return {
@@ -147,7 +147,7 @@ class LevelSteps(StepSeconds):
     @cached_property
     def gpu_seconds(self) -> Array:
         """Computing seconds of each GPU in the steps; shape (steps, 1, 1, cp)."""
-        seconds = np.zeros((self.runs[-1][0] + 1, self.costs.layout.cp))
+        seconds = np.zeros((self.runs[-1][0] + 1, self.costs.layout.pool_size))
         for kind in self.kinds:
             np.add.at(seconds, (kind.step[:, None], kind.ranks), kind.priced.micro_batch_seconds[0, 0])
         return (seconds / self._speeds)[:, None, None]
@@ -155,12 +155,12 @@ class LevelSteps(StepSeconds):
     @property
     def _speeds(self) -> Array:
         """Speeds of the ranks; all 1 if the job does not know them."""
-        return np.array(self.costs.job.speeds or [1.0] * self.costs.layout.cp)
+        return np.array(self.costs.job.speeds or [1.0] * self.costs.layout.pool_size)
 
     def _table(self, of_kinds: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Values of micro-batches, shape (steps, 1, micro-batches), or of their ranks, with a last axis cp."""
         steps, most = self.runs[-1][0] + 1, max(place for _, place, _ in self.runs) + 1
-        table = np.zeros((steps, 1, most, self.costs.layout.cp)[: of_kinds[0].ndim], of_kinds[0].dtype)
+        table = np.zeros((steps, 1, most, self.costs.layout.pool_size)[: of_kinds[0].ndim], of_kinds[0].dtype)
         for (step, place, ranks, _), values in zip(self.kinds, of_kinds, strict=True):
             rows = (step, 0, place) if values.ndim == 3 else (step[:, None], 0, place[:, None], ranks)
             table[rows] = values[0, 0]

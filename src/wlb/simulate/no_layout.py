@@ -40,10 +40,10 @@ def no_memory(space: SearchSpace, tried: int, fits: Holds) -> UserError:
 
 def no_division(space: SearchSpace, largest_tp: int, largest_pp: int, runs: Holds) -> UserError:
     """The error where no layout divides the global batch; ``runs`` says whether another space has one that does."""
-    windows = number_of(space.micro_batches, "window")
+    windows = number_of(space.global_batch, "window")
     step = f"a step of {windows} of {space.context_window} tokens (--batch-tokens)"
     tp = math.gcd(largest_tp, space.hardware.node_size)
-    most = tp * MOST_RANKS * space.micro_batches
+    most = tp * MOST_RANKS * space.global_batch
     if space.gpus > most:
         return UserError(
             f"{step} cannot use {_given(space)}: dp x pp is at most the {windows}, cp at most {MOST_RANKS} and tp at "
@@ -57,8 +57,8 @@ def no_division(space: SearchSpace, largest_tp: int, largest_pp: int, runs: Hold
         )
     )
     works = " or ".join(f"{gpus:,}" for gpus in (fewer, more) if gpus)
-    batches = (_multiple(space.micro_batches, size) for size in range(2, space.gpus + 1) if space.gpus % size == 0)
-    batch = next((one for one in sorted(batches) if runs(replace(space, micro_batches=one))), None)
+    batches = (_multiple(space.global_batch, size) for size in range(2, space.gpus + 1) if space.gpus % size == 0)
+    batch = next((one for one in sorted(batches) if runs(replace(space, global_batch=one))), None)
     helps = [
         *([f"use {works} GPUs"] if works else []),
         *([f"use --batch-tokens {batch * space.context_window} ({number_of(batch, 'window')})"] if batch else []),
@@ -79,7 +79,7 @@ def _given(space: SearchSpace) -> str:
 
 def _with_window(space: SearchSpace, window: int) -> SearchSpace:
     windows = min(space.batch_tokens // window, MOST_MICRO_BATCHES)
-    return replace(space, context_window=window, micro_batches=windows)
+    return replace(space, context_window=window, global_batch=windows)
 
 
 def _multiple(number: int, size: int) -> int:

@@ -86,5 +86,5 @@ def first_steps(
     ``warm_up`` steps are planned before them and left out.
     """
     costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(warm_up), steps)
-    while group := [*islice(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches))]:
+    while group := [*islice(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.step_micro_batches))]:
         yield group, simulate_steps(group, costs)

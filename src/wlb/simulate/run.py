@@ -72,8 +72,8 @@ class SimulationResult(Rate):
         """Which documents ranks share beyond the context-parallel groups of the layout, as a clause; possibly empty."""
         if self.sharing_ranks > 1:
             return f"Documents over {self.alone_tokens:,} tokens are shared by up to {self.sharing_ranks} ranks"
-        pool = self.job.layout.cp
-        return f"Pools of {pool} ranks share long documents" if pool != self.job.set_layout.cp else ""
+        layout = self.job.layout
+        return f"Pools of {layout.pool_size} ranks share long documents" if layout.pool_size != layout.cp else ""
 
     def speedup(self, base: SimulationResult) -> float:
         """Tokens per second, over those of ``base``."""
@@ -138,7 +138,7 @@ def simulate(
     rated = Rate(work_prices or job.work_prices)
     job = decide(job, lengths)
     where, imbalance = defaultdict[str, float](float), defaultdict[str, float](float)
-    gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
+    gpu_seconds = np.zeros((job.layout.pp, job.layout.pools, job.layout.pool_size))
     pairs = whole_pairs = 0.0
     delay = epochs = runs = alone = 0
     sharing = 1
@@ -150,7 +150,7 @@ def simulate(
         gpu_seconds += priced.gpu_seconds.sum(axis=0)
         delay += sum(plan.delay_token_steps for plan in plans)
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
-        runs += sum(len(one.ranks) or job.layout.cp for one in micro_batches)
+        runs += sum(len(one.ranks) or job.layout.pool_size for one in micro_batches)
         sharing = max([sharing, *(len(one.ranks) for one in micro_batches)])
         alone = max([alone, *(max(one.lengths) for one in micro_batches if len(one.ranks) == 1 and one.segments)])
         document, start, length = np.concatenate([plan.table for plan in plans]).T

@@ -29,7 +29,7 @@ from wlb.job.job import Job
 from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.schedules.layout import Layout
+from wlb.schedules.layout import Layout, divisors
 from wlb.simulate.decide import Packed, decide, with_stages
 from wlb.simulate.job import preset_sections, simulated_job
 from wlb.simulate.no_layout import no_division, no_memory
@@ -103,8 +103,8 @@ def fastest_layout(
     work = float(segment_seconds(prices, np.concatenate([plan.table for plan in plans])).sum())
     packed = [Packed.of_plan(plan) for plan in plans]
     bounded = sorted(((work / least_seconds(job, packed), job) for job in untried), key=_first_tried)
-    first, more = (max(1, min(_STEPS, windows // space.micro_batches)) for windows in (_FIRST_WINDOWS, _WINDOWS))
-    certain = min(_FARTHEST, _NEAR * math.sqrt(_CERTAIN / (first * space.micro_batches)))
+    first, more = (max(1, min(_STEPS, windows // space.global_batch)) for windows in (_FIRST_WINDOWS, _WINDOWS))
+    certain = min(_FARTHEST, _NEAR * math.sqrt(_CERTAIN / (first * space.global_batch)))
     found: list[Rated] = []
     settled: set[_Key] = set()  # less memory would gain nothing there
     for tried, (most, untried_job) in enumerate(bounded):
@@ -123,7 +123,7 @@ def fastest_layout(
     if not found:
         if space.layout is not None:
             least = untried[-1]  # with full checkpointing
-            if least.pools is None:
+            if not least.packing.is_balanced:
                 least = least.with_length_factor(least.least_length_factor)
             return SearchResult([Rated(decide(least, lengths), 0.0, 0.0)], 0)
         raise no_memory(space, len(untried), _has_room)
@@ -165,16 +165,16 @@ def least_seconds(job: Job, steps: Sequence[Packed]) -> float:
         return float((share * blocks + has_head * head).max() / layout.dp_cp)
     seconds = 0.0
     for of_blocks, of_head in of_steps:
-        dealt_to = [slice(rank, None, layout.dp) for rank in range(layout.dp)]
+        dealt_to = [slice(rank, None, layout.pools) for rank in range(layout.pools)]
         busy = [share * of_blocks[mine].sum() + has_head * of_head[mine].sum() for mine in dealt_to]
         shortest = float(of_blocks.min() * job.stage_shares.min()) * (not job.plans_operations)
-        seconds += float((np.max(busy, axis=0) + shortest * np.arange(layout.pp)).max()) / layout.cp
+        seconds += float((np.max(busy, axis=0) + shortest * np.arange(layout.pp)).max()) / layout.pool_size
     return seconds
 
 
 def layout_of(job: Job) -> str:
     """The layout that is set for ``job``, in one line."""
-    layout = job.set_layout
+    layout = job.layout
     interleaved = f" x {layout.virtual_pp} stages" if layout.virtual_pp > 1 else ""
     order = "" if layout.schedule == "auto" else f" {layout.schedule}"
     gathering = "" if layout.keeps_weights else ", weights gathered again"
@@ -187,8 +187,7 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
     Pipelines have one to eight stages per rank, or as many as are fixed. Nothing checks whether a model or a global
     batch can be cut so.
     """
-    small = [size for size in range(1, math.isqrt(space.gpus) + 1) if space.gpus % size == 0]
-    sizes = sorted({*small, *(space.gpus // size for size in small)})
+    sizes = divisors(space.gpus)
     tps = [tp for tp in sizes if tp <= _LARGEST_TP and space.hardware.node_size % tp == 0]
     for tp, cp, pp in product(tps, sizes, [pp for pp in sizes if pp <= _LARGEST_PP]):
         dp, rest = divmod(space.gpus, tp * cp * pp)
@@ -235,32 +234,28 @@ def _handlings(layout: Layout) -> Iterator[Layout]:
 def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
     """``preset`` in every layout that can run the global batch, with every kind of activation checkpointing."""
     packing, _ = preset_sections(preset, {})
-    pooled = packing.pools("auto") is not None
+    pooled = packing.is_balanced
     together = space.micro_batch_windows if packing.reads("micro_batch_windows") else 1
     kinds = get_args(Checkpointing) if space.checkpointing is None else [space.checkpointing]
     for layout in _layouts(space, pooled=pooled):
-        micro_batches, rest = divmod(space.micro_batches, layout.dp * together)
-        if pooled:
-            job = job_on(space, preset, layout, 1, global_batch=space.micro_batches)
-        elif rest or micro_batches < layout.pp:
+        each, rest = divmod(space.global_batch, layout.dp * together)
+        if not pooled and (rest or each < layout.pp):
             continue
-        else:
-            counted = {"micro_batch_windows": together} if together > 1 else {}
-            job = job_on(space, preset, layout, micro_batches, **counted)
+        job = job_on(space, preset, layout, **{"micro_batch_windows": together} if together > 1 else {})
         if job is not None:
             yield from (replace(job, activation_checkpointing=kind) for kind in kinds)
 
 
-def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int, **packing: int) -> Job | None:
-    """The job of ``system`` in one of ``meshes``, with ``micro_batches`` per rank; None if it cannot run.
+def job_on(space: SearchSpace, system: str, layout: Layout, **packing: Any) -> Job | None:
+    """The job of ``system`` in one of ``meshes``; None if it cannot run.
 
     Raises ``UserError`` instead if the layout was given.
     """
-    given: dict[str, Any] = {"hardware": space.hardware, "packing": packing, "micro_batches": micro_batches} | vars(
-        layout
-    )
+    packing = {"global_batch": space.global_batch} | packing
     try:
-        return simulated_job(space.shape, space.context_window, system, **given)
+        return simulated_job(
+            space.shape, space.context_window, system, hardware=space.hardware, packing=packing, **vars(layout)
+        )
     except UserError:
         if space.layout is not None:
             raise
@@ -272,7 +267,7 @@ def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | Non
 
     Pools that do not fit, or are slower than ``least_rate``, are skipped.
     """
-    if job.pools is None and job.packing.reads("max_length_factor"):
+    if not job.packing.is_balanced and job.packing.reads("max_length_factor"):
         room = largest_factor(job)
         return None if room is None else job.with_length_factor(min(float(job.packing.max_length_factor), room))
     try:
@@ -290,7 +285,7 @@ def _settled_by(job: Job, untried: Job) -> Iterator[_Key]:
     """What need not be tried if ``job``, decided from ``untried``, fits: what needs less memory and takes longer."""
     layout, _ = _key(untried)
     layouts = [layout] if layout.pp > 1 else [layout, replace(layout, weights="gathered")]
-    whole = job.pools is None and job.packing.max_length_factor == untried.packing.max_length_factor
+    whole = not job.packing.is_balanced and job.packing.max_length_factor == untried.packing.max_length_factor
     kinds = get_args(Checkpointing) if whole else [untried.activation_checkpointing]
     return product(layouts, kinds)
 
@@ -309,13 +304,13 @@ def _has_room(space: SearchSpace) -> bool:
 
 def _first_tried(bounded: tuple[float, Job]) -> tuple[bool, float]:
     most, job = bounded
-    return job.pools is not None and job.layout.pp > 1, -most
+    return job.packing.is_balanced and job.layout.pp > 1, -most
 
 
 def _interleaved(job: Job) -> list[Job]:
     """``job``, if it may run slices with one stage per rank, with more stages per rank."""
     layout = job.layout
-    if job.pools is None or layout.pp == 1 or layout.virtual_pp > 1 or layout.schedule != "auto":
+    if not job.packing.is_balanced or layout.pp == 1 or layout.virtual_pp > 1 or layout.schedule != "auto":
         return []
     more = (replace(layout, virtual_pp=stages, stage_blocks=None) for stages in _STAGES_PER_RANK[1:])
     return [replace(job, layout=one) for one in more if one.stages <= job.shape.layers]
@@ -324,8 +319,8 @@ def _interleaved(job: Job) -> list[Job]:
 def _packed(job: Job, lengths: DocumentLengths) -> list[StepPlan]:
     """The first steps of ``job``: the same in every layout, except for delayed documents and pools."""
     packing = job.packing
-    if job.pools is not None:  # pools neither cut nor delay documents, like other packing by the global batch
-        packing = PackingConfig().changed(method="fixed_greedy", window=1, micro_batches=job.global_batch)
+    if packing.is_balanced:  # it neither cuts nor delays documents, like other packing by the global batch
+        packing = PackingConfig().changed(method="fixed_greedy", window=1, global_batch=job.global_batch)
     alone = replace(job, layout=Layout(), packing=packing)
     return [*islice(StepPlanner(alone, lengths).plans(_warm_up(alone)), _STEPS)]
 

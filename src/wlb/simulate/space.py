@@ -20,7 +20,7 @@ PINNED = {"tp", "cp", "pp", "dp"}  # sizes that leave one layout
 class SearchSpace:
     """How many GPUs of which kind, and what they train.
 
-    ``micro_batches`` is the global batch in context windows. Only layouts with the ``fixed`` sizes (fields of
+    ``global_batch`` counts context windows. Only layouts with the ``fixed`` sizes (fields of
     ``Layout``) are tried, and only the given activation ``checkpointing``. Packers that fill windows put
     ``micro_batch_windows`` of them into a micro-batch.
     """
@@ -29,7 +29,7 @@ class SearchSpace:
     shape: ModelShape
     hardware: Hardware
     context_window: int
-    micro_batches: int
+    global_batch: int
     fixed: tuple[tuple[str, int | str], ...] = ()
     checkpointing: Checkpointing | None = None
     micro_batch_windows: int = 1
@@ -42,7 +42,7 @@ class SearchSpace:
 
     @property
     def batch_tokens(self) -> int:
-        return self.micro_batches * self.context_window
+        return self.global_batch * self.context_window
 
     @property
     def given(self) -> frozenset[str]:
@@ -52,8 +52,8 @@ class SearchSpace:
         return frozenset({name for name, value in settings.items() if value} | layout)
 
     def fixed_to(self, layout: Layout, checkpointing: Checkpointing | None = None) -> SearchSpace:
-        """The same with ``layout`` only, but for its blocks of stages."""
-        sizes = {name: size for name, size in vars(layout).items() if name != "stage_blocks"}
+        """The same with ``layout`` only, but for its pools and its blocks of stages."""
+        sizes = {name: size for name, size in vars(layout).items() if name not in ("stage_blocks", "pool")}
         return replace(self, fixed=tuple(sizes.items()), checkpointing=checkpointing)
 
     @property
@@ -76,14 +76,14 @@ def search_space(
     """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
     if gpus < 1:
         raise UserError(f"gpus = {gpus} is below 1; raise it")
-    micro_batches = batch_tokens // context_window
-    if micro_batches < 1:
+    global_batch = batch_tokens // context_window
+    if global_batch < 1:
         raise UserError(
             f"--batch-tokens {batch_tokens} is smaller than one context window of {context_window} tokens; raise it"
         )
-    if micro_batches > MOST_MICRO_BATCHES:
+    if global_batch > MOST_MICRO_BATCHES:
         raise UserError(
-            f"a global batch of {batch_tokens} tokens holds {micro_batches} windows of {context_window}, over "
+            f"a global batch of {batch_tokens} tokens holds {global_batch} windows of {context_window}, over "
             f"{MOST_MICRO_BATCHES}; lower it"
         )
     return SearchSpace(
@@ -91,7 +91,7 @@ def search_space(
         model_shape(model) if isinstance(model, str) else model,
         hardware_preset(hardware) if isinstance(hardware, str) else hardware,
         context_window,
-        micro_batches,
+        global_batch,
         tuple((fixed or {}).items()),
         checkpointing,
         micro_batch_windows,

@@ -119,10 +119,10 @@ class Steps(StepSeconds):
     def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
         """Steps of ``plans`` that are already dealt to data-parallel ranks, in which groups run in lock step."""
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
-        shape = len(plans), costs.layout.dp, costs.job.micro_batches_per_rank
+        shape = len(plans), costs.layout.pools, costs.job.rank_micro_batches
         shards = price_shards(
             [one.lengths for one in micro_batches],
-            costs.layout.cp,
+            costs.layout.pool_size,
             costs.job.sharding.strategy,
             costs.rank,
             [one.earlier if one.is_slice else None for one in micro_batches],

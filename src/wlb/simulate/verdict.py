@@ -292,7 +292,7 @@ class Verdict:
 
     @property
     def _one_layout(self) -> bool:
-        base, winner = (self.draws[0][name].job.set_layout for name in (self.base, self.winner))
+        base, winner = (self.draws[0][name].job.layout for name in (self.base, self.winner))
         return all(getattr(base, size) == getattr(winner, size) for size in ("tp", "pp", "virtual_pp", "dp_cp"))
 
 

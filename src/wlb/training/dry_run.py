@@ -42,7 +42,7 @@ class SyntheticStore(TokenStore):
 
     def __init__(self, config: JobConfig) -> None:
         """Documents for the first steps of ``config``, as many in every store, with the vocabulary of its model."""
-        documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _FIRST_STEPS, _MOST_DOCUMENTS)
+        documents = min(_DOCUMENTS_PER_WINDOW * config.packing.global_batch * _FIRST_STEPS, _MOST_DOCUMENTS)
         lengths = sample_lengths(documents, config.data.context_window)
         ends = np.cumsum(lengths)
         pointers, firsts = (ends - lengths) * _TOKEN_TYPE.itemsize, np.arange(documents + 1)

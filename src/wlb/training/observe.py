@@ -88,7 +88,7 @@ class Reporter:
         processes = number_of(self._job.layout.world_size, f"{execution.device.type} process")
         sizes = ", ".join(f"{name} = {size}" for name, size in self._job.sizes.items())
         documents = number_of(len(self._checked.store), "document")
-        longest = self._job.max_tokens // (self._job.layout.cp if self._job.levels_steps else 1)
+        longest = self._job.max_tokens // (self._job.layout.pool_size if self._job.levels_steps else 1)
         say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
         if config.training.calibrate and not (self._job.levels_steps and self._job.layout.tp == 1):
             say("wlb: note: training.calibrate needs level steps without tensor parallelism; it stays off here")

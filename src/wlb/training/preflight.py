@@ -77,7 +77,7 @@ def check_agreed(job: Job) -> None:
     if len(set(gathered(hashlib.sha256(decided.encode()).hexdigest()))) > 1:
         raise TrainingError(
             "ranks decided on different jobs; the token store, training.profile and the version of wlb-llm must be the "
-            "same on all machines, or give packing.max_length_factor, or parallel.pool and packing.pool_micro_batches"
+            "same on all machines, or give packing.max_length_factor, or parallel.pool and packing.rank_micro_batches"
         )
 
 

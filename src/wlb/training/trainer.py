@@ -76,8 +76,8 @@ class Trainer:
         self.model = model = build_model(checked, device)
         self.monitor = Monitor(config.metrics, device)
         calibrates = training.calibrate and job.levels_steps and job.layout.tp == 1
-        self.calibration = Calibration(training.calibrate, job.layout.cp, device) if calibrates else None
-        micro_batches, measured_by = job.micro_batches_per_rank, (self.monitor.clock, self.calibration)
+        self.calibration = Calibration(training.calibrate, job.layout.pool_size, device) if calibrates else None
+        micro_batches, measured_by = job.rank_micro_batches, (self.monitor.clock, self.calibration)
         self.runner = PipelineRunner(model.stages, job.layout, model.mesh, micro_batches, model.execution, *measured_by)
         self.checkpointer = Checkpointer(config.checkpoint, checked.model, model.stages, model.optimizers)
         progress = Progress(0, None)

@@ -141,12 +141,11 @@ def packer_for(method: str, job: Job, *, solver_seconds: float | None = None, **
     except UserError as error:
         raise UserError(f"method {method!r}: {error}") from None
     of_library = "fixed_greedy" if name == "fixed_solver" else name
-    sizes = {"method": of_library, "micro_batches": job.packing.micro_batches}
-    packing = PackingConfig.of(sizes | options, "packing")
-    prices = replace(job, packing=packing).packing_prices
+    sizes = {"method": of_library, "global_batch": job.global_batch}
+    job = replace(job, packing=PackingConfig.of(sizes | options, "packing"))
     if name != "fixed_solver":
-        return packing.packer(job.context_window, prices)
-    packer = FixedSolverPacker(packing.micro_batches, job.context_window, prices, packing)
+        return job.packing.packer(job.step_micro_batches, job.context_window, job.packing_prices)
+    packer = FixedSolverPacker(job.step_micro_batches, job.context_window, job.packing_prices, job.packing)
     packer.time_limit = solver_seconds
     return packer
 

@@ -123,7 +123,7 @@ def steps_chart(steps: Mapping[str, Timeline], verdict: Verdict) -> alt.Chart:
     rows: list[dict[str, Any]] = []
     for name, step in steps.items():
         layout, seconds = step.job.layout, steps[verdict.base].seconds / verdict.speed(name)
-        ranks = [*np.ndindex(layout.pp, layout.dp, layout.cp)]
+        ranks = [*np.ndindex(layout.pp, layout.pools, layout.pool_size)]
         shown = np.linspace(0, len(ranks) - 1, min(len(ranks), MOST_RANKS)).astype(int)
         system, scale = f"{name}: {seconds:.3g} s; {len(shown)} of {len(ranks)} ranks", seconds / step.seconds
         for row, (pp, dp, cp) in enumerate(ranks[place] for place in shown):

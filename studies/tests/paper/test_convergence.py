@@ -90,7 +90,7 @@ def test_every_method_is_a_valid_job(method, tmp_path):
     run = SeedRun(method, 0, 10, tmp_path)
     config = tmp_path / "job.toml"
     config.write_text(_to_toml(_settings(run, (tmp_path / "train", tmp_path / "held-out"))))
-    assert load_config(config).packing.micro_batches == training_runs.MICRO_BATCHES
+    assert load_config(config).packing.global_batch == training_runs.MICRO_BATCHES
 
 
 def test_a_failing_run_is_told_with_its_last_line(tmp_path):

@@ -169,7 +169,7 @@ def test_what_a_row_says_of_its_stack_goes_before_what_is_known_of_its_repositor
 @settings(max_examples=20, deadline=None)
 def test_lengths_are_the_documents_of_the_micro_batches_of_a_step(lengths):
     step = published_step({**ROW, "tp": 4, "seq_len": None, "global_batch": None, "lengths": lengths})
-    assert (step.job.layout.dp, step.job.micro_batches_per_rank) == (4, 2)
+    assert (step.job.layout.dp, step.job.rank_micro_batches) == (4, 2)
     packed = [MicroBatch(tuple(Segment(place, 0, length) for place, length in enumerate(one)), 0.0) for one in lengths]
     plan = StepPlan(0, tuple(tuple(packed[rank : rank + 2]) for rank in range(0, 8, 2)))
     assert step.seconds == pytest.approx(float(simulate_steps([plan], step.job).seconds[0]))
@@ -234,7 +234,7 @@ def test_functional_runs_are_of_a_table_and_a_kind_of_their_own():
 def test_a_row_is_the_step_that_its_documents_make():
     step = published_step({**ROW, "global_batch": 32, "note": "FSDP"})
     job = step.job
-    assert (job.layout.tp, job.layout.dp, job.micro_batches_per_rank, step.lengths) == (2, 8, 2, ((8192, 8192),))
+    assert (job.layout.tp, job.layout.dp, job.rank_micro_batches, step.lengths) == (2, 8, 2, ((8192, 8192),))
     documents = MicroBatch((Segment(0, 0, 8192), Segment(1, 0, 8192)), 0.0)
     plan = StepPlan(0, ((documents,) * 2,) * 8)
     assert step.seconds == pytest.approx(float(simulate_steps([plan], job).seconds[0]))
@@ -243,14 +243,14 @@ def test_a_row_is_the_step_that_its_documents_make():
 def test_pipelines_are_those_of_the_row():
     row = {**ROW, "repo": "NVIDIA-NeMo/Megatron-Bridge", "model": "LLAMA3_70B", "gpus": 64, "global_batch": 128}
     step = published_step({**row, "tp": 4, "pp": 4, "cp": 2, "vp": 5, "micro_batch": 1, "recompute": "none"})
-    assert (step.job.layout.virtual_pp, step.job.layout.schedule, step.job.micro_batches_per_rank) == (
+    assert (step.job.layout.virtual_pp, step.job.layout.schedule, step.job.rank_micro_batches) == (
         5,
         "interleaved_1f1b",
         64,
     )
     local = {"model": "llama3.1-405b", "gpus": 512, "tp": 8, "pp": 8, "micro_batch": 32, "global_batch": 256}
     step = published_step({**ROW, **local, "note": "Interleaved 1F1B, AsyncTP"})
-    assert (step.job.micro_batches_per_rank, len(step.lengths[0]), step.job.layout.virtual_pp) == (8, 4, 2)
+    assert (step.job.rank_micro_batches, len(step.lengths[0]), step.job.layout.virtual_pp) == (8, 4, 2)
     assert "micro-batches of 4 sequences, and 2 stages a rank" in step.assumed
 
 

@@ -196,7 +196,7 @@ CHANGES: list[dict[str, Any]] = [
     {"dp": 4, "cp": 2},
     {"context_window": 1500},
     {"preset": "wlb-llm"},
-    {"preset": "balanced", "pool": 1, "pool_micro_batches": 3},
+    {"preset": "balanced", "pool": 1, "rank_micro_batches": 3},
     {"model": "7b"},
     {"epochs": 3},
 ]
@@ -239,7 +239,7 @@ def test_epochs_are_added_after_the_last_one_was_drained():
         (2, {"seed": 7}, "saved with seed = 0 and this run has 7"),
         (2, {"shuffle": False}, "saved with shuffle = True and this run has False"),
         (2, {"lengths": LENGTHS[::-1]}, "saved with digest of lengths = "),
-        (3, {"micro_batches": 4}, "inside a step with pool_micro_batches = 2 and this run has 4"),
+        (3, {"micro_batches": 4}, "inside a step with rank_micro_batches = 2 and this run has 4"),
         (3, {"context_window": 1500}, "inside a step with context_window = 1024 and this run has 1500"),
     ],
 )
@@ -271,10 +271,12 @@ def test_own_prices_are_packed_by():
 
 
 def test_pools_are_chosen_where_asked():
-    assert sampler([900] * 8, micro_batches=1, model="7b", pool="auto", max_length_factor="auto").job.layout.cp == 2
-    assert sampler([50] * 300, pool=1).job.layout.cp == 1
-    assert sampler([50] * 300, pool=2).job.layout.cp == 2
-    assert sampler([50] * 300, pool="auto").job.layout.cp == 1
+    assert (
+        sampler([900] * 8, micro_batches=1, model="7b", pool="auto", max_length_factor="auto").job.layout.pool_size == 2
+    )
+    assert sampler([50] * 300, pool=1).job.layout.pool_size == 1
+    assert sampler([50] * 300, pool=2).job.layout.pool_size == 2
+    assert sampler([50] * 300, pool="auto").job.layout.pool_size == 1
 
 
 def test_processes_and_states_with_other_phases_are_told_apart():

@@ -137,7 +137,7 @@ def test_a_trainer_resumes_with_other_settings_and_loses_nothing(two_processes: 
     folder, save = str(tmp_path), {**SAVING, "gradient_accumulation_steps": 4}
     shutil.copytree(one.folder, folder, dirs_exist_ok=True)
     seen.update(train(folder, True, **save, max_steps=12, save_only_model=True)[1])
-    elastic = {"context_window": 160, "preset": "balanced", "pool": 1, "pool_micro_batches": 3}
+    elastic = {"context_window": 160, "preset": "balanced", "pool": 1, "rank_micro_batches": 3}
     seen.update(train(folder, True, elastic, **save)[1])
     assert seen == dict.fromkeys(range(len(DATA)), 2)
 
@@ -179,7 +179,7 @@ SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
 PLANNINGS: tuple[tuple[dict[str, Any], int, float], ...] = (  # planning, readers of a document, label smoothing
     ({}, 1, 0.0),
     ({"cp": 2}, 2, 0.1),
-    ({"preset": "balanced", "pool": 2, "pool_micro_batches": 3}, 2, 0.0),
+    ({"preset": "balanced", "pool": 2, "rank_micro_batches": 3}, 2, 0.0),
 )
 
 

@@ -16,7 +16,6 @@ from wlb.job.job import MemoryLimit
 from wlb.job.memory.fit import fits, largest_factor, predicted_memory
 from wlb.job.memory.layers import LayerMemory
 from wlb.job.planner import StepPlanner
-from wlb.packing.options import Pools
 from wlb.simulate import simulated_job
 
 
@@ -30,7 +29,7 @@ from wlb.simulate import simulated_job
 def test_auto_is_the_largest_factor_that_fits(preset, layout, window, number_of_bytes):
     job = simulated_job("tiny", window, preset, **layout).with_length_factor("auto")
     job = replace(job, limit=MemoryLimit(number_of_bytes, "this test"))
-    factor, most = largest_factor(job), job.packing.largest_auto_factor(job.packing.micro_batches)
+    factor, most = largest_factor(job), job.packing.largest_auto_factor(job.step_micro_batches, job.global_batch)
     if factor is None:
         assert not fits(job.with_length_factor(1.0))
         return
@@ -45,19 +44,19 @@ def test_auto_is_the_largest_factor_that_fits(preset, layout, window, number_of_
 
 @pytest.mark.parametrize("share", [0.5, 0.999, 1.0, 1.2, 10.0])
 def test_of_pools_it_leaves_room_for_an_even_share(share):
-    job = simulated_job("tiny", 4096, "balanced", dp=4, pp=2).with_pools(Pools(2, 4, "even", 8))
+    job = simulated_job("tiny", 4096, "balanced", dp=4, pp=2).with_pools("even", 2, 4)
     options, least = job.packing, job.least_length_factor
     needed = predicted_memory(job.with_length_factor(least)).total
     factor = largest_factor(replace(job, limit=MemoryLimit(share * needed, "this test")))
     assert (factor is None) == (share < 1)
-    assert factor is None or least <= factor <= options.largest_auto_factor(job.packing.micro_batches)
+    assert factor is None or least <= factor <= options.largest_auto_factor(job.step_micro_batches, job.global_batch)
 
 
 @pytest.mark.parametrize("recomputing", ["none", "keep_attention"])
 def test_planned_lists_hold_no_more_than_predicted_where_scores_are_most_of_it(recomputing):
     """The last pipeline rank holds scores of many micro-batches at once: of all slices of a document at least."""
     job = simulated_job("llama3-8b", 131_072, activation_checkpointing=recomputing, pp=4, tp=4, virtual_pp=2)
-    job = job.with_pools(Pools(1, 16, "slices", 8)).with_length_factor(1.0)
+    job = replace(job, packing=job.packing.changed(global_batch=8)).with_pools("slices", 1, 16).with_length_factor(1.0)
     parts, leaves = predicted_memory(job).parts, [job.stage_blocks[stage] for stage in (3, 7)]
     predicted = sum(parts[name] for name in ("activations", "scores", "kept keys and values"))
     most = 0

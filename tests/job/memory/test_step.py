@@ -46,7 +46,7 @@ def freeing(job: Job) -> Job:
 
 
 def total(job: Job, tokens: int) -> int:
-    return predict_memory(job, [tokens] * job.micro_batches_per_rank).total
+    return predict_memory(job, [tokens] * job.rank_micro_batches).total
 
 
 def stage_blocks(job: Job) -> list[int]:
@@ -129,8 +129,8 @@ def test_more_ranks_never_need_more(job_, tokens, dimension):
     if dimension == "tp" and wider.tp > SHAPE.kv_heads:
         return
     slack = 1.02 if layout.dp_cp > 1 or dimension == "tp" else 1.2  # collectives have buffers
-    count = job_.micro_batches_per_rank
-    wide = replace(job_, layout=wider, packing=job_.packing.changed(micro_batches=count * wider.dp))
+    count = job_.rank_micro_batches
+    wide = replace(job_, layout=wider, packing=job_.packing.changed(global_batch=count * wider.dp))
     assert total(wide, tokens) <= slack * total(job_, tokens)
 
 
@@ -138,9 +138,9 @@ def test_more_ranks_never_need_more(job_, tokens, dimension):
 @given(jobs(), st.integers(1, 10_000), st.integers(1, 10), st.booleans())
 def test_equal_micro_batches_are_walked_through_until_they_repeat(job_, tokens, rounds, more):
     size = job_.layout.pp + (more and rounds < job_.layout.pp)  # of a round
-    packing = job_.packing.changed(micro_batches=rounds * size * job_.layout.dp)
+    packing = job_.packing.changed(global_batch=rounds * size * job_.layout.dp)
     longer = replace(job_, packing=packing, data=job_.data.model_copy(update={"context_window": tokens}))
-    assert predicted_memory(longer) == predict_memory(longer, [tokens] * longer.micro_batches_per_rank)
+    assert predicted_memory(longer) == predict_memory(longer, [tokens] * longer.rank_micro_batches)
 
 
 class _Forgetful(dict[Any, Any]):
@@ -151,7 +151,7 @@ class _Forgetful(dict[Any, Any]):
 @settings(max_examples=examples(30), deadline=None)
 @given(jobs(), st.sampled_from([64, 4096]))
 def test_no_rank_that_is_left_out_holds_most(job_, tokens):
-    rows = [tokens] * job_.micro_batches_per_rank
+    rows = [tokens] * job_.rank_micro_batches
     every_rank = [predict_rank_memory(job_, rows, rank).total for rank in range(job_.layout.pp)]
     assert max(every_rank) == max(every_rank[rank] for rank in unlike_ranks(job_))
 

@@ -60,7 +60,7 @@ def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
 
 def test_the_first_loss_is_that_of_transformers(tmp_path: Path, store: TokenStore) -> None:
     save_random_model("qwen3", tmp_path / "model", torch.float32)
-    config = _job(tmp_path, training={"steps": None, "dtype": "float32"}, packing={"micro_batches": 1})
+    config = _job(tmp_path, training={"steps": None, "dtype": "float32"}, packing={"global_batch": 1})
     run_ranks(1, train, config)
     rows = read_steps(tmp_path)
     model, total, labels = load_model(tmp_path / "model", torch.float32), 0.0, 0

@@ -57,8 +57,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 LONG = 1024  # a window of several tiles of slices
 GROUPED: dict[str, dict[str, Any]] = {
     "level": {"grouping": "level"},
-    "slices": {"grouping": "slices", "pool_micro_batches": 8},
-    "whole": {"grouping": "even", "pool_micro_batches": 3},
+    "slices": {"grouping": "slices", "rank_micro_batches": 8},
+    "whole": {"grouping": "even", "rank_micro_batches": 3},
 }
 END = {"steps": None}  # of the epoch
 
@@ -73,7 +73,7 @@ def configure(folder: Path, key: str, **changes: dict[str, Any]) -> JobConfig:
     packing = GROUPED.get(method, {"method": method or "balanced"})
     sections: dict[str, dict[str, Any]] = {
         "model": {"layers": 4, "kv_heads": 2, "vocab_size": 68},
-        "packing": {"micro_batches": 4, **packing},
+        "packing": {"global_batch": 4, **packing},
         "parallel": LAYOUTS[layout],
         "data": {"context_window": window},  # so small that a planner takes in the documents of several steps at once
         "training": {"dtype": "float64", "steps": 4},
@@ -166,9 +166,9 @@ def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tm
 @pytest.mark.parametrize(
     ("saved", "resumed", "changes"),
     [
-        ("pp", "dp-cp", {"packing": {"micro_batches": 6}}),
-        exhaustive("dp", "dp3", {"packing": {"micro_batches": 6}}),
-        exhaustive("interleaved", "alone", {"packing": {"micro_batches": 6}}),
+        ("pp", "dp-cp", {"packing": {"global_batch": 6}}),
+        exhaustive("dp", "dp3", {"packing": {"global_batch": 6}}),
+        exhaustive("interleaved", "alone", {"packing": {"global_batch": 6}}),
     ],
 )
 def test_resuming_a_job_that_was_changed_trains_every_document_once(straight, saved, resumed, changes, tmp_path):

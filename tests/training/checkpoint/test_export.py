@@ -112,7 +112,7 @@ def test_the_tokenizer_that_was_trained_for_the_store_comes_along(tmp_path: Path
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("a rose is a rose is a rose. " * 20)
     assert _wlb(monkeypatch, "prepare", tmp_path / "text", "--out", tmp_path / "store", "--train-bpe", 260) == 0
-    config = _job(tmp_path, data={"context_window": 64}, training={"steps": 1}, packing={"micro_batches": 1})
+    config = _job(tmp_path, data={"context_window": 64}, training={"steps": 1}, packing={"global_batch": 1})
     run_ranks(1, train, load_config(config))
     assert _wlb(monkeypatch, "export", config, "--out", tmp_path / "out") == 0
     assert "tokenizer: tokenizer.json, tokenizer_config.json" in capsys.readouterr().out

@@ -79,7 +79,7 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
             model = build_model(checked, torch.device("cpu"))
         job, cpu = checked.job, torch.device("cpu")
         monitor = Monitor(config.metrics, cpu)
-        per_rank = job.micro_batches_per_rank
+        per_rank = job.rank_micro_batches
         runner = PipelineRunner(model.stages, job.layout, model.mesh, per_rank, model.execution, monitor.clock)
         monitor.exchange = unset_fake_temporarily()(monitor.exchange)  # type: ignore[method-assign]
         for optimizer in model.optimizers:

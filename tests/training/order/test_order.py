@@ -42,7 +42,7 @@ def calls_of(
         model={"layers": stages, "heads": 4, "kv_heads": 4, "vocab_size": 64, "tied_embeddings": tied},
         data={"seed": seed},
         parallel=parallel,
-        packing={"micro_batches": 2 * ranks * parallel.get("pp", 1)},
+        packing={"global_batch": 2 * ranks * parallel.get("pp", 1)},
         training={"activation_checkpointing": checkpointing},
     )
     runs = run_fake_ranks(config, hardware, range(config.parallel.layout.world_size), STEPS)

@@ -60,7 +60,7 @@ class PlannedBatchSampler:
             alike = "a batch sampler gives all processes equally many batches"
             raise UserError(f"{alike}; for own_lists use packed_batches")
         self.rank, self._epochs = rank, epochs
-        self._dp_rank = (rank or 0) // self.job.layout.cp
+        self._dp_rank = (rank or 0) // self.job.layout.pool_size
         self._lengths: dict[int, int] = {}  # batches of a pass, by its first epoch
         self._state: dict[str, Any] | None = None  # to begin with
         self._batches = self._begun(None, 0)

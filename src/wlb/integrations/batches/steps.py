@@ -76,7 +76,7 @@ def balanced_job(
             windows *= dp  # L_max of all ranks together
         packing |= {"grouping": "level", "max_length_factor": windows}
     elif preset == "balanced" and packing.get("method", "balanced") == "balanced":
-        usual = {"pool_micro_batches": micro_batches, "max_length_factor": _WINDOWS} if pool is None else {}
+        usual = {"rank_micro_batches": micro_batches, "max_length_factor": _WINDOWS} if pool is None else {}
         packing, pool = {"grouping": "even"} | usual | packing, pool or cp
     if isinstance(pool, int) and (pool < 1 or dp * cp % pool):
         raise UserError(f"pool = {pool} does not divide the dp x cp = {dp * cp} ranks; give a divisor")
@@ -86,9 +86,11 @@ def balanced_job(
     priced: dict[str, Any] = {"hardware": hardware, "profile": measured, "packed_by": workload}
     job = simulated_job(model or (measured.model if measured else "7b"), context_window, preset, **sizes, **priced)
     data = job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong)
-    job = replace(job, data=data, pool=pool or "auto", phases=phases)
-    if lengths is None and job.pools and not own_lists and "auto" in (job.pools.size, job.pools.micro_batches):
-        raise UserError("a stream has no lengths to choose pools by; give pool and pool_micro_batches")
+    layout = replace(job.layout, pool=None if pool == "auto" else pool)
+    job = replace(job, data=data, layout=layout, phases=phases)
+    undecided = layout.pool is None or job.packing.rank_micro_batches == "auto"
+    if lengths is None and job.packing.is_balanced and not own_lists and undecided:
+        raise UserError("a stream has no lengths to choose pools by; give pool and rank_micro_batches")
     decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=not own_lists)
     # A loop may need less memory than our trainer: if nothing fits, memory cannot decide L_max.
     return decided if fits(decided) else decided.with_length_factor(job.packing.max_length_factor)
@@ -213,9 +215,9 @@ def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any], tokens: str
         **job.packing.in_use(),
         "context_window": job.context_window,
         "overlong": job.data.overlong,
-        "micro_batches": job.micro_batches_per_rank,
-        "dp": job.layout.dp,
-        "cp": job.layout.cp,
+        "micro_batches": job.rank_micro_batches,
+        "dp": job.layout.pools,
+        "cp": job.layout.pool_size,
         "prices": [f"{seconds:.6g}" for seconds in job.packing_prices.document_seconds(probes)],
     }
 

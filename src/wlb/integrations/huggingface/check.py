@@ -203,7 +203,7 @@ def check_trainer(trainer: Any, steps: PackedSteps, documents: Any) -> None:
     because a mask could hide what documents attend. All processes train the same documents, so that they fail together.
     Under DeepSpeed, and with an optimizer that steps in the backward, it warns and compares nothing.
     """
-    wrapped, cp = trainer.model_wrapped, steps.job.layout.cp
+    wrapped, cp = trainer.model_wrapped, steps.job.layout.pool_size
     model = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     hooked = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
     if getattr(trainer, "is_deepspeed_enabled", False) or hooked:
@@ -280,7 +280,7 @@ def _checked_documents(steps: PackedSteps) -> tuple[list[int], list[int]]:
     """The longest document that one rank can hold with a few short ones, and several short ones; all with labels."""
     order = np.argsort(steps.lengths, kind="stable")
     tokens = steps.lengths[order]
-    fits = tokens <= max(tokens[0], min(_TOKENS, steps.job.max_tokens // steps.job.layout.cp))
+    fits = tokens <= max(tokens[0], min(_TOKENS, steps.job.max_tokens // steps.job.layout.pool_size))
     chosen = order[fits & (tokens > 1)].tolist() or order[fits].tolist()
     return [chosen[-1], *chosen[: min(_BESIDE, len(chosen) - 1)]], chosen[:_SHORT]
 

@@ -88,7 +88,7 @@ class _BalancedTrainer:
         self.args.ignore_data_skip = True  # the loader knows where to begin
         self._wlb_steps = self._wlb_planned_steps()
         # Pools may have another number of micro-batches than the arguments.
-        self.args.gradient_accumulation_steps = self._wlb_steps.job.micro_batches_per_rank
+        self.args.gradient_accumulation_steps = self._wlb_steps.job.rank_micro_batches
         self._wlb_planned = self._wlb_planned_by()
         self._wlb_begin = 0, 0.0, self._wlb_steps.state_dict()
         self._wlb_loader = None
@@ -96,7 +96,7 @@ class _BalancedTrainer:
         self._wlb_share_in(self.model)
 
     def _wlb_share_in(self: Any, model: Any) -> None:
-        if "_wlb_steps" in vars(self) and self._wlb_steps.job.layout.cp > 1:
+        if "_wlb_steps" in vars(self) and self._wlb_steps.job.layout.pool_size > 1:
             register_attention(model)  # even if the model uses FlashAttention
 
     def call_model_init(self: Any, *positional: Any, **arguments: Any) -> Any:
@@ -239,7 +239,7 @@ class TrainLoader:
     """
 
     def __init__(self, steps: PackedSteps, max_steps: int, begin: tuple[int, float, Mapping[str, Any]]) -> None:
-        self._steps, self._begin, self._wanted = steps, begin, steps.job.micro_batches_per_rank
+        self._steps, self._begin, self._wanted = steps, begin, steps.job.rank_micro_batches
         self._inner: dict[int, PackedBatch] = {}  # neither first nor last in their step, by the id of their inputs
         self.rewind()
         plans = [*islice(steps.plans(), _PLANNED if max_steps > 0 else None)]

@@ -30,7 +30,7 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     if job.plans_operations:
         return _planned_memory(job, limit)
     longest, rest = job.max_tokens, job.most_step_tokens
-    count = _EVEN_MICRO_BATCHES if job.levels_steps else job.micro_batches_per_rank
+    count = _EVEN_MICRO_BATCHES if job.levels_steps else job.rank_micro_batches
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
     if rest is None or job.levels_steps or rest // longest >= walked:  # as full as a step of only longest micro-batches
         more = (count - walked) * largest_share(job, longest) * BATCH_BYTES
@@ -50,7 +50,7 @@ def _planned_memory(job: Job, limit: float) -> MemoryEstimate:
     micro-batches with slices of one document, if they hold more. The longest micro-batch needs more while it runs, and
     keys and values are kept of slices.
     """
-    count, usual = job.micro_batches_per_rank, largest_share(job, job.in_flight_length)
+    count, usual = job.rank_micro_batches, largest_share(job, job.in_flight_length)
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
     ranks = rank_memories(job, [usual] * walked, limit)
     if ranks[-1].total > limit:
@@ -90,12 +90,12 @@ def largest_factor(job: Job) -> float | None:
 
     A multiple of 1/64 window; if the tokens of a step are bounded, one of 64 values from the smallest to the largest.
     """
-    most = job.packing.largest_auto_factor(job.packing.micro_batches)
+    most = job.packing.largest_auto_factor(job.step_micro_batches, job.global_batch)
     if job.most_step_tokens is None:
         factors = [count / _FACTORS for count in range(_FACTORS, math.ceil(most * _FACTORS) + 1)]
     else:
         least = job.least_length_factor
-        steps = _FACTORS * (job.layout.cp if job.levels_steps else 1)  # steps of the share of a rank
+        steps = _FACTORS * (job.layout.pool_size if job.levels_steps else 1)  # steps of the share of a rank
         factors = [least + (most - least) * count / steps for count in range(steps + 1)]
     fitting = bisect_left(factors, True, key=lambda factor: not fits(job.with_length_factor(factor)))
     return factors[fitting - 1] if fitting else None
@@ -113,8 +113,8 @@ def too_large(job: Job, *, resumes: bool = False) -> str | None:
         remedies.append(f'set training.activation_checkpointing = "full" ({smaller} GiB)')
     anew = " (of a new job, with another checkpoint.dir)" if resumes else ""
     shorter = "lower packing.max_length_factor or"
-    if job.pools is not None:  # L_max is then what the documents need
-        shorter = "raise packing.pool_micro_batches, lower"
+    if job.packing.is_balanced:  # L_max is then what the documents need
+        shorter = "raise packing.rank_micro_batches, lower"
     remedies.append(f"{shorter} data.context_window{anew}, raise parallel.cp, tp, pp or dp")
     return (
         f"with micro-batches of {job.max_tokens} tokens a process needs up to {estimate}, over the "

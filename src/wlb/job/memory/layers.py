@@ -146,7 +146,7 @@ class LayerMemory:
         """
         own = self.rows * self.out * self.compute + self.log_sum_exp
         own_grads = self.rows * (self.query + self.key_value) * self.compute + self._kernel_workspace()
-        if self.job.layout.cp == 1:
+        if self.job.layout.pool_size == 1:
             return own, own_grads
         moved = self.exchange.moved * self.compute
         exchanged = 3 * moved * self.exchanged
@@ -208,7 +208,7 @@ class LayerMemory:
 
 def held_of_token(job: Job) -> float:
     """Bytes that a block keeps of a token for its backward, on each rank of the group that shares the token's rows."""
-    return LayerMemory(job, _ROWS).block().held / (_ROWS * job.layout.cp)
+    return LayerMemory(job, _ROWS).block().held / (_ROWS * job.layout.pool_size)
 
 
 def kept_share(job: Job) -> float:
@@ -217,7 +217,7 @@ def kept_share(job: Job) -> float:
     Those of the whole group for later slices, and the received ones for its own backward.
     """
     layers = LayerMemory(job, _ROWS)
-    kept = (2 * job.layout.cp - 1) * _ROWS * layers.exchanged * layers.compute
+    kept = (2 * job.layout.pool_size - 1) * _ROWS * layers.exchanged * layers.compute
     return kept / layers.blocks(range(1))[0].held
 
 
@@ -244,9 +244,9 @@ def master_bytes(job: Job) -> int:
 
 def _largest_exchange(job: Job, rows: int) -> Exchange:
     """At most an even share of tokens is kept, and all tokens of the other ranks moved, as for a single document."""
-    if job.layout.cp == 1:
+    if job.layout.pool_size == 1:
         return Exchange(0, 0)
-    moved = (job.layout.cp - 1) * rows
+    moved = (job.layout.pool_size - 1) * rows
     if job.levels_steps:  # a shared micro-batch has a single document
         moved = min(moved, job.context_window)
     return Exchange(rows, moved)

@@ -96,7 +96,7 @@ def predict_rank_memory(
 
 def largest_share(job: Job, tokens: int) -> int:
     """The most tokens of a micro-batch that a context-parallel rank holds."""
-    return -(-tokens // job.layout.cp)
+    return -(-tokens // job.layout.pool_size)
 
 
 class _WalkedPass(NamedTuple):

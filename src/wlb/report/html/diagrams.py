@@ -65,7 +65,7 @@ def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -
     height = 20.0 if pp <= 8 else 13.0
     for dp, cp in groups:
         for rank in range(pp):
-            shown = f"dp {dp} pp {rank}" if step.job.layout.dp > 1 else f"pp {rank}"
+            shown = f"dp {dp} pp {rank}" if step.job.layout.pools > 1 else f"pp {rank}"
             shown = f"cp {cp}" if step.job.levels_steps else shown
             shapes.append(text(_ROWS_LEFT - 6, top + (rank + 0.5) * height + 4, shown, "end", "tick"))
         paths = defaultdict[str, str](str)

@@ -37,9 +37,9 @@ class HeldOut:
         assert evaluation.store is not None, "evaluating needs evaluation.store"
         self.store = TokenStore.open(evaluation.store)
         segments, window = _segments(self.store, evaluation, job.data), job.context_window
-        packed_by: dict[str, Any] = {"micro_batches": job.packing.micro_batches, "workload": job.packing_prices}
+        packed_by: dict[str, Any] = {"micro_batches": job.step_micro_batches, "workload": job.packing_prices}
         packer = make_packer("fixed_greedy", context_window=window, **packed_by)
-        self.plans = [arrange(p, job.layout.dp, order="arrival") for p in packer.plan(segments) + packer.drain()]
+        self.plans = [arrange(p, job.layout.pools, order="arrival") for p in packer.plan(segments) + packer.drain()]
         self._boundaries = [256, *takewhile(lambda length: length <= window, (4**power for power in count(5)))]
         self.buckets = [f"{start}-{stop - 1}" for start, stop in pairwise([1, *self._boundaries])]
         self.buckets.append(f"{self._boundaries[-1]}+")

@@ -37,7 +37,7 @@ class JobMesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> JobMesh:
-    """Arrange all processes as pp x dp x cp x tp, tensor-parallel ranks next to each other.
+    """Arrange all processes as pp x dp x cp x tp, tensor-parallel ranks next to each other; cp is the size of pools.
 
     The dimension that communicates most varies fastest, so it stays inside a node (WLB-LLM, section 2.1).
     """
@@ -53,4 +53,4 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
 
 def mesh_shape(layout: Layout) -> tuple[int, ...]:
     """The sizes of ``MESH_DIMENSIONS``."""
-    return tuple(getattr(layout, name) for name in MESH_DIMENSIONS)
+    return layout.pp, layout.pools, layout.pool_size, layout.tp

@@ -56,7 +56,7 @@ class PackedOptions(JobOptions):
         space = question.space
         check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
         job = question.fastest(BASELINE, lengths).job
-        packing, sharding = preset_sections(BALANCED, {"micro_batches": job.packing.micro_batches})
+        packing, sharding = preset_sections(BALANCED, {"global_batch": job.global_batch})
         return AskedJob(replace(job, packing=packing, sharding=sharding), question.priced_by)
 
     def given_again(self, context: typer.Context, job: Job) -> list[str]:

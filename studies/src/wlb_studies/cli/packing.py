@@ -108,7 +108,7 @@ def _compared_methods(
         "methods": comparison_json(results),
         "workload": found.priced_by,
         "context_window": job.context_window,
-        "micro_batches": job.packing.micro_batches,
+        "micro_batches": job.step_micro_batches,
         "dp": job.layout.dp,
         "pp": job.layout.pp,
         "overlong": {"policy": asked.overlong, **asdict(overlong)},
@@ -124,13 +124,13 @@ def documents_of(
     filled = int(tokens.sum()) // (job.global_batch * job.context_window)
     if steps is None and filled > _MANY_STEPS:
         note(f"the documents fill {filled:,} steps; --steps N takes as many as fill N")
-    return documents_for(tokens, job.packing.micro_batches, job.context_window, overlong=overlong, steps=steps)
+    return documents_for(tokens, job.global_batch, job.context_window, overlong=overlong, steps=steps)
 
 
 def title_of(job: Job, priced_by: Mapping[str, str | int]) -> str:
     from wlb.simulate.search import layout_of
 
-    micro_batches = number_of(job.packing.micro_batches, "micro-batch")
+    micro_batches = number_of(job.step_micro_batches, "micro-batch")
     sizes = f"window {job.context_window:,}, {micro_batches} a step, {layout_of(job)}"
     return f"{sizes}\nsimulated with {listed(priced_by)}"
 

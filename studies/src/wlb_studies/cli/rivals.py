@@ -78,7 +78,7 @@ def rivals(
     steps = outcomes[0].steps
     passes = epochs(space, documents, steps)
     title = (
-        f"{given.gpus:,} GPUs, {given.model}, {space.micro_batches} windows of {space.context_window:,} tokens a step"
+        f"{given.gpus:,} GPUs, {given.model}, {space.global_batch} windows of {space.context_window:,} tokens a step"
     )
     if plot is not None:
         draw_speeds(plot, outcomes, title)

@@ -108,7 +108,7 @@ def _trials(documents: Sequence[Segment], asked: TuneOptions, job: Job) -> list[
     with counted("trying settings") as on_trial:
         return search(
             [document.length for document in documents],
-            job.packing.micro_batches,
+            job.step_micro_batches,
             job.context_window,
             job.packed_by or job.workload,
             PackingOptions(method="variable_length").changed(**delay),

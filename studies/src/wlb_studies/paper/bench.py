@@ -91,7 +91,7 @@ class Bench:
     def fastest(self, preset: str, schedules: Sequence[str] = ("auto",), **sizes: int) -> SimulationResult:
         """Simulate ``preset`` in its fastest layout of these ``sizes``, on as many GPUs with the same global batch."""
         job, layout = self._job, self._job.layout
-        windows = layout.dp * (job.micro_batches or layout.pp)
+        windows = layout.dp * (job.rank_micro_batches or layout.pp)
         found = [
             fastest_layout(
                 search_space(

@@ -16,7 +16,7 @@ from wlb_studies.paper.bench import ASSUMED, Bench, corpus
 
 _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]
-_WIDE = _JOB._replace(layout=replace(_JOB.layout, dp=4), micro_batches=16)
+_WIDE = _JOB._replace(layout=replace(_JOB.layout, dp=4), rank_micro_batches=16)
 _WIDE_SHARE = 4  # share of the steps, since each has 16 times as many documents
 # Preset and changed settings.
 REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,7 +35,7 @@ def run(settings: Settings) -> Report:
     wide = _speedups(Bench(_WIDE, documents, max(1, steps // _WIDE_SHARE), settings), settings)
     on_64, on_256 = (
         Column("64 GPUs", "simulated"),
-        Column(f"dp {_WIDE.layout.dp}, {_WIDE.micro_batches} micro-batches a rank", "simulated"),
+        Column(f"dp {_WIDE.layout.dp}, {_WIDE.rank_micro_batches} micro-batches a rank", "simulated"),
     )
     table = Table(
         "speedup over Plain-4D",

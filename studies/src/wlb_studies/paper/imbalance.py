@@ -136,14 +136,14 @@ def _draw(found: dict[str, Latency], path: Path) -> None:
     sorted_axis.set(xlabel="GPUs, slowest first", ylabel="computing, over the mean", title="all GPUs")
     plain = _median_step(found["plain-4d"].attention)
     plain = plain / plain.mean()  # (pp, dp, cp)
-    for dp in range(layout.dp):
-        places = np.repeat(dp * layout.pp + np.arange(layout.pp), layout.cp)
+    for dp in range(layout.pools):
+        places = np.repeat(dp * layout.pp + np.arange(layout.pp), layout.pool_size)
         group_axis.scatter(places, plain[:, dp].ravel(), s=5, color=COLOURS[dp], label=f"dp {dp}")
     group_axis.set(xlabel="dp and pp rank", title="plain-4d: attention alone, over the mean")
     slowest = int(plain.max(axis=(0, 2)).argmax())
     for name in ("plain-4d", "wlb-llm", "balanced"):
         group = _median_step(found[name].attention)[0, slowest]
-        cp_axis.plot(np.arange(layout.cp), group / group.mean(), "o-", color=colours[name], label=name)
+        cp_axis.plot(np.arange(layout.pool_size), group / group.mean(), "o-", color=colours[name], label=name)
     cp_axis.set(xlabel="cp rank", title=f"inside the cp group of dp {slowest}, pp 0: attention alone, over the mean")
     for axis in (sorted_axis, group_axis, cp_axis):
         tidy(axis)

@@ -152,7 +152,7 @@ def _settings(run: SeedRun, data: tuple[Path, Path]) -> dict[str, Any]:
         "data.store": str(train),
         "data.context_window": WINDOW,
         "data.seed": run.seed,
-        "packing.micro_batches": MICRO_BATCHES,
+        "packing.global_batch": MICRO_BATCHES,
         "training.steps": run.steps,
         "training.seed": run.seed,
         "training.device": "cpu",

@@ -109,7 +109,7 @@ def compare(
     Each draw has ``steps`` steps, by default ``usual_steps``. ``on_progress`` gets the number of finished policies;
     ``apart`` may run them. Raises ``UserError`` if the base has no layout or the documents do not fill one step.
     """
-    steps = steps or usual_steps(space.micro_batches)
+    steps = steps or usual_steps(space.global_batch)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
     found: dict[str, Outcome | UserError] = {}
     for name, one in _found(names, partial(_attempt, space=space, lengths=lengths, steps=steps), apart):
@@ -155,7 +155,7 @@ def workers(policies: int) -> AbstractContextManager[Executor | None]:
 
 def epochs(space: SearchSpace, lengths: NDArray[np.int64], steps: int) -> int:
     """How many passes over the documents ``steps`` steps of a draw start; with 2 or more, documents repeat."""
-    return -(-(usual_steps(space.micro_batches) + steps) * space.batch_tokens // int(lengths.sum()))
+    return -(-(usual_steps(space.global_batch) + steps) * space.batch_tokens // int(lengths.sum()))
 
 
 __all__ = ["BASE", "DELAYING", "POLICIES", "Outcome", "Policy", "chosen", "compare", "epochs", "workers"]

@@ -118,7 +118,7 @@ def layout_text(ranks: Ranks) -> str:
 def _fitting(space: SearchSpace, weights: Weights) -> tuple[Ranks, ...]:
     """Layouts that handle weights so without a pipeline, or pipelines for "auto"."""
     layouts = (one for one in meshes(space) if one.cp == 1 and (one.pp > 1) == (weights == "auto"))
-    jobs = (job_on(space, "fixed-4d", replace(layout, weights=weights), layout.pp) for layout in layouts)
+    jobs = (job_on(space, "fixed-4d", replace(one, weights=weights), global_batch=one.dp * one.pp) for one in layouts)
     return tuple(ranks for job in jobs if job is not None for ranks in _capacities(job, space))
 
 
@@ -127,7 +127,7 @@ def _capacities(job: Job, space: SearchSpace) -> Iterator[Ranks]:
 
     Unlike L_max of a job (``wlb.job.memory.fit``), a cap holds for one rank, whatever its group.
     """
-    even = space.micro_batches * space.context_window // job.layout.dp
+    even = space.global_batch * space.context_window // job.layout.dp
     least = -(-space.context_window // job.layout.dp)
     known: set[int] = set()
     for kind in get_args(Checkpointing):  # cheapest first

@@ -110,7 +110,7 @@ def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[Jo
 
 def _decided(layout: Job, space: SearchSpace, lengths: Integers, grouping: str) -> Job:
     """The job with the dp ranks of ``layout`` in pools. Raises ``UserError`` if the trainer cannot run it."""
-    options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches, "grouping": grouping}
+    options = {"global_batch": space.global_batch, "grouping": grouping}
     packing, sharding = preset_sections("balanced", options)
     return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 

@@ -26,7 +26,7 @@ class PresetPolicy(Policy):
     """The preset with the policy's name."""
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
-        steps = steps or usual_steps(space.micro_batches)
+        steps = steps or usual_steps(space.global_batch)
         found = fastest_layout(space, lengths, name)
         results = simulate_draws(found.job, lengths, steps, space.work_prices)
         job, together = results[0].job, pooled(results)
@@ -49,9 +49,9 @@ class PresetPolicy(Policy):
 
 
 def _pools_of(job: Job) -> str:
-    if job.pools is None:
+    if not job.packing.is_balanced:
         return ""
-    return ", level steps" if job.levels_steps else f", {job.micro_batches_per_rank} {job.pools.grouping} micro-batches"
+    return ", level steps" if job.levels_steps else f", {job.rank_micro_batches} {job.packing.grouping} micro-batches"
 
 
 def _measured(job: Job, lengths: Integers, steps: int) -> tuple[float, float]:
@@ -61,4 +61,4 @@ def _measured(job: Job, lengths: Integers, steps: int) -> tuple[float, float]:
     plans = [*islice(StepPlanner(job, lengths).plans(warm_up), steps)]
     planning = (time.process_time() - began) / (warm_up + steps)
     received = received_bytes(simulate_steps(plans, job).shards, job)
-    return received / steps / (job.layout.dp * job.layout.cp * job.layout.pp), planning
+    return received / steps / (job.layout.pools * job.layout.pool_size * job.layout.pp), planning

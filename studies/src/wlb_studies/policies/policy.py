@@ -250,7 +250,7 @@ def _attempted(
 
 def batches_of_draws(lengths: Integers, space: SearchSpace, steps: int | None = None) -> list[list[Integers]]:
     """Lengths of the documents in each step of each draw, for the steps that ``wlb.simulate.verdict`` counts."""
-    usual = usual_steps(space.micro_batches)
+    usual = usual_steps(space.global_batch)
     return [[*islice(batches_of(lengths, space, draw), usual, usual + (steps or usual))] for draw in range(DRAWS)]
 
 

@@ -209,10 +209,10 @@ def _peak(job: Job, tokens: int, members: int) -> int:
     grouped = replace(
         job,
         layout=replace(job.layout, cp=members, dp=count),
-        packing=job.packing.changed(micro_batches=count * _MANY * job.layout.pp),
+        packing=job.packing.changed(global_batch=count * _MANY * job.layout.pp),
         sharding=ShardingConfig(strategy="per_document"),
     )
-    return predict_memory(grouped, [tokens * members] * grouped.micro_batches_per_rank).total
+    return predict_memory(grouped, [tokens * members] * grouped.rank_micro_batches).total
 
 
 _DIRECTIONS: tuple[Phase, Phase] = ("forward", "backward")

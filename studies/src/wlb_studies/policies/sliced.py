@@ -408,7 +408,7 @@ def _jobs(space: SearchSpace, documents: Integers, *, interleaves: bool, spreads
     for mesh in meshes(space):
         if mesh.cp > 1 or mesh.pp == 1 or (mesh.virtual_pp > 1 and not interleaves):
             continue
-        if (on_mesh := job_on(space, "fixed-4d", mesh, mesh.pp)) is None:
+        if (on_mesh := job_on(space, "fixed-4d", mesh, global_batch=mesh.dp * mesh.pp)) is None:
             continue
         for kind in _KINDS:
             job = with_stages(replace(on_mesh, activation_checkpointing=kind), documents)
@@ -420,6 +420,6 @@ def _jobs(space: SearchSpace, documents: Integers, *, interleaves: bool, spreads
             for cp in (1, 2, 4, 8, 16, 32, 64):
                 if mesh.dp % cp == 0 and cp * _LEAST_TOKENS <= space.context_window:
                     layout = replace(job.layout, cp=cp, dp=mesh.dp // cp)
-                    packing = job.packing.changed(micro_batches=layout.dp * layout.pp)
+                    packing = job.packing.changed(global_batch=layout.dp * layout.pp)
                     found.append((least, replace(job, layout=layout, packing=packing)))
     return sorted(found, key=itemgetter(0))

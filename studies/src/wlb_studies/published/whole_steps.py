@@ -119,7 +119,7 @@ class PublishedStep:
     @property
     def seconds(self) -> float:
         """What the simulator predicts."""
-        costs, count = JobCosts(self.job), self.job.micro_batches_per_rank
+        costs, count = JobCosts(self.job), self.job.rank_micro_batches
         of_rank = min(count, len(self.lengths))
         shards = price_shards(self.lengths, self.job.layout.cp, self.job.sharding.strategy, costs.rank)
 
@@ -261,7 +261,7 @@ def _held(job: Job) -> Job:
     """The job for predicting memory: with one micro-batch if gradients are always reduced."""
     if job.layout.pp > 1 or not job.software.syncs_always:
         return job
-    return replace(job, packing=job.packing.changed(micro_batches=job.layout.dp))
+    return replace(job, packing=job.packing.changed(global_batch=job.layout.dp))
 
 
 def _weights(row: Row, stack: Stack) -> Weights:
