@@ -182,7 +182,7 @@ def space(**changes: Any) -> SearchSpace:
         "shape": SHAPE,
         "gpus": 8,
         "context_window": 8192,
-        "micro_batches": 16,
+        "global_batch": 16,
     } | changes
     return SearchSpace(hardware=hardware_preset("h100"), **settings)
 
@@ -190,7 +190,7 @@ def space(**changes: Any) -> SearchSpace:
 # More GPUs have more layouts to choose from.
 @pytest.mark.parametrize("gpus", [2, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gpus):
-    lengths, searched = documents(), space(gpus=gpus, micro_batches=2 * gpus)
+    lengths, searched = documents(), space(gpus=gpus, global_batch=2 * gpus)
     draws = batches_of_draws(lengths, searched, 2)
     outcomes, without = compare([*POLICIES], searched, lengths, 2)
     assert not without
@@ -211,7 +211,7 @@ def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gp
 
 
 def test_policies_that_run_apart_come_to_the_same():
-    names, searched = ["plain-4d", "odc", "bytescale"], space(gpus=4, micro_batches=8)
+    names, searched = ["plain-4d", "odc", "bytescale"], space(gpus=4, global_batch=8)
     done: list[int] = []
     with ThreadPoolExecutor(2) as apart:
         found, _ = compare(names, searched, documents(), on_progress=done.append, apart=apart)
@@ -225,7 +225,7 @@ def test_policies_that_run_apart_come_to_the_same():
 @pytest.mark.parametrize("context_window", [8192, 4096])
 @pytest.mark.parametrize("preset", ["plain-4d", "balanced"])
 def test_presets_are_as_fast_as_the_verdict_says(preset, context_window):
-    searched = space(gpus=2, micro_batches=4, context_window=context_window)
+    searched = space(gpus=2, global_batch=4, context_window=context_window)
     found = fastest_layout(searched, documents(), preset)
     results = simulate_draws(found.job, documents(), 3, searched.work_prices)
     outcome = POLICIES[preset].best(preset, searched, documents(), 3)
@@ -280,7 +280,7 @@ def test_the_fastest_layout_that_fits_in_every_step_is_taken():
 
 
 def test_weights_are_kept_where_that_is_faster_and_fits():
-    searched = space(gpus=2, micro_batches=4)
+    searched = space(gpus=2, global_batch=4)
     either, freed, kept = (
         RankPolicy(hybrid_data_parallel, pipelines=False, handlings=kinds).best("any", searched, documents(), 1)
         for kinds in (("gathered", "kept"), ("gathered",), ("kept",))
@@ -297,9 +297,9 @@ def test_hotspa_has_its_buckets_from_the_tokens_of_the_documents():
     assert bounds(lengths) == [1]
     assert bounds(lengths_of(*range(1, 101))) == [50, 71, 87]
     assert [len(bucket) for bucket in in_buckets(lengths, (1, 128))] == [16, 3]
-    outcome = POLICIES["hotspa"].best("hotspa", space(gpus=4, micro_batches=8), documents(), 1)
+    outcome = POLICIES["hotspa"].best("hotspa", space(gpus=4, global_batch=8), documents(), 1)
     longest = [int(part.split(":")[0].split()[1].replace(",", "")) for part in outcome.layout.split("; ")]
-    first = batches_of_draws(documents(), space(gpus=4, micro_batches=8), 1)[0][0]
+    first = batches_of_draws(documents(), space(gpus=4, global_batch=8), 1)[0][0]
     assert {*longest[:-1]} <= {*bounds(first)}
     assert longest[-1] == 8192
 
