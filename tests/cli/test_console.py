@@ -20,16 +20,15 @@ def table(*headings: str, folds: bool) -> Table:
     return shown
 
 
-@pytest.mark.parametrize(("width", "columns"), [(1000, 3), (130, 3), (80, 2), (30, 2), (5, 2)])
-def test_no_word_is_cut(width: int, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("width", [1000, 130, 80, 30, 5])
+def test_no_word_is_cut(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(console, "stdout", Console(width=width))
-    console.print_table(table("a", "b", "c", folds=False), table("a", "b", folds=True))
+    console.print_table(table("a", "b", folds=True))
     output = capsys.readouterr().out
     assert "…" not in output
     for words in WORDS:
         for word in words.split():
-            assert output.count(word) >= columns
-    assert ("c" in output.splitlines()[1].split()) is (columns == 3)
+            assert output.count(word) >= 2
 
 
 def test_what_may_not_wrap_stays_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, note, show_columns, show_next, stdout, with_progress
+from wlb.cli.console import emit_json, note, show_columns, show_next, stdout
 from wlb.cli.groups import refuse_unused
 from wlb.report.answer import listed
 from wlb.terminal import number_of
 from wlb_studies.cli.packed_options import AskedJob, PackedOptions
+from wlb_studies.cli.terminal import with_progress, with_room
 from wlb_studies.plots import Plot, check_picture
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def show_comparison(results: Sequence[MethodResult], title: str) -> None:
         "at equal\nwork": [f"{row.speed_at_equal_work:.2f}x" for row in rows],
     }
     wide_only = ("step\nspread", "planning\nms/step", "pipeline\ncost")
-    show_columns(columns, title=title, notes=_NOTES, wide_only=wide_only)
+    show_columns(with_room(columns, wide_only), title=title, notes=_NOTES)
     for r in results:
         if r.documents_in != r.documents_out:
             stdout.print(f"[red]{r.method} trained {r.documents_out:,} of {r.documents_in:,} documents[/red]")

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, show_columns, stderr, stdout, with_progress
+from wlb.cli.console import emit_json, show_columns, stderr, stdout
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError
 from wlb.report.answer import listed
+from wlb_studies.cli.terminal import with_progress, with_room
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,7 +166,7 @@ def _show(
     if all(r.energy_joules is not None for r in results):
         columns["kJ"] = [f"{(r.energy_joules or 0) / 1000:,.1f}" for r in results]
     show_columns(
-        columns,
+        with_room(columns, ("mean", "longest", "longest\npass", "busy", "GPU-s")),
         title=f"{len(job.lengths):,} prompts, {load}, budget {job.token_budget:,} tokens, "
         f"chunked prefill {'on' if job.chunked else 'off'}\n{job.gpus} GPUs: {ranks}\n"
         f"simulated with {listed(priced_by)}",
@@ -174,7 +175,6 @@ def _show(
             "kJ": "kJ: energy of all GPUs until the last first token",
             "busy": "busy: mean over slowest rank of each pass; GPU-s: GPU-seconds that passes occupy",
         },
-        wide_only=("mean", "longest", "longest\npass", "busy", "GPU-s"),
     )
     for r in results:
         if len(r.groups) > 1:

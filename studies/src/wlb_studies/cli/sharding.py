@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, show_columns, show_next, with_progress
+from wlb.cli.console import emit_json, show_columns, show_next
 from wlb.cli.groups import given_again, names_of
 from wlb.report.answer import listed
+from wlb_studies.cli.terminal import with_progress, with_room
 from wlb_studies.plots import Plot, check_picture
 
 if TYPE_CHECKING:
@@ -91,12 +92,11 @@ def _show(results: Sequence[StrategyResult], title: str) -> None:
         "chosen\nper document": [f"{r.chosen['per_document']:.0%}" if r.chosen else "" for r in results],
     }
     show_columns(
-        columns,
+        with_room(columns, ("group,\nseconds", "planning\nms", "chosen\nper document")),
         title=title,
         notes={
             "strategy": "means over micro-batches; imbalance: largest over mean rank",
             "group over\nbest": "group: predicted seconds of both passes; ranks synchronise in every layer",
             "K/V\ngathered": "K/V gathered: tokens whose keys and values another rank attends",
         },
-        wide_only=("group,\nseconds", "planning\nms", "chosen\nper document"),
     )
