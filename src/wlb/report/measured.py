@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from wlb.report.gain import Gain, gain
 from wlb.report.html.charts import intervals, series
-from wlb.report.html.escaping import Markup, tag
-from wlb.report.html.markup import Caption, table
+from wlb.report.html.markup import Caption, Markup, table, tag
 from wlb.report.html.page import facts, page, paragraph, section, verdict
 from wlb.report.run_directory import TrainingRun
 from wlb.terminal import number_of

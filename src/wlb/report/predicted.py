@@ -10,8 +10,7 @@ from wlb.report.evidence import Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram
 from wlb.report.html.diagrams import pipeline_chart, shard_chart
-from wlb.report.html.escaping import Markup, tag
-from wlb.report.html.markup import Caption, table
+from wlb.report.html.markup import Caption, Markup, table, tag
 from wlb.report.html.page import code, facts, folded, page, paragraph, section, verdict, warning
 from wlb.report.timeline import Timeline
 from wlb.simulate.verdict import BASELINE, LOST, PARTS, Verdict

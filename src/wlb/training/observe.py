@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
-from wlb.errors import UserError, require
 from wlb.job.config import MetricsConfig
 from wlb.runtime.clock import ComputeClock
 from wlb.runtime.collectives import gathered_rows
@@ -177,29 +176,20 @@ def live_line(row: dict[str, Any]) -> str:
 
 
 class MetricsFiles:
-    """The files of a job that continues after ``last_step`` (0: a new job); ``evaluated`` is the last step evaluated.
-
-    Raises ``UserError`` if they cannot be written.
-    """
+    """The files of a job that continues after ``last_step``, or a new one (0); ``evaluated``: the last step evaluated."""
 
     def __init__(self, config: MetricsConfig, last_step: int) -> None:
         self._directory, self._tensorboard = config.dir, None
-        try:
-            config.dir.mkdir(parents=True, exist_ok=True)
-            for path in (config.dir / STEPS, config.dir / "evaluation.jsonl"):
-                if note := continue_file(path, last_step):
-                    say(note)
-            self.evaluated = last_step_in(path)
-            (config.dir / STEPS).open("a").close()
-            if config.tensorboard:
-                require("tensorboard", "train")
-                from torch.utils.tensorboard import SummaryWriter
+        config.dir.mkdir(parents=True, exist_ok=True)
+        for path in (config.dir / STEPS, config.dir / "evaluation.jsonl"):
+            if note := continue_file(path, last_step):
+                say(note)
+        self.evaluated = last_step_in(path)
+        (config.dir / STEPS).open("a").close()
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(str(config.dir), purge_step=last_step + 1)
-        except OSError as error:
-            raise UserError(
-                f"metrics.dir {config.dir} cannot be written: {error.strerror}; choose another metrics.dir"
-            ) from error
+            self._tensorboard = SummaryWriter(str(config.dir), purge_step=last_step + 1)
 
     def write(self, file: Literal["steps", "evaluation"], row: dict[str, Any]) -> None:
         """Append the row of step ``row["step"]``. Raises ``TrainingError`` if that fails."""

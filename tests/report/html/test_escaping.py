@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.html.reader import read
-from wlb.report.html.escaping import Markup, join, tag
-from wlb.report.html.markup import table
+from wlb.report.html.markup import Markup, join, table, tag
 
 
 @given(st.text(), st.text())

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.report.gain import Gain
-from wlb.report.html.escaping import Markup, tag
 from wlb.report.html.markup import (
     LETTER,
     WIDTH,
     Caption,
+    Markup,
     Scale,
     bottom_axis,
     box,
@@ -20,6 +20,7 @@ from wlb.report.html.markup import (
     left_axis,
     legend,
     line,
+    tag,
     text,
 )
 from wlb.workload.flops import attended_pairs

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.report.html.escaping import Markup, tag
 from wlb.report.html.markup import (
     WIDTH,
     Caption,
+    Markup,
     Scale,
     bottom_axis,
     box,
@@ -19,6 +19,7 @@ from wlb.report.html.markup import (
     left_axis,
     legend,
     line,
+    tag,
     text,
 )
 from wlb.report.timeline import BUBBLES, EXCHANGE, WAITING, Timeline

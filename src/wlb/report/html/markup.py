@@ -1,7 +1,8 @@
-"""What tables and charts of a page share.
+"""HTML that escapes by construction, and what tables and charts of a page share.
 
-``figure`` is an accessible ``<svg>`` that scales with the page, with text, boxes, lines and axes in it. Colours are
-classes, not values; ``page`` defines them once for light and once for dark.
+``tag`` escapes every child and attribute that is not ``Markup`` already. ``figure`` is an accessible ``<svg>`` that
+scales with the page, with text, boxes, lines and axes in it. Colours are classes, not values; ``page`` defines them
+once for light and once for dark.
 """
 
 from __future__ import annotations
@@ -9,12 +10,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import NamedTuple
-
-from wlb.report.html.escaping import Markup, join, tag
 
 WIDTH = 440.0  # of every chart, in the units of its coordinates: somewhat less than a pixel on a phone, more on a desk
 LETTER = 7.4  # mean width of one in a chart, in a wide font
+_VOID = {"meta", "br"}  # without an end tag
+
+
+class Markup(str):
+    """Text that is HTML already. Only ``tag``, ``join`` and constants of this package make it."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: str, **attributes: str | float) -> Markup:
+    """``<name attributes>children</name>``; an underscore in an attribute's name is a hyphen, a last one nothing."""
+    written = ""
+    for key, value in attributes.items():
+        # Coordinates have two decimals: a hundredth of a pixel.
+        text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+        written += f' {key.rstrip("_").replace("_", "-")}="{escape(text)}"'
+    if name in _VOID:
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{join(children)}</{name}>")
+
+
+def join(parts: Iterable[str]) -> Markup:
+    """All parts one after another, those that are plain text escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 
 def table(columns: Mapping[str, Sequence[str]], caption: str = "") -> Markup:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wlb.errors import UserError
-from wlb.report.html.escaping import Markup, join, tag
+from wlb.report.html.markup import Markup, join, tag
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
