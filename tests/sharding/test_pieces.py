@@ -23,7 +23,7 @@ from wlb.sharding import (
 from wlb.sharding import (
     pieces as pieces_module,
 )
-from wlb.sharding.latency import Shards, group_seconds
+from wlb.sharding.latency import Priced, Shards
 from wlb.sharding.pieces import locality
 from wlb.workload import make_workload
 
@@ -36,7 +36,7 @@ def check(micro_batches: list[list[int]], cp: int, strategy: str) -> None:
     )
     pieces = shard_many(together, cp, strategy, WORKLOAD)
     where = locality(pieces, len(together.sizes), len(micro_batches), cp)
-    seconds = group_seconds(Shards.of_pieces(pieces, where, WORKLOAD), WORKLOAD).both
+    seconds = Priced.of(Shards.of_pieces(pieces, where, WORKLOAD), WORKLOAD).whole.both
     for index, (sizes, first) in enumerate(zip(micro_batches, together.first, strict=True)):
         plan = make_shard_plan(sizes, cp, strategy, workload=WORKLOAD)
         for rank in range(cp):

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig
 from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
-from wlb.job.prices import LevelPrices, Software, micro_batch_phases, sharded_prices
+from wlb.job.prices import LevelPrices, Software, micro_batch_phases
 from wlb.packing.options import Grouping
 from wlb.packing.plan import StageRanks, StepPlan
 from wlb.packing.registry import PACKERS
@@ -182,6 +182,12 @@ class Job:
         """The share of all blocks on each stage; shape (stages,)."""
         return self.stage_blocks / self.shape.layers
 
+    @property
+    def head_shares(self) -> NDArray[np.float64]:
+        """The share of the output head on each stage, which is on the last; shape (stages,)."""
+        shares: NDArray[np.float64] = np.eye(self.layout.stages)[-1]
+        return shares
+
     def transfer_seconds(self, tokens: ArrayLike) -> Seconds:
         """Seconds to send the residual stream of ``tokens`` tokens to a neighbouring pipeline rank, in one message."""
         layout, hardware = self.layout, self.hardware
@@ -283,13 +289,9 @@ class Job:
 
     @property
     def packing_prices(self) -> DocumentPrices:
-        """The prices for packing: W_a + W_l or, if the packer asks for it, with the real cost of sharding."""
-        ranks, prices = self.layout.pool_size, self.packed_by
-        if prices is None and self.levels_steps:
-            prices = LevelPrices(self.costs, -(-self.max_tokens // ranks))
-        elif prices is None and PACKERS[self.packing.method].prices_sharding:
-            prices = sharded_prices(self.costs, ranks, self.sharding.strategy, self.context_window)
-        return self._phased(prices or self.workload)
+        """The prices for packing: ``packed_by`` or W_a + W_l; in level steps, of documents on any number of ranks."""
+        level = LevelPrices(self.costs, -(-self.max_tokens // self.layout.pool_size)) if self.levels_steps else None
+        return self._phased(self.packed_by or level or self.workload)
 
     @property
     def stage_ranks(self) -> StageRanks:

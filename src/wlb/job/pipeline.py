@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb.job.job import Job, with_seconds
 from wlb.job.memory.layers import head_share, kept_share, kept_tokens, window_tokens
@@ -20,7 +19,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
 from wlb.schedules.operations import FORWARD, RankOperations
 from wlb.sharding import price_shards
-from wlb.sharding.latency import Phases, group_phases, slowest_rank
+from wlb.sharding.latency import Priced, over_stages
 
 _TICKS = 1e9  # per second
 _THOUSANDTHS = 1000
@@ -89,14 +88,13 @@ class PipelineLoads:
             costs,
             [one.earlier if one.is_slice else None for one in micro_batches],
         )
-        blocks, head = (Phases.of(price, shards.tokens) for price in (costs.blocks_seconds, costs.head_seconds))
-        groups, heads = group_phases(shards, blocks, costs), Phases(*map(slowest_rank, head))
-        self.both, self.forward = groups.both + heads.both, groups.forward + heads.forward
-        self._forward, self._backward = (
-            _over_stages(job, of_blocks, of_head) for of_blocks, of_head in zip(groups, heads, strict=True)
+        priced, longest = Priced.of(shards, costs), shards.tokens.max(axis=1)
+        self.both, self.forward = priced.whole.both, priced.whole.forward
+        weights = costs.weight_seconds(longest, "blocks"), costs.weight_seconds(longest, "head")
+        self._forward, self._backward, weight = (
+            np.rint(_TICKS * over_stages(*of_model, job.stage_shares, job.head_shares)).astype(np.int64)
+            for of_model in (*zip(*priced, strict=True), weights)
         )
-        longest = shards.tokens.max(axis=1)
-        weight = _over_stages(job, costs.weight_seconds(longest, "blocks"), costs.weight_seconds(longest, "head"))
         self._weight = np.minimum(weight, self._backward) if job.splits_backward else None
         self._transfer = np.rint(_TICKS * job.transfer_seconds(longest)).astype(np.int64)
         tokens = np.array([one.tokens for one in micro_batches])
@@ -108,13 +106,6 @@ class PipelineLoads:
         forward, backward, held = (table[:, places] for table in (self._forward, self._backward, self._held))
         weight = None if self._weight is None else self._weight[:, places]
         return PipelineLoad(forward, backward, weight, self._transfer[places], held)
-
-
-def _over_stages(job: Job, blocks: NDArray[np.float64], head: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Ticks of stages in micro-batches, from seconds in all blocks and in the head; shape (stages, micro_batches)."""
-    seconds = np.outer(job.stage_shares, blocks)
-    seconds[-1] += head
-    return np.rint(_TICKS * seconds).astype(np.int64)
 
 
 def _slices(micro_batches: Sequence[MicroBatch]) -> list[int]:

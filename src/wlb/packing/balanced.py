@@ -40,7 +40,6 @@ class BalancedPacker(Packer):
     """
 
     name = "balanced"
-    prices_sharding = True
     plans_operations = True
 
     def __init__(self, *settings: Any) -> None:

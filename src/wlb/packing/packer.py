@@ -58,7 +58,6 @@ class Packer(ABC):
     """
 
     name: ClassVar[str]
-    prices_sharding: ClassVar[bool] = False  # whether prices include the cost of sharding a document
     _cuts_documents: ClassVar[bool] = False  # then documents may have any length
     plans_operations: ClassVar[bool] = False  # whether a pipeline runs operation lists planned for each step
 

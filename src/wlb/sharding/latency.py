@@ -1,8 +1,8 @@
 """The price of a micro-batch: the seconds of a context-parallel group, forward and backward.
 
-``Shards`` has what every rank computes and exchanges; ``group_seconds`` turns that into seconds. It is the only price
-of a micro-batch: sharding chooses by it, packing uses a fit to it (``wlb.job.prices``), plans are arranged by it, and
-the simulator and the report add it up.
+``Shards`` has what every rank computes and exchanges; ``Priced`` turns that into seconds. It is the only price of a
+micro-batch: sharding chooses by it, plans are arranged and listed by it, and the simulator and the report add it up.
+Packers alone, who need prices that add up over documents, use W_a + W_l.
 
 A rank pays for attention over its pieces, W_l of its tokens, and copies in memory of what it exchanges. How
 ``wlb.attention.packed_attention`` runs a layer decides where ranks wait. In the forward, keys and values arrive in
@@ -165,17 +165,9 @@ def _cuts(parts: NDArray[np.int64]) -> Iterable[tuple[Seconds, Seconds]]:
     return pairwise(np.moveaxis(_CUTS[parts], -1, 0)[..., None])
 
 
-def group_phases(
-    shards: Shards,
-    blocks: Phases,
-    costs: Costs,
-    modelled: Container[str] = GROUP_CAUSES,
-    together: Callable[[Seconds], Seconds] = slowest_rank,
+def _group_phases(
+    shards: Shards, blocks: Phases, costs: Costs, modelled: Container[str], together: Callable[[Seconds], Seconds]
 ) -> Phases:
-    """Seconds of groups in all ``blocks``, where only the ``modelled`` of ``GROUP_CAUSES`` take time beside computing.
-
-    Shape (..., micro_batches). ``together`` reduces the seconds of ranks to those of their group.
-    """
     exchange, forward, backward = _beside_attention(shards, blocks, costs, modelled)
     own, parts, kept, ahead = shards.own_share * shards.attention_forward, shards.parts, shards.kept, 1.0
     attending = attending_seconds(own, shards.attention_forward - own, exchange, parts)
@@ -217,11 +209,48 @@ def _beside_attention(
     return exchange, forward, backward + costs.copy_seconds(*copied, "backward", alone)
 
 
-def group_seconds(shards: Shards, costs: Costs) -> Phases:
-    """Seconds of groups for micro-batches: all layers, head and loss; shape (..., micro_batches)."""
-    blocks, head = (Phases.of(price, shards.tokens) for price in (costs.blocks_seconds, costs.head_seconds))
-    groups = group_phases(shards, blocks, costs)
-    return Phases(groups.forward + slowest_rank(head.forward), groups.backward + slowest_rank(head.backward))
+class Priced(NamedTuple):
+    """Seconds of groups for micro-batches, in all ``blocks`` and in the output ``head``; shape (..., micro_batches)."""
+
+    blocks: Phases
+    head: Phases
+
+    @classmethod
+    def of(
+        cls,
+        shards: Shards,
+        costs: Costs,
+        computing: tuple[Phases, Phases] | None = None,
+        modelled: Container[str] = GROUP_CAUSES,
+        together: Callable[[Seconds], Seconds] = slowest_rank,
+    ) -> Priced:
+        """The only price of micro-batches; ``computing`` is ``computing_seconds``, if it is known already.
+
+        Only the ``modelled`` of ``GROUP_CAUSES`` take time beside computing, and ``together`` reduces the seconds of
+        ranks to those of their group.
+        """
+        blocks, head = computing or computing_seconds(shards, costs)
+        return cls(_group_phases(shards, blocks, costs, modelled, together), Phases(*map(together, head)))
+
+    @property
+    def whole(self) -> Phases:
+        """Seconds of all layers, head and loss."""
+        return Phases(self.blocks.forward + self.head.forward, self.blocks.backward + self.head.backward)
+
+
+def computing_seconds(shards: Shards, costs: Costs) -> tuple[Phases, Phases]:
+    """Seconds of ranks outside attention, in all blocks and in the output head; shape (..., micro_batches, cp)."""
+    return Phases.of(costs.blocks_seconds, shards.tokens), Phases.of(costs.head_seconds, shards.tokens)
+
+
+def over_stages(blocks: Seconds, head: Seconds, shares: Seconds, head_shares: Seconds, inner: int = 0) -> Seconds:
+    """Seconds of stages, from those of all blocks and of the head, by the share of each stage.
+
+    The axis of stages comes before that of micro-batches, which ``inner`` axes follow.
+    """
+    shares, head_shares = (share.reshape(-1, *[1] * (1 + inner)) for share in (shares, head_shares))
+    blocks, head = (np.expand_dims(seconds, seconds.ndim - 1 - inner) for seconds in (blocks, head))
+    return np.asarray(shares * blocks + head_shares * head)
 
 
 @dataclass(frozen=True)
@@ -255,5 +284,5 @@ def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
         linear=linear + 2 * costs.tp_seconds(tokens),
         gather=2 * float(exchange),
         gathered_tokens=int(where.gathered_tokens[0]),
-        slowest=float(group_seconds(shards, costs).both[0]),
+        slowest=float(Priced.of(shards, costs).whole.both[0]),
     )

@@ -22,7 +22,7 @@ from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import RankOperations
 from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
 from wlb.sharding import price_shards
-from wlb.sharding.latency import Phases, Shards, group_phases
+from wlb.sharding.latency import Phases, Priced, Shards, computing_seconds, over_stages
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
 
@@ -133,27 +133,24 @@ class Steps(StepSeconds):
     @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
         """Steps of micro-batches that are already sharded, in the shape (steps, dp, micro-batches)."""
-        blocks, head = (Phases.of(p, shards.tokens) for p in (costs.rank.blocks_seconds, costs.rank.head_seconds))
-        return cls(costs, shards, blocks, head)
+        return cls(costs, shards, *computing_seconds(shards, costs.rank))
 
     @property
     def computing(self) -> Phases:
         """Computing seconds of each rank, without waiting; shape (steps, dp, stages, micro-batches, cp)."""
         shards, (forward, backward) = self.shards, self.blocks
         blocks = Phases(shards.attention_forward + forward, shards.attention_backward + backward)
-        return self._over_stages(blocks, self.head)
+        return Phases(*map(self._over_stages, blocks, self.head))
 
     @property
-    def groups(self) -> Phases:
-        """Seconds of context-parallel groups for all blocks; shape (steps, dp, micro-batches)."""
-        return group_phases(self.shards, self.blocks, self.costs.rank, self.modelled, self._together)
+    def priced(self) -> Priced:
+        """Seconds of context-parallel groups; shape (steps, dp, micro-batches)."""
+        computing = self.blocks, self.head
+        return Priced.of(self.shards, self.costs.rank, computing, self.modelled, self._together)
 
     @cached_property
     def stages(self) -> Phases:
-        groups, head = self.groups, Phases(*map(self._together, self.head))
-        if "micro-batches" not in self.modelled:
-            groups, head = (Phases(*map(_mean_of_step, seconds)) for seconds in (groups, head))
-        return self._over_stages(groups, head)
+        return Phases(*map(self._over_stages, *self.priced))
 
     @property
     def weights(self) -> Array | None:
@@ -162,9 +159,7 @@ class Steps(StepSeconds):
             return None
         rank, tokens = self.costs.rank, self.shards.tokens
         blocks, head = (self._together(rank.weight_seconds(tokens, part)) for part in ("blocks", "head"))
-        if "micro-batches" not in self.modelled:
-            blocks, head = map(_mean_of_step, (blocks, head))
-        return self._over_stages(Phases(blocks, blocks), Phases(head, head)).backward
+        return self._over_stages(blocks, head)
 
     @property
     def moving(self) -> Array:
@@ -243,14 +238,15 @@ class Steps(StepSeconds):
         """Seconds of groups from those of their ranks (the last axis)."""
         return np.asarray(ranks.max(axis=-1) if "cp ranks" in self.modelled else ranks.mean(axis=-1))
 
-    def _over_stages(self, blocks: Phases, head: Phases) -> Phases:
-        """Seconds of stages from those of the whole model; the stage axis comes before that of micro-batches."""
-        stages = self.costs.layout.stages
-        share, head_share = self.costs.job.stage_shares, np.eye(stages)[-1]
+    def _over_stages(self, blocks: Array, head: Array) -> Array:
+        """Seconds of stages from those of the whole model, of groups or, with another axis, of their ranks."""
+        job, inner = self.costs.job, head.ndim - 3
+        if "micro-batches" not in self.modelled and not inner:
+            blocks, head = map(_mean_of_step, (blocks, head))
+        shares, head_shares = job.stage_shares, job.head_shares
         if "stages" not in self.modelled:
-            share = head_share = np.full(stages, 1 / stages)
-        share, head_share = (of_stage.reshape(-1, *[1] * (head.forward.ndim - 2)) for of_stage in (share, head_share))
-        return Phases(*(share * b[:, :, None] + head_share * h[:, :, None] for b, h in zip(blocks, head, strict=True)))
+            shares = head_shares = np.full(len(shares), 1 / len(shares))
+        return over_stages(blocks, head, shares, head_shares, inner)
 
 
 def slowest_over_mean(seconds: Array, axes: tuple[int, ...]) -> Array:

@@ -131,6 +131,5 @@ def test_gathering_the_context_shows_whole_in_both_directions():
     for direction in ("forward", "backward"):
         shown = costs.rank.exchange_seconds(others, 4) + costs.rank.copy_seconds(nothing, others, nothing, direction)
         assert (shown > 0).all()
-        np.testing.assert_allclose(
-            getattr(with_all.groups, direction) - getattr(without.groups, direction), shown.max(axis=-1), rtol=1e-3
-        )
+        more, less = (getattr(steps.priced.blocks, direction) for steps in (with_all, without))
+        np.testing.assert_allclose(more - less, shown.max(axis=-1), rtol=1e-3)

@@ -119,7 +119,7 @@ def moved_seconds(plan: MovedPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     moved = moved_bytes(plan, job)
     share, last = costs.job.stage_shares[None, :, None], np.eye(job.layout.stages)[-1][None, :, None]
     phases = []
-    for direction, whole, of_head in zip(_DIRECTIONS, steps.groups, steps.head, strict=False):
+    for direction, whole, of_head in zip(_DIRECTIONS, steps.priced.blocks, steps.head, strict=False):
         busy, seconds = whole.reshape(tokens.shape), attention[direction]
         shown = shown_seconds(moved[direction], seconds, busy - seconds, plan, job)
         block, head = (_slowest_of_pool(part, plan.pools) for part in (busy + shown, of_head.reshape(tokens.shape)))
