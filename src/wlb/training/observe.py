@@ -176,7 +176,7 @@ def live_line(row: dict[str, Any]) -> str:
 
 
 class MetricsFiles:
-    """The files of a job that continues after ``last_step`` (0: a new one); ``evaluated`` is the last step evaluated."""
+    """The files of a job that continues after ``last_step`` (0: a new one). ``evaluated``: the last step evaluated."""
 
     def __init__(self, config: MetricsConfig, last_step: int) -> None:
         self._directory, self._tensorboard = config.dir, None
