@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from tests.sharding.micro_batches import sampled_micro_batches
-from wlb.sharding import ShardPlan, make_shard_plan, shard_latency
+from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.workload import make_workload
+from wlb_studies.sharding import shard_latency
 
 
 def attended_area(plan: ShardPlan, rank: int) -> int:

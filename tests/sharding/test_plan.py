@@ -16,7 +16,8 @@ from tests.sharding.micro_batches import (
     small_lengths,
 )
 from wlb.errors import UserError
-from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
+from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
+from wlb_studies.sharding import shard_latency
 
 strategies = st.sampled_from(sorted(STRATEGIES))
 workloads = st.sampled_from(sorted(WORKLOADS))

@@ -19,10 +19,11 @@ from wlb.job.config import PRESETS
 from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
+from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb.simulate import simulate_steps, simulated_job
 from wlb.simulate.decide import decide
 from wlb.workload.profile import WorkloadProfile
+from wlb_studies.sharding import shard_latency
 
 
 def attending(factor: float) -> WorkloadProfile:

@@ -19,8 +19,8 @@ from wlb.attention.variable_length import VariableLengthBatch
 from wlb.documents.synthetic import sample_lengths
 from wlb.profiling.timing import Case
 from wlb.profiling.workbench import Workbench
-from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
-from wlb_studies.sharding import sample_micro_batches
+from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
+from wlb_studies.sharding import sample_micro_batches, shard_latency
 
 DOCUMENTS = 4000
 BASELINE = "per_sequence"

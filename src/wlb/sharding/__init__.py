@@ -1,7 +1,19 @@
-"""Sharding strategies: which context-parallel rank holds which tokens of a micro-batch, as a ``ShardPlan``.
+"""Which context-parallel rank holds which tokens of a micro-batch, and what its group takes.
 
-A strategy shards many micro-batches at once, so a simulation of thousands of steps needs only a few NumPy operations;
-``make_shard_plan`` shards a single one. A new strategy is one new file and one line in ``STRATEGIES``.
+What comes in: the lengths of the segments of micro-batches, the size of a group, a strategy by name, and ``Costs`` of
+one GPU. What goes out: a ``ShardPlan`` for the runtime (``make_shard_plan``), or ``Shards``, what every rank computes and
+exchanges (``price_shards``), which ``Priced`` turns into seconds. Strategies shard many micro-batches at once, so a step
+takes a few NumPy operations. Read in this order:
+
+1. ``plan.py``: ``ShardPlan``, the pieces of every rank; a permutation of the tokens, so attention stays exact.
+2. ``pieces.py``: the pieces of many plans in one table, and who attends whose keys (``locality``).
+3. ``static.py``: head-tail sharding by micro-batch (plain-4D) or by document (the paper); ``adaptive.py``: the faster of
+   the two; ``equal_shares.py``: ours, ``balanced``, which balances tokens and attention.
+4. ``latency.py``: ``Shards`` and ``Priced``, the only price of a micro-batch.
+5. This file: strategies by name, a micro-batch with a slice, and what is cached.
+
+What you may touch: a new strategy is one file and a line in ``STRATEGIES``. It takes ``MicroBatches`` and returns
+``Pieces`` that cover every token once; ``tests/sharding`` checks that. Attention reads nothing but the ``ShardPlan``.
 """
 
 from __future__ import annotations
@@ -9,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +29,8 @@ from numpy.typing import NDArray
 from wlb.errors import UserError, choose_from
 from wlb.settings import MOST_RANKS
 from wlb.sharding.adaptive import adaptive
-from wlb.sharding.balanced import balanced
-from wlb.sharding.latency import ShardLatency, Shards, shard_latency
+from wlb.sharding.equal_shares import balanced
+from wlb.sharding.latency import Shards
 from wlb.sharding.pieces import MicroBatches, Pieces, locality, rank_tables
 from wlb.sharding.plan import ShardPlan
 from wlb.sharding.static import per_document, per_sequence
@@ -28,11 +40,9 @@ __all__ = [
     "LEVEL_SHARDING",
     "STRATEGIES",
     "MicroBatches",
-    "ShardLatency",
     "ShardPlan",
     "make_shard_plan",
     "price_shards",
-    "shard_latency",
     "shard_many",
 ]
 
@@ -145,35 +155,23 @@ def price_shards(
 
 @lru_cache(maxsize=8)  # the micro-batches of a step are priced when planned, and again, dealt to ranks, when simulated
 def _priced(micro_batches: _Keys, cp_size: int, strategy: str, costs: Costs) -> Shards:
-    if any(before >= 0 for before, _ in micro_batches):
-        return _price_slices(micro_batches, cp_size, strategy, costs)
-    lengths = [of_one for _, of_one in micro_batches]
-    counts = np.array([len(of_one) for of_one in lengths], np.int64)
-    sizes = np.fromiter((length for of_one in lengths for length in of_one), np.int64, int(counts.sum()))
-    filled = np.flatnonzero(counts)
-    if not len(filled):
-        one = price_shards([[1]], cp_size, strategy, costs)
-        return one.map(lambda column: np.zeros((len(lengths), *column.shape[1:]), column.dtype))
-    pieces = shard_many(MicroBatches(sizes, counts[filled]), cp_size, strategy, costs)
-    shards = Shards.of_pieces(pieces, locality(pieces, len(sizes), len(filled), cp_size), costs)
-    if len(filled) == len(lengths):
-        return shards
-    empty = shards.map(lambda column: np.zeros((len(lengths), *column.shape[1:]), column.dtype))
-    for everything, column in zip(empty, shards, strict=True):
-        everything[filled] = column
-    return empty
-
-
-def _price_slices(micro_batches: _Keys, cp_size: int, strategy: str, costs: Costs) -> Shards:
-    whole = price_shards([of_one[before >= 0 :] for before, of_one in micro_batches], cp_size, strategy, costs)
-    sliced = np.array([before >= 0 for before, _ in micro_batches])
-    sizes = np.array([of_one[0] for before, of_one in micro_batches if before >= 0], np.int64)
-    before = np.array([before for before, _ in micro_batches if before >= 0], np.int64)
-    shards = whole.map(lambda column: column[sliced])
-    together = shards.with_slices(per_document(MicroBatches(sizes, np.ones_like(sizes)), cp_size), sizes, before, costs)
-    for everything, column in zip(whole, together, strict=True):
-        everything[sliced] = column
-    return whole
+    before = np.array([tokens for tokens, _ in micro_batches])
+    whole = [of_one[tokens >= 0 :] for tokens, of_one in micro_batches]
+    counts, sizes = np.array([*map(len, whole)]), np.fromiter(chain.from_iterable(whole), np.int64)
+    filled, pieces = np.flatnonzero(counts), Pieces(*np.empty((4, 0), np.int64))
+    if len(filled):
+        pieces = shard_many(MicroBatches(sizes, counts[filled]), cp_size, strategy, costs)
+        place, rank = np.divmod(pieces.lane, cp_size)
+        pieces = pieces._replace(lane=cp_size * filled[place] + rank)
+    shards = Shards.of_pieces(pieces, locality(pieces, len(sizes), len(whole), cp_size), costs)
+    sliced = np.flatnonzero(before >= 0)
+    if len(sliced):
+        slices = np.array([micro_batches[place][1][0] for place in sliced.tolist()])
+        cut = per_document(MicroBatches(slices, np.ones_like(slices)), cp_size)
+        together = shards.map(lambda column: column[sliced]).with_slices(cut, slices, before[sliced], costs)
+        for everything, column in zip(shards, together, strict=True):
+            everything[sliced] = column
+    return shards
 
 
 def checked_strategy(name: str) -> str:

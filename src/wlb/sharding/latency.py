@@ -17,14 +17,12 @@ Every layer takes an equal share of the seconds, so all layers together wait as 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.errors import UserError
 from wlb.sharding.pieces import Locality, Pieces, in_order, last_keys, locality
 from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, exchange_parts, owners
 from wlb.workload import Costs
@@ -79,6 +77,12 @@ class Shards(NamedTuple):
 
         columns = {name: getattr(where, name) for name in cls._fields if hasattr(where, name)}
         return cls(attention_forward=attention("forward"), attention_backward=attention("backward"), **columns)
+
+    @classmethod
+    def of_plan(cls, plan: ShardPlan, costs: Costs) -> Shards:
+        """The shards of one plan without a slice; shape (1, cp)."""
+        pieces = in_order(Pieces(owners(plan.pieces), *np.concatenate(plan.pieces).T))
+        return cls.of_pieces(pieces, locality(pieces, len(plan.segment_lengths), 1, plan.cp_size), costs)
 
     def with_slices(self, pieces: Pieces, sizes: NDArray[np.int64], earlier: NDArray[np.int64], costs: Costs) -> Shards:
         """The same with one more slice in each micro-batch: ``pieces`` of ``sizes`` tokens, after ``earlier`` tokens.
@@ -251,38 +255,3 @@ def over_stages(blocks: Seconds, head: Seconds, shares: Seconds, head_shares: Se
     shares, head_shares = (share.reshape(-1, *[1] * (1 + inner)) for share in (shares, head_shares))
     blocks, head = (np.expand_dims(seconds, seconds.ndim - 1 - inner) for seconds in (blocks, head))
     return np.asarray(shares * blocks + head_shares * head)
-
-
-@dataclass(frozen=True)
-class ShardLatency:
-    """Seconds, forward and backward over all layers; arrays are of ranks, shape (cp_size,)."""
-
-    attention: NDArray[np.float64]
-    linear: NDArray[np.float64]
-    gather: float
-    gathered_tokens: int  # tokens whose keys and values another rank attends
-    slowest: float  # of the group, whose ranks synchronise in every layer
-
-    @property
-    def imbalance(self) -> float:
-        """Slowest over mean rank, as if nothing hid the exchange."""
-        ranks = self.attention + self.linear + self.gather
-        return float(ranks.max() / ranks.mean())
-
-
-def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
-    """Price ``plan`` with the ``costs`` of one GPU. Raises ``UserError`` for a plan with a slice."""
-    if plan.earlier is not None:
-        raise UserError(f"a slice with earlier = {plan.earlier} is not priced here; use wlb.sharding.price_shards")
-    pieces = in_order(Pieces(owners(plan.pieces), *np.concatenate(plan.pieces).T))
-    where = locality(pieces, len(plan.segment_lengths), 1, plan.cp_size)
-    shards = Shards.of_pieces(pieces, where, costs)
-    tokens, exchange = where.tokens[0], costs.exchange_seconds(where.waits_for[0].max(), plan.cp_size)
-    linear = costs.blocks_seconds(tokens) + costs.head_seconds(tokens)
-    return ShardLatency(
-        attention=shards.attention_forward[0] + shards.attention_backward[0],
-        linear=linear + 2 * costs.tp_seconds(tokens),
-        gather=2 * float(exchange),
-        gathered_tokens=int(where.gathered_tokens[0]),
-        slowest=float(Priced.of(shards, costs).whole.both[0]),
-    )

@@ -62,7 +62,6 @@ class Locality(NamedTuple):
     sent: Integers  # tokens whose keys a lane sends, counted once per receiver
     waits_for: Integers  # most tokens moved by the lane or a rank that shares a segment with it; 0 if none does
     merged_tokens: Integers  # tokens of a lane that attend received keys
-    gathered_tokens: Integers  # tokens of a plan whose keys and values another rank attends
     kept: NDArray[np.bool_]  # whether the ranks of a plan keep what they receive until the backward
     parts: Integers  # number of parts in which keys and values of a plan arrive
     alone: NDArray[np.bool_]  # whether a plan has only one segment
@@ -112,8 +111,8 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
 
     >>> found.received.tolist(), found.sent.tolist(), found.waits_for.tolist()
     ([[2, 2]], [[2, 2]], [[2, 2]])
-    >>> found.gathered_tokens.tolist(), found.kept.tolist(), found.parts.tolist()
-    ([4], [True], [1])
+    >>> found.kept.tolist(), found.parts.tolist()
+    ([True], [1])
 
     The tail of rank 0 and the middle of rank 1 attend received keys:
 
@@ -148,7 +147,7 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
 
     tokens, received_tokens, sent_tokens = of_ranks(size), of_ranks(received, last), of_ranks(receivers * size)
     own_pairs, pairs = of_ranks(attended_pairs(held), last), of_ranks(attended_pairs(stop) - attended_pairs(start))
-    begins = np.append(True, segment[1:] != segment[:-1])  # whether the piece is the first of its segment
+    begins = np.diff(segment, prepend=-1) > 0  # whether the piece is the first of its segment
     most_received = received_tokens.max(axis=1)
     busiest = np.maximum(most_received, sent_tokens.max(axis=1))
     return Locality(
@@ -158,7 +157,6 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
         sent=sent_tokens,
         waits_for=_waits_for(pieces, np.maximum(received_tokens, sent_tokens), segments),
         merged_tokens=of_ranks(np.where(start > _held_before(pieces, holding), size, 0)),
-        gathered_tokens=of_ranks(np.where(receivers > 0, size, 0)).sum(axis=1),
         kept=keeps_received(most_received, tokens.sum(axis=1), cp_size),
         parts=exchange_parts(busiest, tokens.sum(axis=1), cp_size),
         alone=np.bincount(lane[begins] // cp_size, minlength=plans) == 1,

@@ -160,7 +160,7 @@ def exchange_parts(exchanged: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDA
     One part for every even share of ``tokens`` among the ``exchanged`` tokens of the busiest rank, up to
     ``MOST_PARTS``: every part costs passes over the results of queries. Also takes arrays of many micro-batches.
     """
-    even = -(-np.asarray(tokens) // cp_size)
+    even = np.maximum(1, -(-np.asarray(tokens) // cp_size))
     parts: NDArray[np.int64] = np.clip(-(-np.asarray(exchanged) // even), 1, MOST_PARTS)
     return parts
 

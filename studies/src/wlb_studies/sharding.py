@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.report.html.diagrams import areas_by_document
-from wlb.sharding import ShardPlan, make_shard_plan, shard_latency
+from wlb.sharding import ShardPlan, make_shard_plan
+from wlb.sharding.latency import Priced, Shards
 from wlb.workload import Costs
 from wlb_studies.plots import pyplot_without_display, save
 
@@ -92,6 +93,34 @@ def compare_strategy(
     attention, seconds, tokens, gathered, slowest, planning = np.mean(rows, axis=0).tolist()
     shares = {name: chosen[name] / len(rows) for name in _CHOICES} if chosen else None
     return StrategyResult(strategy, attention, seconds, tokens, gathered, slowest, planning, len(rows), shares)
+
+
+@dataclass(frozen=True)
+class ShardLatency:
+    """Seconds, forward and backward over all layers; arrays are of ranks, shape (cp_size,)."""
+
+    attention: NDArray[np.float64]
+    linear: NDArray[np.float64]
+    gather: float
+    slowest: float  # of the group, whose ranks synchronise in every layer
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest over mean rank, as if nothing hid the exchange."""
+        ranks = self.attention + self.linear + self.gather
+        return float(ranks.max() / ranks.mean())
+
+
+def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
+    """Price ``plan``, which has no slice, with the ``costs`` of one GPU."""
+    shards = Shards.of_plan(plan, costs)
+    tokens, exchange = shards.tokens[0], costs.exchange_seconds(shards.waits_for[0].max(), plan.cp_size)
+    return ShardLatency(
+        attention=shards.attention_forward[0] + shards.attention_backward[0],
+        linear=costs.blocks_seconds(tokens) + costs.head_seconds(tokens) + 2 * costs.tp_seconds(tokens),
+        gather=2 * float(exchange),
+        slowest=float(Priced.of(shards, costs).whole.both[0]),
+    )
 
 
 def _choice(plan: ShardPlan, lengths: NDArray[np.int64]) -> str:

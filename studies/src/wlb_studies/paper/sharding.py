@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
+from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb.workload import Costs, make_workload, model_shape
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, column_of, grouped_bars
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import Documents, corpus
-from wlb_studies.sharding import sample_micro_batches
+from wlb_studies.sharding import sample_micro_batches, shard_latency
 
 WINDOWS = (65_536, 131_072)
 CP = 4

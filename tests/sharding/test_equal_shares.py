@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from tests.sharding.micro_batches import WORKLOADS, long_lengths
 from wlb.documents.lengths import read_lengths
-from wlb.sharding import MicroBatches, ShardPlan, make_shard_plan, shard_latency
-from wlb.sharding.balanced import balanced
+from wlb.sharding import MicroBatches, ShardPlan, make_shard_plan
+from wlb.sharding.equal_shares import balanced
 from wlb.workload import make_workload
+from wlb_studies.sharding import shard_latency
 
 WINDOW = 131_072
 WORKLOAD = make_workload("llama3-8b", "h100", tp=8)
