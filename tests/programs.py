@@ -14,7 +14,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -26,7 +27,8 @@ from wlb.training.process import signals_to_end
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        *("pytest", "hypothesis", "torch.distributed.pipelining", "wlb.cli.app"),
+        *("pytest", "hypothesis", "torch.distributed.pipelining", "fsspec", "numpy.ma", "wlb.cli.app"),
+        *("transformers.models.llama.modeling_llama", "transformers.trainer"),
         *("wlb.training.trainer", "wlb.training.worker", "wlb.training.launcher", "wlb.training.dry_run"),
         "torch.distributed.launcher.api",
         "tests.frozen",  # last
@@ -40,7 +42,9 @@ class Program:
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
         readers, writers = zip(*(FORKS.Pipe(duplex=False) for _ in range(3)), strict=True)
-        self._process = FORKS.Process(target=_run, args=(arguments, dict(environment), os.getcwd(), *writers))
+        forkserver.ensure_running()
+        server = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+        self._process = FORKS.Process(target=_run, args=(arguments, dict(environment), os.getcwd(), server, *writers))
         self._process.start()
         for writer in writers:
             writer.close()
@@ -117,6 +121,7 @@ def _run(
     arguments: list[str],
     environment: Mapping[str, str],
     directory: str,
+    server: str,
     stdout: Connection,
     stderr: Connection,
     ready: Connection,
@@ -138,7 +143,7 @@ def _run(
     os.environ.update(environment)
     ready.send(None)
     ready.close()
-    _fork_ranks()
+    _fork_ranks(server)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.modules.pop(arguments[1], None)
@@ -149,11 +154,19 @@ def _run(
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def _fork_ranks() -> None:
-    """The server has imported torch, and so has this fork of it, where nothing has used it: ranks need no server."""
+def _fork_ranks(server: str) -> None:
+    """The server has imported torch, and so has this fork of it, where nothing has used it: ranks need no server.
+
+    Those of benchmarks, which may have used it, come from ``server``.
+    """
+    import torch.multiprocessing
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
     from wlb.training import launcher
+
+    same: Any = forkserver._forkserver
+    same._forkserver_address, same.ensure_running = server, lambda: None
+    torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="forkserver")
 
     start, launcher.START_METHOD = MultiprocessContext._start, "fork"
 

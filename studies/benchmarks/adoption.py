@@ -261,7 +261,8 @@ def packed(documents: Sequence[list[int]], loss_tokens: int, ranks: int) -> Pack
     lengths = tuple(map(len, documents))
     tokens = torch.tensor([token for document in documents for token in document])
     labels = torch.tensor([label for document in documents for label in [*document[1:], -100]])
-    return PackedBatch(tokens, labels, torch.cat([*map(torch.arange, lengths)]), lengths, loss_tokens, ranks)
+    positions = torch.cat([*map(torch.arange, lengths)])
+    return PackedBatch(tokens, labels, positions, lengths, loss_tokens=loss_tokens, ranks=ranks)
 
 
 def unbalanced(trainer_class: type[Any], *, context_window: int) -> type[Any]:

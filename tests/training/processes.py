@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -120,6 +121,12 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def is_asked_to_end(pid: int) -> bool:
+    """Whether a SIGTERM waits for ``pid``, which is stopped."""
+    (pending,) = re.findall(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def stands_still(pid: int, seconds: float = 0.3) -> bool:

@@ -17,7 +17,16 @@ import pytest
 from tests.programs import Program, finished, forked
 from tests.training.checkpoint.fakes import damage, write_checkpoint
 from tests.training.jobs import VOCABULARY, endless, job, read_steps, write_config
-from tests.training.processes import children_of, is_running, process, ranks_of, said, steps_written, wait_until
+from tests.training.processes import (
+    children_of,
+    is_asked_to_end,
+    is_running,
+    process,
+    ranks_of,
+    said,
+    steps_written,
+    wait_until,
+)
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config_file import load_config
 from wlb.training import launcher
@@ -165,6 +174,8 @@ def test_a_killed_job_that_cannot_start_again_says_why_at_once(folder):
             os.kill(rank, signal.SIGSTOP)  # or it might notice, and say so itself
         os.truncate(folder / "store.bin", 100)
         os.kill(rank, signal.SIGKILL)
+        wait_until(lambda: is_asked_to_end(ranks[0]))
+        os.kill(ranks[0], signal.SIGKILL)  # or the launcher would give it 30 seconds
         _, err = process.communicate()
     killed, mistake = said(err)
     assert process.returncode == 2

@@ -10,6 +10,8 @@ from studies.benchmarks.adoption import critical_path, rows_of
 from tests.programs import finished
 
 
+# ``test_shadow.py`` trains through the same functions, and ``tests/test_stack_pages.py`` runs the loops.
+@pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_a_small_run_trains_in_every_way(tmp_path: Path):
     out = tmp_path / "adoption.json"
