@@ -1,8 +1,8 @@
 """Documents in, ``StepPlan``s out: which documents a step trains, in which micro-batches, on which ranks.
 
 What comes in: an array of segments (document, start, length) from ``wlb.documents.order``, prices of documents
-(``DocumentPrices``) and, in a job, the ranks of a stage (``StageRanks``). What goes out: one ``StepPlan`` for each global
-batch. No tokens, no torch, no clock: the same lengths give the same plan on every machine. Read in this order:
+(``DocumentPrices``) and, in a job, the ranks of a stage (``StageRanks``). What goes out: one ``StepPlan`` for each
+global batch. No tokens, no torch, no clock: the same lengths give the same plan on every machine. Read in this order:
 
 1. ``plan.py``: ``StepPlan``, its ``MicroBatch``es, and ``PlannedMicroBatch``, which numbers the documents of a step.
 2. ``packer.py``: ``Packer``, what all packers share: arrivals, state, emitting. ``options.py``: the [packing] section.

@@ -1,14 +1,14 @@
 """Which context-parallel rank holds which tokens of a micro-batch, and what its group takes.
 
 What comes in: the lengths of the segments of micro-batches, the size of a group, a strategy by name, and ``Costs`` of
-one GPU. What goes out: a ``ShardPlan`` for the runtime (``make_shard_plan``), or ``Shards``, what every rank computes and
-exchanges (``price_shards``), which ``Priced`` turns into seconds. Strategies shard many micro-batches at once, so a step
-takes a few NumPy operations. Read in this order:
+one GPU. What goes out: a ``ShardPlan`` for the runtime (``make_shard_plan``), or ``Shards``, what every rank computes
+and exchanges (``price_shards``), which ``Priced`` turns into seconds. Strategies shard many micro-batches at once, so a
+step takes a few NumPy operations. Read in this order:
 
 1. ``plan.py``: ``ShardPlan``, the pieces of every rank; a permutation of the tokens, so attention stays exact.
 2. ``pieces.py``: the pieces of many plans in one table, and who attends whose keys (``locality``).
-3. ``static.py``: head-tail sharding by micro-batch (plain-4D) or by document (the paper); ``adaptive.py``: the faster of
-   the two; ``equal_shares.py``: ours, ``balanced``, which balances tokens and attention.
+3. ``static.py``: head-tail sharding by micro-batch (plain-4D) or by document (the paper); ``adaptive.py``: the faster
+   of the two; ``equal_shares.py``: ours, ``balanced``, which balances tokens and attention.
 4. ``latency.py``: ``Shards`` and ``Priced``, the only price of a micro-batch.
 5. This file: strategies by name, a micro-batch with a slice, and what is cached.
 
