@@ -96,14 +96,6 @@ Settings = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 
 
-def machine_of(hardware: str) -> list[str]:
-    """The options of a dry run on ``hardware``; none for its default."""
-    from wlb.workload import hardware_preset
-
-    assumed = "h100"
-    return [] if hardware == assumed else ["--device", hardware_preset(hardware).device_type, "--hardware", hardware]
-
-
 def check_writable(path: Path) -> None:
     """Refuse a file that cannot be written, before any work is done."""
     try:

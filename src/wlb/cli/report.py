@@ -78,7 +78,7 @@ def report(
         if "config_file" in summary:
             job = summary["config_file"]
             if names_store(source):
-                show_next("train", job, "--dry-run", *options.machine_of(asked.hardware))
+                show_next("train", job, "--dry-run", "--hardware", asked.hardware)
             else:
                 same = given_again(context, ["length_column", "hardware", "profile", "steps"])
                 show_next("simulate", job, "--lengths", source, *same)

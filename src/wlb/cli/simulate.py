@@ -90,7 +90,7 @@ class SimulateOptions:
         if not all(map(names_store, job.data.stores)):
             return []
         settings = [word for one in self.settings or () for word in ("--set", one)]
-        return ["train", self.job, *settings, "--dry-run", *options.machine_of(self.hardware)]
+        return ["train", self.job, *settings, "--dry-run", "--hardware", self.hardware]
 
     def _named(
         self, presets: list[str], lengths: str | None, steps: int | None, profile: WorkloadProfile | None

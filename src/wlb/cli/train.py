@@ -9,7 +9,7 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.console import emit_json, show_next, stderr, stdout
-from wlb.cli.groups import given_again, refuse_unused
+from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from wlb.training.dry_run import DryRun
 
 _PROBLEMS = 1  # exit status of a job that would not start
-_ONLY = "Only with --dry-run"
 
 
 def train(
@@ -37,18 +36,12 @@ def train(
             "first steps.",
         ),
     ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda", help="Where the job would run; default: as configured.", rich_help_panel=_ONLY
-        ),
-    ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Hardware preset: a100, h100, h200, b200, mi300x, cpu; default: h100, or cpu with --device cpu.",
-            rich_help_panel=_ONLY,
+            help="Hardware preset: a100, h100, h200, b200, mi300x, cpu; default: h100, or cpu if training.device is.",
+            rich_help_panel="Only with --dry-run",
         ),
     ] = None,
     overrides: options.Settings = None,
@@ -67,9 +60,9 @@ def train(
     settings = overrides or []
     if dry_run:
         refuse_unused(context, ["trace"], "has no effect with --dry-run")
-        return _dry_run(config, load_config(config, settings), settings, device, hardware, json)
-    if unread := given_again(context, ["device", "hardware"]):
-        raise UserError(f"{unread[0]} needs --dry-run")
+        return _dry_run(config, load_config(config, settings), settings, hardware, json)
+    if hardware is not None:
+        raise UserError("--hardware needs --dry-run")
     # Before torch is imported, which takes seconds.
     loaded = load_config(config, [*settings, *["metrics.profile=true"] * trace], auto_dp=_dp_of_this_machine)
     _require_training()
@@ -90,20 +83,12 @@ def _dp_of_this_machine(of_one_rank: int) -> int:
     return max(1, gpus // of_one_rank)
 
 
-def _dry_run(
-    config: Path, loaded: JobConfig, overrides: list[str], device: str | None, hardware: str | None, json: bool
-) -> int:
+def _dry_run(config: Path, loaded: JobConfig, overrides: list[str], hardware: str | None, json: bool) -> int:
     """Check a job without running it; returns 1 if something would stop it at its start."""
     from wlb.workload.hardware import hardware_preset
 
-    device = device or ("cpu" if loaded.training.device == "cpu" else "cuda")
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"--device {device!r} is unknown; choose cpu or cuda")
-    name = hardware or ("cpu" if device == "cpu" else "h100")
-    if (kind := hardware_preset(name).device_type) != device:
-        raise UserError(
-            f"--hardware {name} has no effect on a job of --device {device}; leave it out, or choose --device {kind}"
-        )
+    name = hardware or ("cpu" if loaded.training.device == "cpu" else "h100")
+    hardware_preset(name)  # before torch is imported
     _require_training()
     from wlb.training.dry_run import dry_run
 
