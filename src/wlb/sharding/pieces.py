@@ -178,7 +178,7 @@ def _held_before(pieces: Pieces, holding: Integers) -> Integers:
     order = np.argsort(holding, kind="stable")  # pieces of a segment are already in order
     size = (pieces.stop - pieces.start)[order]
     before = np.cumsum(size) - size
-    first = np.flatnonzero(np.append(True, np.diff(holding[order]) > 0))
+    first = np.flatnonzero(np.diff(holding[order], prepend=-1))
     held = np.empty(len(before), np.int64)
     held[order] = before - np.repeat(before[first], np.diff(np.append(first, len(order))))
     return held
