@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "report": {"documents", "job", "packing", "schedules", "sharding", "simulate", "workload"},
     "attention": {"sharding"},
     "models": {"documents", "job", "workload"},
-    "runtime": {"attention", "documents", "packing", "schedules", "sharding", "workload"},
+    "runtime": {"attention", "documents", "job", "packing", "schedules", "sharding", "workload"},
     "training": {
         *("attention", "documents", "job", "models", "packing", "runtime", "schedules", "sharding", "simulate"),
         "workload",

@@ -6,6 +6,7 @@ Each side answers with the functions that really run: those of a rank, without i
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -23,14 +24,16 @@ from wlb.job.job import NCCL_BYTES, USABLE_SHARE, Job
 from wlb.job.memory.fit import fits, predicted_memory
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
+from wlb.runtime.sharded_batch import Batch
+from wlb.runtime.steps import RankStep
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import simulate
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
-from wlb.training.data.loader import LoadedStep, StepLoader, share_in
 from wlb.training.dry_run import find_problems
 from wlb.training.environment import trained_model
 from wlb.training.preflight import check_job
+from wlb.training.steps import open_steps, share_in
 
 STEPS = 50
 T = TypeVar("T")
@@ -113,10 +116,10 @@ def _decided(case: Case) -> Job:
     return decide(trained_job(case), case.documents.lengths)
 
 
-def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
+def _loaded(case: Case, dp_rank: int) -> list[RankStep[Batch]]:
     check_trainable(case.documents.lengths, case.config.data)
     job = _decided(case)
-    with StepLoader(case.store, job, case.config.training, share=share_in(job, dp_rank, 0)) as loader:
+    with closing(open_steps(case.store, job, case.config.training, share=share_in(job, dp_rank, 0))) as loader:
         return [*islice(loader, STEPS)]
 
 

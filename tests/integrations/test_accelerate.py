@@ -38,7 +38,7 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
     for step in steps:
         for batch in step:
             accelerator.backward(batch.loss(trained(batch.tokens)))
-        errors.append(error_of(model, SimpleNamespace(plan=next(planning._steps)), averaged=True))
+        errors.append(error_of(model, next(planning._planned), averaged=True))
         optimizer.step()
         optimizer.zero_grad()
     assert steps.state_dict(step) == steps.state_dict()
@@ -74,7 +74,7 @@ def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
         again.load_state_dict(state)
     for step in (again_and_again := next(again), again_and_again):
         trains(step)
-        errors.append(error_of(model, SimpleNamespace(plan=next(untrained._steps)), averaged=True))
+        errors.append(error_of(model, next(untrained._planned), averaged=True))
         untrained.load_state_dict(state)
     accelerator.prepare(torch.optim.lr_scheduler.LinearLR(optimizer))
     with pytest.raises(UserError) as scheduled:

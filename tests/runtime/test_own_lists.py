@@ -286,7 +286,7 @@ def plans_that_differ() -> None:
     steps = steps_of()
     steps.agree()
     if dist.get_rank():
-        next(steps._steps)  # is a step ahead
+        next(steps._planned)  # is a step ahead
     with pytest.raises(UserError, match="process 0 planned different steps"):
         next(steps)
 
@@ -331,7 +331,7 @@ def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():
         with pytest.raises(UserError, match="own_lists chooses"):
             steps_of(rank=0, **settings)
     stream = steps_of(iter(DOCUMENTS), dp=2, rank=0)
-    trained_segments = [segment for plan in stream._steps for segment in plan.segments]
+    trained_segments = [segment for step in stream._planned for segment in step.plan.segments]
     assert sum(segment.length for segment in trained_segments) == sum(LENGTHS)
 
 

@@ -15,7 +15,8 @@ from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import labelled_tokens, make_batch
-from wlb.training.data.loader import LoadedStep
+from wlb.runtime.sharded_batch import Batch
+from wlb.runtime.steps import RankStep
 from wlb.training.environment import trained_model
 from wlb.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from wlb.training.trainer import Trainer
@@ -58,7 +59,7 @@ def remembered_plans(trainer: Trainer) -> list[StepPlan]:
     plans: list[StepPlan] = []
     train_step = trainer._train_step
 
-    def remember(loaded: LoadedStep) -> None:
+    def remember(loaded: RankStep[Batch]) -> None:
         plans.append(loaded.plan)
         train_step(loaded)
 

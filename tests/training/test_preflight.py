@@ -150,12 +150,12 @@ def spec(config: JobConfig) -> Job:
 
 
 def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> Job:
-    """As before the job starts; ``saved`` is the identity in its checkpoint."""
+    """As before the job starts; ``saved`` are the settings of packing in its checkpoint."""
     store = config.data.store
     assert isinstance(store, str)
     if not Path(f"{store}.idx").exists():
         write_store(Path(store))
-    with mock.patch.object(preflight, "_saved_loader_state", return_value=saved and {"identity": saved}):
+    with mock.patch.object(preflight, "_saved_loader_state", return_value=saved and {"settings": {"packing": saved}}):
         return preflight.check_job(config, 1).job
 
 
@@ -176,9 +176,9 @@ def test_auto_fills_the_memory_there_is(tmp_path):
 def test_a_job_that_continues_keeps_its_length(tmp_path):
     config = auto_job(tmp_path)
     saved = {"packing.max_length_factor": 1.25}
-    with mock.patch.object(preflight, "check_identity"):  # the identity here says little
+    with mock.patch.object(preflight, "check_data"):  # the state here says little
         assert decide(config, saved).packing.max_length_factor == 1.25
-    with mock.patch.object(preflight, "_saved_loader_state", return_value={"identity": saved}):
+    with mock.patch.object(preflight, "_saved_loader_state", return_value={"settings": {"packing": saved}}):
         assert find_problems(config, "cpu")[0].job.packing.max_length_factor == 1.25
 
 

@@ -68,7 +68,7 @@ def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
 def test_ranks_that_plan_differently_do_not_train(tmp_path, store):
     config = configure(tmp_path, store, {"dp": 2})
     other = config.model_copy(update={"data": config.data.model_copy(update={"seed": 9})})
-    with pytest.raises(RankFailure, match="step 1: ranks planned different steps"):
+    with pytest.raises(RankFailure, match="process 1 and process 0 planned different steps"):
         run_ranks(2, _train_with_own_data, config, other)
 
 

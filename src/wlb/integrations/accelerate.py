@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from wlb.errors import UserError
-from wlb.integrations.packed import PackedBatch, PackedStep, PackedSteps
+from wlb.integrations.packed import PackedBatch, PackedSteps
 from wlb.runtime.own_lists import fsdp_units, in_turn, warn_of_memory
+from wlb.runtime.steps import RankStep
 
 
 class BalancedSteps(PackedSteps):
@@ -41,7 +42,7 @@ class BalancedSteps(PackedSteps):
     def __next__(self) -> BalancedStep:
         return BalancedStep(**vars(super().__next__()), _in_turn=self._in_turn)
 
-    def state_dict(self, step: PackedStep | None = None) -> dict[str, Any]:
+    def state_dict(self, step: RankStep[PackedBatch] | None = None) -> dict[str, Any]:
         self._check_whole()
         return super().state_dict(step)
 
@@ -87,7 +88,7 @@ class BalancedSteps(PackedSteps):
 
 
 @dataclass(frozen=True)
-class BalancedStep(PackedStep):
+class BalancedStep(RankStep[PackedBatch]):
     """A step whose loops run all its batches, and reduce gradients at the end."""
 
     _in_turn: Callable[[tuple[PackedBatch, ...]], Iterator[PackedBatch]] = field(kw_only=True, repr=False)

@@ -6,11 +6,10 @@ loss of a step is the sum over its labelled tokens, divided by their number on a
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, KeysView, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, islice
 from typing import Any, Self, cast
@@ -22,12 +21,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
-from wlb.documents.segments import OverlongReport, Segment
+from wlb.documents.arriving import ArrivingDocuments
+from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.integrations.batches.arriving import ArrivingDocuments
 from wlb.integrations.batches.processes import Processes
-from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
+from wlb.integrations.batches.steps import balanced_job, checked_lengths, loop_settings
 from wlb.integrations.document_fields import (
     Document,
     check_documents,
@@ -36,14 +35,15 @@ from wlb.integrations.document_fields import (
     marks_of_some,
     token_count,
 )
-from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import make_batch, read_batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import agreeing_group, device_of, gathered_rows, sharing_group, warn
 from wlb.runtime.environment import set_up_gpu
 from wlb.runtime.loss import IGNORE_LABEL
-from wlb.runtime.own_lists import digest_of, fingerprint_of
+from wlb.runtime.own_lists import digest_of
 from wlb.runtime.sharded_batch import Batch, RankSlice
+from wlb.runtime.steps import PlannedSteps, RankStep, RankSteps
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,7 @@ class PackedBatch(Batch):
         return self._keywords[name]
 
 
-@dataclass(frozen=True)
-class PackedStep:
-    """The micro-batches of one rank in a step, the labelled tokens of the step on all ranks, and the whole plan."""
-
-    batches: tuple[PackedBatch, ...]
-    loss_tokens: int
-    plan: StepPlan
-    _after: Mapping[str, Any] | None = field(default=None, repr=False)  # the state of the planner after it
-
-    def to(self, device: torch.device | str) -> PackedStep:
-        return replace(self, batches=tuple(batch.to(device) for batch in self.batches))
-
-
-class PackedSteps(Iterator[PackedStep]):
+class PackedSteps(RankSteps[PackedBatch]):
     """The steps of one process over ``documents``, with a state to continue after any of them.
 
     Args:
@@ -153,145 +140,97 @@ class PackedSteps(Iterator[PackedStep]):
             check_documents(documents, "documents")
         if own_lists and sharding != "balanced":
             raise UserError("own_lists chooses sharding itself; leave it out")
-        self._processes, self._device = Processes(rank, dp, cp, group), device or _used_device(group)
-        self._rank = self._processes.own_rank()
-        self._stream: ArrivingDocuments[Document] | None = None
+        processes = Processes(rank, dp, cp, group)
+        own_rank = processes.own_rank()
+        stream: ArrivingDocuments[Document] | None = None
         lengths: Any = None
         tokens: str | None = None
         if isinstance(documents, IterableDataset) or not hasattr(documents, "__len__"):
             if epochs != 1:
                 once = f"a stream is one epoch, and epochs = {epochs}"
                 raise UserError(f"{once}; leave epochs out, or repeat the documents")
-            self._stream = ArrivingDocuments(documents, _measured, context_window if overlong == "drop" else np.inf)
-            self._read: Any = partial(_batch_of, self._stream.kept, self._stream.lengths)
+            stream = ArrivingDocuments(documents, _measured, context_window if overlong == "drop" else np.inf)
+            read: Any = partial(_batch_of, stream.kept, stream.lengths)
             settings |= {"shuffle": False}
         elif isinstance(documents, TokenStore):
             lengths, store = checked_lengths(documents.lengths), documents
-            self._read = lambda micro_batch: PackedBatch(**vars(read_batch(micro_batch, store)))
+            read = partial(_batch_in, store)
             tokens = documents.identity[:14]
             if "content_sha256" not in documents.sidecar:
                 tokens = hex(digest_of(marks_of_some(documents.read, lengths)))
         else:
             lengths, rows = _lengths_of(documents), cast(Sequence[Document], documents)
             tokens = hex(digest_of(marks_of_some(rows.__getitem__, lengths)))
-            self._read = partial(_batch_of, documents, lengths)
-        settings |= {"dp": self._processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
-        self.job = balanced_job(lengths, context_window, micro_batches, **settings)
-        self.lengths = lengths  # of all documents; None for a stream
-        arriving = lengths if self._stream is None else self._stream
-        self._steps, self._ended = WholeSteps(self.job, arriving, tokens=tokens, epochs=epochs), False
-        set_up_gpu(shares=self.job.layout.pool_size > 1)
-        layout = replace(self.job.layout, tp=1)
-        self._share = RankSlice(*divmod(self._rank, layout.pool_size), layout, sharding, self.job.costs)
-        self.calibration: Calibration | None = None
+            read = partial(_batch_of, documents, lengths)
+        settings |= {"dp": processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
+        job = balanced_job(lengths, context_window, micro_batches, **settings)
+        set_up_gpu(shares=job.layout.pool_size > 1)
+        calibration = None
         if calibrate:
-            if self.job.packed_by is not None:
+            if job.packed_by is not None:
                 raise UserError("calibrate measures prices, and workload sets them; leave one of them out")
-            if self.job.layout.pool_size > 1 and not self.job.levels_steps:
+            if job.layout.pool_size > 1 and not job.levels_steps:
                 raise UserError("calibrate cannot time shared micro-batches; leave out calibrate, or cp and pools")
-            self.calibration = Calibration(calibrate, self._processes.ranks, device_of(group), group)
-        self._measured: tuple[Any, Any] = (None, None)  # prices and speeds in the current plans
+            calibration = Calibration(calibrate, processes.ranks, device_of(group), group)
+        self.lengths, self._epochs = lengths, epochs  # lengths of all documents; None for a stream
+        known = loop_settings(job, lengths, epochs=epochs, tokens=tokens)
+        planned = PlannedSteps(job, lengths if stream is None else stream, known, epochs=epochs)
+        self._processes, self._rank, self._device = processes, own_rank, device or _used_device(group)
+        share = RankSlice(*divmod(own_rank, job.layout.pool_size), replace(job.layout, tp=1), sharding, job.costs)
         self._compared: dict[str, Any] = {"sharding": sharding, "calibrate": calibrate}
-        self._begin: dict[str, Any] | None = self._compared | {"state": None}
+        self._begins: dict[str, Any] | None = self._compared | {"state": None}
+        super().__init__(planned, read, share, calibration=calibration)
         if state is not None:
             self.load_state_dict(state)
 
     def __iter__(self) -> Self:
         if self._ended:
-            passes = f"epochs = {self._steps.settings['epochs']} is over; give epochs= for more passes, and loop once"
+            passes = f"epochs = {self._epochs} is over; give epochs= for more passes, and loop once"
             again = "the stream is over; open it again, and make new steps"
-            raise UserError(f"all steps were taken: {passes if self._stream is None else again}")
+            raise UserError(f"all steps were taken: {passes if self._planned.stream is None else again}")
         return self
 
-    def __next__(self) -> PackedStep:
+    def __next__(self) -> RankStep[PackedBatch]:
         self.agree()
-        if (calibration := self.calibration) is not None:
-            found = calibration.prices, calibration.speeds if self.job.levels_steps else None
-            if found != self._measured:
-                self._steps.plan_by(self.job.measured(*found))
-                self._measured = found
-        plan = next(self._steps, None)
-        shares = () if plan is None else self._share.batches(plan, self._read)
-        loss_tokens = self._loss_tokens(plan, shares)
-        if plan is None:
-            self._ended = True
-            raise StopIteration
+        step = super().__next__()
         if self.overlong.documents:
             over = f"some documents have more than context_window = {self.job.context_window} tokens; "
             warn(f"{over}overlong = {self.job.data.overlong!r}; steps.overlong counts them", self._processes.group)
-        if self._stream is not None:
-            self._stream.forget(self._steps.finished)
         if self.calibration is not None:
             self.calibration.begin_step()
-        ranks = self._processes.ranks
-        batches = tuple(replace(share, loss_tokens=loss_tokens, ranks=ranks) for share in shares)
-        return PackedStep(batches, loss_tokens, plan, self._steps.before_next).to(self._where())
-
-    @property
-    def overlong(self) -> OverlongReport:
-        """Counts of documents over the context window, including those read for later steps."""
-        return self._steps.overlong
-
-    def state_dict(self, step: PackedStep | None = None) -> dict[str, Any]:
-        """Everything needed to continue after ``step``, as JSON-serialisable data; the same on all processes.
-
-        By default after the last step that was taken. A loop that takes steps before it trains them gives the last one
-        that it trained.
-        """
-        found = {} if self.calibration is None else {"calibration": self.calibration.state_dict()}
-        return self._steps.state_dict(None if step is None else step._after) | copy.deepcopy(found)
+        return step.to(self._where())
 
     def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
-        """Continue from ``state``; ``inside_step``: part of the next step was trained, so no setting may change.
-
-        Raises ``UserError`` if that is impossible, or if a stream has been read from already.
-        """
-        self._steps.load_state_dict(state, inside_step=inside_step)
-        self._ended = False
-        if self.calibration is not None and "calibration" in state:
-            self.calibration.load_state_dict(state["calibration"])
-        self._begin = self._compared | {"state": digest_of(json.dumps(state, sort_keys=True))}
-
-    def plans(self) -> Iterator[StepPlan]:
-        """The plans of the next steps, without taking a step; not for a stream."""
-        return copy.deepcopy(self._steps)
+        super().load_state_dict(state, inside_step=inside_step)
+        self._begins = self._compared | {"state": digest_of(json.dumps(state, sort_keys=True))}
 
     def agree(self) -> None:
         """Compare the settings of all processes, and group those that share micro-batches, as the first ``next``."""
-        if self._begin is None:
+        if self._begins is None:
             return
-        ranks = self._processes.agree(self._steps.settings | self._begin, self._rank)
+        ranks = self._processes.agree(self._planned.settings, self._begins, self._rank)
         count, world, shares = self._processes.ranks, self._processes.world, ranks and self.job.layout.pool_size > 1
         if (self.calibration is not None or shares) and (ranks or [0] * world) != [*range(count)]:
             must = f"to share micro-batches or to calibrate, the {world} processes must be the dp x cp = {count} ranks"
             raise UserError(f"{must} in order; leave out rank = {self._rank}, and give the data-parallel group")
-        if shares and self._share.group is None:
-            self._share = replace(self._share, group=sharing_group(self.job.layout.pool_size, self._processes.group))
-        self._begin = None
+        if shares and self.share.group is None:
+            self.share = replace(self.share, group=sharing_group(self.job.layout.pool_size, self._processes.group))
+        self._begins = None
 
     def batch_of(self, documents: Sequence[Document]) -> PackedBatch:
         """The part of this rank in a micro-batch of ``documents`` outside any step; call ``agree`` before."""
-        return self._share.of(_batch_of_all(documents)).to(self._where())
+        return self.share.of(_batch_of_all(documents)).to(self._where())
 
     def _where(self) -> torch.device | str:
         return self._device or _used_device(self._processes.group) or "cpu"
 
-    def _loss_tokens(self, plan: StepPlan | None, shares: Sequence[PackedBatch]) -> int:
-        """Labelled tokens of the step on all ranks; several processes also compare ``plan``."""
-        ranks, group, world = self._processes.ranks, self._processes.group, self._processes.world
-        if ranks > 1 and world == 1 and plan is not None:  # one process plans for one of several ranks
-            shares = tuple(map(self._read, plan.micro_batches))
-        labelled = sum(int((share.labels != IGNORE_LABEL).sum()) for share in shares)
-        if ranks == 1 or world == 1:
-            return labelled
-        planned = 0 if plan is None else fingerprint_of(plan)
-        if plan is not None and self._stream is not None:
-            planned = digest_of((planned, [self._stream.marks[segment.document] for segment in plan.segments]))
-        rows = gathered_rows([labelled, planned], torch.int64, torch.device("cpu"), agreeing_group(group))
-        others = (rows[:, 1] != rows[0, 1]).nonzero().flatten().tolist()
-        if others:
-            raise UserError(f"process {others[0]} and process 0 planned different steps; give all the same documents")
-        return int(rows[:, 0].sum()) * ranks // world
+    def _gathered(self, row: list[int]) -> list[list[int]]:
+        processes = self._processes
+        if processes.ranks == 1 or processes.world == 1:
+            return [row]
+        group = agreeing_group(processes.group)
+        rows: list[list[int]] = gathered_rows(row, torch.int64, torch.device("cpu"), group).tolist()
+        return rows
 
 
 packed_batches = PackedSteps
@@ -314,6 +253,10 @@ def _measured(document: Document) -> tuple[int, int]:
 def _lengths_of(documents: Any) -> NDArray[np.int64]:
     numbered = enumerate(islice(documents, len(documents)))  # iterating a torch data set may not end by itself
     return checked_lengths([token_count(one, f"document {number}") for number, one in numbered])
+
+
+def _batch_in(store: TokenStore, micro_batch: MicroBatch) -> PackedBatch:
+    return PackedBatch(**vars(read_batch(micro_batch, store)))
 
 
 def _batch_of_all(documents: Sequence[Document]) -> PackedBatch:

@@ -86,17 +86,17 @@ class Batch:
         return replace(self, **moved)
 
 
-_Batch = TypeVar("_Batch", bound=Batch)
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 def shard_batch(
-    batch: _Batch,
+    batch: AnyBatch,
     shard_plan: ShardPlan,
     rank: int,
     multiple_of: int = 1,
     ranks: tuple[int, ...] = (),
     group: dist.ProcessGroup | None = None,
-) -> _Batch:
+) -> AnyBatch:
     """The part of a whole ``batch`` that ``rank`` holds in a plan for ``ranks`` of the context-parallel ``group``.
 
     Its rows are in the order of the plan, and padded to a multiple of ``multiple_of`` (the tensor-parallel size), and
@@ -136,7 +136,7 @@ class RankSlice:
     workload: Costs | None = None
     group: dist.ProcessGroup | None = None
 
-    def of(self, batch: _Batch, ranks: tuple[int, ...] = ()) -> _Batch:
+    def of(self, batch: AnyBatch, ranks: tuple[int, ...] = ()) -> AnyBatch:
         """The part of ``batch`` on this rank, if the context-parallel ``ranks`` share the batch; empty means all."""
         strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
         cp, earlier = len(ranks) or self.layout.pool_size, batch.slice_of and batch.slice_of.earlier
@@ -144,7 +144,7 @@ class RankSlice:
         rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
         return shard_batch(batch, plan, rank, self.layout.tp, ranks, self.group)
 
-    def batches(self, plan: StepPlan, read: Callable[[MicroBatch], _Batch]) -> tuple[_Batch, ...]:
+    def batches(self, plan: StepPlan, read: Callable[[MicroBatch], AnyBatch]) -> tuple[AnyBatch, ...]:
         """The parts of the micro-batches of ``plan`` on this rank (``own_batches``)."""
         return own_batches(plan, self.dp_rank, self.cp_rank, lambda part: self.of(read(part), part.ranks))
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.integrations.batches import WholeSteps, balanced_job
+from wlb.integrations.batches import balanced_job
+from wlb.runtime.steps import PlannedSteps
 from wlb.shadow_mode.lengths import Lengths
 from wlb.workload.fitted import FittedPrices, fit_prices
 
@@ -118,8 +119,8 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
     micro_batches = max(1, round(lengths.sum() / len(steps) / len(ranks) / window))
     balanced = unpadded
     if len(ranks) > 1:
-        plans = WholeSteps(balanced_job(lengths, window, micro_batches, dp=len(ranks), workload=prices), lengths)
-        balanced = [[[prices.seconds(one.lengths) for one in rank] for rank in plan.ranks] for plan in plans]
+        planned = PlannedSteps(balanced_job(lengths, window, micro_batches, dp=len(ranks), workload=prices), lengths)
+        balanced = [[[prices.seconds(one.lengths) for one in rank] for rank in step.plan.ranks] for step in planned]
     return ShadowGain(
         steps=len(steps),
         processes=len(ranks),

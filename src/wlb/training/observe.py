@@ -25,8 +25,9 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule, 
 from wlb.job.config import MetricsConfig
 from wlb.runtime.clock import ComputeClock
 from wlb.runtime.collectives import gathered_rows
+from wlb.runtime.sharded_batch import Batch
+from wlb.runtime.steps import RankStep
 from wlb.terminal import next_command, number_of
-from wlb.training.data.loader import LoadedStep
 from wlb.training.environment import attention_note, hardware_name, tokenizer_warning
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.preflight import CheckedJob
@@ -98,7 +99,12 @@ class Reporter:
             say(warning)
 
     def record(
-        self, step: int, loaded: LoadedStep, outcome: dict[str, float], computed: NDArray[np.float64], seconds: float
+        self,
+        step: int,
+        loaded: RankStep[Batch],
+        outcome: dict[str, float],
+        computed: NDArray[np.float64],
+        seconds: float,
     ) -> None:
         """Record a trained step (docs/training.md has the fields) with the ``outcome`` of ``train_step``.
 

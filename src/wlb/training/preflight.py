@@ -26,10 +26,10 @@ from wlb.os_limits import usable_memory
 from wlb.runtime.collectives import gathered
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import check_model, newest_checkpoint, read_manifest
-from wlb.training.data.loader import check_identity
 from wlb.training.environment import device_type, hardware_name, trained_model
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.process import TrainingError
+from wlb.training.steps import check_data
 
 _LOCK = ".lock"  # the file in a directory of a job that runs
 
@@ -51,7 +51,7 @@ class CheckedJob:
     def check_data(self) -> None:
         """Raise ``UserError`` if the job was saved with other documents or another order."""
         if self.saved is not None:
-            check_identity(self.saved, self.store, self.job)
+            check_data(self.saved, self.store, self.job)
 
 
 def memory_limit(device_type: str, local_processes: int) -> MemoryLimit:
@@ -113,7 +113,7 @@ def checked(
             tried(partial(_check_could_write, name, directory))
     saved = tried(lambda: _saved_loader_state(config, model))
     if saved is not None:
-        job = _as_saved(job, saved["identity"])
+        job = _as_saved(job, saved["settings"]["packing"])
     lengths = store.stored_lengths
     job = tried(lambda: decide(job, lengths)) or decide(job.with_length_factor(job.least_length_factor), lengths)
     tried(lambda: _check_memory(job, resumes=saved is not None))
@@ -136,10 +136,10 @@ def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str
     return state
 
 
-def _as_saved(job: Job, identity: dict[str, Any]) -> Job:
+def _as_saved(job: Job, packing: dict[str, Any]) -> Job:
     """``job`` with the L_max that it was started with, if waiting documents in the packer were measured by it."""
     measured = "max_length_factor" in job.packing.identity(job.context_window)
-    factor = identity.get("packing.max_length_factor") if measured else None
+    factor = packing.get("packing.max_length_factor") if measured else None
     if job.packing.max_length_factor != "auto" or factor is None:
         return job
     return job.with_length_factor(float(factor))

@@ -12,11 +12,11 @@ from wlb.models.transformer import Transformer
 from wlb.runtime.collectives import gathered, on_every_rank
 from wlb.runtime.sharded_batch import RankSlice
 from wlb.training.checkpoint.files import candidates
-from wlb.training.data.loader import share_in
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import CheckedJob
+from wlb.training.steps import share_in
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,15 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from wlb.job.config import JobConfig
+from wlb.job.planner import waiting_in
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.packing.plan import StepPlan
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
+from wlb.runtime.collectives import gathered, on_every_rank
 from wlb.runtime.own_lists import own_micro_batches
+from wlb.runtime.sharded_batch import Batch
+from wlb.runtime.steps import RankStep
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
-from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.observe import Monitor, Reporter
@@ -38,6 +40,7 @@ from wlb.training.preflight import CheckedJob, check_agreed, check_job, check_sh
 from wlb.training.process import Terminated, Termination, TrainingError, say
 from wlb.training.rank_model import RankModel, build_model
 from wlb.training.stalls import BegunStep, stalls_named
+from wlb.training.steps import open_steps
 
 _DOCUMENTS_NAMED = 50  # in a message
 
@@ -86,9 +89,9 @@ class Trainer:
         elif config.model.pretrained is not None:
             PretrainedWeights(config.model.pretrained).load(*model.stages)
         self.step = progress.step
-        self.loader = StepLoader(
-            checked.store, job, training, share=model.share, state=progress.loader, calibration=self.calibration
-        )
+        begins: dict[str, Any] = {"state": progress.loader, "calibration": self.calibration}
+        begins["asked_to_end"] = lambda: self.termination.requested
+        self.planned = open_steps(checked.store, job, training, share=model.share, **begins)
         self.reporter = Reporter(checked, model.execution, self.step) if dist.get_rank() == 0 else None
         self.evaluator: Evaluator | None = None
         if self.config.evaluation.store is not None:
@@ -97,7 +100,7 @@ class Trainer:
         directory = config.checkpoint.dir
         kept = f"the same command continues from the newest checkpoint in {directory}, if there is one"
         self._kept = kept if directory else "nothing is saved without checkpoint.dir"
-        self._trained = self.loader.state_dict()
+        self._trained = self.planned.state_dict()
         self._last_step = self.config.training.steps or math.inf
 
     def run(self) -> dict[str, Any] | None:
@@ -109,7 +112,13 @@ class Trainer:
             if self.reporter:
                 self.reporter.finish()
             raise
-        return self.reporter.finish() | self.loader.totals() if self.reporter else None
+        return self.reporter.finish() | self._totals() if self.reporter else None
+
+    def _totals(self) -> dict[str, Any]:
+        """What became of the documents read from the job's first step on; pending ones are not wholly trained."""
+        planner = self._trained["planner"]
+        pending = {segment.document for segment in waiting_in(planner)}
+        return {"overlong": planner["stream"]["overlong"], "pending_documents": len(pending)}
 
     def steps(self) -> Iterator[int]:
         """Train step after step, yielding the number of each; checkpoints as they fall due and at the end.
@@ -117,24 +126,21 @@ class Trainer:
         Raises ``Terminated``, after saving everything, if a rank was asked to end.
         """
         saved = self.step
-        terminated = False
         self.termination.allow(self.config.training.grace_seconds, self._kept)
-        with self.loader, self.monitor.trace:
+        with closing(self.planned), self.monitor.trace:
             self._evaluate()  # the evaluation that a signal may have stopped in the job before this one
             while loaded := self._next_step():
-                self.begun.number = self.step + 1
-                if terminated := not agree_to_train(self.step + 1, loaded, self.model, self.termination.requested):
-                    break  # the loaded step is not trained, so self._trained leaves it out
                 self.step += 1
                 self._train_step(loaded)
                 self._calibrate()
-                self._trained = self.loader.state_dict()
+                self._trained = self.planned.state_dict()
                 self._evaluate()  # before the checkpoint, so that a job which continues from it has it on record
                 if self.checkpointer.is_due(self.step):
                     self._save()
                     saved = self.step
                 self.monitor.trace.step()
                 yield self.step
+            terminated = self.planned.ended_early
             terminated |= self._evaluate(last=not terminated)
             if self.step != saved and self.checkpointer.enabled:
                 self._save()
@@ -142,11 +148,14 @@ class Trainer:
         if terminated:
             raise Terminated(f"terminated after step {self.step}; {self._kept}")
 
-    def _next_step(self) -> LoadedStep | None:
+    def _next_step(self) -> RankStep[Batch] | None:
+        if self.step >= self._last_step:
+            return None
+        self.begun.number = self.step + 1
         with record_function("data"):
-            return next(self.loader, None) if self.step < self._last_step else None
+            return next(self.planned, None)
 
-    def _train_step(self, loaded: LoadedStep) -> None:
+    def _train_step(self, loaded: RankStep[Batch]) -> None:
         started = time.perf_counter()
         outcome, computed = train_step(self.step, loaded, self.model, self.runner, self.monitor)
         if self.reporter:
@@ -154,10 +163,8 @@ class Trainer:
             self.reporter.record(self.step, loaded, outcome, computed, seconds)
 
     def _calibrate(self) -> None:
-        if self.calibration is not None and self.calibration.end_step():
-            self.loader.plan_again()
-            if self.reporter:
-                say(f"planning from now on with prices measured up to step {self.step}: {self.calibration}")
+        if self.calibration is not None and self.calibration.end_step() and self.reporter:
+            say(f"planning from now on with prices measured up to step {self.step}: {self.calibration}")
 
     def _evaluate(self, *, last: bool = False) -> bool:
         """Evaluate if it is due; returns whether it stopped early because a rank was asked to end."""
@@ -173,26 +180,8 @@ class Trainer:
             self.checkpointer.save(Progress(self.step, self._trained))
 
 
-def agree_to_train(step: int, loaded: LoadedStep, model: RankModel, asked_to_end: bool) -> bool:
-    """Whether the ranks train ``loaded`` as step ``step``; False if any of them was ``asked_to_end``.
-
-    Raises ``TrainingError`` if they planned different steps or shards.
-    """
-    row = (loaded.fingerprint, loaded.shard_fingerprint, asked_to_end)
-    with record_function("plan agreement"):
-        plans, shards, ending = gathered_rows(row, torch.int64, torch.device("cpu")).T
-    by_dp = shards[model.mesh.work.mesh.movedim(1, 0).flatten(1)]  # (dp, the other ranks)
-    same_plans = bool((plans == plans[0]).all())
-    if not (same_plans and (by_dp == by_dp[:, :1]).all()):
-        raise TrainingError(
-            f"step {step}: ranks planned different {'shards' if same_plans else 'steps'}; the token store, "
-            "the configuration and the version of wlb-llm must be the same on all machines"
-        )
-    return not ending.any()
-
-
 def train_step(
-    step: int, loaded: LoadedStep, model: RankModel, runner: PipelineRunner, monitor: Monitor
+    step: int, loaded: RankStep[Batch], model: RankModel, runner: PipelineRunner, monitor: Monitor
 ) -> tuple[dict[str, float], NDArray[np.float64]]:
     """Train ``loaded`` as step ``step``; returns its outcome and the seconds that each rank computed, shape (ranks,).
 

@@ -17,7 +17,11 @@ def write_checkpoint(
     hidden_path(checkpoint).mkdir(parents=True)
     for name, content in contents.items():
         (hidden_path(checkpoint) / name).write_bytes(content)
-    manifest = {"step": step, "loader": {"identity": {}}, "model": model or {"heads": 2}}
+    manifest = {
+        "step": step,
+        "loader": {"settings": {}, "first_epoch": 0, "planner": {}},
+        "model": model or {"heads": 2},
+    }
     publish(checkpoint, manifest | {"files": sums_of(hidden_path(checkpoint), contents)})
     return checkpoint
 

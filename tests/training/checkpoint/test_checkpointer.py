@@ -183,9 +183,7 @@ def test_resuming_a_job_that_was_changed_trains_every_document_once(straight, sa
 
 
 def test_another_preset_is_refused_before_anything_starts(straight):
-    with pytest.raises(
-        UserError, match=r"was written with packing\.method = 'balanced', but this job has 'sequential'"
-    ):
+    with pytest.raises(UserError, match=r"was saved with packing\.method = 'balanced' and this run has 'sequential'"):
         check_job(configure(straight["dp"], "dp", packing={"method": "sequential"}), 1)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -35,12 +35,12 @@ from wlb.job.config import JobConfig
 from wlb.os_limits import usable_cores
 from wlb.packing.plan import StepPlan
 from wlb.runtime.sharded_batch import Batch
-from wlb.training.data.loader import StepLoader
 from wlb.training.dry_run import find_problems
 from wlb.training.observe import Monitor
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.rank_model import build_model
-from wlb.training.trainer import agree_to_train, train_step
+from wlb.training.steps import open_steps
+from wlb.training.trainer import train_step
 
 _ON_DEVICE = ("tokens", "labels", "position_ids")
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -91,17 +91,17 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
         memory.track_external(*model.stages, *model.optimizers)
         counts = [len(log.calls)]
         with (
-            StepLoader(checked.store, job, config.training, share=model.share) as loader,
+            closing(open_steps(checked.store, job, config.training, share=model.share)) as loader,
             log.listening(),
             memory.without_trials(),
         ):
-            for step, planned in enumerate(islice(loader, steps), 1):
+            for step in range(1, steps + 1):
+                with watcher:
+                    planned = next(loader)
                 loaded = replace(planned, batches=tuple(_on_device(batch, fake) for batch in planned.batches))
                 memory.track_external(*(getattr(batch, name) for batch in loaded.batches for name in _ON_DEVICE))
-                with watcher:
-                    agree_to_train(step, loaded, model, False)
-                    with fake, memory:
-                        train_step(step, loaded, model, runner, monitor)
+                with watcher, fake, memory:
+                    train_step(step, loaded, model, runner, monitor)
                 counts.append(len(log.calls))
     of_steps = tuple(tuple(log.calls[first:last]) for first, last in pairwise(counts))
     peak = sum(of_device["Total"] for of_device in memory.get_tracker_snapshot("peak").values())

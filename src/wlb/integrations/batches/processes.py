@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 import torch.distributed as dist
 
-from wlb.errors import UserError
+from wlb.errors import UserError, check_whole
 from wlb.runtime.collectives import agreeing_group, gathered
+from wlb.runtime.steps import Settings
 
 
 class Processes:
@@ -51,8 +51,8 @@ class Processes:
             raise UserError(f"{sizes}; give rank or a group")
         return self.rank if self.rank is not None else dist.get_rank(self.group) if self.ranks > 1 else 0
 
-    def agree(self, plan: Mapping[str, Any], rank: int | None) -> list[int | None]:
-        """Check that ``plan`` is the same on all processes, and that equally many have each rank; a collective call.
+    def agree(self, settings: Settings, begins: Mapping[str, Any], rank: int | None) -> list[int | None]:
+        """Check that both are the same on all processes, and that equally many have each rank; a collective call.
 
         Returns the rank of every process, or an empty list where dp x cp = 1 was given and the process trains alone.
         Raises ``UserError`` on every process, with the settings that differ, and where Accelerate accumulates.
@@ -63,7 +63,8 @@ class Processes:
             raise UserError(f"{early}; call init_process_group first")
         if self.ranks == 1 or self.world == 1:
             return []
-        ranks, plans = zip(*gathered((rank, dict(plan)), agreeing_group(self.group)), strict=True)
+        plan = {name: value for kind in settings.values() for name, value in kind.items()} | dict(begins)
+        ranks, plans = zip(*gathered((rank, plan), agreeing_group(self.group)), strict=True)
         for theirs in plans:
             differing = [name for name in {**plans[0], **theirs} if plans[0].get(name) != theirs.get(name)]
             values = [f"{name} = {plans[0].get(name)!r} and {theirs.get(name)!r}" for name in differing[:3]]
@@ -74,12 +75,6 @@ class Processes:
             held_ranks = f"processes have rank = {', '.join(map(str, ranks))}, and dp x cp = {self.ranks}"
             raise UserError(f"{held_ranks}; give equally many each rank, leave dp out, or give the group that trains")
         return [*ranks]
-
-
-def check_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raise ``UserError`` unless ``value`` of the setting ``name`` is a whole number of at least ``least``."""
-    if not isinstance(value, Integral) or value < least:
-        raise UserError(f"{name} = {value!r} is not a whole number >= {least}; give one")
 
 
 def _check_accumulation() -> None:

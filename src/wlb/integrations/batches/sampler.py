@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import Processes
-from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job, checked_lengths
+from wlb.integrations.batches.steps import ItemsOfSteps, balanced_job, checked_lengths, loop_settings
 from wlb.integrations.document_fields import marks_of_some
+from wlb.job.planner import PlannedStep
 from wlb.packing.plan import StepPlan
 from wlb.runtime.own_lists import digest_of
+from wlb.runtime.steps import PlannedSteps
 
 
 class PlannedBatchSampler:
@@ -79,7 +81,7 @@ class PlannedBatchSampler:
         self._batches = self._begun(self._state, self._first_epoch)
         begin = {"first epoch": self._first_epoch, "digest of tokens": digest_of(marks)}
         begin["state"] = digest_of(json.dumps(self._state, sort_keys=True))
-        self.processes.agree(self._batches.steps.settings | begin, self.rank)
+        self.processes.agree(self._batches.steps.settings, begin, self.rank)
         if self.rank is None and self.processes.ranks > 1:
             raise UserError(f"dp x cp = {self.processes.ranks}, and rank is missing; give the rank of this process")
         return self._batches
@@ -102,12 +104,12 @@ class PlannedBatchSampler:
         return self._batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next ``iter`` continue from ``state``. Raises ``UserError`` as ``WholeSteps`` does."""
+        """Make the next ``iter`` continue from ``state``. Raises ``UserError`` as ``PlannedSteps`` does."""
         self._batches, self._state = self._begun(state, 0), dict(state)
 
     def steps(self, state: Mapping[str, Any] | None = None) -> Iterator[StepPlan]:
         """The plans of this pass (the next if it is over), or after ``state``, without changing this sampler."""
-        yield from self._begun(state, self._first_epoch).steps
+        return (step.plan for step in self._begun(state, self._first_epoch).steps)
 
     @property
     def _first_epoch(self) -> int:
@@ -132,12 +134,13 @@ class PlannedBatchSampler:
         return []
 
     def _begun(self, state: Mapping[str, Any] | None, first_epoch: int) -> ItemsOfSteps[list[int]]:
-        steps = WholeSteps(self.job, self.lengths, epochs=self._epochs, first_epoch=first_epoch)
+        known = loop_settings(self.job, self.lengths, epochs=self._epochs)
+        steps = PlannedSteps(self.job, self.lengths, known, epochs=self._epochs, first_epoch=first_epoch)
         batches = ItemsOfSteps(steps, self._documents)
         if state is not None:
             batches.load_state_dict(state)
         return batches
 
-    def _documents(self, plan: StepPlan) -> list[list[int]]:
-        own = plan.ranks[self._dp_rank]
+    def _documents(self, step: PlannedStep) -> list[list[int]]:
+        own = step.plan.ranks[self._dp_rank]
         return [[part.document % len(self.lengths) for part in micro_batch.segments] for micro_batch in own]

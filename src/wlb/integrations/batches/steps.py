@@ -1,8 +1,4 @@
-"""Steps for loops outside our trainer: the job, its whole steps, and the items of a step.
-
-The planner is that of our trainer (``wlb.job.planner``), and no micro-batch is empty. A state holds the settings of the
-plans (``WholeSteps.settings``). Documents and their order must stay; other settings may change between steps.
-"""
+"""For loops outside our trainer: the job, what identifies its steps, and the items of a step."""
 
 from __future__ import annotations
 
@@ -16,14 +12,10 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.segments import OverlongReport
-from wlb.errors import UserError
-from wlb.integrations.batches.arriving import ArrivingDocuments
-from wlb.integrations.batches.processes import check_whole
+from wlb.errors import UserError, check_whole
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
-from wlb.job.planner import StepPlanner, waiting_in
-from wlb.packing.plan import StepPlan
+from wlb.runtime.steps import Settings
 from wlb.simulate.decide import decide
 from wlb.simulate.job import simulated_job
 from wlb.workload import Hardware, ModelShape
@@ -35,9 +27,6 @@ Item = TypeVar("Item")
 Lengths = NDArray[np.int64]
 
 _WINDOWS = 1.5  # context windows that fit into a micro-batch
-
-# Settings that must equal those of a state.
-_ORDER = ("documents", "digest of lengths", "digest of tokens", "seed", "shuffle")
 
 
 def balanced_job(
@@ -109,123 +98,37 @@ def checked_lengths(lengths: Any) -> Lengths:
     return array.astype(np.int64)
 
 
-class WholeSteps(Iterator[StepPlan]):
-    """The steps of ``job`` on ``documents`` (their lengths, or a stream) over ``epochs`` epochs; None never ends.
+def loop_settings(
+    job: Job, lengths: Lengths | None, *, epochs: int | None = None, tokens: str | None = None
+) -> Settings:
+    """Everything that decides the steps of ``job``; ``tokens`` is a digest of token ids.
 
-    Document ids count over epochs: id modulo the number of documents is the index. ``settings`` has everything that
-    decides the plans, as JSON values by name, and ``tokens``, a digest of token ids. Raises ``UserError`` for fewer
-    documents than data-parallel ranks.
+    Without ``lengths`` it is for a stream, whose documents are compared in every step and when they are read again.
     """
-
-    def __init__(
-        self,
-        job: Job,
-        documents: Lengths | ArrivingDocuments[Any],
-        *,
-        tokens: str | None = None,
-        epochs: int | None = 1,
-        first_epoch: int = 0,
-    ) -> None:
-        if epochs is not None:
-            check_whole("epochs", epochs)
-        self._job, self._documents, self._epochs = job, documents, epochs
-        self.settings = _settings(job, documents, tokens) | {"epochs": epochs}
-        self._begin(first_epoch)
-
-    def _begin(self, first_epoch: int) -> None:
-        epochs: dict[str, Any] = {"epochs": self._epochs, "first_epoch": first_epoch}
-        self.first_epoch, self._planner = first_epoch, StepPlanner(self._job, self._documents, **epochs, whole=True)
-        self.before_next = self._planner.state_dict()  # before the next step
-        self.finished: tuple[int, ...] = ()  # documents whose last tokens were in the last step
-
-    def __next__(self) -> StepPlan:
-        step = next(self._planner)
-        self.before_next, self.finished = step.state, step.documents
-        return step.plan
-
-    def plan_by(self, job: Job) -> None:
-        """Plan the steps after the last returned one for ``job``, which differs only in prices or rank speeds."""
-        self._job, state = job, self.before_next
-        self._begin(self.first_epoch)
-        self._planner.load_state_dict(copy.deepcopy(state))
-        self.before_next = state
-
-    @property
-    def overlong(self) -> OverlongReport:
-        """Counts of documents over the context window, among all documents read so far."""
-        return self._planner.overlong
-
-    def state_dict(self, planner: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Everything needed to continue after the last returned step, as a JSON-serialisable copy.
-
-        ``planner`` is what ``before_next`` was after an earlier step, to continue after that one.
-        """
-        planner = self.before_next if planner is None else planner
-        state = {"settings": self.settings, "first_epoch": self.first_epoch, "planner": planner}
-        if isinstance(self._documents, ArrivingDocuments):
-            state["digest"] = self._documents.digest(_documents_taken(planner))
-        return copy.deepcopy(state)
-
-    def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
-        """Continue from ``state``; a stream must be at its beginning. ``inside_step``: part of the step was trained.
-
-        Raises ``UserError`` for other documents, another order or a later epoch; inside a step for any changed setting.
-        """
-        changed, planner = self._changed(state, inside_step), copy.deepcopy(state["planner"])
-        last, epoch = state["first_epoch"] + (self._epochs or 0) - 1, planner["stream"]["epoch"]
-        if isinstance(self._documents, ArrivingDocuments):
-            if _documents_taken(self._planner.state_dict()):
-                raise UserError("the stream has been read from already; open it again, and give the state with it")
-            self._documents.read_again(_documents_taken(planner), state["digest"], waiting_in(planner))
-        elif self._epochs is not None and epoch > last:
-            raise UserError(f"the state is in epoch {epoch + 1} and this run ends with epoch {last + 1}; raise epochs")
-        self._begin(state["first_epoch"])
-        packed_by = {"context_window", "overlong", "method", *self._job.packing.identity(self._job.context_window)}
-        self._planner.load_state_dict(planner, packed_otherwise=bool(changed & packed_by))
-        self.before_next = self._planner.state_dict() if changed else planner
-
-    def _changed(self, state: Mapping[str, Any], inside_step: bool) -> set[str]:
-        """Names of settings that differ from ``state``. Raises ``UserError`` if one of them may not change."""
-        if not isinstance(state, Mapping) or not {"settings", "first_epoch", "planner"} <= state.keys():
-            kind = type(state).__name__
-            raise UserError(f"state is a {kind}, not a result of state_dict; give one, or None to restart")
-        saved, ours = state["settings"], self.settings
-        changed = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)]
-        for name in changed if inside_step else [name for name in changed if name in _ORDER]:
-            where, remedy = ("", "restart") if name in _ORDER else ("inside a step ", "save after whole steps")
-            values = f"{name} = {saved.get(name)!r} and this run has {ours.get(name)!r}"
-            raise UserError(f"the state was saved {where}with {values}; continue with the saved one, or {remedy}")
-        return set(changed)
-
-
-def _documents_taken(planner: Mapping[str, Any]) -> int:
-    return int(planner["stream"]["stores"][0]["cursor"])
-
-
-def _settings(job: Job, documents: Lengths | ArrivingDocuments[Any], tokens: str | None) -> dict[str, Any]:
-    # Documents of a stream are compared in every step, and with a state when they are read again.
-    order: list[Any] = ["a stream", None, None, None, None]
-    if not isinstance(documents, ArrivingDocuments):
-        lengths = hashlib.blake2b(documents.astype("<i8").tobytes(), digest_size=8).hexdigest()
-        order = [len(documents), lengths, tokens, job.data.seed, job.data.shuffle]
+    order: dict[str, Any] = {"documents": "a stream"}
+    if lengths is not None:
+        digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        order = {"documents": len(lengths), "digest of lengths": digest, "digest of tokens": tokens}
+        order |= {"seed": job.data.seed, "shuffle": job.data.shuffle}
+    window, method = {"context_window": job.context_window, "overlong": job.data.overlong}, job.packing.method
     probes = np.unique(np.geomspace(1, job.context_window, 8).astype(np.int64))
-    return {
-        **dict(zip(_ORDER, order, strict=True)),
+    others = {
         **({} if job.phases is None else {"phases": job.phases.digest}),
         **job.packing.in_use(),
-        "context_window": job.context_window,
-        "overlong": job.data.overlong,
         "micro_batches": job.rank_micro_batches,
         "dp": job.layout.pools,
         "cp": job.layout.pool_size,
         "prices": [f"{seconds:.6g}" for seconds in job.packing_prices.document_seconds(probes)],
+        "epochs": epochs,
     }
+    packing = {"method": method, **job.packing.identity(job.context_window), **window}
+    return {"order": order, "packing": packing, "others": others}
 
 
 class ItemsOfSteps(Iterator[Item], Generic[Item]):
     """The items of one step after another, with a state between any two; ``items`` makes the items of a step.
 
-    ``steps`` are ``WholeSteps`` or ``PackedSteps``; ``of_step`` are the items of the current step.
+    ``steps`` are ``PlannedSteps`` or ``PackedSteps``; ``of_step`` are the items of the current step.
     """
 
     def __init__(self, steps: Any, items: Callable[[Any], Sequence[Item]]) -> None:
@@ -241,7 +144,7 @@ class ItemsOfSteps(Iterator[Item], Generic[Item]):
 
     @property
     def is_over(self) -> bool:
-        """Whether no item is left, even if ``next`` has not said so yet; for ``WholeSteps`` of lengths."""
+        """Whether no item is left, even if ``next`` has not said so yet; for ``PlannedSteps`` of lengths."""
         at_end = self._taken == len(self.of_step) > 0
         return self.finished or (at_end and next(copy.deepcopy(self.steps), None) is None)
 
@@ -263,6 +166,6 @@ class ItemsOfSteps(Iterator[Item], Generic[Item]):
         return {**self.steps.state_dict(), "taken": self._taken - len(self.of_step)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
+        """Continue from ``state``. Raises ``UserError`` as ``PlannedSteps.load_state_dict`` does."""
         self.steps.load_state_dict(state, inside_step=state.get("taken", 0) > 0)
         self.of_step, self._taken, self.finished = (), state.get("taken", 0), False

@@ -260,7 +260,7 @@ class TrainLoader:
         self.rewind()
         trained, documents = round(self.epoch * len(self._steps.lengths)), len(self._steps.lengths)
         for step in self._steps:
-            batches = [*step.batches]
+            batches: list[Any] = [*step.batches]
             batches += [self._steps.batch_of([])] * (-len(batches) % self._wanted)
             *others, last = (batch.with_labels() for batch in batches)
             self._inner = {id(inputs): batch for inputs, batch in zip(others[1:], batches[1:-1], strict=True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.runtime.loss import IGNORE_LABEL
-from wlb.runtime.sharded_batch import RankSlice
-from wlb.training.data.loader import LoadedStep, StepLoader
+from wlb.runtime.sharded_batch import Batch, RankSlice
+from wlb.runtime.steps import RankStep, RankSteps
+from wlb.training.steps import open_steps
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +35,18 @@ def open_loader(
     *,
     share: RankSlice | None = None,
     state: dict[str, Any] | None = None,
-) -> StepLoader:
+) -> closing[RankSteps[Batch]]:
     config = job(folder, **(changes or {}))
     store = TokenStore.open(*config.data.stores)
     spec = Job.from_config(config, "h100", vocab_size=config.model.vocab_size or VOCABULARY)
-    return StepLoader(store, spec, config.training, share=share, state=state)
+    return closing(open_steps(store, spec, config.training, share=share, state=state))
 
 
-def same_step(left: LoadedStep, right: LoadedStep) -> bool:
+def same_step(left: RankStep[Batch], right: RankStep[Batch]) -> bool:
     return (
         left.plan == right.plan
         and left.planned.documents == right.planned.documents
         and left.loss_tokens == right.loss_tokens
-        and left.fingerprint == right.fingerprint
         and all(
             torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels)
             for a, b in zip(left.batches, right.batches, strict=True)
@@ -95,9 +96,9 @@ def test_a_state_is_refused_on_other_settings_and_data(folder, tmp_path):
     with open_loader(folder) as loader:
         state = loader.state_dict()
     refused: list[tuple[dict[str, dict[str, Any]], str]] = [
-        ({"data": {"seed": 1}}, "data.seed = 0, but this job has 1"),
+        ({"data": {"seed": 1}}, "data.seed = 0 and this run has 1"),
         ({"packing": {"method": "sequential"}}, "packing.method = 'balanced'"),
-        ({"data": {"seed": 1, "overlong": "drop"}}, r"overlong = 'split', .* 'drop' \(1 more settings differ\)"),
+        ({"data": {"seed": 1, "overlong": "drop"}}, r"overlong = 'split' and .* 'drop' \(1 more settings differ\)"),
         ({"data": {"store": str(tmp_path / "store")}}, r"token store = .* start anew with another checkpoint\.dir"),
     ]
     for changes, named in refused:
@@ -112,7 +113,7 @@ def test_a_mixture_is_continued_with_its_weights(folder):
     with open_loader(folder, changes) as loader:
         state = json.loads(json.dumps(loader.state_dict()))
     mixture[1]["weight"] = 2
-    with pytest.raises(UserError, match=r"data\.weights = \[3\.0, 1\.0\], but this job has \[3\.0, 2\.0\]"):
+    with pytest.raises(UserError, match=r"data\.weights = \[3\.0, 1\.0\] and this run has \[3\.0, 2\.0\]"):
         open_loader(folder, changes, state=state)
 
 
@@ -121,6 +122,7 @@ def test_a_state_does_not_depend_on_how_settings_are_said(folder):
     with open_loader(folder, changes) as loader:
         state = loader.state_dict()
     same = {"packing": {"method": "variable_length", "max_delay": 16, "outlier_thresholds": [24, 72]}}
-    open_loader(folder, same, state=state).close()
-    with pytest.raises(UserError, match=r"packing.max_delay = 16, but this job has 3"):
+    with open_loader(folder, same, state=state):
+        pass
+    with pytest.raises(UserError, match=r"packing.max_delay = 16 and this run has 3"):
         open_loader(folder, {"packing": {"method": "variable_length", "max_delay": 3}}, state=state)

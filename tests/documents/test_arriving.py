@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.integrations.batches.arriving import ArrivingDocuments
 
 
 def measured(document: str) -> tuple[int, int]:

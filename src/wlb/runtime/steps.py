@@ -1,0 +1,302 @@
+"""The steps of one rank in any loop: planned, read, compared with those of the other ranks, continued from a state.
+
+``PlannedSteps`` plans and keeps the state. ``RankSteps`` adds the tensors of this rank and the labelled tokens of all,
+and plans again by measured prices. Every process plans by itself, and one with other documents would silently skip some
+and train others twice. So processes compare the plan of each step, and a state knows its documents and their order.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch.profiler import record_function
+
+from wlb.documents.arriving import ArrivingDocuments
+from wlb.documents.segments import OverlongReport
+from wlb.documents.store.reader import DocumentLengths
+from wlb.errors import UserError, check_whole
+from wlb.job.job import Job
+from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime.calibration import Calibration
+from wlb.runtime.collectives import gathered_rows
+from wlb.runtime.loss import IGNORE_LABEL
+from wlb.runtime.own_lists import digest_of, fingerprint_of, names_ranks
+from wlb.runtime.sharded_batch import AnyBatch, Batch, RankSlice
+
+T = TypeVar("T")
+Settings = Mapping[str, Mapping[str, Any]]  # JSON values by name, by kind: "order", "packing" and "others"
+
+_STEPS_AHEAD = 2  # planned ahead of training, and as many read
+
+
+def check_settings(
+    state: Any, settings: Settings, fixed: Sequence[str], remedy: str, *, inside_step: bool = False
+) -> set[str]:
+    """The kinds of ``settings`` that differ from ``state``, a result of ``PlannedSteps.state_dict``.
+
+    Raises ``UserError`` if a setting of the kinds ``fixed`` differs; inside a step, if any does.
+    """
+    if not isinstance(state, Mapping) or not {"settings", "first_epoch", "planner"} <= state.keys():
+        raise UserError(f"state is a {type(state).__name__}, not a result of state_dict; give one, or None to restart")
+    changed = set()
+    for kind, ours in settings.items():
+        saved = state["settings"][kind]
+        name, *others = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)] or [None]
+        if name is not None and (kind in fixed or inside_step):
+            where, remedy = ("", remedy) if kind in fixed else ("inside a step ", "save after whole steps")
+            values = f"{name} = {saved.get(name)!r} and this run has {ours.get(name)!r}"
+            more = f" ({len(others)} more settings differ)" if others else ""
+            raise UserError(f"the state was saved {where}with {values}{more}; continue with the saved one, or {remedy}")
+        changed |= {kind} if name is not None else set()
+    return changed
+
+
+class PlannedSteps(Iterator[PlannedStep]):
+    """The planned steps of ``job`` on ``documents`` (lengths, or a stream) over ``epochs`` epochs; None never ends.
+
+    Document ids count over epochs: id modulo the number of documents is the index. ``check_settings`` compares
+    ``settings`` with those of a state: "order" identifies documents and their order, and where "packing" changes, the
+    documents that wait are packed again. ``StepPlanner`` explains ``whole`` and ``pipeline``.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        documents: DocumentLengths | ArrivingDocuments[Any],
+        settings: Settings | None = None,
+        *,
+        epochs: int | None = 1,
+        first_epoch: int = 0,
+        whole: bool = True,
+        pipeline: int | None = None,
+        fixed: Sequence[str] = ("order",),
+        remedy: str = "restart",
+    ) -> None:
+        if epochs is not None:
+            check_whole("epochs", epochs)
+        self.job, self.settings, self.stream = job, settings or {}, None
+        if isinstance(documents, ArrivingDocuments):
+            self.stream = documents
+        self._documents, self._checks, self._epochs = documents, (fixed, remedy), epochs
+        self._options: dict[str, Any] = {"epochs": epochs, "whole": whole, "pipeline": pipeline}
+        self._begin(job, first_epoch)
+
+    def _begin(self, job: Job, first_epoch: int, state: Any = None, changed: Iterable[str] = ()) -> None:
+        self._planned_for, self.first_epoch = job, first_epoch
+        self._planner = StepPlanner(job, self._documents, first_epoch=first_epoch, **self._options)
+        if state is not None:
+            self._planner.load_state_dict(copy.deepcopy(state), packed_otherwise="packing" in changed)
+        self.before_next = self._planner.state_dict() if changed or state is None else state
+
+    def __next__(self) -> PlannedStep:
+        step = next(self._planner)
+        self.before_next = step.state
+        return step
+
+    def plan_by(self, job: Job, after: Mapping[str, Any]) -> None:
+        """Plan the steps ``after`` this state of the planner for ``job``, with other prices or rank speeds only."""
+        self._begin(job, self.first_epoch, after)
+
+    @property
+    def overlong(self) -> OverlongReport:
+        """Counts of documents over the context window, among all documents read so far."""
+        return self._planner.overlong
+
+    def state_dict(self, planner: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Everything needed to continue after the last returned step, as a JSON-serialisable copy.
+
+        ``planner`` is ``PlannedStep.state`` of an earlier step, to continue after that one (``before_next``).
+        """
+        planner = self.before_next if planner is None else planner
+        state = {"settings": self.settings, "first_epoch": self.first_epoch, "planner": planner}
+        if self.stream is not None:
+            state["digest"] = self.stream.digest(_documents_taken(planner))
+        return copy.deepcopy(state)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
+        """Continue from ``state``; a stream must be at its beginning. ``inside_step``: part of the step was trained.
+
+        Raises ``UserError`` as ``check_settings`` does, and for a later epoch.
+        """
+        changed = check_settings(state, self.settings, *self._checks, inside_step=inside_step)
+        planner, first_epoch = state["planner"], state["first_epoch"]
+        last, epoch = first_epoch + (self._epochs or 0) - 1, planner["stream"]["epoch"]
+        if self.stream is not None:
+            if _documents_taken(self._planner.state_dict()):
+                raise UserError("the stream has been read from already; open it again, and give the state with it")
+            self.stream.read_again(_documents_taken(planner), state["digest"], waiting_in(planner))
+        elif self._epochs is not None and epoch > last:
+            raise UserError(f"the state is in epoch {epoch + 1} and this run ends with epoch {last + 1}; raise epochs")
+        self._begin(self._planned_for, first_epoch, planner, changed)
+
+
+def _documents_taken(planner: Mapping[str, Any]) -> int:
+    return int(planner["stream"]["stores"][0]["cursor"])
+
+
+@dataclass(frozen=True)
+class RankStep(Generic[AnyBatch]):
+    """The micro-batches of one rank in a step, in order, the labelled tokens of the step on all ranks, and the plan.
+
+    Getting it took ``wait_seconds``, without the comparison with other ranks.
+    """
+
+    batches: tuple[AnyBatch, ...]
+    loss_tokens: int
+    planned: PlannedStep
+    wait_seconds: float = 0.0
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.planned.plan
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(self, batches=tuple(batch.to(device) for batch in self.batches))
+
+
+class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
+    """The steps that one rank trains: its ``share`` of ``planned``, with a state to continue after any of them.
+
+    Args:
+        planned: The steps of all ranks. Each of them makes the same ones.
+        read: Reads a whole micro-batch.
+        share: The part of this rank.
+        calibration: Plans by the prices and, in level steps, the rank speeds that it has measured.
+        ahead: Whether one thread plans and a second one reads steps before they are asked for; call ``close``.
+        asked_to_end: Asked before each step. If any rank says yes, no step is returned to any, and ``ended_early``.
+
+    With several processes, ``next`` is a collective call. Raises ``UserError`` if processes planned different steps.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedSteps,
+        read: Callable[[MicroBatch], AnyBatch],
+        share: RankSlice,
+        *,
+        calibration: Calibration | None = None,
+        ahead: bool = False,
+        asked_to_end: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.job, self.share, self.calibration, self.ended_early = planned.job, share, calibration, False
+        self._planned, self._read, self._asked_to_end = planned, read, asked_to_end
+        self._measured: tuple[Any, Any] = (None, None)  # prices and speeds in the current plans
+        self._ahead, self._threads = ahead, list[ThreadPoolExecutor]()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._ended = False
+        self._after = self._planned.before_next  # the state of the planner after the last returned step
+        self._coming: Iterator[tuple[Any, ...]] = map(self._loaded, self._planned)
+        if self._ahead:
+            self._threads = [ThreadPoolExecutor(1, f"wlb-{work}") for work in ("planning", "reading")]
+            self._coming = _ahead(map(self._loaded, _ahead(self._planned, self._threads[0])), self._threads[1])
+
+    def __next__(self) -> RankStep[AnyBatch]:
+        self._plan_by_measured()
+        started = time.perf_counter()
+        step, *marks = next(self._coming, (None, 0, 0, 0))
+        seconds = time.perf_counter() - started
+        with record_function("plan agreement"):
+            rows = self._gathered([*marks, self.share.dp_rank, self._asked_to_end()])
+        labels, plans, shards, dp_ranks, ends = zip(*rows, strict=True)
+        for what, made, alike in (("steps", plans, [0] * len(rows)), ("shards", shards, map(dp_ranks.index, dp_ranks))):
+            for process, other in enumerate(alike):
+                if made[process] != made[other]:
+                    same = "give all the same documents, settings and version of wlb"
+                    raise UserError(f"process {process} and process {other} planned different {what}; {same}")
+        self._ended, self.ended_early = step is None, any(ends)
+        if step is None or self.ended_early:
+            raise StopIteration
+        self._after, ranks = step.planned.state, self.share.layout.dp_cp
+        if self._planned.stream is not None:
+            self._planned.stream.forget(step.planned.documents)
+        loss_tokens = sum(labels) * ranks // len(rows)
+        if len(rows) == 1 < ranks:  # this process trains for one of several ranks, without the others
+            loss_tokens = sum(_labels(self._read(micro_batch)) for micro_batch in step.plan.micro_batches)
+        batches = tuple(replace(batch, loss_tokens=loss_tokens, ranks=ranks) for batch in step.batches)
+        found: RankStep[AnyBatch] = replace(step, batches=batches, loss_tokens=loss_tokens, wait_seconds=seconds)
+        return found
+
+    def _gathered(self, row: list[int]) -> list[list[int]]:
+        """``row`` of each process that takes this step, in rank order."""
+        rows: list[list[int]] = gathered_rows(row, torch.int64, torch.device("cpu")).tolist()
+        return rows
+
+    def _loaded(self, planned: PlannedStep) -> tuple[RankStep[AnyBatch], int, int, int]:
+        """The step, its labels on this rank, and marks of its plan and of the shards and operations of this rank."""
+        plan, batches = planned.plan, self.share.batches(planned.plan, self._read)
+        fingerprint = fingerprint_of(plan)
+        if self._planned.stream is not None:
+            tokens = [self._planned.stream.marks[segment.document] for segment in plan.segments]
+            fingerprint = digest_of((fingerprint, tokens))
+        # If micro-batches name their ranks, ranks have different ones. Equal plans give equal shards, because shards
+        # follow from whole lengths, without prices, which two machines may round differently.
+        shared = [] if names_ranks(plan) else [batch.attend.shard_plan for batch in batches if batch.attend]
+        shards = [[table.tolist() for table in shard_plan.pieces] for shard_plan in shared]
+        marks = fingerprint, digest_of((shards, plan.operations))
+        return RankStep(batches, 0, planned), sum(map(_labels, batches)), *marks
+
+    def _plan_by_measured(self) -> None:
+        if (calibration := self.calibration) is not None:
+            found = calibration.prices, calibration.speeds if self.job.levels_steps else None
+            if found != self._measured:
+                self.close()
+                self._planned.plan_by(self.job.measured(*found), self._after)
+                self._measured = found
+                self._begin()
+
+    @property
+    def overlong(self) -> OverlongReport:
+        """Counts of documents over the context window, including those read for later steps."""
+        return self._planned.overlong
+
+    def plans(self) -> Iterator[StepPlan]:
+        """The plans of the next steps, without taking a step; not for a stream."""
+        return (step.plan for step in copy.deepcopy(self._planned))
+
+    def state_dict(self, step: RankStep[AnyBatch] | None = None) -> dict[str, Any]:
+        """Everything needed to continue after ``step``, as JSON-serialisable data; the same on all processes.
+
+        By default after the last step that was taken. A loop that takes steps before it trains them gives the last one
+        that it trained.
+        """
+        found = {} if self.calibration is None else {"calibration": copy.deepcopy(self.calibration.state_dict())}
+        return self._planned.state_dict(self._after if step is None else step.planned.state) | found
+
+    def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
+        """Continue from ``state``; ``inside_step``: part of the next step was trained, so no setting may change.
+
+        Raises ``UserError`` if that is impossible, or if a stream has been read from already.
+        """
+        self.close()
+        self._planned.load_state_dict(state, inside_step=inside_step)
+        if self.calibration is not None and "calibration" in state:
+            self.calibration.load_state_dict(state["calibration"])
+        self._begin()
+
+    def close(self) -> None:
+        """End the threads; safe to call twice."""
+        for thread in self._threads:
+            thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _labels(batch: Batch) -> int:
+    return int((batch.labels != IGNORE_LABEL).sum())
+
+
+def _ahead(source: Iterator[T], thread: ThreadPoolExecutor) -> Iterator[T]:
+    """``source``, computed ahead of its consumer in ``thread``, which has no other work."""
+    end = object()
+    coming: deque[Future[Any]] = deque(thread.submit(next, source, end) for _ in range(_STEPS_AHEAD))
+    while (item := coming.popleft().result()) is not end:
+        coming.append(thread.submit(next, source, end))
+        yield item
