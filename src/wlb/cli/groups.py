@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from inspect import Parameter
 from typing import Any, TypeVar, get_type_hints
@@ -43,14 +43,9 @@ def names_of(group: type) -> list[str]:
 
 def refuse_unused(context: typer.Context, names: Collection[str], why: str) -> None:
     """Refuse options (by parameter ``names``) that were given but have no effect; ``why`` completes the message."""
-    for parameter in context.command.params:
-        if parameter.name in names and was_given(context, parameter.name):
-            value = context.params[parameter.name]
-            if isinstance(value, bool):
-                value = (parameter.opts if value else parameter.secondary_opts)[0]
-            spelled = "/".join((*parameter.opts, *parameter.secondary_opts))
-            given = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-            raise UserError(f"{spelled} {why} (got {given}); leave it out")
+    for parameter, values in _given(context, names):
+        spelled = "/".join((*parameter.opts, *parameter.secondary_opts))
+        raise UserError(f"{spelled} {why} (got {', '.join(values)}); leave it out")
 
 
 def was_given(context: typer.Context, name: str) -> bool:
@@ -62,15 +57,19 @@ def was_given(context: typer.Context, name: str) -> bool:
 def given_again(context: typer.Context, names: Collection[str]) -> list[str]:
     """The options of ``names`` that were given, as words for another command with the same options."""
     words: list[str] = []
+    for parameter, values in _given(context, names):
+        words += values if parameter.is_flag else [word for value in values for word in (parameter.opts[0], value)]
+    return words
+
+
+def _given(context: typer.Context, names: Collection[str]) -> Iterator[tuple[Any, list[str]]]:
+    """The parameters of ``names`` that were given, with their values; the value of a flag is the flag itself."""
     for parameter in context.command.params:
         if parameter.name in names and was_given(context, parameter.name):
             value = context.params[parameter.name]
             if isinstance(value, bool):
-                words.append((parameter.opts if value else parameter.secondary_opts)[0])
-                continue
-            for one in value if isinstance(value, list | tuple) else [value]:
-                words += [parameter.opts[0], str(one)]
-    return words
+                value = (parameter.opts if value else parameter.secondary_opts)[0]
+            yield parameter, [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _options(group: Any) -> dict[str, Parameter]:

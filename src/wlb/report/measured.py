@@ -13,6 +13,11 @@ from wlb.report.run_directory import TrainingRun
 from wlb.terminal import number_of
 
 TITLE = "What this training job loses to imbalance"
+_IMBALANCE = (
+    "If the plan is uneven, the predicted value is large too. If only the measured value is large, a machine is slow "
+    "or the workload model does not fit: rank_seconds in steps.jsonl shows which rank is slow, and training.calibrate "
+    "plans with measured costs. On GPUs measured seconds include the collectives inside a forward or backward pass."
+)
 
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
@@ -46,7 +51,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
             facts(values),
             *gained,
             section("steps", "Steps", *_steps(runs)),
-            section("imbalance", "Imbalance", _imbalance(runs)),
+            section("imbalance", "Imbalance", paragraph(_IMBALANCE)),
         ],
     )
 
@@ -119,15 +124,6 @@ def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
     }
     caption = Caption("steps-chart", "Model FLOPs utilisation, step by step", "Measured.")
     return [series(caption, lines[::-1], "model FLOPs utilisation"), table(columns)]
-
-
-def _imbalance(runs: Sequence[TrainingRun]) -> Markup:
-    return paragraph(
-        "If the plan is uneven, the predicted value is large too. If only the measured value is large, a machine is "
-        "slow or the workload model does not fit: rank_seconds in steps.jsonl shows which rank is slow, and "
-        "training.calibrate plans with measured costs. On GPUs measured seconds include the collectives inside a "
-        "forward or backward pass."
-    )
 
 
 def _seconds(seconds: float) -> str:

@@ -39,9 +39,9 @@ def _ours(directory: Path, dtype: torch.dtype) -> Transformer:
     return module
 
 
-def _export(module: Transformer, out: Path, dtype: torch.dtype, largest_file: int = 10**9) -> None:
+def _export(module: Transformer, out: Path, dtype: torch.dtype) -> None:
     tensors = {name: parameter.detach().to(dtype) for name, parameter in module.named_parameters()}
-    export_model(module.config, tensors, out, longest=512, companions={}, more_config={}, largest_file=largest_file)
+    export_model(module.config, tensors, out, longest=512, companions={}, more_config={})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -65,11 +65,12 @@ def test_scores_are_those_of_transformers_both_ways(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3"])
-def test_weights_spread_over_files_are_the_same(name: str, tmp_path: Path) -> None:
+def test_weights_spread_over_files_are_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_random_model(name, tmp_path / "many", torch.bfloat16, max_shard_size="10KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     module = _ours(tmp_path / "many", torch.float32)
-    _export(module, tmp_path / "ours", torch.bfloat16, largest_file=10_000)
+    monkeypatch.setattr("wlb.training.checkpoint.export._LARGEST_FILE", 10_000)
+    _export(module, tmp_path / "ours", torch.bfloat16)
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert index["metadata"]["total_size"] == sum(p.numel() * 2 for p in module.parameters())

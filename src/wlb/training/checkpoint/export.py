@@ -114,14 +114,12 @@ def export_model(
     longest: int,
     companions: Mapping[str, bytes],
     more_config: Mapping[str, Any],
-    largest_file: int = _LARGEST_FILE,
 ) -> None:
     """Write ``tensors``, under our names and all of one type, as a model in the new directory ``out``.
 
-    ``longest`` is the context in tokens. A file of weights holds at most ``largest_file`` bytes unless one tensor alone
-    is larger. ``companions`` are other files by name. ``more_config`` are further keys of ``config.json``; our keys
-    override those that describe the model. Raises ``UserError`` if ``out`` exists or cannot be written, and for a model
-    that no Hugging Face family computes.
+    ``longest`` is the context in tokens. ``companions`` are other files by name. ``more_config`` are further keys of
+    ``config.json``; our keys override those that describe the model. Raises ``UserError`` if ``out`` exists or cannot
+    be written, and for a model that no Hugging Face family computes.
     """
     require("safetensors", "train")
     refuse_existing(out)
@@ -132,7 +130,7 @@ def export_model(
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as hidden, alone():
             written = Path(hidden, "model")
-            writer = HuggingFaceStorageWriter(str(written), _files(tensors, largest_file))
+            writer = HuggingFaceStorageWriter(str(written), _files(tensors))
             dcp.save({hugging_face_name(name): tensor for name, tensor in tensors.items()}, storage_writer=writer)
             for name, content in {**companions, "config.json": f"{described}\n".encode()}.items():
                 (written / name).write_bytes(content)
@@ -151,12 +149,12 @@ def refuse_existing(out: Path) -> None:
         raise UserError(f"{out} exists and is not overwritten; choose another directory or remove it")
 
 
-def _files(tensors: Mapping[str, Tensor], largest_file: int) -> dict[str, int]:
-    """The number of the file, from 1, for each tensor, by its Hugging Face name."""
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of the file, from 1, for each tensor, by its Hugging Face name; a tensor may be larger than a file."""
     files: dict[str, int] = {}
     number = filled = 0
     for name, tensor in tensors.items():
-        if not number or filled + tensor.nbytes > largest_file:
+        if not number or filled + tensor.nbytes > _LARGEST_FILE:
             number, filled = number + 1, 0
         files[hugging_face_name(name)] = number
         filled += tensor.nbytes
