@@ -45,7 +45,7 @@ MAY_IMPORT = {
         *("attention", "documents", "job", "packing", "runtime", "sharding", "simulate", "training", "workload"),
         "shadow_mode",
     },
-    "shadow_mode": {"integrations", "runtime", "workload"},
+    "shadow_mode": {"job", "runtime", "simulate", "workload"},
 }
 # And commands and integrations that use them.
 TORCH = {"attention", "models", "runtime", "training", "profiling", "shadow_mode"}

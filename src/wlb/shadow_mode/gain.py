@@ -11,12 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.integrations.batches import balanced_job
-from wlb.runtime.steps import PlannedSteps
+from wlb.job.planner import StepPlanner
 from wlb.shadow_mode.lengths import Lengths
+from wlb.simulate import simulated_job
+from wlb.simulate.decide import decide
 from wlb.workload.fitted import FittedPrices, fit_prices
 
 _LEAST_GAIN = 0.05  # worth a change, as in ``wlb check``
+_PACKING = {"max_length_factor": 1.5, "order": "pipeline"}  # as ``wlb.integrations.packed`` has by default
 _LEAST_EXPLAINED = 0.5  # share of the variance of seconds; below it we claim no gain
 
 
@@ -119,7 +121,10 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
     micro_batches = max(1, round(lengths.sum() / len(steps) / len(ranks) / window))
     balanced = unpadded
     if len(ranks) > 1:
-        planned = PlannedSteps(balanced_job(lengths, window, micro_batches, dp=len(ranks), workload=prices), lengths)
+        packing = {"grouping": "even", "rank_micro_batches": micro_batches, **_PACKING}
+        sizes = {"micro_batches": micro_batches, "dp": len(ranks), "pool": 1}
+        job = simulated_job("7b", window, packing=packing, packed_by=prices, **sizes)
+        planned = StepPlanner(decide(job, lengths, lock_step=True), lengths, epochs=1, whole=True)
         balanced = [[[prices.seconds(one.lengths) for one in rank] for rank in step.plan.ranks] for step in planned]
     return ShadowGain(
         steps=len(steps),
