@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial, wraps
+from functools import wraps
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -157,16 +157,15 @@ def _run(
 def _fork_ranks(server: str) -> None:
     """The server has imported torch, and so has this fork of it, where nothing has used it: ranks need no server.
 
-    Those of benchmarks, which may have used it, come from ``server``.
+    What would be spawned is forked from ``server``, as the program may have used torch by then.
     """
-    import torch.multiprocessing
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
     from wlb.training import launcher
 
     same: Any = forkserver._forkserver
     same._forkserver_address, same.ensure_running = server, lambda: None
-    torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    multiprocessing.context._concrete_contexts["spawn"] = FORKS  # type: ignore[attr-defined]
 
     start, launcher.START_METHOD = MultiprocessContext._start, "fork"
 

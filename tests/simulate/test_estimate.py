@@ -119,12 +119,12 @@ def test_the_configuration_of_a_measured_job_names_the_model_that_was_measured(l
 
 
 def test_a_layout_that_is_given_is_kept_by_all_systems():
-    asked = ("check", "synthetic:2000:8K:0", "--context-window", "8K", "--steps", 1)
-    found = wlb(*asked, "--batch-tokens", "64K", *("--dp", 2, "--pp", 2, "--cp", 2, "--tp", 8))
+    asked = ("check", "synthetic:500:4K:0", "--model", "550m", "--context-window", "4K", "--steps", 1)
+    found = wlb(*asked, "--batch-tokens", "32K", *("--dp", 1, "--pp", 2, "--cp", 2, "--tp", 4))
     for system in found["systems"]:
         if system["system"] not in VARIANTS:
-            assert [system["layout"][size] for size in ("dp", "pp", "cp", "tp")] == [2, 2, 2, 8]
-    searched = wlb(*asked, "--systems", "plain-4d,balanced", "--gpus", 16, "--tp", 4)
+            assert [system["layout"][size] for size in ("dp", "pp", "cp", "tp")] == [1, 2, 2, 4]
+    searched = wlb(*asked, "--systems", "plain-4d,balanced", "--gpus", 8, "--tp", 4)
     assert {system["layout"]["tp"] for system in searched["systems"]} == {4}
 
 

@@ -93,7 +93,6 @@ def trained_as_single_documents(config: JobConfig, folder: Path) -> list[StepPla
 @pytest.mark.parametrize(
     ("preset", "steps"),
     [
-        ("balanced", 3),
         ("level", 3),
         ("slices", 3),
         *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS),
