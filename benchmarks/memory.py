@@ -7,7 +7,7 @@ micro-batches of different lengths. Measured is what the operating system counts
 for: the high-water mark of its resident memory, less what it had resident after training a small model in the same
 layout (libraries, threads, buffers of the process group). The C library is told to hand every tensor's pages back when
 it is freed, or its own caching would be measured. The largest of the processes is compared with the prediction of
-``wlb.job.memory.step`` for the same lengths. Needs Linux.
+``wlb.job.memory.walk`` for the same lengths. Needs Linux.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.parts.measurement import command, facts, make_parser, show, writ
 from benchmarks.parts.ranks import on_ranks
 from wlb.errors import UserError
 from wlb.job.config import ParallelConfig, TrainingConfig
-from wlb.job.memory.step import predict_memory
+from wlb.job.memory.walk import predict_memory
 from wlb.models.transformer import TransformerConfig
 from wlb.runtime.sharded_batch import Batch, shard_batch
 from wlb.sharding import make_shard_plan

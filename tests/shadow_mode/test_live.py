@@ -138,7 +138,7 @@ def test_what_fails_in_measuring_is_told_once_and_training_goes_on(
         assert f"wlb shadow: process 0: {message}" in said
         assert said.count("; nothing is measured from here on") == 1
     watched: Any = wlb.shadow(model)
-    monkeypatch.setattr("wlb.shadow_mode.live.read_lengths", broken)
+    monkeypatch.setattr("wlb.shadow_mode.live.lengths_of", broken)
     assert len(train(Loader(40), model)) == whole
     assert watched.close() is None
     assert capsys.readouterr().out.count("no disk; nothing is measured from here on") == 1

@@ -21,7 +21,7 @@ from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.job.job import USABLE_SHARE, Job
-from wlb.job.memory.step import predict_memory
+from wlb.job.memory.walk import predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.os_limits import usable_memory
 from wlb.packing.options import LARGEST_AUTO_FACTOR

@@ -29,7 +29,7 @@ from wlb.attention.shard_layout import shard_layout
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import TrainingConfig
-from wlb.job.memory.step import predict_memory
+from wlb.job.memory.walk import predict_memory
 from wlb.models.transformer import TransformerConfig
 from wlb.runtime.environment import activate_fast_attention
 from wlb.runtime.sharded_batch import Batch, shard_batch

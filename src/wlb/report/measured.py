@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wlb.report.gain import Gain, gain
+from wlb.report.bootstrap import Gain, gain
 from wlb.report.html.charts import intervals, series
 from wlb.report.html.markup import Caption, Markup, table, tag
 from wlb.report.html.page import facts, page, paragraph, section, verdict

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from wlb.documents.lengths import what_was_read
 from wlb.report.answer import about, columns_of, note_on, too_few
+from wlb.report.bootstrap import Gain
 from wlb.report.evidence import Evidence
-from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram
 from wlb.report.html.diagrams import pipeline_chart, shard_chart
 from wlb.report.html.markup import Caption, Markup, table, tag

@@ -12,7 +12,7 @@ import numpy as np
 
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
-from wlb.shadow_mode.lengths import Lengths
+from wlb.shadow_mode.fields import Lengths
 from wlb.simulate import simulated_job
 from wlb.simulate.decide import decide
 from wlb.workload.fitted import FittedPrices, fit_prices

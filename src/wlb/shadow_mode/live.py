@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader
 
 from wlb.errors import UserError
 from wlb.runtime.clock import Clock, clock_of
+from wlb.shadow_mode.fields import fields_of, lengths_of
 from wlb.shadow_mode.gain import Measured, ShadowGain, Step, gain_of
-from wlb.shadow_mode.lengths import fields_of, read_lengths
 from wlb.workload import ModelShape, model_shape
 from wlb.workload.model_json import shape_of_config
 from wlb.workload.profile import write_profile
@@ -205,7 +205,7 @@ class Shadow:
         if self._on_cuda:  # copy without waiting, and read when the step is done
             tensors = {kind: field for kind, field in fields.items() if isinstance(field, torch.Tensor)}
             fields |= {kind: tensor.to("cpu", non_blocking=True) for kind, tensor in tensors.items()}
-        self._began = fields if self._on_cuda else read_lengths(fields), self._clock.mark()
+        self._began = fields if self._on_cuda else lengths_of(fields), self._clock.mark()
 
     @_at_no_risk
     def _end(self) -> None:
@@ -266,7 +266,7 @@ class Shadow:
             documents -= sum(len(one.documents) for one in self._kept.pop(next(iter(self._kept))))
 
     def _measured(self, documents: Any, begin: Any, end: Any) -> Measured:
-        computed, without_padding = read_lengths(documents) if self._on_cuda else documents
+        computed, without_padding = lengths_of(documents) if self._on_cuda else documents
         return Measured(computed, without_padding, self._clock.between(end, begin))
 
     def _leave(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from wlb.errors import UserError
-from wlb.job.memory.step import gib
+from wlb.job.memory.walk import gib
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.simulate.space import SearchSpace
 from wlb.terminal import number_of

@@ -20,7 +20,7 @@ from wlb.job.config import JobConfig
 from wlb.job.configured_shape import configured_shape
 from wlb.job.job import Job, limit_of_gpu
 from wlb.job.memory.fit import predicted_memory
-from wlb.job.memory.step import MemoryEstimate
+from wlb.job.memory.walk import MemoryEstimate
 from wlb.simulate import simulate
 from wlb.simulate.estimate import CONFIGURED, judge_config
 from wlb.simulate.run import SimulationResult

@@ -14,7 +14,7 @@ import pytest
 from studies.tests.policies.ranks import lengths_of, ranks
 from tests.simulate.jobs import SHAPE, documents, job
 from wlb.errors import UserError
-from wlb.job.memory.step import predict_memory
+from wlb.job.memory.walk import predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.schedules.operations import rank_operations
 from wlb.schedules.timing import pipeline_times

@@ -16,7 +16,7 @@ from studies.tests.policies.ranks import DOCUMENTS, WINDOW, lengths_of
 from tests.limits import examples
 from tests.simulate.jobs import SHAPE
 from wlb.job.job import Job
-from wlb.job.memory.step import predict_memory
+from wlb.job.memory.walk import predict_memory
 from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, rank_operations
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulated_job

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
-from wlb.report.gain import Gain
+from wlb.report.bootstrap import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram, series
 from wlb.report.html.diagrams import areas_by_document, shard_chart
 from wlb.report.html.markup import LETTER, WIDTH, Caption, Scale

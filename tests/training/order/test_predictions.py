@@ -15,7 +15,7 @@ from wlb.job.config_file import load_config
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import Exchange
-from wlb.job.memory.step import predict_rank_memory
+from wlb.job.memory.walk import predict_rank_memory
 from wlb.sharding.latency import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.rate import simulate_step

@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.prepare.chat import ChatFormat
-from wlb.documents.prepare.processes import cluster, map_in_order, map_on_ray
 from wlb.documents.prepare.raw_files import Reject
 from wlb.documents.prepare.sources import Batch, Corpus, CorpusShard
 from wlb.documents.prepare.tokenization import Encoded, HuggingFaceTokenizer, Tokenizer, train_bpe
+from wlb.documents.prepare.workers import cluster, map_in_order, map_on_ray
 from wlb.documents.store.index import store_path
 from wlb.documents.store.writer import TokenStoreWriter, store_files, token_type
 from wlb.errors import UserError

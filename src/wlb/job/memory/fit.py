@@ -1,6 +1,6 @@
 """Whether a job fits the memory of its devices, and the largest L_max that does.
 
-``step`` predicts the worst step that packing may produce: every micro-batch has L_max tokens, or as many micro-batches
+``walk`` predicts the worst step that packing may produce: every micro-batch has L_max tokens, or as many micro-batches
 as the documents of a global batch fill.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from wlb.job.job import Job
 from wlb.job.memory.layers import held_of_token, kept_share, kept_tokens, window_tokens
-from wlb.job.memory.step import BATCH_BYTES, MemoryEstimate, gib, largest_share, predict_memory, rank_memories
+from wlb.job.memory.walk import BATCH_BYTES, MemoryEstimate, gib, largest_share, predict_memory, rank_memories
 from wlb.schedules.operations import round_size
 
 HELD = ("activations", "received keys and values", "scores")  # held from forward to backward

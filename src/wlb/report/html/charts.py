@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.report.gain import Gain
+from wlb.report.bootstrap import Gain
 from wlb.report.html.markup import (
     LETTER,
     WIDTH,

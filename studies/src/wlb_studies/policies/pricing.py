@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.job.config import ShardingConfig
 from wlb.job.job import Job
-from wlb.job.memory.step import predict_memory
+from wlb.job.memory.walk import predict_memory
 from wlb.job.prices import nodes_of
 from wlb.schedules.timing import pipeline_times
 from wlb.sharding import price_shards

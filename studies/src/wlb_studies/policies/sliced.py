@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from wlb.job.job import Job
 from wlb.job.memory.fit import HELD
 from wlb.job.memory.layers import head_share, held_of_token, kept_share
-from wlb.job.memory.step import predict_rank_memory
+from wlb.job.memory.walk import predict_rank_memory
 from wlb.schedules.layout import dealt_blocks
 from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations
 from wlb.sharding import price_shards

@@ -40,7 +40,7 @@ def fields_of(batch: Any) -> dict[str, Any]:
     return found if packed is None else found | fields_of(packed)
 
 
-def read_lengths(fields: Mapping[str, Any]) -> tuple[Lengths, Lengths]:
+def lengths_of(fields: Mapping[str, Any]) -> tuple[Lengths, Lengths]:
     """Tokens of each document with and without padding, from the result of ``fields_of``.
 
     A row with one document counts in full width; padding behind several documents counts as one more document. Raises

@@ -14,8 +14,8 @@ import pytest
 
 from tests.documents.prepare.corpora import write_corpus
 from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
-from wlb.documents.prepare.processes import _IN_FLIGHT, cluster, map_in_order, map_on_ray
 from wlb.documents.prepare.tokenization import BytesTokenizer
+from wlb.documents.prepare.workers import _IN_FLIGHT, cluster, map_in_order, map_on_ray
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 

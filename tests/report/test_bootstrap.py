@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wlb.report.gain import gain
+from wlb.report.bootstrap import gain
 
 
 def test_constant_steps_leave_no_doubt():

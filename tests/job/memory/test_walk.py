@@ -13,7 +13,7 @@ from tests.limits import examples
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import LayerMemory
-from wlb.job.memory.step import _Walk, predict_memory, predict_rank_memory, unlike_ranks
+from wlb.job.memory.walk import _Walk, predict_memory, predict_rank_memory, unlike_ranks
 from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import FORWARD, rank_operations
 from wlb.simulate import simulated_job

@@ -10,7 +10,7 @@ import torch
 
 from tests.cases import in_turn
 from wlb.errors import UserError
-from wlb.shadow_mode.lengths import fields_of, read_lengths
+from wlb.shadow_mode.fields import fields_of, lengths_of
 
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 ROW = TOKENS[:1]
@@ -51,10 +51,10 @@ BATCHES: dict[str, Any] = {
 
 @in_turn(("batch", "computed", "documents"), BATCHES.values())
 def test_lengths_of_every_kind_of_batch(batch: Any, computed: list[int], documents: list[int]):
-    found = read_lengths(fields_of(batch))
+    found = lengths_of(fields_of(batch))
     assert [lengths.tolist() for lengths in found] == [computed, documents]
 
 
 def test_a_batch_that_does_not_say_them_is_refused():
     with pytest.raises(UserError, match=r"none of cu_seq_lens_q, .* give lengths, a function of the batch"):
-        read_lengths(fields_of({"pixel_values": TOKENS}))
+        lengths_of(fields_of({"pixel_values": TOKENS}))
