@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -201,7 +200,7 @@ class _StoreOrder:
     def take(self, documents: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The next documents of this epoch, or as many as remain, and their tokens."""
         if self._order is None and self._shuffle:
-            self._order = _permutation(len(self._lengths), self._seed, self.epoch, self._number)
+            self._order = Permutation(len(self._lengths), self._seed, self.epoch, self._number)
         first, self._cursor = self._cursor, min(self._cursor + documents, len(self._lengths))
         order = np.arange if self._order is None else self._order.between
         chosen = order(first, self._cursor)
@@ -213,10 +212,6 @@ class _StoreOrder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self._cursor, self._order = state["epoch"], state["cursor"], None
         self._seed, self._shuffle = state["seed"], state["shuffle"]
-
-
-# A search plans the same documents in every layout.
-_permutation = lru_cache(maxsize=8)(Permutation)
 
 
 def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | None = None) -> None:

@@ -9,6 +9,8 @@ TensorFlow and Grain shuffle in the same way.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,7 +20,7 @@ _ROUNDS = 12
 # Halves of fewer bits have too few functions to be random, whatever the number of rounds; TensorFlow takes 16 bits.
 _LEAST_BITS = 8
 _BLOCK = 4096  # positions computed together; for only a few, NumPy's call overhead dominates
-_HELD = 64  # blocks
+_HELD = 256  # blocks, of the latest permutations: a search plans the same documents in every layout
 # The multipliers of SplitMix64's finaliser (Stafford's Mix13): each bit of the input changes half of the high ones.
 _MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -31,11 +33,11 @@ class Permutation:
     """
 
     def __init__(self, size: int, seed: int, *key: int) -> None:
+        self._made_from = size, seed, key
         self._size = np.uint64(size)
         bits = max(_LEAST_BITS, (size - 1).bit_length())
         self._widths = bits // 2, bits - bits // 2
         self._keys = np.random.SeedSequence(seed, spawn_key=key).generate_state(_ROUNDS, np.uint64)
-        self._blocks: dict[int, NDArray[np.int64]] = {}  # the latest ones, by first position
         self._whole: NDArray[np.int64] | None = None
         if size <= 1 << _LEAST_BITS:  # few documents would need many turns in a network of 8 bits
             drawn = self._encrypted(np.arange(1 << _LEAST_BITS, dtype=np.uint64))
@@ -57,17 +59,10 @@ class Permutation:
             return self._whole[start:stop]
         stop = min(stop, int(self._size))
         parts = [
-            self._block_of(block)[max(start - block, 0) : stop - block]
+            _block(*self._made_from, block)[max(start - block, 0) : stop - block]
             for block in range(start - start % _BLOCK, stop, _BLOCK)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-
-    def _block_of(self, first: int) -> NDArray[np.int64]:
-        if first not in self._blocks:
-            for oldest in [*self._blocks][: 1 - _HELD]:
-                self._blocks.pop(oldest, None)  # another thread may be planning
-            self._blocks[first] = self(np.arange(first, min(first + _BLOCK, int(self._size))))
-        return self._blocks[first]
 
     def _encrypted(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """The network itself. The halves change each other in turn, so they may differ in width."""
@@ -81,3 +76,8 @@ class Permutation:
             mixed >>= np.uint64(64 - bits)
             changed ^= mixed
         return (high << np.uint64(low_bits)) | low
+
+
+@lru_cache(maxsize=_HELD)
+def _block(size: int, seed: int, key: tuple[int, ...], first: int) -> NDArray[np.int64]:
+    return Permutation(size, seed, *key)(np.arange(first, min(first + _BLOCK, size)))

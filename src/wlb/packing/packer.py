@@ -264,7 +264,7 @@ def held_segments(state: dict[str, Any]) -> list[Segment]:
 
 def segments_of(table: Table) -> list[Segment]:
     """The rows of ``table`` as segments of plain integers."""
-    return [_new_tuple(Segment, row) for row in table.tolist()]
+    return [*map(_new_tuple, repeat(Segment), zip(*table.T.tolist(), strict=True))]
 
 
 def rows_of(segments: Sequence[Sequence[int]]) -> Table:
