@@ -28,7 +28,7 @@ from wlb.errors import UserError
 from wlb.job.config import ParallelConfig, TrainingConfig
 from wlb.job.memory.walk import predict_memory
 from wlb.models.transformer import TransformerConfig
-from wlb.runtime.sharded_batch import Batch, shard_batch
+from wlb.runtime.batch import Batch, shard_batch
 from wlb.sharding import make_shard_plan
 from wlb.simulate import simulated_job
 from wlb.training.environment import bound_compiled_products

@@ -24,7 +24,7 @@ from wlb.job.job import NCCL_BYTES, USABLE_SHARE, Job
 from wlb.job.memory.fit import fits, predicted_memory
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.runtime.sharded_batch import Batch
+from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.steps import RankStep
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import simulate
@@ -33,7 +33,7 @@ from wlb.simulate.decide import decide
 from wlb.training.dry_run import find_problems
 from wlb.training.environment import trained_model
 from wlb.training.preflight import check_job
-from wlb.training.steps import open_steps, share_in
+from wlb.training.steps import open_steps
 
 STEPS = 50
 T = TypeVar("T")
@@ -119,7 +119,8 @@ def _decided(case: Case) -> Job:
 def _loaded(case: Case, dp_rank: int) -> list[RankStep[Batch]]:
     check_trainable(case.documents.lengths, case.config.data)
     job = _decided(case)
-    with closing(open_steps(case.store, job, case.config.training, share=share_in(job, dp_rank, 0))) as loader:
+    share = RankSlice(dp_rank, 0, job.layout, job.sharding.strategy, job.costs)
+    with closing(open_steps(case.store, job, case.config.training, share=share)) as loader:
         return [*islice(loader, STEPS)]
 
 
@@ -130,7 +131,7 @@ def trained_shards(case: Case) -> list[ShardPlan]:
     """
     if _decided(case).levels_steps:
         return []
-    rank = _decided(case).layout.dp - 1
+    rank = _decided(case).layout.pools - 1
     steps = _loaded(case, rank)
     batches = [pair for step in steps for pair in zip(step.batches, step.plan.ranks[rank], strict=True)]
     return [batch.attention.shard_plan for batch, part in batches if part.segments and batch.attention]
@@ -160,7 +161,7 @@ def simulated_shards(case: Case) -> list[ShardPlan]:
     parts = [part for plan in simulated_plans(case) for part in plan.ranks[-1] if part.segments]
     earlier = [part.earlier if part.is_slice else None for part in parts]
     return [
-        make_shard_plan(part.lengths, layout.cp, strategy, workload=costs, earlier=before)
+        make_shard_plan(part.lengths, layout.pool_size, strategy, workload=costs, earlier=before)
         for part, before in zip(parts, earlier, strict=True)
     ]
 

@@ -22,8 +22,8 @@ from tests.integrations.torchtitan_cpu import IN_ROWS, RecordingTrainer, Trainer
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.integrations.torchtitan import BalancedDataLoader
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import make_batch
-from wlb.runtime.sharded_batch import Batch
+from wlb.runtime.batch import Batch
+from wlb.runtime.reading import make_batch
 
 MICRO_BATCHES = 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.distributed import RankFailure, run_ranks
+from wlb.attention import segment_attention
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.integrations.huggingface import register_attention
@@ -333,6 +335,43 @@ def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():
     stream = steps_of(iter(DOCUMENTS), dp=2, rank=0)
     trained_segments = [segment for step in stream._planned for segment in step.plan.segments]
     assert sum(segment.length for segment in trained_segments) == sum(LENGTHS)
+
+
+class Own(nn.Module):
+    """A model that reads nothing but the fields of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.qkv, self.head = nn.Embedding(61, 32), nn.Linear(32, 96), nn.Linear(32, 61)
+
+    def forward(self, tokens: torch.Tensor, attention: Any) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        heads = self.qkv(hidden).unflatten(1, (3, 2, 16)).unbind(1)
+        scores: torch.Tensor = self.head(hidden + attention(*heads).flatten(1))
+        return scores
+
+
+def _own_gradients() -> tuple[bool, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Of a level step under FSDP2, and of the same documents one at a time; whether ranks shared any."""
+    model: Any = fully_shard(Own().double())
+    alone = Own().double()
+    step = next(steps_of())
+    level_step(model, step.batches, lambda batch: batch.loss(model(batch.tokens, batch.attention)))
+    for segment in step.plan.segments:
+        ids = torch.from_numpy(DOCUMENTS[segment.document])
+        scores = alone(ids, partial(segment_attention, segment_lengths=[len(ids)], backend="reference"))
+        (F.cross_entropy(scores[:-1], ids[1:], reduction="sum") / step.loss_tokens).backward()
+    pairs = zip(model.parameters(), alone.named_parameters(), strict=True)
+    gradients = {name: (full(ours.grad), full(theirs.grad)) for ours, (name, theirs) in pairs}
+    return any(batch.is_shared for batch in step.batches), gradients
+
+
+def test_a_loop_with_a_module_of_its_own_needs_batches_and_level_step_only():
+    for shared, gradients in run_ranks(2, _own_gradients):
+        assert shared
+        for name, (found, expected) in gradients.items():
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-14, msg=name)
 
 
 def memory_of_level_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -14,8 +14,8 @@ from wlb.job.config import JobConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.batch import labelled_tokens, make_batch
-from wlb.runtime.sharded_batch import Batch
+from wlb.runtime.batch import Batch
+from wlb.runtime.reading import labels_of_segments, make_batch
 from wlb.runtime.steps import RankStep
 from wlb.training.environment import trained_model
 from wlb.training.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -32,7 +32,7 @@ def losses_of_single_documents(config: JobConfig, plans: Sequence[StepPlan]) -> 
     losses = []
     for step, plan in enumerate(plans, start=1):
         optimizer.zero_grad()
-        loss_tokens, total = labelled_tokens(plan, store), 0.0
+        loss_tokens, total = labels_of_segments([*plan.segments], store).sum(), 0.0
         for segment in plan.segments:
             batch = make_batch(MicroBatch((segment,), 0.0), store)
             attend = partial(segment_attention, segment_lengths=batch.segment_lengths, backend="reference")

@@ -46,9 +46,9 @@ from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.level import level_groups
 from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
-from wlb.runtime.batch import labelled_tokens, make_batch
+from wlb.runtime.batch import RankSlice
 from wlb.runtime.loss import IGNORE_LABEL, token_losses
-from wlb.runtime.sharded_batch import RankSlice
+from wlb.runtime.reading import labels_of_segments, make_batch
 from wlb.schedules.layout import Layout, split_layers
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, apply_activation_checkpointing, build_stage_modules
@@ -225,7 +225,9 @@ def _errors(
             operations_by_chance(2 * number + dp, parallel.pp, parallel.virtual_pp, per_rank)
             for dp in range(parallel.dp)
         ]
-        loss = runner.run_step(batches, labelled_tokens(plan, step.documents), operations if number % 2 else ())
+        loss = runner.run_step(
+            batches, int(labels_of_segments([*plan.segments], step.documents).sum()), operations if number % 2 else ()
+        )
         dist.all_reduce(loss)
         found = {"loss": loss} | {
             name: weight.grad.full_tensor()
@@ -365,7 +367,7 @@ def _gradients_of_slices(
         assert attend is not None
         for stage, slices in zip(stages, kept, strict=True):
             x = stage(x, batch.position_ids, attend.of_one_stage(slices))
-        losses.append(token_losses(x, batch.labels).sum() / labelled_tokens(plan, documents))
+        losses.append(token_losses(x, batch.labels).sum() / labels_of_segments([*plan.segments], documents).sum())
     for loss in reversed(losses):
         loss.backward()
     assert not any(layer for slices in kept for layer in slices.kept.values())

@@ -176,7 +176,7 @@ def test_auto_fills_the_memory_there_is(tmp_path):
 def test_a_job_that_continues_keeps_its_length(tmp_path):
     config = auto_job(tmp_path)
     saved = {"packing.max_length_factor": 1.25}
-    with mock.patch.object(preflight, "check_data"):  # the state here says little
+    with mock.patch.object(preflight, "check_settings"):  # the state here says little
         assert decide(config, saved).packing.max_length_factor == 1.25
     with mock.patch.object(preflight, "_saved_loader_state", return_value={"settings": {"packing": saved}}):
         assert find_problems(config, "cpu")[0].job.packing.max_length_factor == 1.25

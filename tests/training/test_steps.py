@@ -16,8 +16,8 @@ from tests.training.jobs import VOCABULARY, job, write_store
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.job import Job
+from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.loss import IGNORE_LABEL
-from wlb.runtime.sharded_batch import Batch, RankSlice
 from wlb.runtime.steps import RankStep, RankSteps
 from wlb.training.steps import open_steps
 

@@ -18,8 +18,8 @@ from tests.training.jobs import WINDOW, job, read_steps, train, trainer_of, writ
 from wlb.documents.segments import Segment, split_overlong
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import JobConfig
+from wlb.runtime.batch import Batch
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.sharded_batch import Batch
 from wlb.training import trainer
 from wlb.training.checkpoint.files import checkpoint_path
 

@@ -31,8 +31,8 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import TrainingConfig
 from wlb.job.memory.walk import predict_memory
 from wlb.models.transformer import TransformerConfig
+from wlb.runtime.batch import Batch, shard_batch
 from wlb.runtime.environment import activate_fast_attention
-from wlb.runtime.sharded_batch import Batch, shard_batch
 from wlb.schedules.layout import Layout
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import simulated_job

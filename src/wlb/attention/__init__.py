@@ -8,6 +8,11 @@ attends outside its segment. Both describe their work as a ``VariableLengthBatch
 - ``cpu``: PyTorch's flash attention for CPU, sequence by sequence, in time proportional to the attended area;
 - ``cuda``: PyTorch's variable-length flash attention, one kernel for all sequences.
 
+Read ``backends/``, then ``shard_layout.py`` (what a rank sends, receives and attends), ``exchange.py`` (its messages),
+``packed_attention.py`` (forward and backward) and ``slices.py`` (documents that a pipeline runs in parts). A new back
+end is a module with ``forward``, ``backward`` and ``unsupported``, and a name in ``BACKENDS``; ``tests/attention``
+compares it with ``reference``. Nothing here knows models, plans of steps or jobs.
+
 Names of tensors end in their shape: T tokens that a rank holds · A tokens that arrive there · S tokens that it sends ·
 Q queries and K keys of one call of a back end · H query heads · G key/value heads · E head_dim. x_A2GE holds keys and
 values side by side.

@@ -36,24 +36,27 @@ from wlb.integrations.document_fields import (
     token_count,
 )
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import make_batch, read_batch
+from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import agreeing_group, device_of, gathered_rows, sharing_group, warn
 from wlb.runtime.environment import set_up_gpu
-from wlb.runtime.loss import IGNORE_LABEL
+from wlb.runtime.loss import IGNORE_LABEL, packed_loss
 from wlb.runtime.own_lists import digest_of
-from wlb.runtime.sharded_batch import Batch, RankSlice
+from wlb.runtime.reading import make_batch, read_batch
 from wlb.runtime.steps import PlannedSteps, RankStep, RankSteps
+
+__all__ = ["FlatteningCollator", "PackedBatch", "PackedSteps", "cu_seqlens_of", "packed_batches", "packed_loss"]
 
 
 @dataclass(frozen=True)
 class PackedBatch(Batch):
-    """The tokens of a rank in a micro-batch; ``wlb.runtime.sharded_batch.Batch`` explains its fields.
+    """The tokens of a rank in a micro-batch; ``wlb.runtime.batch.Batch`` explains its fields.
 
     A Hugging Face causal LM takes the batch as keywords: ``batch.loss(model(**batch).logits)``. It must attend by
     ``register_attention`` of ``wlb.integrations.huggingface`` or, without ``attend``, flash_attention_2. There is no
     mask, and ``labels`` is None, so that giving labels fails: the model would average over its micro-batch. Other
-    models read ``tokens`` and ``position_ids``. If ``attend`` is None, use ``wlb.attention.segment_attention``.
+    models read ``tokens`` and ``position_ids``, and call ``attention(query, key, value)``, with tensors of shape
+    (tokens, heads, head_dim).
     """
 
     @cached_property

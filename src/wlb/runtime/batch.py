@@ -1,124 +1,204 @@
-"""Reads the tokens of a planned micro-batch from a token store.
+"""A micro-batch as tensors, and the part of it that one rank holds under context parallelism.
 
-``make_batch`` copies the tokens of each segment once into the packed tensor and sets labels and positions, without a
-Python loop over tokens.
+Labels and positions come from the whole micro-batch. The label of the last token of a piece is the next token of its
+document, even if another rank holds that token. A piece that starts inside a segment continues the positions of the
+piece before it. So rotary angles and loss equal those without sharding, and the summed losses of the ranks add up to
+the loss of the micro-batch.
 
-A plan numbers documents as ``epoch * documents_in_store + index_in_store``; functions here take the index modulo the
-size of the store.
+Tensor-parallel ranks split these tokens evenly, so padding may follow. It has no label and no attention, and changes no
+result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
-from wlb.attention.slices import SliceOf
-from wlb.documents.segments import Segment
-from wlb.documents.store.reader import TokenStore
+from wlb.attention import context_parallel_attention
+from wlb.attention.exchange import KVReexchanges
+from wlb.attention.packed_attention import AttentionCache
+from wlb.attention.shard_layout import on_device
+from wlb.attention.slices import KeptSlices, SliceInLayer, SliceOf
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.loss import IGNORE_LABEL
-from wlb.runtime.sharded_batch import Batch
-
-_REQUESTS = 16  # simultaneous requests of a rank to a server of token stores
-
-_T = TypeVar("_T")
-
-
-class TokenSource(Protocol):
-    """The part of a token store that a batch needs; ``lengths_of`` returns the tokens of each given document."""
-
-    def __len__(self) -> int: ...
-
-    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]: ...
-
-    def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]: ...
-
-    def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None: ...
+from wlb.runtime.loss import IGNORE_LABEL, packed_loss
+from wlb.runtime.own_lists import own_batches
+from wlb.schedules.layout import Layout
+from wlb.sharding import LEVEL_SHARDING, make_shard_plan
+from wlb.sharding.plan import ShardPlan
+from wlb.workload import Costs
 
 
-def make_batch(micro_batch: MicroBatch, store: TokenSource) -> Batch:
-    """Read a micro-batch's tokens.
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch, or the part of it that one rank holds; every tensor is int64 of shape (tokens,).
 
-    The label of a token is the next token of its document, even if the segment ends before the document. The last token
-    of a document has no label, nor has a token whose next token the loss mask leaves out. A micro-batch without
-    segments becomes one token without a label. It runs through the model with loss and gradient zero, so that all ranks
-    run equally many micro-batches.
+    ``labels`` holds the next token of the document, or -100. ``position_ids`` count from 0 in each segment, or in a
+    slice from the number of tokens before it. ``segment_lengths`` are those of the whole micro-batch, in packed order;
+    ``slice_of`` locates the first segment in its document, if it is a slice. A part comes with its ``attention``.
+    ``loss_tokens`` counts the labelled tokens of the step on all ``ranks`` (dp x cp).
     """
-    if not micro_batch.segments:
-        zero = torch.zeros(1, dtype=torch.int64)
-        return Batch(zero, torch.full_like(zero, IGNORE_LABEL), zero.clone(), (1,))
-    segment_lengths = np.array(micro_batch.lengths, dtype=np.int64)
-    ends = np.cumsum(segment_lengths)
-    tokens = np.empty(ends[-1], dtype=np.int64)
-    labels = np.empty(ends[-1], dtype=np.int64)
-    indices = np.array([segment.document for segment in micro_batch.segments]) % len(store)
-    starts = np.array([segment.start for segment in micro_batch.segments])
-    sizes = segment_lengths + (starts + segment_lengths < store.lengths_of(indices))  # with the token that follows
-    runs = _all_of(store, store.read, indices, starts, sizes)
-    masks = _all_of(store, store.loss_mask, indices, starts + 1, sizes - 1)
-    for length, end, run, mask in zip(segment_lengths, ends, runs, masks, strict=True):
-        tokens[end - length : end] = run[:length]
-        following = labels[end - length : end - length + len(run) - 1]
-        following[:] = run[1:]
-        if mask is not None:
-            following[~mask] = IGNORE_LABEL
-        if len(run) == length:
-            labels[end - 1] = IGNORE_LABEL
-    position_ids = np.arange(ends[-1]) - np.repeat(ends - segment_lengths, segment_lengths)
-    slice_of = None
-    if micro_batch.is_slice:
-        document, start, length = micro_batch.segments[0]
-        position_ids[:length] += micro_batch.earlier
-        slice_of = SliceOf(document, start - micro_batch.earlier, micro_batch.earlier, length)
-    ids, labels_T, position_ids_T = map(torch.from_numpy, (tokens, labels, position_ids))
-    return Batch(ids, labels_T, position_ids_T, tuple(micro_batch.lengths), slice_of)
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    segment_lengths: tuple[int, ...]
+    slice_of: SliceOf | None = None
+    attention: ShardedAttention | None = None
+    loss_tokens: int = 0
+    ranks: int = 1
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks hold parts of the micro-batch."""
+        return self.attention is not None and self.attention.shard_plan.cp_size > 1
+
+    @property
+    def attend(self) -> ShardedAttention | None:
+        """The attention over the rows of all ranks that share the micro-batch; None if this one has it alone.
+
+        ``attend(query, key, value)`` takes tensors of shape (tokens, heads, head_dim).
+        """
+        return self.attention if self.is_shared else None
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """The loss of this micro-batch as part of its step, a scalar in float32, or float64 for float64 logits.
+
+        ``logits`` are (tokens, vocabulary) or (1, tokens, vocabulary). It assumes that gradients are averaged over
+        ranks, as DDP and FSDP do. If your loop sums them, divide by ``ranks``. Without labels it is zero, and warns.
+        """
+        rows = logits[0] if isinstance(logits, Tensor) and logits.dim() == 3 and len(logits) == 1 else logits
+        if not isinstance(rows, Tensor) or rows.shape[:-1] != self.labels.shape:
+            kind = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            needed = f"({len(self.labels)}, vocabulary), as model(**batch).logits of a Hugging Face model"
+            raise UserError(f"logits are {kind}, and the batch has {len(self.labels)} tokens; give a tensor {needed}")
+        return packed_loss(rows, self.labels, self.loss_tokens, averaged_over=self.ranks)
+
+    def to(self, device: torch.device | str) -> Self:
+        there, names = torch.device(device), ("tokens", "labels", "position_ids")
+        moved: dict[str, Any] = {name: on_device(getattr(self, name), there) for name in names}
+        return replace(self, **moved)
 
 
-def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | None = None) -> Batch:
-    """``make_batch`` from a store that must not change while it is in use.
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
-    Raises ``UserError`` if a file of the documents has changed since the store was opened, and for a token at or over
-    ``vocab_size``, if that is given.
+
+def shard_batch(
+    batch: AnyBatch,
+    shard_plan: ShardPlan,
+    rank: int,
+    multiple_of: int = 1,
+    ranks: tuple[int, ...] = (),
+    group: dist.ProcessGroup | None = None,
+) -> AnyBatch:
+    """The part of a whole ``batch`` that ``rank`` holds in a plan for ``ranks`` of the context-parallel ``group``.
+
+    Its rows are in the order of the plan, and padded to a multiple of ``multiple_of`` (the tensor-parallel size), and
+    to at least one: a rank without tokens gets only padding. Empty ``ranks`` are all of the group, None the default
+    group. Raises ``ValueError`` if the plan is for other segments.
     """
-    documents = np.array([segment.document for segment in micro_batch.segments], np.int64) % len(store)
-    store.check_unchanged(documents)
-    batch = make_batch(micro_batch, store)
-    store.check_unchanged(documents)
-    if vocab_size is not None and (largest := int(torch.maximum(batch.tokens, batch.labels).max())) >= vocab_size:
-        named = ", ".join(str(segment.document) for segment in micro_batch.segments)
-        raise UserError(
-            f"token {largest} is outside the vocabulary of model.vocab_size = {vocab_size}; raise it, or prepare the "
-            f"documents with the tokenizer of the model: the token is in one of {named}"
+    earlier = batch.slice_of and batch.slice_of.earlier
+    if (shard_plan.segment_lengths, shard_plan.earlier) != (batch.segment_lengths, earlier):
+        raise ValueError(
+            f"the plan shards {len(shard_plan.segment_lengths)} segments of {shard_plan.tokens} tokens, the batch has "
+            f"{len(batch.segment_lengths)} of {len(batch.tokens)}, other lengths, or another slice; plan this batch"
         )
-    return batch
+    mine = torch.from_numpy(shard_plan.positions(rank)).to(batch.tokens.device)
+    padding = max(-len(mine) % multiple_of, 0 if len(mine) else multiple_of)
+    sharing = group if shard_plan.cp_size > 1 else None
+    return replace(
+        batch,
+        tokens=F.pad(batch.tokens[mine], (0, padding)),
+        labels=F.pad(batch.labels[mine], (0, padding), value=IGNORE_LABEL),
+        position_ids=F.pad(batch.position_ids[mine], (0, padding)),
+        attention=ShardedAttention(len(mine), shard_plan, sharing, ranks or None, slice_of=batch.slice_of),
+    )
 
 
-def labelled_tokens(step_plan: StepPlan, store: TokenSource) -> int:
-    """Labelled tokens of a step: all but the last of each document, and without those that a loss mask leaves out."""
-    return int(labels_of_segments(list(step_plan.segments), store).sum())
+@dataclass(frozen=True)
+class RankSlice:
+    """The part of a step that a rank trains, and how its context-parallel ``group`` shards micro-batches.
+
+    ``workload`` prices shards: the workload of one GPU without context parallelism. Pipeline ranks with the same dp and
+    cp rank, and all tensor-parallel ranks, have the same part.
+    """
+
+    dp_rank: int = 0
+    cp_rank: int = 0
+    layout: Layout = field(default_factory=Layout)
+    strategy: str = "balanced"
+    workload: Costs | None = None
+    group: dist.ProcessGroup | None = None
+
+    def of(self, batch: AnyBatch, ranks: tuple[int, ...] = ()) -> AnyBatch:
+        """The part of ``batch`` on this rank, if the context-parallel ``ranks`` share the batch; empty means all."""
+        strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
+        cp, earlier = len(ranks) or self.layout.pool_size, batch.slice_of and batch.slice_of.earlier
+        plan = make_shard_plan(batch.segment_lengths, cp, strategy, workload=workload, earlier=earlier)
+        rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
+        return shard_batch(batch, plan, rank, self.layout.tp, ranks, self.group)
+
+    def batches(self, plan: StepPlan, read: Callable[[MicroBatch], AnyBatch]) -> tuple[AnyBatch, ...]:
+        """The parts of the micro-batches of ``plan`` on this rank (``own_batches``)."""
+        return own_batches(plan, self.dp_rank, self.cp_rank, lambda part: self.of(read(part), part.ranks))
 
 
-def labels_of_segments(segments: Sequence[Segment], store: TokenSource) -> NDArray[np.int64]:
-    """Labelled tokens of each of ``segments``."""
-    documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
-    indices = documents % len(store)
-    labelled = lengths - (starts + lengths >= store.lengths_of(indices))
-    for number, mask in enumerate(_all_of(store, store.loss_mask, indices, starts + 1, labelled)):
-        if mask is not None:
-            labelled[number] = np.count_nonzero(mask)
-    return labelled
+@dataclass(frozen=True)
+class ShardedAttention:
+    """Attention over the rows of a part: over its ``local_tokens`` by the plan, and zero for the padding after them.
 
+    The plan is for ``members`` of ``group``, all by default; a plan for one rank has no group. The layers of a stage
+    share ``reexchanges``; without it the backward exchanges keys and values only when it needs them. A slice needs
+    ``layers``, which its stage keeps (``of_one_stage``).
+    """
 
-def _all_of(store: TokenSource, read: Callable[[int, int, int], _T], *places: NDArray[np.int64]) -> Iterable[_T]:
-    """``read`` at each of ``places``, in order; many at once for a store at a URL, whose server takes time."""
-    numbers = [column.tolist() for column in places]
-    if not getattr(store, "is_remote", False):
-        return map(read, *numbers)
-    with ThreadPoolExecutor(_REQUESTS) as requests:
-        return [*requests.map(read, *numbers)]
+    local_tokens: int
+    shard_plan: ShardPlan
+    group: dist.ProcessGroup | None
+    members: tuple[int, ...] | None = None
+    reexchanges: KVReexchanges | None = None
+    slice_of: SliceOf | None = None
+    layers: Iterator[SliceInLayer] | None = None
+
+    def of_one_stage(self, kept_slices: KeptSlices | None = None) -> ShardedAttention:
+        """A copy for one forward through the layers of a stage, which holds ``kept_slices`` in this step."""
+        layers = kept_slices.layers(self.slice_of) if kept_slices and self.slice_of else None
+        return replace(self, reexchanges=KVReexchanges(), layers=layers)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: AttentionCache | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """From query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to an output like the query.
+
+        ``context_parallel_attention`` explains ``cache``, for activation checkpointing, and ``window``.
+        """
+        sliced = None if self.layers is None else (cache and cache.sliced) or next(self.layers)
+        if cache is not None:
+            cache.sliced = sliced
+        padding = len(query) - self.local_tokens
+        if padding:
+            query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
+        out = context_parallel_attention(
+            query,
+            key,
+            value,
+            self.shard_plan,
+            self.group,
+            cache=cache,
+            reexchanges=self.reexchanges,
+            window=window,
+            members=self.members,
+            sliced=sliced,
+        )
+        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out

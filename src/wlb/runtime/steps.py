@@ -25,11 +25,11 @@ from wlb.errors import UserError, check_whole
 from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime.batch import AnyBatch, Batch, RankSlice
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered_rows
 from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.own_lists import digest_of, fingerprint_of, names_ranks
-from wlb.runtime.sharded_batch import AnyBatch, Batch, RankSlice
 
 T = TypeVar("T")
 Settings = Mapping[str, Mapping[str, Any]]  # JSON values by name, by kind: "order", "packing" and "others"

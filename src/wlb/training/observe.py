@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from wlb.job.config import MetricsConfig
+from wlb.runtime.batch import Batch
 from wlb.runtime.clock import ComputeClock
 from wlb.runtime.collectives import gathered_rows
-from wlb.runtime.sharded_batch import Batch
 from wlb.runtime.steps import RankStep
 from wlb.terminal import next_command, number_of
 from wlb.training.environment import attention_note, hardware_name, tokenizer_warning

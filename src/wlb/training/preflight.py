@@ -24,12 +24,13 @@ from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import TransformerConfig
 from wlb.os_limits import usable_memory
 from wlb.runtime.collectives import gathered
+from wlb.runtime.steps import check_settings
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import check_model, newest_checkpoint, read_manifest
 from wlb.training.environment import device_type, hardware_name, trained_model
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.process import TrainingError
-from wlb.training.steps import check_data
+from wlb.training.steps import CHECKS, data_settings
 
 _LOCK = ".lock"  # the file in a directory of a job that runs
 
@@ -51,7 +52,7 @@ class CheckedJob:
     def check_data(self) -> None:
         """Raise ``UserError`` if the job was saved with other documents or another order."""
         if self.saved is not None:
-            check_data(self.saved, self.store, self.job)
+            check_settings(self.saved, data_settings(self.store, self.job), **CHECKS)
 
 
 def memory_limit(device_type: str, local_processes: int) -> MemoryLimit:

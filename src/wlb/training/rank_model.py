@@ -9,14 +9,13 @@ import torch
 
 from wlb.job.job import compute_type
 from wlb.models.transformer import Transformer
+from wlb.runtime.batch import RankSlice
 from wlb.runtime.collectives import gathered, on_every_rank
-from wlb.runtime.sharded_batch import RankSlice
 from wlb.training.checkpoint.files import candidates
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import CheckedJob
-from wlb.training.steps import share_in
 
 
 @dataclass(frozen=True)
@@ -49,5 +48,5 @@ def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
         checked.model, job.layout, mesh, execution, seed=seed, activation_checkpointing=kept, compiled=compiled
     )
     optimizers = [build_optimizer(stage, training) for stage in stages]
-    share = share_in(job, mesh.rank("dp"), mesh.rank("cp"), mesh.group("cp"))
+    share = RankSlice(mesh.rank("dp"), mesh.rank("cp"), job.layout, job.sharding.strategy, job.costs, mesh.group("cp"))
     return RankModel(checked, mesh, share, execution, checkpoints, stages, optimizers)

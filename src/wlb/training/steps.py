@@ -1,4 +1,4 @@
-"""The steps of a job in the trainer: what identifies them, and the share of a rank.
+"""The steps of a job in the trainer, and what identifies them.
 
 The document order follows from the token store and some settings. If one of them differs from the checkpoint's, the job
 would repeat some documents and leave out others, so it is refused.
@@ -10,22 +10,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import TrainingConfig
 from wlb.job.job import Job
-from wlb.runtime.batch import read_batch
+from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.sharded_batch import Batch, RankSlice
-from wlb.runtime.steps import PlannedSteps, RankSteps, Settings, check_settings
+from wlb.runtime.reading import read_batch
+from wlb.runtime.steps import PlannedSteps, RankSteps, Settings
 
-_CHECKS = ("order", "packing"), "start anew with another checkpoint.dir"
-
-
-def share_in(job: Job, dp_rank: int, cp_rank: int, group: dist.ProcessGroup | None = None) -> RankSlice:
-    """The share of a rank of ``job``, and its context-parallel ``group``."""
-    return RankSlice(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.costs, group)
+CHECKS: dict[str, Any] = {"fixed": ("order", "packing"), "remedy": "start anew with another checkpoint.dir"}
 
 
 def open_steps(
@@ -52,8 +45,7 @@ def open_steps(
         epochs=None if training.steps else epoch + 1,
         whole=False,
         pipeline=share.dp_rank,
-        fixed=_CHECKS[0],
-        remedy=_CHECKS[1],
+        **CHECKS,
     )
     read = partial(read_batch, store=store, vocab_size=job.shape.vocab_size)
     steps = RankSteps(planned, read, share, calibration=calibration, ahead=True, asked_to_end=asked_to_end)
@@ -76,8 +68,3 @@ def data_settings(store: TokenStore, job: Job) -> Settings:
         "order": order | {f"data.{name}": value for name, value in data.items()},
         "packing": {f"packing.{name}": value for name, value in packing.items()},
     }
-
-
-def check_data(state: dict[str, Any], store: TokenStore, job: Job) -> None:
-    """Raise ``UserError`` if ``state`` was saved with other settings than those of ``store`` and ``job``."""
-    check_settings(state, data_settings(store, job), *_CHECKS)

@@ -25,10 +25,10 @@ from wlb.job.config import JobConfig
 from wlb.job.planner import waiting_in
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.packing.plan import StepPlan
+from wlb.runtime.batch import Batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered, on_every_rank
 from wlb.runtime.own_lists import own_micro_batches
-from wlb.runtime.sharded_batch import Batch
 from wlb.runtime.steps import RankStep
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.environment import joined_job

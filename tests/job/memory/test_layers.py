@@ -13,8 +13,8 @@ from tests.attention.live_bytes import LiveBytes
 from tests.cases import in_turn
 from wlb.job.memory.layers import LayerMemory, Unit
 from wlb.models.transformer import Transformer, TransformerConfig, rotary_angles
+from wlb.runtime.batch import ShardedAttention
 from wlb.runtime.loss import packed_loss
-from wlb.runtime.sharded_batch import ShardedAttention
 from wlb.sharding import make_shard_plan
 from wlb.simulate import simulated_job
 from wlb.training.parallel.parallelize import apply_activation_checkpointing

@@ -34,7 +34,7 @@ from wlb.attention.backends import BACKENDS, cuda
 from wlb.job.config import JobConfig
 from wlb.os_limits import usable_cores
 from wlb.packing.plan import StepPlan
-from wlb.runtime.sharded_batch import Batch
+from wlb.runtime.batch import Batch
 from wlb.training.dry_run import find_problems
 from wlb.training.observe import Monitor
 from wlb.training.parallel.pipeline import PipelineRunner

@@ -24,8 +24,8 @@ from tests.training.order.fake_rank import StepWatcher, fake_process_group
 from tests.training.order.order import OrderError, check_order
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.runtime.batch import make_batch
-from wlb.runtime.sharded_batch import Batch, RankSlice
+from wlb.runtime.batch import Batch, RankSlice
+from wlb.runtime.reading import make_batch
 from wlb.schedules.layout import Layout
 
 LAYERS = 2

@@ -24,7 +24,7 @@ from wlb.attention.exchange import send_keys
 from wlb.job.config import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.runtime.sharded_batch import Batch, shard_batch
+from wlb.runtime.batch import Batch, shard_batch
 from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
 from wlb.training.parallel.mesh import build_mesh

@@ -18,8 +18,8 @@ from tests.training.documents import RandomDocuments
 from wlb.documents.segments import Segment
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import make_batch
-from wlb.runtime.sharded_batch import Batch, RankSlice
+from wlb.runtime.batch import Batch, RankSlice
+from wlb.runtime.reading import make_batch
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import BACKWARD, INPUT, WEIGHT, RankOperations, rank_operations
 from wlb.training.parallel.mesh import build_mesh

@@ -1,4 +1,4 @@
-"""For loops outside our trainer: the job, what identifies its steps, and the items of a step."""
+"""For loops outside our trainer: their job, what identifies its steps, and the items of a step."""
 
 from __future__ import annotations
 

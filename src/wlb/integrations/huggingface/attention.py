@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from wlb.attention import segment_attention
 from wlb.errors import UserError, require
-from wlb.runtime.sharded_batch import ShardedAttention
+from wlb.runtime.batch import ShardedAttention
 
 NAME = "wlb"  # of the attention implementation
 MaskMaker = partial[Tensor | None]

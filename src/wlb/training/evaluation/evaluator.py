@@ -19,11 +19,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import record_function
 
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import read_batch
+from wlb.runtime.batch import Batch
 from wlb.runtime.collectives import gathered, gathered_rows
 from wlb.runtime.loss import IGNORE_LABEL, token_losses
 from wlb.runtime.own_lists import fsdp_units
-from wlb.runtime.sharded_batch import Batch
+from wlb.runtime.reading import read_batch
 from wlb.training.evaluation.held_out import HeldOut
 from wlb.training.rank_model import RankModel
 

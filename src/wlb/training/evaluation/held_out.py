@@ -23,7 +23,7 @@ from wlb.job.job import Job
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch
 from wlb.packing.registry import make_packer
-from wlb.runtime.batch import labels_of_segments
+from wlb.runtime.reading import labels_of_segments
 
 
 class HeldOut:

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.models.transformer import Transformer
+from wlb.runtime.batch import Batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.clock import ComputeClock
 from wlb.runtime.loss import packed_loss
 from wlb.runtime.own_lists import in_turn
-from wlb.runtime.sharded_batch import Batch
 from wlb.runtime.stage import Pipeline, pipeline, run_order, variable_length_stage
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import RankOperations
