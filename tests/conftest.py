@@ -7,6 +7,7 @@ import gc
 import pytest
 from hypothesis import HealthCheck, settings
 
+import tests.programs  # noqa: F401  # before anything is spawned
 from tests.limits import EXHAUSTIVE_EXAMPLES, USUAL_EXAMPLES
 
 # A deadline is an assertion about time, and fails on a busy machine; so does the check that drawing examples is quick.

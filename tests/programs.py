@@ -1,7 +1,7 @@
 """Processes as tests start them: forked from a server that has imported what takes each of them seconds to import.
 
 ``forked`` is to a test what ``subprocess.Popen`` is, and ``finished`` what ``subprocess.run`` is, for ``python -m
-MODULE ARGUMENTS`` and ``python SCRIPT ARGUMENTS``. ``FORKS`` forks functions.
+MODULE ARGUMENTS`` and ``python SCRIPT ARGUMENTS``. ``FORKS`` forks functions. What would be spawned is forked, too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ FORKS.set_forkserver_preload(
         "tests.frozen",  # last
     ]
 )
+multiprocessing.context._concrete_contexts["spawn"] = FORKS  # type: ignore[attr-defined]
 _STDOUT, _STDERR = 1, 2
 
 
@@ -157,7 +158,7 @@ def _run(
 def _fork_ranks(server: str) -> None:
     """The server has imported torch, and so has this fork of it, where nothing has used it: ranks need no server.
 
-    What would be spawned is forked from ``server``, as the program may have used torch by then.
+    Those that it asks ``server`` for have not used torch either.
     """
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
@@ -165,7 +166,6 @@ def _fork_ranks(server: str) -> None:
 
     same: Any = forkserver._forkserver
     same._forkserver_address, same.ensure_running = server, lambda: None
-    multiprocessing.context._concrete_contexts["spawn"] = FORKS  # type: ignore[attr-defined]
 
     start, launcher.START_METHOD = MultiprocessContext._start, "fork"
 

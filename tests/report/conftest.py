@@ -21,8 +21,8 @@ WINDOW = 8192
 def evidence() -> Evidence:
     """Of a job with a hostile name, to which best is worth a change."""
     lengths = sample_lengths(3000, WINDOW, seed=1)
-    sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 8}
-    question = question_of("7b", "h100", 64, lengths, context_window=WINDOW, batch_tokens=4 * WINDOW, fixed=sizes)
+    sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 2}
+    question = question_of("550m", "h100", 16, lengths, context_window=WINDOW, batch_tokens=4 * WINDOW, fixed=sizes)
     question = replace(question, model=HOSTILE, priced_by={"model": HOSTILE}, assumed=[HOSTILE])
     return Evidence(lengths, estimate(question, lengths, steps=4, source=HOSTILE))
 

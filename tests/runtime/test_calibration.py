@@ -195,7 +195,7 @@ def _own_lists(state: dict[str, Any] | None) -> list[tuple[list[float], dict[str
     """Tokens of each rank's unshared micro-batches and the state, step by step; rank 1 takes twice as long."""
     rank, now = torch.distributed.get_rank(), [0.0]
     module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
-    documents = [np.ones(length, np.int64) for length in np.random.default_rng(0).integers(50, 400, 4000)]
+    documents = [np.ones(length, np.int64) for length in np.random.default_rng(0).integers(50, 400, 600)]
     sizes: dict[str, Any] = {"context_window": 512, "micro_batches": 8, "max_length_factor": 1.0}
     steps = packed_batches(
         documents,
