@@ -78,16 +78,10 @@ class Hardware:
 _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
-# Fitted by studies' fit_prices.py to whole steps: the rate of matrix products of a block, as a share of the peak. (They
-# reach 79% of the best shape on H100 and 93% on A100. The rates of the best shape are quoted from the table of maximum
-# achievable matmul FLOPS in S. Bekman, "ML Engineering": 794 and 268 TFLOP/s; 1,745 on B200 and 668 on MI300X.)
-_A100_GEMM_EFFICIENCY = 0.8
-_HOPPER_GEMM_EFFICIENCY = 0.635
-_B200_GEMM_EFFICIENCY = 0.56
-_GB200_GEMM_EFFICIENCY = 0.61
-_GB300_GEMM_EFFICIENCY = 0.85
-_EXPOSED = 0.4
-_MI300X_GEMM_EFFICIENCY = 0.79 * 668 / 1307  # assumed: H100's share of the best shape
+# ``gemm_efficiency`` and ``exposed`` of NVIDIA's GPUs are fitted by studies' fit_prices.py to whole steps. (Matrix
+# products of a block reach 79% of the best shape on H100 and 93% on A100. The rates of the best shape are quoted from
+# the table of maximum achievable matmul FLOPS in S. Bekman, "ML Engineering": 794 and 268 TFLOP/s; 1,745 on B200 and 668
+# on MI300X.)
 
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
@@ -131,52 +125,42 @@ _BLACKWELL_KERNELS = {
 # github.com/NVIDIA/nccl issue 1357). Errors by size are in tests/workload/published_measurements.md: within 15% except
 # those that docs/presets.md names.
 # Quoted by NCCL's maintainers: 370 GB/s over NVLink 4 (nccl-tests issue 212), 48 to 49 over an adapter (issue 267).
-_HOPPER_NODE_BANDWIDTH = 345e9
-_HOPPER_NETWORK_BANDWIDTH = 47e9
-_NODE_LATENCY = 15e-6
-_NETWORK_LATENCY = 60e-6
-_STEP_LATENCY = 4e-6
-# Derived: the same shares of links of 300 GB/s and 200 Gb/s. Quoted: 230 GB/s over NVLink 3 (nccl-tests issue 149), 24
-# over an adapter (119), 192 over a node's eight (nccl issue 812). Assumed: H100's latencies.
-_A100_NODE_BANDWIDTH = _HOPPER_NODE_BANDWIDTH * 300 / 450
-_A100_NETWORK_BANDWIDTH = _HOPPER_NETWORK_BANDWIDTH * 200 / 400
+_NODE_BANDWIDTH, _NETWORK_BANDWIDTH = 345e9, 47e9
+_NODE_LATENCY, _NETWORK_LATENCY, _STEP_LATENCY = 15e-6, 60e-6, 4e-6
 
 _H100 = Hardware(
     peak_flops=989e12,  # quoted: NVIDIA H100 SXM data sheet, bf16 dense
-    gemm_efficiency=_HOPPER_GEMM_EFFICIENCY,
+    gemm_efficiency=0.635,
     attention=_HOPPER_KERNELS["fa2"],
     attention_kernels=tuple(_HOPPER_KERNELS.items()),
     memory_bandwidth=_MEMORY_EFFICIENCY * 3.35e12,  # quoted: H100 SXM data sheet
     node_size=8,
-    node_bandwidth=_HOPPER_NODE_BANDWIDTH,
+    node_bandwidth=_NODE_BANDWIDTH,
     node_latency=_NODE_LATENCY,
-    network_bandwidth=_HOPPER_NETWORK_BANDWIDTH,
+    network_bandwidth=_NETWORK_BANDWIDTH,
     network_latency=_NETWORK_LATENCY,
     step_latency=_STEP_LATENCY,
     bytes_per_value=2,
     memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
     # Quoted: the same, 67 TFLOP/s in float32 without, and in float64 with tensor cores. TF32 stays off, as in torch.
     wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
-    exposed=_EXPOSED,
+    exposed=0.4,
 )
 
 HARDWARE: dict[str, Hardware] = {
-    "a100": Hardware(
+    "a100": replace(
+        _H100,
         peak_flops=312e12,  # quoted: NVIDIA A100 80GB SXM data sheet, bf16 dense
-        gemm_efficiency=_A100_GEMM_EFFICIENCY,
+        gemm_efficiency=0.8,
         attention=_AMPERE_KERNELS["fa2"],
         attention_kernels=tuple(_AMPERE_KERNELS.items()),
-        memory_bandwidth=_MEMORY_EFFICIENCY * 2.039e12,  # quoted: A100 80GB SXM data sheet
-        node_size=8,
-        node_bandwidth=_A100_NODE_BANDWIDTH,
-        node_latency=_NODE_LATENCY,
-        network_bandwidth=_A100_NETWORK_BANDWIDTH,
-        network_latency=_NETWORK_LATENCY,
-        step_latency=_STEP_LATENCY,
-        bytes_per_value=2,
-        memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
+        memory_bandwidth=_MEMORY_EFFICIENCY * 2.039e12,  # quoted: the same
+        # Derived: H100's shares of links of 300 GB/s and 200 Gb/s. Quoted: 230 GB/s over NVLink 3 (nccl-tests issue
+        # 149), 24 over an adapter (119), 192 over a node's eight (nccl issue 812). Assumed: H100's latencies.
+        node_bandwidth=_NODE_BANDWIDTH * 300 / 450,
+        network_bandwidth=_NETWORK_BANDWIDTH * 200 / 400,
+        memory_bytes=80e9,  # quoted: the data sheet
         wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
-        exposed=_EXPOSED,
     ),
     "h100": _H100,
     # The same chip with faster and more memory; quoted: NVIDIA H200 data sheet.
@@ -184,7 +168,7 @@ HARDWARE: dict[str, Hardware] = {
     "b200": replace(
         _H100,
         peak_flops=2250e12,  # quoted: NVIDIA B200 SXM data sheet, bf16 dense
-        gemm_efficiency=_B200_GEMM_EFFICIENCY,
+        gemm_efficiency=0.56,
         attention=_BLACKWELL_KERNELS["fa2"],
         attention_kernels=tuple(_BLACKWELL_KERNELS.items()),
         memory_bandwidth=_MEMORY_EFFICIENCY * 8.0e12,  # quoted: data sheet
@@ -196,7 +180,7 @@ HARDWARE: dict[str, Hardware] = {
     "mi300x": replace(
         _H100,
         peak_flops=1307e12,  # quoted: AMD Instinct MI300X data sheet, bf16 dense
-        gemm_efficiency=_MI300X_GEMM_EFFICIENCY,
+        gemm_efficiency=0.79 * 668 / 1307,  # assumed: H100's share of the best shape
         # Derived: FlashAttention-2's backward is 1% to 4% faster than on H100 (Zyphra, "Frontier training kernels for
         # transformers and SSMs on AMD Instinct MI300X"), and so, assumed, is the forward.
         attention=_HOPPER_KERNELS["fa2"].times(1.02),
@@ -233,12 +217,8 @@ HARDWARE: dict[str, Hardware] = {
 _B200 = HARDWARE["b200"]
 HARDWARE |= {
     "b300": replace(_B200, memory_bytes=270e9),
-    "gb200": replace(
-        _B200, peak_flops=2500e12, gemm_efficiency=_GB200_GEMM_EFFICIENCY, memory_bytes=186e9, node_size=72
-    ),
-    "gb300": replace(
-        _B200, peak_flops=2500e12, gemm_efficiency=_GB300_GEMM_EFFICIENCY, memory_bytes=279e9, node_size=72
-    ),
+    "gb200": replace(_B200, peak_flops=2500e12, gemm_efficiency=0.61, memory_bytes=186e9, node_size=72),
+    "gb300": replace(_B200, peak_flops=2500e12, gemm_efficiency=0.85, memory_bytes=279e9, node_size=72),
 }
 # Presets use FlashAttention-2, as torch does by default; those named after other kernels use these.
 HARDWARE |= {
