@@ -80,8 +80,8 @@ _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 # ``gemm_efficiency`` and ``exposed`` of NVIDIA's GPUs are fitted by studies' fit_prices.py to whole steps. (Matrix
 # products of a block reach 79% of the best shape on H100 and 93% on A100. The rates of the best shape are quoted from
-# the table of maximum achievable matmul FLOPS in S. Bekman, "ML Engineering": 794 and 268 TFLOP/s; 1,745 on B200 and 668
-# on MI300X.)
+# the table of maximum achievable matmul FLOPS in S. Bekman, "ML Engineering": 794 and 268 TFLOP/s; 1,745 on B200 and
+# 668 on MI300X.)
 
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
