@@ -124,7 +124,7 @@ def steps(documents: RandomDocuments, model: TransformerConfig, micro_batches: i
 
     Two more are steps of documents in which only some tokens are labels.
     """
-    jobs = [_job(preset, micro_batches=micro_batches) for preset in PRESETS]
+    jobs = [_job(preset, global_batch=micro_batches) for preset in PRESETS]
     planned = [(_largest_step(job, documents), job.sharding.strategy) for job in jobs]
     alone = MicroBatch((Segment(0, 0, int(documents.lengths[0])),), 1.0)
     planned.append((StepPlan(0, ((alone, *[MicroBatch((), 0.0)] * (micro_batches - 1)),)), "balanced"))
@@ -141,7 +141,7 @@ def _job(preset: str, **packing: object) -> JobConfig:
 
 def _largest_step(job: JobConfig, documents: RandomDocuments) -> StepPlan:
     """A step of few tokens may have gradients that are zero but for rounding."""
-    packer = job.packing.packer(job.step_micro_batches, CONTEXT_WINDOW, make_workload("tiny"))
+    packer = job.packing.packer(job.packing.global_batch, CONTEXT_WINDOW, make_workload("tiny"))
     plans = packer.plan(int(length) for length in documents.lengths) + packer.drain()
     return max(plans, key=lambda plan: plan.tokens)
 
