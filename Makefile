@@ -18,7 +18,7 @@ $(VENV)/.demo: pyproject.toml studies/pyproject.toml constraints.txt
 	@echo '[0/4] installing torch, tokenizers and matplotlib into $(VENV), which takes a minute or two'
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@test -f $(VENV)/.installed || $(BIN)/pip install --no-compile --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[plot]' --editable ./studies torch safetensors tokenizers
+	  --constraint constraints.txt --editable . --editable ./studies torch safetensors tokenizers
 	@touch $@
 
 # Lint runs beside the tests; make fails where either does.

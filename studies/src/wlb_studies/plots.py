@@ -7,13 +7,14 @@ timelines computing is blue-grey and waiting is red.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from wlb.cli.options import check_writable
-from wlb.errors import UserError, require
+from wlb.errors import UserError
 
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the result: .png, .pdf or .svg.")]
 
@@ -31,7 +32,6 @@ def check_picture(path: Path | None) -> None:
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise UserError(f"picture {path} must end in one of .png, .pdf, .svg")
     check_writable(path)
-    require("matplotlib", "plot")
 
 
 def lines_over_tokens(
@@ -80,5 +80,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def pyplot_without_display() -> Any:
-    require("matplotlib", "plot").use("Agg")
-    return require("matplotlib.pyplot", "plot")
+    import matplotlib  # slow to import
+
+    matplotlib.use("Agg")
+    return import_module("matplotlib.pyplot")
