@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.image import imread, imsave
 
-from wlb.sharding import make_shard_plan, shard_latency
+from wlb.sharding import make_shard_plan
 from wlb.workload import make_workload
+from wlb_studies.sharding import shard_latency
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, MARGIN = 640, 20

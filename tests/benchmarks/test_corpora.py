@@ -11,6 +11,8 @@ from tests.programs import finished
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+# tests/documents/store reads such stores, and tests/job/test_planner takes in no more than a step needs.
+@pytest.mark.exhaustive
 def test_a_small_run_measures_every_corpus(tmp_path: Path):
     out = tmp_path / "corpora.json"
     done = finished("-m", "benchmarks.corpora", "--documents", "100000", "--shards", "300", "--out", out)

@@ -124,7 +124,7 @@ def exhaustive(*values: Any) -> Any:
 )
 def test_steps_of_other_models_do_too(model: dict[str, Any], parallel: dict[str, Any], folder: Path) -> None:
     """Biases, q/k norms, tied embeddings, windows and scaled rotary positions."""
-    trained_as_single_documents(configure(folder, "balanced", 3, parallel, model), folder / "balanced")
+    trained_as_single_documents(configure(folder, "balanced", 2, parallel, model), folder / "balanced")
 
 
 def test_a_tied_model_continues_with_another_number_of_stages(tmp_path: Path) -> None:

@@ -60,12 +60,11 @@ LEVEL = ("balanced", "h100", "none", layout(dp=2, cp=2))
     ("job", "purpose"),
     [
         (("plain-4d", "h100", "keep_attention", layout(pp=2)), STAGES),
-        (("plain-4d", "h100", "keep_attention", layout(dp=2)), GRADIENTS),
         (("plain-4d", "h100", "keep_attention", layout(cp=2)), KEYS_AND_VALUES),
         (("plain-4d", "h100", "keep_attention", layout(tp=2)), TENSOR_PARALLEL),
         (LEVEL, GRADIENTS),
     ],
-    ids=["pp", "dp", "cp", "tp", "balanced"],
+    ids=["pp", "cp", "tp", "balanced"],
 )
 def test_every_call_of_a_job_can_be_made(job, purpose):
     calls = calls_of(*job)
