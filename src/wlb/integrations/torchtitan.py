@@ -101,8 +101,7 @@ class BalancedDataLoader(BaseDataLoader):
         positions = torch.cat([batch.position_ids, torch.arange(padding)])
         inputs: dict[str, Any] = {"input": tokens[self._row], "positions": positions[self._row]}
         if self._own_lists:
-            lengths = [*batch.segment_lengths, *[padding] * (padding > 0)]
-            inputs["attend"] = batch.attend or partial(segment_attention, segment_lengths=lengths)
+            inputs["attend"] = batch.attention
         return inputs, labels[self._row]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -32,6 +32,8 @@ from wlb.runtime.collectives import gathered_rows, warn
 from wlb.runtime.environment import set_up_gpu
 
 T = TypeVar("T")
+Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
+
 
 _MEASURED = WeakSet[nn.Module]()  # models whose memory has been compared with that of the GPU
 _CHECKED = WeakSet[DistributedDataParallel]()  # whose first step was right
@@ -95,21 +97,37 @@ def level_step(
             several processes train a model without DDP or FSDP2, or ``loss_fn`` calls the module inside DDP. Also
             for FSDP1, which gathers weights in every micro-batch and would deadlock, and for ``static_graph`` of DDP.
     """
-    losses = []
     if not isinstance(batches, Sequence) or not batches:
         found = "empty" if isinstance(batches, Sequence) else f"a {type(batches).__name__}"
         raise UserError(f"batches are {found}, not a list of at least one; give step.batches")
     warn_of_memory(model)
-    for batch in in_turn(model, batches, calibration=calibration):
-        loss = loss_fn(batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserError(f"loss_fn returned a {found}, not a scalar tensor; return batch.loss(logits)")
-        loss.backward()
-        losses.append(loss.detach())
+    losses = run_batches(model, batches, loss_fn, calibration=calibration)
     if calibration is not None:
         calibration.end_step()
     return torch.stack(losses).sum()
+
+
+def run_batches(
+    model: nn.Module,
+    batches: Sequence[T],
+    loss_fn: Callable[[T], Tensor],
+    *,
+    keep_weights: bool = True,
+    calibration: Calibration | None = None,
+    measuring: Measuring = lambda phase, micro_batch: nullcontext(),
+) -> list[Tensor]:
+    """Forward and backward of ``batches`` (``in_turn``); returns their losses, detached."""
+    losses = []
+    for index, batch in enumerate(in_turn(model, batches, keep_weights=keep_weights, calibration=calibration)):
+        with measuring("forward", index):
+            loss = loss_fn(batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(f"loss_fn returned a {found}, not a scalar tensor; return batch.loss(logits)")
+        with measuring("backward", index):
+            loss.backward()
+        losses.append(loss.detach())
+    return losses
 
 
 def warn_of_memory(model: nn.Module) -> None:

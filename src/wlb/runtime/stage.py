@@ -18,7 +18,7 @@ of micro-batches in ``_step_microbatches``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -33,12 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wlb.attention.slices import KeptSlices
 from wlb.errors import UserError
-from wlb.runtime.own_lists import end_backward, fsdp_units, gather_weights, reduce_gradients
+from wlb.runtime.own_lists import Measuring, end_backward, fsdp_units, gather_weights, reduce_gradients
 from wlb.runtime.weight_gradients import WeightGradients
 from wlb.schedules.operations import FORWARD, INPUT, WEIGHT, RankOperations
 from wlb.schedules.timing import in_dependency_order
-
-Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
 
 
 class PlannedStage(PipelineStage):

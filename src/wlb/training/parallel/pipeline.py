@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from wlb.runtime.batch import Batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.clock import ComputeClock
 from wlb.runtime.loss import packed_loss
-from wlb.runtime.own_lists import in_turn
+from wlb.runtime.own_lists import run_batches
 from wlb.runtime.stage import Pipeline, pipeline, run_order, variable_length_stage
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import RankOperations
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.parallelize import Execution, master_dtype
 
-_Target = tuple[int, Tensor, int]  # of the loss: number of the micro-batch, labels, and ``loss_tokens``
+_LOSS = partial(packed_loss, averaged_over=1, overwrite=True)
 
 
 class PipelineRunner:
@@ -72,7 +73,7 @@ class PipelineRunner:
                 )
                 for chunk, module in enumerate(stage_modules)
             ]
-            self._pipeline = pipeline(stages, micro_batches, self._loss)
+            self._pipeline = pipeline(stages, micro_batches, self._measured_loss)
 
     def run_step(self, batches: Sequence[Batch], loss_tokens: int, operations: Sequence[RankOperations] = ()) -> Tensor:
         """Run all micro-batches of this data-parallel rank forward and backward; gradients must be zero before.
@@ -82,46 +83,36 @@ class PipelineRunner:
         labelled tokens of the step over all ranks; ``operations`` are those of its ``StepPlan``. Returns this rank's
         share of the loss, detached: summed over all ranks, the mean of the step's labelled tokens.
         """
-        batches = [batch.to(self._execution.device) for batch in batches]
-        # The reporter names a step without labels.
-        targets = [(index, batch.labels, max(loss_tokens, 1)) for index, batch in enumerate(batches)]
-        keywords: list[dict[str, Any]] = [
-            {"positions_T": batch.position_ids, "attend": batch.attention and batch.attention.of_one_stage()}
-            for batch in batches
-        ]
+        batches, loss_tokens = [batch.to(self._execution.device) for batch in batches], max(loss_tokens, 1)
         with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
             if self._pipeline is None:
-                losses = self._run_alone(batches, keywords, targets)
+                (module,), kept = self._modules, self._layout.keeps_weights
+
+                def loss_of(batch: Batch) -> Tensor:
+                    return _LOSS(module(batch.tokens, **_keywords(batch)), batch.labels, loss_tokens)
+
+                how: dict[str, Any] = {"calibration": self._calibration, "measuring": self._clock.measuring}
+                losses = run_batches(module, batches, loss_of, keep_weights=kept, **how)
             else:
                 mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
                 rows = [len(batch.tokens) // self._mesh.size("tp") for batch in batches]
-                losses = run_order(self._pipeline, mine, [batch.tokens for batch in batches], rows, keywords, targets)
+                targets = [(index, batch.labels, loss_tokens) for index, batch in enumerate(batches)]
+                inputs = [batch.tokens for batch in batches], rows, [*map(_keywords, batches)], targets
+                losses = run_order(self._pipeline, mine, *inputs)
                 sum_tied_gradients(self._modules, self._mesh.group("pp"))
         self.losses = [loss.detach() for loss in losses]
         # A new tensor every time, even without losses, because the caller may reduce it in place.
         nothing = torch.zeros((), dtype=master_dtype(self._execution.dtype), device=self._execution.device)
         return sum(self.losses, nothing) if self._mesh.rank("tp") == 0 else nothing  # the others computed the same
 
-    def _run_alone(
-        self, batches: Sequence[Batch], keywords: Sequence[dict[str, Any]], targets: Sequence[_Target]
-    ) -> list[Tensor]:
-        (module,) = self._modules
-        losses = []
-        kept = self._layout.keeps_weights
-        for index, batch in enumerate(in_turn(module, batches, keep_weights=kept, calibration=self._calibration)):
-            with self._clock.measuring("forward", index):
-                scores = module(batch.tokens, **keywords[index])
-            loss = self._loss(scores, targets[index])
-            del scores  # or a reference here would keep them through the backward
-            with self._clock.measuring("backward", index):
-                loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    def _loss(self, scores_TV: Tensor, target: _Target) -> Tensor:
+    def _measured_loss(self, scores_TV: Tensor, target: tuple[int, Tensor, int]) -> Tensor:
         micro_batch, labels, loss_tokens = target
         with self._clock.measuring("loss", micro_batch):
-            return packed_loss(scores_TV, labels, loss_tokens, averaged_over=1, overwrite=True)
+            return _LOSS(scores_TV, labels, loss_tokens)
+
+
+def _keywords(batch: Batch) -> dict[str, Any]:
+    return {"positions_T": batch.position_ids, "attend": batch.attention and batch.attention.of_one_stage()}
 
 
 def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
