@@ -143,7 +143,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*CHECK, "--gpu", 8], "No such option: --gpu; did you mean --gpus?"),
         ([*CHECK, "--colour"], "No such option: --colour; wlb check --help lists all"),
         ([*CHECK, "--gpus", 8, "--dp", 4, "--pp", 4], "no multiple of --dp 4 x --pp 4 = 16; change one of the sizes"),
-        ([*CHECK, "--gpus", 100_000_000], "which makes 32,768 GPUs; give fewer GPUs or a larger --batch-tokens"),
+        ([*CHECK, "--gpus", 100_000_000], "100,000,000 GPUs cannot share a step of 8 windows of 4096 tokens"),
         ([*CHECK, "--gpus", 1, "--model", "70b"], "with 74.5 GiB each fits this model and window of 4096 tokens"),
         ([*CHECK, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower --pp"),
         ([*CHECK, "--cp", 10_000], "--cp 10000 is not a group size; it must be from 1 to 512"),

@@ -4,17 +4,16 @@ The search simulates the preset itself in every layout that fits the memory: all
 eight stages per pipeline rank, weights kept or gathered again, and every kind of activation checkpointing. Each preset
 has its own fastest layout, because a cost that hardly matters to one may be the main loss of another.
 
-Layouts are tried in the order of a lower bound on their time (``least_seconds``), and left out if the bound is worse
-than the best result; pooled presets are first tried without a pipeline, whose level steps are cheap to plan and hard to
-beat. The best layouts are then rated over more steps, and the last few over other draws of the documents: a
-draw is a shuffle of the corpus with the next seed. The mean of the draws decides, because a layout that balances badly
-may be lucky in a few steps. All rates count the same work, priced on a single GPU.
+Layouts are choices like those of ``wlb.simulate.decide``, whose engine tries them in the order of a lower bound on
+their time. It finds those near the fastest on one draw of the documents; the mean of several draws decides among them,
+because a layout that balances badly may be lucky in a few steps. A draw is a shuffle of the corpus with the next seed.
+All rates count the same work, priced on a single GPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from statistics import fmean
@@ -26,39 +25,43 @@ from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.config import PackingConfig
 from wlb.job.job import Job
-from wlb.job.memory.fit import fits, largest_factor
+from wlb.job.memory.walk import gib
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.schedules.layout import Layout, divisors
-from wlb.simulate.decide import Packed, decide, with_stages
+from wlb.settings import MOST_RANKS
+from wlb.simulate.decide import (
+    Bounded,
+    Choice,
+    Packed,
+    by_memory,
+    decide,
+    fastest_first,
+    holds,
+    pool_choices,
+    simulated_steps,
+    warm_up,
+    with_stages,
+)
 from wlb.simulate.job import preset_sections, simulated_job
-from wlb.simulate.no_layout import no_division, no_memory
 from wlb.simulate.rate import rate
 from wlb.simulate.space import BATCH_TOKENS as BATCH_TOKENS
 from wlb.simulate.space import SearchSpace as SearchSpace
 from wlb.simulate.space import search_space as search_space
+from wlb.terminal import number_of
 from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.phases import segment_seconds
 
 DRAWS = 3
-# Layouts are first rated on _FIRST_WINDOWS windows, those near the fastest again on _WINDOWS, in at most _STEPS steps.
-# In the end those within _NEARER of the best are rated on the other draws too; a bound may be as much behind. Fewer
-# windows make a rate less certain: from _CERTAIN windows on "near" means within _NEAR, with fewer windows within up to
-# _FARTHEST.
-_FIRST_WINDOWS, _WINDOWS = 16, 256
-_STEPS = 4
-_NEAR, _FARTHEST, _NEARER = 0.1, 0.15, 0.03
-_CERTAIN = 64
-# Pools have many choices, and are expensive to simulate. Without interleaved stages a layout is tried if it may be
-# within _POOLS_FAR of the best; if not, it is not tried with them, as slices leave few bubbles to interleave.
-_POOLS_NEAR, _POOLS_FAR = 0.01, 0.1
-_WARM_UP = 4  # steps planned before the counted ones if documents may wait; none when layouts are first rated
+_NEARER = 0.03  # of the best: layouts that are rated on the other draws too
+_POOLS_NEARER = 0.01  # the same of pools, which have many choices
+_POOLS_FAR = 0.1  # behind the best: more stages per pipeline rank do not catch up with that
+_BOUNDED = 4  # steps for bounds
 _LARGEST_TP = 32
 _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4, 8)
 
 Adapt = Callable[[Job], Job]
-_Key = tuple[Layout, Checkpointing]
 Told = Callable[[float, float], None]  # the share of a search that is done, and tokens per second of the fastest so far
 
 
@@ -96,51 +99,57 @@ def fastest_layout(
     Raises ``UserError`` if no layout fits the memory, or none can run the global batch. If the layout is fixed and does
     not fit, the job that comes closest is returned, because the caller wants to know what it would do.
     """
-    untried = [with_stages(adapt(job), lengths) for job in _jobs(space, preset)]
-    if not untried:
-        raise no_division(space, _LARGEST_TP, _LARGEST_PP, lambda other: any(_jobs(other, preset)))
-    plans, prices = _packed(untried[0], lengths), untried[0].work_prices
+    jobs = [adapt(job) for job in _jobs(space, preset)]
+    if not jobs:
+        raise _no_division(space)
+    plans, prices = _packed(jobs[0], lengths), jobs[0].work_prices
     work = float(segment_seconds(prices, np.concatenate([plan.table for plan in plans])).sum())
     packed = [Packed.of_plan(plan) for plan in plans]
-    bounded = sorted(((work / least_seconds(job, packed), job) for job in untried), key=_first_tried)
-    first, more = (max(1, min(_STEPS, windows // space.global_batch)) for windows in (_FIRST_WINDOWS, _WINDOWS))
-    certain = min(_FARTHEST, _NEAR * math.sqrt(_CERTAIN / (first * space.global_batch)))
-    found: list[Rated] = []
-    settled: set[_Key] = set()  # less memory would gain nothing there
-    for tried, (most, untried_job) in enumerate(bounded):
-        on_progress(tried / len(bounded), found[0].tokens_per_second if found else 0.0)
-        if _key(untried_job) in settled or (found and most < (1 - _NEARER) * found[0].work_rate):
-            continue
-        interleaved = _interleaved(untried_job)
-        near = _POOLS_FAR if interleaved else _POOLS_NEAR
-        job = _fitting(untried_job, lengths, (1 - near) * found[0].work_rate if found else 0.0)
-        if job is None:
-            settled |= {_key(other) for other in interleaved}
-            continue
-        settled |= {*_settled_by(job, untried_job)}
-        found.append(_rated(job, lengths, first, prices))
-        found.sort(key=lambda one: -one.work_rate)
-    if not found:
-        if space.layout is not None:
-            least = untried[-1]  # with full checkpointing
-            if not least.packing.is_balanced:
-                least = least.with_length_factor(least.least_length_factor)
-            return SearchResult([Rated(decide(least, lengths), 0.0, 0.0)], 0)
-        raise no_memory(space, len(untried), _has_room)
-    nearest = [one for one in found if one.work_rate >= (1 - certain) * found[0].work_rate]
+    kinds = get_args(Checkpointing) if space.checkpointing is None else [space.checkpointing]
+    near = _POOLS_NEARER if jobs[0].packing.is_balanced else _NEARER
+    tried, simulated, best = 0, dict[int, Choice](), 0.0
+    roomy: list[Layout] = []  # less memory gains nothing there
+
+    def choices(job: Job) -> Iterator[Bounded]:
+        if job.packing.is_balanced:
+            yield from () if _gains_little(job, simulated.values()) else pool_choices(job, lengths)
+        elif job.layout not in roomy:
+            fitting = _with_room(job)
+            if fitting.packing.max_length_factor == job.packing.max_length_factor and holds(fitting):
+                roomy.append(job.layout)
+            yield 0.0, fitting
+
+    def told(choice: Choice) -> None:
+        nonlocal tried, best
+        tried += choice.rounds < 0
+        if choice.rounds > 0:
+            simulated[choice.number], best = choice, max(best, choice.tokens_per_second)
+        on_progress(tried / (len(jobs) * len(kinds)), best)
+
+    of_kinds = (replace(job, activation_checkpointing=kind) for job, kind in product(jobs, kinds))
+    waiting = [
+        Choice.open(job, least_seconds(job, packed) / work, number, _turn(job))
+        for number, job in enumerate(with_stages(job, lengths) for job in of_kinds)
+    ]
+    nearest = [
+        Rated(by_memory(choice.job), 1 / choice.seconds, choice.tokens_per_second)
+        for choice in fastest_first(waiting, choices, lengths, prices, near=near, on_popped=told)
+    ]
+    most = max((one.work_rate for one in nearest), default=0.0)
+    nearest = [one for one in nearest if one.work_rate >= (1 - near) * most]
+    if not nearest:
+        if space.layout is None:
+            raise _no_memory(space, len(jobs))
+        least = replace(jobs[0], activation_checkpointing=kinds[-1])
+        return SearchResult([Rated(decide(_with_room(least), lengths), 0.0, 0.0)], 0)
     if len(nearest) == 1:
-        return SearchResult(nearest, len(found))
-    if more > first or any(_warm_up(one.job) for one in nearest):
-        nearest = [_rated(one.job, lengths, more, prices, _warm_up(one.job)) for one in nearest]
-    ranking: list[Rated] = []
-    for one in sorted(nearest, key=lambda one: -one.work_rate):
-        if ranking and one.work_rate < (1 - _NEARER) * ranking[0].work_rate:
-            break
-        others = (_rated(drawn(one.job, draw), lengths, more, prices, _warm_up(one.job)) for draw in range(1, draws))
+        return SearchResult(nearest, len(simulated))
+    ranking = []
+    for one in nearest:
+        others = (_rated(drawn(one.job, draw), lengths, prices) for draw in range(1, draws))
         _, *rates = zip(one, *others, strict=True)
         ranking.append(Rated(one.job, *map(fmean, rates)))
-        ranking.sort(key=lambda one: -one.work_rate)
-    return SearchResult(ranking, len(found))
+    return SearchResult(sorted(ranking, key=lambda one: -one.work_rate), len(simulated))
 
 
 def drawn(job: Job, draw: int) -> Job:
@@ -206,7 +215,7 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     memory.
     """
     if space.layout is not None:
-        yield from _handlings(space.layout)
+        yield space.layout
         return
     fixed = dict(space.fixed)
     schedule = str(fixed.pop("schedule", "auto"))
@@ -218,32 +227,23 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     for layout in meshes(space):
         held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
-            yield from _handlings(replace(layout, schedule=schedule, weights=weights))
+            yield replace(layout, schedule=schedule, weights=weights)
             if pooled and layout.pp > 1 and schedule == "auto":
                 yield replace(layout, schedule="1f1b" if layout.virtual_pp == 1 else "interleaved_1f1b")
 
 
-def _handlings(layout: Layout) -> Iterator[Layout]:
-    """``layout`` with its weights kept and, without a pipeline, gathered again; or as it says."""
-    if layout.pp > 1 or layout.weights != "auto":
-        yield layout
-    else:
-        yield from (replace(layout, weights=handling) for handling in ("kept", "gathered"))
-
-
 def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
-    """``preset`` in every layout that can run the global batch, with every kind of activation checkpointing."""
+    """``preset`` in every layout that can run the global batch."""
     packing, _ = preset_sections(preset, {})
     pooled = packing.is_balanced
     together = space.micro_batch_windows if packing.reads("micro_batch_windows") else 1
-    kinds = get_args(Checkpointing) if space.checkpointing is None else [space.checkpointing]
     for layout in _layouts(space, pooled=pooled):
         each, rest = divmod(space.global_batch, layout.dp * together)
         if not pooled and (rest or each < layout.pp):
             continue
         job = job_on(space, preset, layout, **{"micro_batch_windows": together} if together > 1 else {})
         if job is not None:
-            yield from (replace(job, activation_checkpointing=kind) for kind in kinds)
+            yield job
 
 
 def job_on(space: SearchSpace, system: str, layout: Layout, **packing: Any) -> Job | None:
@@ -262,58 +262,36 @@ def job_on(space: SearchSpace, system: str, layout: Layout, **packing: Any) -> J
         return None
 
 
-def _fitting(job: Job, lengths: DocumentLengths, least_rate: float) -> Job | None:
-    """``job`` with everything decided, and with the largest L_max up to its own that fits; None if none fits.
-
-    Pools that do not fit, or are slower than ``least_rate``, are skipped.
-    """
-    if not job.packing.is_balanced and job.packing.reads("max_length_factor"):
-        room = largest_factor(job)
-        return None if room is None else job.with_length_factor(min(float(job.packing.max_length_factor), room))
-    try:
-        decided = decide(job, lengths, least_rate=least_rate)
-    except UserError:  # no pool can run the global batch in this pipeline
-        return None
-    return decided if fits(decided) else None
+def _turn(job: Job) -> int:
+    """When to try ``job``: first without a pipeline, whose level steps are hard to beat, last with more stages."""
+    pipeline = job.packing.is_balanced and job.layout.pp > 1
+    return pipeline + (pipeline and job.layout.virtual_pp > 1 and job.layout.schedule == "auto")
 
 
-def _key(job: Job) -> _Key:
-    return replace(job.layout, stage_blocks=None), job.activation_checkpointing
-
-
-def _settled_by(job: Job, untried: Job) -> Iterator[_Key]:
-    """What need not be tried if ``job``, decided from ``untried``, fits: what needs less memory and takes longer."""
-    layout, _ = _key(untried)
-    layouts = [layout] if layout.pp > 1 else [layout, replace(layout, weights="gathered")]
-    whole = not job.packing.is_balanced and job.packing.max_length_factor == untried.packing.max_length_factor
-    kinds = get_args(Checkpointing) if whole else [untried.activation_checkpointing]
-    return product(layouts, kinds)
-
-
-def _has_room(space: SearchSpace) -> bool:
-    """Whether micro-batches of one window fit the memory, of plain-4d in the layouts that need the least."""
-    jobs = [
-        job
-        for job in _jobs(space, "plain-4d")
-        if job.activation_checkpointing == (space.checkpointing or "full")
-        and job.layout.virtual_pp == dict(space.fixed).get("virtual_pp", 1)
+def _gains_little(job: Job, simulated: Iterable[Choice]) -> bool:
+    """Whether more stages per pipeline rank gain too little: slices leave few bubbles to interleave."""
+    if _turn(job) < 2:
+        return False
+    fastest = min((one.seconds for one in simulated), default=math.inf)
+    sizes, kind = (job.layout.tp, job.layout.pp), job.activation_checkpointing
+    alike = [
+        one.seconds
+        for one in simulated
+        if (one.job.layout.tp, one.job.layout.pp) == sizes
+        and one.job.activation_checkpointing == kind
+        and one.turn == 1
     ]
-    most = max((job.layout.tp for job in jobs), default=1)
-    return any(fits(job) for job in jobs if job.layout.tp == most)
+    return bool(alike) and min(alike) > fastest / (1 - _POOLS_FAR)
 
 
-def _first_tried(bounded: tuple[float, Job]) -> tuple[bool, float]:
-    most, job = bounded
-    return job.packing.is_balanced and job.layout.pp > 1, -most
-
-
-def _interleaved(job: Job) -> list[Job]:
-    """``job``, if it may run slices with one stage per rank, with more stages per rank."""
-    layout = job.layout
-    if not job.packing.is_balanced or layout.pp == 1 or layout.virtual_pp > 1 or layout.schedule != "auto":
-        return []
-    more = (replace(layout, virtual_pp=stages, stage_blocks=None) for stages in _STAGES_PER_RANK[1:])
-    return [replace(job, layout=one) for one in more if one.stages <= job.shape.layers]
+def _with_room(job: Job) -> Job:
+    """``job`` with weights decided, and with the largest L_max up to its own that fits, or the smallest."""
+    if job.packing.is_balanced or not job.packing.reads("max_length_factor"):
+        return by_memory(job)
+    fitting = by_memory(job.with_length_factor("auto"))
+    return fitting.with_length_factor(
+        min(float(job.packing.max_length_factor), float(fitting.packing.max_length_factor))
+    )
 
 
 def _packed(job: Job, lengths: DocumentLengths) -> list[StepPlan]:
@@ -322,13 +300,35 @@ def _packed(job: Job, lengths: DocumentLengths) -> list[StepPlan]:
     if packing.is_balanced:  # it neither cuts nor delays documents, like other packing by the global batch
         packing = PackingConfig().changed(method="fixed_greedy", window=1, global_batch=job.global_batch)
     alone = replace(job, layout=Layout(), packing=packing)
-    return [*islice(StepPlanner(alone, lengths).plans(_warm_up(alone)), _STEPS)]
+    return [*islice(StepPlanner(alone, lengths).plans(warm_up(alone)), _BOUNDED)]
 
 
-def _rated(job: Job, lengths: DocumentLengths, steps: int, prices: DocumentPrices, warm_up: int = 0) -> Rated:
-    rated = rate(job, lengths, steps, prices, warm_up)
+def _rated(job: Job, lengths: DocumentLengths, prices: DocumentPrices) -> Rated:
+    rated = rate(job, lengths, simulated_steps(job, lengths), prices, warm_up(job))
     return Rated(job, rated.work_rate, sum(rated.step_tokens) / rated.seconds)
 
 
-def _warm_up(job: Job) -> int:
-    return _WARM_UP if job.packing.max_delay else 0
+def _no_memory(space: SearchSpace, tried: int) -> UserError:
+    remedy = "give more --gpus, a shorter --context-window or --hardware with more memory"
+    return UserError(
+        f"no layout of {_given(space)} with {gib(space.hardware.memory_bytes)} GiB each fits this model and window of "
+        f"{space.context_window} tokens ({tried} tried); {remedy}{_or_free(space)}"
+    )
+
+
+def _no_division(space: SearchSpace) -> UserError:
+    step = f"a step of {number_of(space.global_batch, 'window')} of {space.context_window} tokens"
+    return UserError(
+        f"{_given(space)} cannot share {step}: dp must divide the windows and leave each rank at least pp of them, tp "
+        f"must divide a node ({space.hardware.node_size} GPUs) and the heads, cp is at most {MOST_RANKS} and pp at "
+        f"most {_LARGEST_PP}; give another number of --gpus or another --batch-tokens{_or_free(space)}"
+    )
+
+
+def _given(space: SearchSpace) -> str:
+    fixed = ", ".join(f"{name} = {size}" for name, size in space.fixed)
+    return number_of(space.gpus, "GPU") + (f" with {fixed}" if fixed else "")
+
+
+def _or_free(space: SearchSpace) -> str:
+    return f", or leave out {' and '.join(name for name, _ in space.fixed)}" if space.fixed else ""

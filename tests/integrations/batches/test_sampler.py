@@ -212,7 +212,7 @@ def test_a_state_between_steps_continues_with_other_settings(change: dict[str, A
         state = json.loads(json.dumps(first.state_dict()))
     assert state["taken"] == 0
     layout = sampler(**{"epochs": 2, **change}).job.layout
-    for rank in range(0, layout.dp * layout.cp, layout.cp):
+    for rank in range(0, layout.dp_cp, layout.pool_size):
         resumed = sampler(**{"epochs": 2, **change, "rank": rank})
         resumed.load_state_dict(state)
         trained += Counter(chain(*resumed))

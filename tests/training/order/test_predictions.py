@@ -102,7 +102,7 @@ def test_the_simulator_prices_the_bytes_that_ranks_receive(monkeypatch):
     assert received[TENSOR_PARALLEL] == pytest.approx(2 * costs.rank.tp_seconds(run.rows).sum())
     assert received[STAGES] == pytest.approx(messages * costs.job.transfer_seconds(run.rows).sum())
     keys = shards.received * np.where(shards.kept, 1, 2) + shards.sent
-    assert received[KEYS_AND_VALUES] == pytest.approx(costs.rank.exchange_seconds(keys, job.layout.cp).sum())
+    assert received[KEYS_AND_VALUES] == pytest.approx(costs.rank.exchange_seconds(keys, job.layout.pool_size).sum())
 
 
 def test_no_rank_of_a_planned_pipeline_holds_more_than_the_job_may():
