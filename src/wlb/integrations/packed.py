@@ -182,9 +182,7 @@ class PackedSteps(RankSteps[PackedBatch]):
         share = RankSlice(*divmod(own_rank, job.layout.pool_size), replace(job.layout, tp=1), sharding, job.costs)
         self._compared: dict[str, Any] = {"sharding": sharding, "calibrate": calibrate}
         self._begins: dict[str, Any] | None = self._compared | {"state": None}
-        super().__init__(planned, read, share, calibration=calibration)
-        if state is not None:
-            self.load_state_dict(state)
+        super().__init__(planned, read, share, calibration=calibration, state=state)
 
     def __iter__(self) -> Self:
         if self._ended:

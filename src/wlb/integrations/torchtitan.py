@@ -95,7 +95,7 @@ class BalancedDataLoader(BaseDataLoader):
             self.batches.load_state_dict(json.loads(state_dict["wlb"]))
 
     def _as_torchtitan_has_it(self, batch: PackedBatch) -> Batch:
-        """``batch`` with its padding as an extra document; with own lists also ``attend``, its attention."""
+        """``batch`` with its padding as an extra document; with own lists also ``attend``, zero for padding."""
         padding = -len(batch.tokens) % self._multiple_of
         tokens, labels = F.pad(batch.tokens, (0, padding)), F.pad(batch.labels, (0, padding), value=IGNORE_LABEL)
         positions = torch.cat([batch.position_ids, torch.arange(padding)])

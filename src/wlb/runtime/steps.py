@@ -64,7 +64,7 @@ class PlannedSteps(Iterator[PlannedStep]):
 
     Document ids count over epochs: id modulo the number of documents is the index. ``check_settings`` compares
     ``settings`` with those of a state: "order" identifies documents and their order, and where "packing" changes, the
-    documents that wait are packed again. ``StepPlanner`` explains ``whole`` and ``pipeline``.
+    documents that wait are packed again. ``options`` are those of ``StepPlanner``; no micro-batch is empty by default.
     """
 
     def __init__(
@@ -75,18 +75,16 @@ class PlannedSteps(Iterator[PlannedStep]):
         *,
         epochs: int | None = 1,
         first_epoch: int = 0,
-        whole: bool = True,
-        pipeline: int | None = None,
         fixed: Sequence[str] = ("order",),
         remedy: str = "restart",
+        **options: Any,
     ) -> None:
         if epochs is not None:
             check_whole("epochs", epochs)
-        self.job, self.settings, self.stream = job, settings or {}, None
-        if isinstance(documents, ArrivingDocuments):
-            self.stream = documents
+        self.job, self.settings = job, settings or {}
+        self.stream = documents if isinstance(documents, ArrivingDocuments) else None
         self._documents, self._checks, self._epochs = documents, (fixed, remedy), epochs
-        self._options: dict[str, Any] = {"epochs": epochs, "whole": whole, "pipeline": pipeline}
+        self._options: dict[str, Any] = {"epochs": epochs, "whole": True} | options
         self._begin(job, first_epoch)
 
     def _begin(self, job: Job, first_epoch: int, state: Any = None, changed: Iterable[str] = ()) -> None:
@@ -172,6 +170,7 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         calibration: Plans by the prices and, in level steps, the rank speeds that it has measured.
         ahead: Whether one thread plans and a second one reads steps before they are asked for; call ``close``.
         asked_to_end: Asked before each step. If any rank says yes, no step is returned to any, and ``ended_early``.
+        state: A result of ``state_dict`` to continue from.
 
     With several processes, ``next`` is a collective call. Raises ``UserError`` if processes planned different steps.
     """
@@ -185,12 +184,15 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         calibration: Calibration | None = None,
         ahead: bool = False,
         asked_to_end: Callable[[], bool] = lambda: False,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self.job, self.share, self.calibration, self.ended_early = planned.job, share, calibration, False
         self._planned, self._read, self._asked_to_end = planned, read, asked_to_end
         self._measured: tuple[Any, Any] = (None, None)  # prices and speeds in the current plans
         self._ahead, self._threads = ahead, list[ThreadPoolExecutor]()
         self._begin()
+        if state is not None:
+            self.load_state_dict(state)
 
     def _begin(self) -> None:
         self._ended = False

@@ -6,7 +6,6 @@ would repeat some documents and leave out others, so it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from wlb.documents.store.reader import TokenStore
 from wlb.job.config import TrainingConfig
 from wlb.job.job import Job
 from wlb.runtime.batch import Batch, RankSlice
-from wlb.runtime.calibration import Calibration
 from wlb.runtime.reading import read_batch
 from wlb.runtime.steps import PlannedSteps, RankSteps, Settings
 
@@ -28,30 +26,18 @@ def open_steps(
     *,
     share: RankSlice | None = None,
     state: dict[str, Any] | None = None,
-    calibration: Calibration | None = None,
-    asked_to_end: Callable[[], bool] = lambda: False,
+    **how: Any,
 ) -> RankSteps[Batch]:
     """The steps of ``job`` for the rank that trains ``share``, from ``state`` if given; ``close`` them.
 
     They end with the epoch if ``training.steps`` is unset, and never otherwise. Raises ``UserError`` if ``state`` was
-    saved with other data or settings.
+    saved with other data or settings. ``how`` has further arguments of ``RankSteps``.
     """
-    share = share or RankSlice()
-    epoch = 0 if state is None else state["planner"]["stream"]["epoch"]
-    planned = PlannedSteps(
-        job,
-        store.stored_lengths,
-        data_settings(store, job),
-        epochs=None if training.steps else epoch + 1,
-        whole=False,
-        pipeline=share.dp_rank,
-        **CHECKS,
-    )
+    share, epoch = share or RankSlice(), state["planner"]["stream"]["epoch"] if state else 0
+    options: dict[str, Any] = {"epochs": None if training.steps else epoch + 1, "whole": False, **CHECKS}
+    planned = PlannedSteps(job, store.stored_lengths, data_settings(store, job), pipeline=share.dp_rank, **options)
     read = partial(read_batch, store=store, vocab_size=job.shape.vocab_size)
-    steps = RankSteps(planned, read, share, calibration=calibration, ahead=True, asked_to_end=asked_to_end)
-    if state is not None:
-        steps.load_state_dict(state)
-    return steps
+    return RankSteps(planned, read, share, ahead=True, state=state, **how)
 
 
 def data_settings(store: TokenStore, job: Job) -> Settings:
