@@ -79,7 +79,7 @@ class Divided(NamedTuple):
 def short_tiles() -> Iterator[None]:
     """Documents of these tests are cut into slices too."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(slices, "TILE", 4)
+        patched.setattr(slices, "QUERY_TILE", 4)
         yield
 
 

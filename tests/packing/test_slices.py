@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.packing.plan import PlannedMicroBatch
-from wlb.packing.slices import TILE, sliced_pipelines
+from wlb.packing.slices import QUERY_TILE, sliced_pipelines
 
 
 class Prices:
@@ -45,7 +45,7 @@ def test_every_token_is_trained_once_and_slices_follow_each_other(lengths, colum
             if one.sliced >= 0:
                 cut[one.sliced].append((one.start, one.stop))
                 assert one.stop == lengths[one.sliced] or (after.sliced, after.start) == (one.sliced, one.stop)
-                assert one.start % TILE == 0
+                assert one.start % QUERY_TILE == 0
     assert sorted([*whole, *cut, *left]) == list(range(len(lengths)))
     for document, pieces in cut.items():
         assert pieces[0][0] == 0
@@ -84,9 +84,9 @@ def test_slices_are_cut_again_where_micro_batches_hold_less_than_a_document():
     assert sum(_tokens(one, lengths) for one in column) == sum(lengths)
 
 
-@given(st.integers(1, 40_000), st.integers(1, 12), st.integers(TILE, 9_000))
+@given(st.integers(1, 40_000), st.integers(1, 12), st.integers(QUERY_TILE, 9_000))
 def test_a_document_has_room_if_it_fits_whole_tiles_of_its_micro_batches(length, micro_batches, max_tokens):
     (column,), left = sliced_pipelines([length], 1, micro_batches, max_tokens, Prices())
-    fits = length <= max(max_tokens, micro_batches * (max_tokens // TILE * TILE))
+    fits = length <= max(max_tokens, micro_batches * (max_tokens // QUERY_TILE * QUERY_TILE))
     assert left == [0] * (not fits)
     assert max(_tokens(one, [length]) for one in column) <= max_tokens

@@ -126,7 +126,6 @@ _SPELLED = {"virtual_pp": "--virtual-pp", "weights": "--sharding"}
 _SETTING = re.compile(rf"(?<![\w/.-])(?:parallel\.)?({'|'.join((*_SIZES, 'weights'))})\b(?![/.-]\w)(?: =)?")
 _COLUMNS_PER_GPU = 512
 _TOKENS_PER_GPU = 65_536
-GPUS_PER_NODE = 8
 
 
 @contextmanager
@@ -165,7 +164,7 @@ class GpuOptions:
         from wlb.schedules.layout import Layout, split_layers
         from wlb.settings import MOST_RANKS
         from wlb.sharding import check_group_size
-        from wlb.workload import make_workload, model_shape
+        from wlb.workload import hardware_preset, make_workload, model_shape
         from wlb.workload.profile import read_profile
 
         if self.profile is not None:
@@ -180,7 +179,8 @@ class GpuOptions:
         split_layers(shape, Layout(pp=pp))
         tp = self.tp
         if tp is None:
-            fitting = (size for size in (2, 4, GPUS_PER_NODE) if shape.hidden // size >= _COLUMNS_PER_GPU)
+            most = min(hardware_preset(self.hardware).node_size, shape.hidden // _COLUMNS_PER_GPU)
+            fitting = (size for size in (2, 4, 8) if size <= most)
             tp = math.gcd(max(fitting, default=1), shape.kv_heads)
         if cp is None:
             cp = min(max(1, context_window // _TOKENS_PER_GPU), MOST_RANKS)

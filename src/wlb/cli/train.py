@@ -94,11 +94,12 @@ def _dry_run(config: Path, loaded: JobConfig, overrides: list[str], hardware: st
 
     with stderr.status("checking the job and simulating its first steps"):
         result = dry_run(loaded, name)
+    job = result.job
     if json:
         emit_json(result.to_json())
     else:
         _print(config, result)
-        if not result.problems and result.job.layout.world_size <= options.GPUS_PER_NODE:  # torchrun starts more
+        if not result.problems and job.layout.world_size <= job.hardware.node_size:  # torchrun starts more
             show_next("train", config, *(word for setting in overrides for word in ("--set", setting)))
     return _PROBLEMS if result.problems else 0
 

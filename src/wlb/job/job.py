@@ -23,15 +23,15 @@ from wlb.job.prices import LevelPrices, Software, micro_batch_phases
 from wlb.packing.options import Grouping
 from wlb.packing.plan import StageRanks, StepPlan
 from wlb.packing.registry import PACKERS
-from wlb.packing.slices import TILE
 from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import check_operations
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Checkpointing, DocumentPrices, Seconds
+from wlb.workload.costs import QUERY_TILE
 from wlb.workload.fitted import FittedPrices
-from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
+from wlb.workload.flops import FORWARD_SHARE
 from wlb.workload.links import group_link
 from wlb.workload.phases import DocumentPhases, PhasedPrices
 from wlb.workload.profile import WorkloadProfile, read_profile
@@ -253,7 +253,7 @@ class Job:
         """
         share = self.global_batch / self.step_micro_batches
         if self.slices_documents:
-            document = 1 / self.rank_micro_batches + TILE / self.context_window
+            document = 1 / self.rank_micro_batches + QUERY_TILE / self.context_window
             return max(share, min(1.0, max(_MOST_OF_MEAN * share, document)))
         held_by = self.layout.pool_size / MOST_RANKS if self.levels_steps else 1.0  # MOST_RANKS may share a document
         return max(1.0, held_by, share)
@@ -316,8 +316,8 @@ class Job:
         )
         if self.phases is not None:
             encoders = np.array([self.phases.of(one.segments).sum() for one in micro_batches])
-            forward = forward + encoders / (1 + LINEAR_BACKWARD_FACTOR)
-            backward = backward + encoders * LINEAR_BACKWARD_FACTOR / (1 + LINEAR_BACKWARD_FACTOR)
+            forward = forward + encoders * FORWARD_SHARE
+            backward = backward + encoders * (1 - FORWARD_SHARE)
         if self.speeds is not None and self.levels_steps:
             slowest = np.array([min(self.speeds[rank] for rank in one.ranks) for one in micro_batches])
             forward, backward = forward / slowest, backward / slowest
@@ -383,7 +383,7 @@ class Job:
         """
         if prices is None:
             return replace(self, speeds=speeds)
-        again = 1 + 1 / (1 + LINEAR_BACKWARD_FACTOR)
+        again = 1 + FORWARD_SHARE
         attention = again if self.activation_checkpointing == "full" else 1.0
         rest = 1.0 if self.activation_checkpointing == "none" else again
         fitted = FittedPrices(prices[0] / attention, prices[1] / rest, prices[2] / rest, r_squared=1.0)

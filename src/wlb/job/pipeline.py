@@ -20,8 +20,8 @@ from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
 from wlb.schedules.operations import FORWARD, RankOperations
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Priced, over_stages
+from wlb.workload.base import TICKS
 
-_TICKS = 1e9  # per second
 _THOUSANDTHS = 1000
 
 
@@ -92,11 +92,11 @@ class PipelineLoads:
         self.both, self.forward = priced.whole.both, priced.whole.forward
         weights = costs.weight_seconds(longest, "blocks"), costs.weight_seconds(longest, "head")
         self._forward, self._backward, weight = (
-            np.rint(_TICKS * over_stages(*of_model, job.stage_shares, job.head_shares)).astype(np.int64)
+            np.rint(TICKS * over_stages(*of_model, job.stage_shares, job.head_shares)).astype(np.int64)
             for of_model in (*zip(*priced, strict=True), weights)
         )
         self._weight = np.minimum(weight, self._backward) if job.splits_backward else None
-        self._transfer = np.rint(_TICKS * job.transfer_seconds(longest)).astype(np.int64)
+        self._transfer = np.rint(TICKS * job.transfer_seconds(longest)).astype(np.int64)
         tokens = np.array([one.tokens for one in micro_batches])
         sliced = np.array([one.segments[0].length if one.is_slice else 0 for one in micro_batches])
         self._held = np.outer(_leaves(job), tokens) + np.outer(job.stage_blocks, _kept(job) * sliced)

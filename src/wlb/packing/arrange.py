@@ -35,6 +35,7 @@ from wlb.lightest import into_lightest
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.layout import Layout
 from wlb.schedules.timing import pipeline_makespan
+from wlb.workload.flops import FORWARD_SHARE
 
 Assignment = Literal["arrival", "balanced"]
 Order = Literal["arrival", "pipeline", "fastest"]
@@ -44,7 +45,6 @@ _ROUND_OPERATIONS = 2**19  # priced in a round: a few milliseconds, and 4 MB in 
 _EVEN = 1e-3  # of the heaviest micro-batch: if micro-batches differ by less, no order is worth a search
 _GAIN = 1e-4  # of the makespan: the search stops after a round that gains less
 _ALL_ORDERS_UP_TO = 4  # micro-batches
-_FORWARD_SHARE = 1 / 3  # of a micro-batch with an unknown forward: a backward has twice the matrix products
 
 Indices = NDArray[np.intp]
 Seconds = NDArray[np.float64]
@@ -129,7 +129,7 @@ def _in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: Layout) -
 def _phase_seconds(ranks: Sequence[Sequence[MicroBatch]]) -> Seconds:
     """Forward and backward of every micro-batch, shape (2, ranks, micro-batches); they add up to its workload."""
     both = np.array([[micro_batch.workload for micro_batch in rank] for rank in ranks])
-    known = [[_FORWARD_SHARE * one.workload if one.forward is None else one.forward for one in rank] for rank in ranks]
+    known = [[FORWARD_SHARE * one.workload if one.forward is None else one.forward for one in rank] for rank in ranks]
     return np.stack([np.array(known), both - np.array(known)])
 
 

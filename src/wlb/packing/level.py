@@ -34,11 +34,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.packing.plan import PlannedMicroBatch, StageRanks
 from wlb.settings import MOST_RANKS
-from wlb.workload.base import DocumentPrices
+from wlb.workload.base import TICKS, DocumentPrices
 
 Integers = NDArray[np.int64]
 
-_TICKS = 1e9  # per second: sums of whole numbers are the same on every machine
 _SHARED_TOO = 4  # longest documents of single ranks that are tried on two ranks
 _EVENLY = 1.01  # a step that ends within this factor of perfect balance is good enough
 _PACE = 3  # weight of waiting for a slower rank; while ranks wait to begin, they can run short documents
@@ -142,7 +141,7 @@ class _Step:
         for rank in ranks.tolist():
             self._fill(rank, (begins - int(self._free[rank])) * int(self._speeds[rank]) // 100)
         self._free[ranks] = max(begins, int(self._free[ranks].max())) + int(_taken(ticks, self._speeds[ranks].min()))
-        self.groups.append(PlannedMicroBatch((document,), ticks / _TICKS, tuple(ranks.tolist())))
+        self.groups.append(PlannedMicroBatch((document,), ticks / TICKS, tuple(ranks.tolist())))
 
     def _place(self, size: int, ticks: int) -> Integers:
         """The ranks that wait least for each other and finish in time; if none does, the ranks that finish first.
@@ -212,7 +211,7 @@ class _Step:
     def _run_alone(self, rank: int, own: _OwnMicroBatches) -> None:
         """Let ``rank`` run the micro-batches of ``own``, the longest last, as its backward hides the reduction."""
         for documents, ticks in sorted(own.filled, key=lambda micro_batch: micro_batch[1]):
-            self.groups.append(PlannedMicroBatch(tuple(documents), ticks / _TICKS, (rank,)))
+            self.groups.append(PlannedMicroBatch(tuple(documents), ticks / TICKS, (rank,)))
             self._free[rank] += _taken(ticks, self._speeds[rank])
 
 
@@ -298,7 +297,7 @@ def _group_ticks(
 
 
 def _ticks(seconds: float | NDArray[np.float64]) -> Integers:
-    return np.rint(np.asarray(seconds) * _TICKS).astype(np.int64)
+    return np.rint(np.asarray(seconds) * TICKS).astype(np.int64)
 
 
 def _even(sizes: Integers, ticks: Integers, ranks: StageRanks) -> float:

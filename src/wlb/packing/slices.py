@@ -20,12 +20,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.lightest import into_lightest
 from wlb.packing.plan import PlannedMicroBatch
-from wlb.workload.base import DocumentPrices
+from wlb.workload.base import TICKS, DocumentPrices
+from wlb.workload.costs import QUERY_TILE
 
 Integers = NDArray[np.int64]
 
-TILE = 128  # queries in a tile of FlashAttention-2 and -3; a partial tile costs as much as a full one
-_TICKS = 1e9  # per second
 _SLACK = 0.05  # of the mean micro-batch: a slice may cost this much more before the document is cut once more
 
 
@@ -81,7 +80,7 @@ def _pipeline(
         members[owner].append(document)
     left += members.pop()
     filled = zip(members, loads, slices, strict=True)
-    return [PlannedMicroBatch(tuple(held), load / _TICKS, (), *one) for held, load, one in filled], left
+    return [PlannedMicroBatch(tuple(held), load / TICKS, (), *one) for held, load, one in filled], left
 
 
 def _parts(ticks: Integers, tokens: Integers, micro_batches: int, max_tokens: int) -> Integers:
@@ -103,7 +102,7 @@ def _cuts(length: int, parts: int, max_tokens: int, prices: DocumentPrices) -> l
 
     If a slice would have over ``max_tokens`` tokens, it ends earlier, and the slices after it share the remaining work.
     """
-    ends = np.append(np.arange(TILE, length, TILE), length)
+    ends = np.append(np.arange(QUERY_TILE, length, QUERY_TILE), length)
     work = _ticks(prices, ends)
     cuts, done, place = [0], 0, -1
     while cuts[-1] < length:
@@ -117,8 +116,8 @@ def _cuts(length: int, parts: int, max_tokens: int, prices: DocumentPrices) -> l
 
 
 def _whole_tiles(tokens: int) -> int:
-    return max(TILE, tokens // TILE * TILE)
+    return max(QUERY_TILE, tokens // QUERY_TILE * QUERY_TILE)
 
 
 def _ticks(prices: DocumentPrices, tokens: Integers) -> Integers:
-    return np.rint(prices.document_seconds(tokens) * _TICKS).astype(np.int64)
+    return np.rint(prices.document_seconds(tokens) * TICKS).astype(np.int64)

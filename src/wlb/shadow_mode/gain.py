@@ -15,9 +15,9 @@ from wlb.job.planner import StepPlanner
 from wlb.shadow_mode.fields import Lengths
 from wlb.simulate import simulated_job
 from wlb.simulate.decide import decide
+from wlb.simulate.verdict import LEAST_GAIN
 from wlb.workload.fitted import FittedPrices, fit_prices
 
-_LEAST_GAIN = 0.05  # worth a change, as in ``wlb check``
 _PACKING = {"max_length_factor": 1.5, "order": "pipeline"}  # as ``wlb.integrations.packed`` has by default
 _LEAST_EXPLAINED = 0.5  # share of the variance of seconds; below it we claim no gain
 
@@ -71,8 +71,8 @@ class ShadowGain:
         if isnan(self.speed):
             explained = max(self.prices.r_squared, 0)
             return f"the gain is unknown: prices explain {explained:.0%} of the variance of measured seconds"
-        if self.speed < 1 + _LEAST_GAIN:
-            return f"keep what you have: balanced steps gain under {_LEAST_GAIN:.0%}"
+        if self.speed < 1 + LEAST_GAIN:
+            return f"keep what you have: balanced steps gain under {LEAST_GAIN:.0%}"
         settings = f"context_window={self.context_window} and micro_batches={self.micro_batches}"
         return f"balanced steps run {self.speed:.2f}x as fast; train with {settings}"
 

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces, in_order, merged
 from wlb.workload import Costs
 from wlb.workload.base import Seconds
+from wlb.workload.costs import QUERY_TILE
 
-# Cuts lie at multiples of a tile of queries, if an even share then has enough places to cut.
-_TILE = 128
-_LEAST_CELLS = 128  # in an even share
+# In an even share, for its cuts to lie at multiples of a tile of queries.
+_LEAST_CELLS = 128
 _MOST_CELLS = 2**18  # in a micro-batch; over 32M tokens are cut at multiples of several tiles
 _SHORT = 1 / 24  # of an even share: documents up to this are kept for the end
 _SHORT_TOKENS = 0.1  # of the micro-batch: the most that is kept for the end
@@ -73,7 +73,7 @@ class _Slicing:
         self._ticks = self._until(self._lengths, self._of)
         self._even_tokens, self._even_ticks = self._total / ranks, self._sums(self._ticks) / ranks
         self._cell = np.ones_like(counts)
-        while (fine := (self._cell < _TILE) & (2 * self._cell * _LEAST_CELLS <= self._even_tokens)).any():
+        while (fine := (self._cell < QUERY_TILE) & (2 * self._cell * _LEAST_CELLS <= self._even_tokens)).any():
             self._cell[fine] *= 2
         while (many := self._cell * _MOST_CELLS < self._total).any():
             self._cell[many] *= 2

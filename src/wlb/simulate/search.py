@@ -53,8 +53,8 @@ from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.phases import segment_seconds
 
 DRAWS = 3
-_NEARER = 0.03  # of the best: layouts that are rated on the other draws too
-_POOLS_NEARER = 0.01  # the same of pools, which have many choices
+_NEAR, _POOLS_NEAR = 0.06, 0.01  # of the best on the first draw; pools have many choices
+_NEARER = 0.03  # of the best on all draws: layouts that are rated on the other draws too
 _POOLS_FAR = 0.1  # behind the best: more stages per pipeline rank do not catch up with that
 _BOUNDED = 4  # steps for bounds
 _LARGEST_TP = 32
@@ -106,7 +106,7 @@ def fastest_layout(
     work = float(segment_seconds(prices, np.concatenate([plan.table for plan in plans])).sum())
     packed = [Packed.of_plan(plan) for plan in plans]
     kinds = get_args(Checkpointing) if space.checkpointing is None else [space.checkpointing]
-    near = _POOLS_NEARER if jobs[0].packing.is_balanced else _NEARER
+    near = _POOLS_NEAR if jobs[0].packing.is_balanced else _NEAR
     tried, simulated, best = 0, dict[int, Choice](), 0.0
     roomy: list[Layout] = []  # less memory gains nothing there
 
@@ -135,8 +135,6 @@ def fastest_layout(
         Rated(by_memory(choice.job), 1 / choice.seconds, choice.tokens_per_second)
         for choice in fastest_first(waiting, choices, lengths, prices, near=near, on_popped=told)
     ]
-    most = max((one.work_rate for one in nearest), default=0.0)
-    nearest = [one for one in nearest if one.work_rate >= (1 - near) * most]
     if not nearest:
         if space.layout is None:
             raise _no_memory(space, len(jobs))
@@ -144,12 +142,15 @@ def fastest_layout(
         return SearchResult([Rated(decide(_with_room(least), lengths), 0.0, 0.0)], 0)
     if len(nearest) == 1:
         return SearchResult(nearest, len(simulated))
-    ranking = []
-    for one in nearest:
+    ranking: list[Rated] = []
+    for one in sorted(nearest, key=lambda one: -one.work_rate):
+        if ranking and one.work_rate < (1 - _NEARER) * ranking[0].work_rate:
+            break
         others = (_rated(drawn(one.job, draw), lengths, prices) for draw in range(1, draws))
         _, *rates = zip(one, *others, strict=True)
         ranking.append(Rated(one.job, *map(fmean, rates)))
-    return SearchResult(sorted(ranking, key=lambda one: -one.work_rate), len(simulated))
+        ranking.sort(key=lambda one: -one.work_rate)
+    return SearchResult(ranking, len(simulated))
 
 
 def drawn(job: Job, draw: int) -> Job:

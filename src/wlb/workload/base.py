@@ -11,6 +11,7 @@ Direction = Literal["forward", "backward"]
 Phase = Direction | Literal["both"]
 Seconds = NDArray[np.float64]
 Checkpointing = Literal["none", "keep_attention", "full"]  # of activations, by rising cost
+TICKS = 1e9  # per second: sums of whole numbers are the same on every machine
 
 
 class DocumentPrices(Protocol):

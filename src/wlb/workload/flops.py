@@ -15,6 +15,7 @@ from wlb.workload.weights import feed_forward_width, parameters
 
 # A backward multiplies once for the gradient of the input and once for that of the weight.
 LINEAR_BACKWARD_FACTOR = 2.0
+FORWARD_SHARE = 1 / (1 + LINEAR_BACKWARD_FACTOR)
 # The backward of flash attention has five matrix products (it recomputes the scores), the forward two.
 ATTENTION_BACKWARD_FACTOR = 2.5
 

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError, choose_from
 from wlb.workload import Costs
+from wlb.workload.costs import QUERY_TILE
 
 Method = Literal["count", "tokens", "workload", "workload:shortest"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
-_TILE = 128  # chunks cut by seconds are whole tiles of queries, since a partial tile costs as much as a full one
 _SIMILAR_FROM = 4  # token budgets of waiting prompts to search for similar lengths
 
 
@@ -191,7 +191,7 @@ class PrefillPlanner:
         """The most tokens within the seconds of a pass, in whole tiles or to the prompt's end; at least one tile."""
         if most == 0:
             return 0
-        sizes = np.append(np.arange(_TILE, most, _TILE), most)
+        sizes = np.append(np.arange(QUERY_TILE, most, QUERY_TILE), most)
         attention = self.workload.piece_seconds(np.full_like(sizes, prompt.done), prompt.done + sizes, "forward")
         linear = self.workload.linear_seconds(batch.tokens + sizes, "forward")
         fitting = sizes[batch.attention_seconds + attention + linear <= self._seconds_budget]
