@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,21 +20,18 @@ settings.load_profile("usual")
 
 # What takes longest begins first, or one of two processes would be left with it at the end.
 LONGEST = (
-    "tests/training/test_restarts.py",
-    "tests/training/test_elastic_machines.py",
-    "tests/training/test_launcher.py",
-    "tests/training/test_forks.py",
-    "tests/training/checkpoint",
-    "tests/training/test_steps_equivalence.py",
-    "tests/training/test_equivalence.py",
-    "tests/test_examples.py",
+    "tests/training",
+    "tests/test_documentation.py",
+    "tests/test_stack_pages.py",
     "tests/integrations/huggingface",
-    "tests/contract/test_one_job.py",
-    "studies/tests",
+    "tests/simulate",
     "tests/benchmarks",
+    "studies/tests",
 )
 
 
+# Before torch is imported, here and in programs: models this small lose far more to thread switches than threads win.
+os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()  # while tests are collected: what they import stays, and searching it takes as long as importing it
 
 

@@ -98,8 +98,8 @@ class Program:
 
 @contextmanager
 def forked(*arguments: object, **environment: str) -> Iterator[Program]:
-    """``python ARGUMENTS`` with one thread, of which nothing is left afterwards."""
-    program = Program([*map(str, arguments)], {**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    """``python ARGUMENTS``, of which nothing is left afterwards."""
+    program = Program([*map(str, arguments)], os.environ | environment)
     try:
         yield program
     finally:

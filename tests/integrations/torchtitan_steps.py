@@ -35,7 +35,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--level", action="store_true", help="level steps")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with TemporaryDirectory() as folder:
         prefix = one_epoch(arguments.store, Path(folder), arguments.steps * arguments.seq_len * MICRO_BATCHES)

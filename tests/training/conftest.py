@@ -1,15 +1,12 @@
-"""One thread in the test process too: models this small lose far more to thread switches than threads win."""
+"""The folder of a small job."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.training.jobs import write_store
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture

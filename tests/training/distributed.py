@@ -24,7 +24,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tests.cores import allow_cores, kept_cores
@@ -109,7 +108,6 @@ def _run_rank(
 ) -> None:
     faulthandler.enable()  # a rank that crashes says where
     allow_cores()
-    torch.set_num_threads(1)
     try:
         function, arguments = pickle.loads(call)
         _join(store, rank, world_size, seconds)

@@ -28,7 +28,7 @@ def process(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env=os.environ | environment,
         preexec_fn=ignore_nothing,
     )
     try:
