@@ -109,7 +109,7 @@ def test_what_cannot_be_trained_is_refused(store: str):
     with pytest.raises(UserError, match='the override has no "store"; give the prefix'):
         BalancedDataLoader.Config().build(dp_world_size=1, dp_rank=0, **_sizes())
     state = json.loads(_loader(store).state_dict()["wlb"])
-    state["settings"]["documents"] = 7
+    state["settings"]["order"]["documents"] = 7
     with pytest.raises(UserError, match="saved with documents = 7 and this run has 300"):
         _loader(store).load_state_dict({"wlb": json.dumps(state)})
     level = balance(BaseDataLoader.Config(), store=store, micro_batches=2, own_lists=True)
