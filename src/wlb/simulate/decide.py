@@ -56,9 +56,9 @@ _FORWARD_SHARE = 0.3  # of the computing of a micro-batch: just under a third if
 # A choice is simulated for _FIRST windows, and for _MOST if it is still ahead, in at most _STEPS steps with at most
 # _DOCUMENTS documents. The fewer windows, the less certain is the first rate: it may be behind by _ONE_STEP with
 # _CERTAIN windows, and by up to _FARTHEST. Balanced steps differ less.
-_FIRST, _MOST, _STEPS, _DOCUMENTS = 16, 128, 4, 65_536
+_FIRST, _MOST, _STEPS, _DOCUMENTS = 16, 256, 4, 65_536
 _ONE_STEP, _FARTHEST, _CERTAIN = 0.1, 0.15, 64
-_ONE_BALANCED = 0.08
+_ONE_BALANCED, _MOST_BALANCED = 0.08, 128
 _FAR = 0.05  # behind what is wanted, with the margin of the first rate
 _WARM_UP = 4  # steps planned before the counted ones if documents may wait; none in the first rate
 
@@ -223,7 +223,8 @@ def _simulated(choice: Choice, lengths: DocumentLengths, prices: DocumentPrices)
 
 def simulated_steps(job: Job, lengths: DocumentLengths) -> int:
     """The number of steps that decide between choices."""
-    return max(1, min(_STEPS, _MOST // job.global_batch, _DOCUMENTS // max(1, documents_together(job, lengths))))
+    most = _MOST_BALANCED if job.packing.is_balanced else _MOST
+    return max(1, min(_STEPS, most // job.global_batch, _DOCUMENTS // max(1, documents_together(job, lengths))))
 
 
 def warm_up(job: Job) -> int:
@@ -334,7 +335,7 @@ class _LeastSeconds:
     def __init__(self, job: Job, lengths: DocumentLengths) -> None:
         self._known = dict[tuple[int, str], float]()
         windows = job.global_batch // _parts(job)
-        self._steps = max(1, min(_STEPS, _MOST // windows))
+        self._steps = max(1, min(_STEPS, _MOST_BALANCED // windows))
         self._documents = _first_documents(ByIdentity(lengths), job.data, windows * job.context_window, self._steps)
         self._alone = _priced_alone(ByIdentity(self._documents), job.costs, job.sharding.strategy)
         self._work = float(job.work_prices.document_seconds(self._documents).sum())

@@ -143,8 +143,9 @@ def fastest_layout(
     if len(nearest) == 1:
         return SearchResult(nearest, len(simulated))
     ranking: list[Rated] = []
+    best_of_first = max(one.work_rate for one in nearest)
     for one in sorted(nearest, key=lambda one: -one.work_rate):
-        if ranking and one.work_rate < (1 - _NEARER) * ranking[0].work_rate:
+        if one.work_rate < (1 - _NEARER) * min([best_of_first, *(other.work_rate for other in ranking[:1])]):
             break
         others = (_rated(drawn(one.job, draw), lengths, prices) for draw in range(1, draws))
         _, *rates = zip(one, *others, strict=True)
