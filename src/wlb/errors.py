@@ -5,18 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
-from numbers import Integral
 from types import ModuleType
 
 
 class UserError(ValueError):
     """Invalid user input; the message names the value, the limit and the remedy, in one line."""
-
-
-def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Raise ``UserError`` unless ``value`` of the setting ``name`` is a whole number of at least ``least``."""
-    if not isinstance(value, Integral) or value < least:
-        raise UserError(f"{name} = {value!r} is not a whole number >= {least}; give one")
 
 
 def choose_from(name: object, known: Iterable[str]) -> str:

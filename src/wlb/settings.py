@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from operator import index
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, get_args
 
@@ -13,12 +12,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from wlb.errors import UserError, choose_from
-from wlb.token_count import MOST_TOKENS, parse_tokens
+from wlb.token_count import MOST_TOKENS, parse_tokens, whole_number
 
 
 def _plain_integer(value: object) -> object:
     """Convert integers of NumPy to ``int``; leave everything else unchanged."""
-    return index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
+    return value if (number := whole_number(value)) is None else number
 
 
 def _tokens(value: object) -> object:

@@ -28,10 +28,10 @@ def whole_number(value: Any) -> int | None:
         return None
 
 
-def positive_integer(name: str, value: Any) -> int:
-    """``value`` as a plain ``int``. Raises ``UserError`` unless it is a whole number of at least 1."""
-    if (number := whole_number(value)) is None or number < 1:
-        raise UserError(f"{name} = {value!r} is not a whole number of at least 1")
+def check_whole(name: str, value: Any, least: int = 1) -> int:
+    """``value`` of ``name`` as a plain ``int``. Raises ``UserError`` unless it is a whole number >= ``least``."""
+    if (number := whole_number(value)) is None or number < least:
+        raise UserError(f"{name} = {value!r} is not a whole number >= {least}; give one")
     return number
 
 

@@ -87,7 +87,7 @@ def _balanced(micro_batches: Sequence[MicroBatch], dp: int) -> list[list[MicroBa
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
     falling = sorted(micro_batches, key=lambda m: m.workload, reverse=True)
     places = [len(falling) // dp] * dp
-    owners, _ = into_lightest([1] * len(falling), [m.workload for m in falling], [0.0] * dp, places)
+    owners = into_lightest([1] * len(falling), [m.workload for m in falling], [0.0] * dp, places)
     for micro_batch, rank in zip(falling, owners, strict=True):
         ranks[rank].append(micro_batch)
     return ranks

@@ -21,7 +21,7 @@ from wlb.errors import UserError
 from wlb.lightest import into_lightest
 from wlb.packing.division import FREE, check_possible, divided, evened, fewest, members_of
 from wlb.packing.exchanges import Indices, Prices, Task, sums_of
-from wlb.token_count import positive_integer, whole_number
+from wlb.token_count import check_whole, whole_number
 
 if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
@@ -90,7 +90,7 @@ def balance(
         documents = np.column_stack([np.arange(len(tokens)), np.zeros_like(tokens), tokens])
         tokens, prices = phases.held_tokens(documents), prices + phases.of(documents)
     sizes = {"max_tokens": max_tokens, "multiple_of": multiple_of, "ranks": ranks, "parts": parts}
-    given = {name: positive_integer(name, size) for name, size in sizes.items() if size is not None}
+    given = {name: check_whole(name, size) for name, size in sizes.items() if size is not None}
     if max_tokens is not None and (longest := int(tokens.max(initial=0))) > max_tokens:
         if oversize != "alone":
             raise UserError(
@@ -236,9 +236,7 @@ def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
         some = left[: len(left) - parts]  # every later micro-batch needs a document
         rooms = [task.max_tokens or int(task.tokens.sum())] * ranks
         costliest = float(task.prices[left[0]])
-        found, _ = into_lightest(
-            task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, costliest
-        )
+        found = into_lightest(task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, costliest)
         owners = np.array(found)
         slots += members_of(some, owners, ranks)
         left = np.concatenate([some[owners < 0], left[len(some) :]])

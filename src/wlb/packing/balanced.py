@@ -138,7 +138,7 @@ def _evenly(
 ) -> tuple[list[PlannedMicroBatch], list[int]]:
     """Whole documents in ``order``, each into the lightest micro-batch with room, and the documents without room."""
     loads = [0.0] * micro_batches
-    owners, _ = into_lightest(held[order].tolist(), seconds[order].tolist(), loads, [max_tokens] * micro_batches)
+    owners = into_lightest(held[order].tolist(), seconds[order].tolist(), loads, [max_tokens] * micro_batches)
     members: list[list[int]] = [[] for _ in range(micro_batches + 1)]  # the last list has the documents without room
     for document, owner in zip(order.tolist(), owners, strict=True):
         members[owner].append(document)

@@ -87,7 +87,7 @@ def _placed(task: Task, parts: int) -> list[Indices] | None:
         return _differenced(task, parts)
     order = np.argsort(-task.prices, kind="stable")
     rooms = [task.max_tokens or int(task.tokens.sum())] * parts
-    owners, _ = into_lightest(task.tokens[order].tolist(), task.prices[order].tolist(), [0.0] * parts, rooms)
+    owners = into_lightest(task.tokens[order].tolist(), task.prices[order].tolist(), [0.0] * parts, rooms)
     return None if -1 in owners else members_of(order, np.array(owners), parts)
 
 

@@ -20,7 +20,7 @@ from wlb.documents.segments import POLICIES, Segment
 from wlb.errors import UserError
 from wlb.packing.options import PackingOptions
 from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
-from wlb.token_count import positive_integer, whole_number
+from wlb.token_count import check_whole, whole_number
 from wlb.workload.base import DocumentPrices
 from wlb.workload.phases import PhasedPrices, segment_seconds
 
@@ -69,8 +69,8 @@ class Packer(ABC):
         options: PackingOptions,
         ranks: StageRanks | None = None,
     ) -> None:
-        self.micro_batches = positive_integer("micro_batches", micro_batches)
-        self.context_window = positive_integer("context_window", context_window)
+        self.micro_batches = check_whole("micro_batches", micro_batches)
+        self.context_window = check_whole("context_window", context_window)
         self.workload = workload
         self.phased = workload if isinstance(workload, PhasedPrices) else None
         self.options, self.ranks = options, ranks

@@ -39,7 +39,7 @@ def sliced_pipelines(
     ticks = _ticks(prices, tokens)
     falling = np.argsort(-tokens, kind="stable")
     rooms = [micro_batches * max_tokens] * pipelines
-    found, _ = into_lightest(tokens[falling].tolist(), ticks[falling].tolist(), [0.0] * pipelines, rooms)
+    found = into_lightest(tokens[falling].tolist(), ticks[falling].tolist(), [0.0] * pipelines, rooms)
     owners = np.array(found, np.int64)
     planned, left = [], falling[owners < 0].tolist()
     for pipeline in range(pipelines):
@@ -72,9 +72,7 @@ def _pipeline(
     _, start, stop = np.array(slices).T
     loads = (_ticks(prices, stop) - _ticks(prices, start)).astype(float).tolist()
     whole = parts == 1
-    owners, _ = into_lightest(
-        tokens[whole].tolist(), ticks[whole].tolist(), loads, (max_tokens - stop + start).tolist()
-    )
+    owners = into_lightest(tokens[whole].tolist(), ticks[whole].tolist(), loads, (max_tokens - stop + start).tolist())
     members: list[list[int]] = [[] for _ in range(micro_batches + 1)]  # the last list has the documents without room
     for document, owner in zip(documents[whole].tolist(), owners, strict=True):
         members[owner].append(document)

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.segments import OverlongReport
 from wlb.documents.store.reader import DocumentLengths
-from wlb.errors import UserError, check_whole
+from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -30,6 +30,7 @@ from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered_rows
 from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.own_lists import digest_of, fingerprint_of, names_ranks
+from wlb.token_count import check_whole
 
 T = TypeVar("T")
 Settings = Mapping[str, Mapping[str, Any]]  # JSON values by name, by kind: "order", "packing" and "others"

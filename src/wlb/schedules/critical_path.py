@@ -61,12 +61,11 @@ class _Ranks:
 
     def __init__(self, load: PipelineLoad, documents: Sequence[int], pp: int, limits: Sequence[int]) -> None:
         self._stages, self._pp = len(load.forward), pp
-        self._splits = load.weight is not None
-        weight = np.zeros_like(load.backward) if load.weight is None else load.weight
-        first_part = INPUT if self._splits else BACKWARD
-        seconds = {FORWARD: load.forward, first_part: load.backward - weight, WEIGHT: weight}
+        weight = 0 if load.weight is None else load.weight
+        first_part, self._last_part = (BACKWARD, BACKWARD) if load.weight is None else (INPUT, WEIGHT)
+        seconds = {FORWARD: load.forward, first_part: load.backward - weight, WEIGHT: weight + 0 * load.backward}
         self._seconds = {kind: table.tolist() for kind, table in seconds.items()}
-        self._first_part, self._last_part = first_part, WEIGHT if self._splits else BACKWARD
+        self._first_part = first_part
         self._transfer, self._leaves = load.transfer.tolist(), load.held.tolist()
         self._document = [index for index, count in enumerate(documents) for _ in range(count)]
         ends = accumulate(documents)
@@ -74,11 +73,11 @@ class _Ranks:
         self._back = [end - 1 - place for end, count in zip(ends, documents, strict=True) for place in range(count)]
         self._tails = _tails(load, self._back)
         self._own = [range(rank, self._stages, pp) for rank in range(pp)]
-        self._needed = [self._by_document(stages, len(documents)) for stages in self._own]
+        # The memory that the forwards of every document that have not run will take on each rank.
+        of_ranks = [np.bincount(self._document, load.held[rank::pp].sum(axis=0)) for rank in range(pp)]
+        self._needed = [[int(memory) for memory in of_rank] for of_rank in of_ranks]
         self._limits = [max(limit, *needed) for limit, needed in zip(limits, self._needed, strict=True)]
-        self._held = [[0] * len(documents) for _ in range(pp)]
-        self._total = [0] * pp  # of ``_held``
-        self._begun: list[list[int]] = [[] for _ in range(pp)]  # documents that the rank holds something of, ascending
+        self._held: list[dict[int, int]] = [{} for _ in range(pp)]  # memory of every document that has begun, in order
         self._late: list[deque[tuple[int, int]]] = [deque() for _ in range(pp)]  # backwards with a weight part to run
         self._free = [0] * pp
         # When the inputs of the next forwards of each stage arrive, in order, and those of its next backwards.
@@ -112,26 +111,15 @@ class _Ranks:
             self._hand_on(rank, stage, kind, micro_batch, end)
         self._look(rank)
 
-    def _by_document(self, stages: range, documents: int) -> list[int]:
-        """The memory that the forwards of every document take on the rank of ``stages``."""
-        total = [0] * documents
-        for stage in stages:
-            for document, leaves in zip(self._document, self._leaves[stage], strict=True):
-                total[document] += leaves
-        return total
-
     def _hold(self, rank: int, stage: int, micro_batch: int, sign: int) -> None:
         """Count (``sign`` 1) or release (-1) the memory of a forward."""
         document, leaves = self._document[micro_batch], self._leaves[stage][micro_batch]
         held = self._held[rank]
-        self._total[rank] += sign * leaves
+        held[document] = held.get(document, 0) + sign * leaves
+        if not held[document]:
+            del held[document]
         if sign > 0:
             self._needed[rank][document] -= leaves
-            if not held[document] and leaves:
-                self._begun[rank].append(document)
-        held[document] += sign * leaves
-        if sign < 0 and not held[document] and leaves:
-            self._begun[rank].remove(document)
 
     def _hand_on(self, rank: int, stage: int, kind: str, micro_batch: int, end: int) -> None:
         """Note when the result arrives at the operation that waits for it."""
@@ -143,12 +131,10 @@ class _Ranks:
             return
         arrives = end + self._transfer[micro_batch] * (self._pp > 1)
         if kind == FORWARD:
-            is_next = self._done[FORWARD][receiver] == len(self._forwards_at[receiver])
             self._forwards_at[receiver].append(arrives)
         else:
-            is_next = self._back[self._done[kind][receiver]] == micro_batch
             self._backwards_at[receiver][micro_batch] = arrives
-        if is_next and receiver % self._pp != rank:
+        if receiver % self._pp != rank:
             self._look(receiver % self._pp)
 
     def _look(self, rank: int) -> None:
@@ -171,11 +157,11 @@ class _Ranks:
 
     def _has_room(self, rank: int, stage: int, micro_batch: int) -> bool:
         """Whether every document that has begun can still finish once those before it have gone backward."""
-        held, needed, begun = self._held[rank], self._needed[rank], self._begun[rank]
+        held, needed = self._held[rank], self._needed[rank]
         document, leaves, older = self._document[micro_batch], self._leaves[stage][micro_batch], 0
-        spare = self._limits[rank] - self._total[rank] - leaves
-        most = max(needed[document], max(map(needed.__getitem__, begun), default=0))
-        for other in begun if held[document] else [*begun, document]:
+        spare = self._limits[rank] - sum(held.values()) - leaves
+        most = max(needed[other] for other in (document, *held))
+        for other in held if document in held else (*held, document):
             if most - older <= spare:
                 break  # neither this one nor later ones can need more
             if needed[other] - leaves * (other == document) - older > spare:
@@ -189,18 +175,13 @@ class _Ranks:
 def _tails(load: PipelineLoad, back: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
     """The longest path from the start of each forward and backward to the end of the step, if all ranks were free."""
     transfer, forwards, backwards = load.transfer.tolist(), load.forward.tolist(), load.backward.tolist()
-    below = [-sent for sent in transfer]  # the path that follows on the next stage: none yet
-    for tails in backwards:
-        following = 0
-        for micro_batch in reversed(back):
-            following = tails[micro_batch] + max(following, below[micro_batch] + transfer[micro_batch])
-            tails[micro_batch] = following
-        below = tails
-    above = [tail - sent for tail, sent in zip(below, transfer, strict=True)]  # turns around on the same rank
-    for tails in reversed(forwards):
-        following = 0
-        for micro_batch in reversed(range(len(tails))):
-            following = tails[micro_batch] + max(following, above[micro_batch] + transfer[micro_batch])
-            tails[micro_batch] = following
-        above = tails
+    after = [0] * len(transfer)  # the path that follows on the next stage
+    for stages, order in ((backwards, back[::-1]), (forwards[::-1], range(len(transfer))[::-1])):
+        for tails in stages:
+            following = 0
+            for micro_batch in order:
+                following = tails[micro_batch] + max(following, after[micro_batch])
+                tails[micro_batch] = following
+            after = [tail + sent for tail, sent in zip(tails, transfer, strict=True)]
+        after = tails  # turns around on the same rank
     return forwards, backwards

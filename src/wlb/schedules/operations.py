@@ -44,9 +44,7 @@ def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: 
     micro-batches that do not fill whole rounds.
     """
     check_operations(schedule, pp, micro_batches, virtual_stages)
-    if virtual_stages == 1:
-        return tuple(_one_forward_one_backward(rank, pp, micro_batches) for rank in range(pp))
-    return tuple(_interleaved(rank, pp, micro_batches, virtual_stages) for rank in range(pp))
+    return tuple(_of_rank(rank, pp, micro_batches, virtual_stages) for rank in range(pp))
 
 
 def check_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> None:
@@ -77,28 +75,19 @@ def round_size(pp: int, micro_batches: int) -> int:
     return micro_batches // max(1, micro_batches // pp)
 
 
-def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> tuple[Operation, ...]:
-    forwards = [Operation(rank, micro_batch, FORWARD) for micro_batch in range(micro_batches)]
-    backwards = [Operation(rank, micro_batch, BACKWARD) for micro_batch in range(micro_batches)]
-    return _warm_up_then_alternate(forwards, backwards, warm_up=pp - 1 - rank)
+def _of_rank(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> tuple[Operation, ...]:
+    """Forwards to warm up, then a forward and a backward in turn, then the remaining backwards.
 
-
-def _interleaved(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> tuple[Operation, ...]:
-    """Rounds of micro-batches, each through all stages of the rank."""
-    local_stages = range(rank, pp * virtual_stages, pp)
-    size = round_size(pp, micro_batches)
+    Interleaved, micro-batches go in rounds through all stages of the rank.
+    """
+    if virtual_stages == 1:
+        size, warm_up = micro_batches, pp - 1 - rank
+    else:  # one round through every stage of the rank except the last, and two operations for each rank after it
+        size = round_size(pp, micro_batches)
+        warm_up = (virtual_stages - 1) * size + 2 * (pp - 1 - rank)
+    stages = range(rank, pp * virtual_stages, pp)
     rounds = [range(start, start + size) for start in range(0, micro_batches, size)]
-    forwards = [Operation(s, i, FORWARD) for round_ in rounds for s in local_stages for i in round_]
-    backwards = [Operation(s, i, BACKWARD) for round_ in rounds for s in reversed(local_stages) for i in round_]
-    # One round through every stage of this rank except the last, and two operations for each rank after it.
-    return _warm_up_then_alternate(forwards, backwards, (virtual_stages - 1) * size + 2 * (pp - 1 - rank))
-
-
-def _warm_up_then_alternate(
-    forwards: list[Operation], backwards: list[Operation], warm_up: int
-) -> tuple[Operation, ...]:
-    """``warm_up`` forwards; then a forward and a backward in turn; then the remaining backwards."""
-    warm_up = min(warm_up, len(forwards))
+    forwards = [Operation(s, i, FORWARD) for round_ in rounds for s in stages for i in round_]
+    backwards = [Operation(s, i, BACKWARD) for round_ in rounds for s in reversed(stages) for i in round_]
     alternating = [operation for pair in zip(forwards[warm_up:], backwards, strict=False) for operation in pair]
-    cool_down = backwards[len(forwards) - warm_up :]
-    return (*forwards[:warm_up], *alternating, *cool_down)
+    return (*forwards[:warm_up], *alternating, *backwards[max(0, len(forwards) - warm_up) :])

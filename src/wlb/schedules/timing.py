@@ -12,7 +12,7 @@ are priced together.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -54,7 +54,16 @@ def pipeline_makespan(
 
     Raises ``UserError`` for times of any other shape or sign, and as ``rank_operations`` does.
     """
-    stages, micro_batches = _shape(forward)
+    forward, backward = (np.asarray(seconds, np.float64) for seconds in (forward, backward))
+    shape = forward.shape
+    if shape != backward.shape:
+        raise UserError(f"forward seconds have shape {shape}, backward seconds {backward.shape}; they must be the same")
+    if len(shape) < 2 or 0 in shape:
+        raise UserError(f"pipeline seconds have shape {shape}; expected (..., stages, micro_batches), none of them 0")
+    for name, seconds in (("pipeline", forward), ("pipeline", backward), ("transfer", transfer)):
+        if not np.min(seconds) >= 0:  # or NaN
+            raise UserError(f"{name} seconds contain a negative value or NaN; every time must be 0 or more")
+    stages, micro_batches = shape[-2:]
     if virtual_stages < 1 or stages % virtual_stages:
         raise UserError(f"{stages} stages cannot be dealt {virtual_stages} to a rank; give pp * virtual_stages rows")
     operations = rank_operations(schedule, stages // virtual_stages, micro_batches, virtual_stages)
@@ -63,8 +72,8 @@ def pipeline_makespan(
 
 def pipeline_times(
     operations: RankOperations,
-    forward: ArrayLike,
-    backward: ArrayLike,
+    forward: Array,
+    backward: Array,
     weight: ArrayLike | None = None,
     *,
     transfer: ArrayLike = 0.0,
@@ -76,32 +85,29 @@ def pipeline_times(
     micro_batches), joins pipelines: pipelines with the same number in a micro-batch, from 0 to the number of pipelines,
     begin each of its operations when all of them can.
     """
-    ahead, whole = _checked_times(forward, backward)
-    *batch, stages, micro_batches = ahead.shape
-    later = np.zeros_like(whole) if weight is None else np.minimum(weight, whole)
-    phases = ahead, whole, whole - later, later
+    *batch, stages, micro_batches = forward.shape
+    later = np.zeros_like(backward) if weight is None else np.minimum(weight, backward)
+    phases = forward, backward, backward - later, later
     waves = _waves(operations)
     if waves.shape != (stages, micro_batches):
         raise ValueError(f"seconds are of {stages} stages and {micro_batches} micro-batches, operations {waves.shape}")
     by_operation = np.concatenate([times.reshape(-1, stages * micro_batches) for times in phases], axis=1)
     stage, micro_batch, kind = waves.table
     seconds = by_operation.T[(kind * stages + stage) * micro_batches + micro_batch]
-    delays = _delays(transfer, batch, micro_batches)
+    # Seconds of every transfer: 0 for none, then of every micro-batch; shape (1 + micro_batches, pipelines).
+    sent = np.broadcast_to(transfer, (*batch, micro_batches)).reshape(-1, micro_batches).T
+    delays = np.concatenate([np.zeros((1, sent.shape[1])), sent])
     joined = None if together is None else np.asarray(together, np.int64).reshape(-1, micro_batches).T
     # Row 0 is the start of the step; row k + 1 is when the k-th operation ends.
     ends = np.zeros((len(seconds) + 1, seconds.shape[1]))
     if alone := seconds.shape[1] == 1 and joined is None:  # lists are faster for a single pipeline
-        sent = [0.0] * (1 + micro_batches) if delays is None else delays[:, 0].tolist()
-        done = [0.0]
+        travels, done = delays[:, 0].tolist(), [0.0]
         for second, previous, input_, travelling in zip(seconds[:, 0].tolist(), *waves.waits_for.tolist(), strict=True):
-            done.append(max(done[input_] + sent[travelling], done[previous]) + second)
+            done.append(max(done[input_] + travels[travelling], done[previous]) + second)
         ends[:, 0] = done
     for start, stop in () if alone else waves.bounds:
         previous, input_, travelling = waves.waits_for[:, start:stop]
-        arrival = ends[input_]
-        if delays is not None:
-            arrival += delays[travelling]
-        np.maximum(arrival, ends[previous], out=arrival)
+        arrival = np.maximum(ends[input_] + delays[travelling], ends[previous])
         if joined is not None:
             arrival = _latest(arrival, joined[micro_batch[start:stop]])
         np.add(arrival, seconds[start:stop], out=ends[start + 1 : stop + 1])
@@ -123,25 +129,19 @@ def planned_times(
     """
     steps, dp, _, micro_batches = forward.shape
     delays = np.broadcast_to(transfer, (steps, dp, micro_batches))
-    weights = None if weight is None else np.broadcast_to(weight, forward.shape)
-    found = []
-    for place in np.ndindex(steps, dp):
-        lists = operations[place[0]][place[1]]
-        own = None if weights is None else weights[place]
-        found.append(pipeline_times(lists, forward[place], backward[place], own, transfer=delays[place]))
-    tables = [np.lexsort(_waves(operations[step][rank]).table) for step, rank in np.ndindex(steps, dp)]
+    weights = np.zeros_like(backward) if weight is None else np.broadcast_to(weight, forward.shape)
+    lists = {place: operations[place[0]][place[1]] for place in np.ndindex(steps, dp)}
+    found = [
+        pipeline_times(of, forward[place], backward[place], weights[place], transfer=delays[place])
+        for place, of in lists.items()
+    ]
+    tables = [np.lexsort(_waves(of).table) for of in lists.values()]
     first = np.argsort(tables[0])  # from sorted to the order of the first
-    rows = [table[first] for table in tables]
-
-    def together(columns: Iterable[Array]) -> Array:
-        return np.stack([*columns], axis=1).reshape(-1, steps, dp)
-
-    return PipelineTimes(
-        found[0].operations,
-        together(times.seconds[row] for times, row in zip(found, rows, strict=True)),
-        together(times.ends[row] for times, row in zip(found, rows, strict=True)),
-        together(times.rank_ends for times in found),
-    )
+    in_order = [
+        (times.seconds[t[first]], times.ends[t[first]], times.rank_ends) for times, t in zip(found, tables, strict=True)
+    ]
+    together = (np.stack(of, axis=1).reshape(-1, steps, dp) for of in zip(*in_order, strict=True))
+    return PipelineTimes(found[0].operations, *together)
 
 
 def in_dependency_order(operations: RankOperations) -> tuple[Operation, ...]:
@@ -156,39 +156,6 @@ def _latest(arrival: Array, joined: NDArray[np.int64]) -> Array:
     latest = np.zeros(arrival.size)
     np.maximum.at(latest, place.ravel(), arrival.ravel())
     return np.asarray(latest[place], np.float64)
-
-
-def _shape(seconds: ArrayLike) -> tuple[int, int]:
-    """Stages and micro-batches of ``seconds``."""
-    shape = np.shape(seconds)
-    if len(shape) < 2 or 0 in shape:
-        raise UserError(f"pipeline seconds have shape {shape}; expected (..., stages, micro_batches), none of them 0")
-    return shape[-2], shape[-1]
-
-
-def _checked_times(forward: ArrayLike, backward: ArrayLike) -> tuple[Array, Array]:
-    forward_times, backward_times = (np.asarray(seconds, dtype=np.float64) for seconds in (forward, backward))
-    if forward_times.shape != backward_times.shape:
-        raise UserError(
-            f"forward seconds have shape {forward_times.shape}, backward seconds {backward_times.shape}; "
-            "they must be the same"
-        )
-    _shape(forward_times)
-    # The negated form also catches NaN.
-    if not (forward_times.min() >= 0 and backward_times.min() >= 0):
-        raise UserError("pipeline seconds contain a negative value or NaN; every time must be 0 or more")
-    return forward_times, backward_times
-
-
-def _delays(transfer: ArrayLike, batch: list[int], micro_batches: int) -> Array | None:
-    """Transfer seconds: 0, then of every micro-batch; shape (1 + micro_batches, pipelines). None if all are 0."""
-    seconds = np.asarray(transfer, dtype=np.float64)
-    if not np.all(seconds >= 0):
-        raise UserError("transfer seconds contain a negative value or NaN; every time must be 0 or more")
-    if not seconds.any():
-        return None
-    by_micro_batch = np.broadcast_to(seconds, (*batch, micro_batches)).reshape(-1, micro_batches).T
-    return np.concatenate([np.zeros((1, by_micro_batch.shape[1])), by_micro_batch])
 
 
 _KINDS = FORWARD, BACKWARD, INPUT, WEIGHT

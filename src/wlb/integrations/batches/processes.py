@@ -13,9 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wlb.errors import UserError, check_whole
+from wlb.errors import UserError
 from wlb.runtime.collectives import agreeing_group, gathered
 from wlb.runtime.steps import Settings
+from wlb.token_count import check_whole
 
 
 class Processes:

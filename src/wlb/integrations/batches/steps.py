@@ -12,12 +12,13 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.errors import UserError, check_whole
+from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.runtime.steps import Settings
 from wlb.simulate.decide import decide
 from wlb.simulate.job import simulated_job
+from wlb.token_count import check_whole
 from wlb.workload import Hardware, ModelShape
 from wlb.workload.base import DocumentPrices
 from wlb.workload.phases import DocumentPhases

@@ -21,7 +21,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
 from wlb.errors import UserError, require
-from wlb.integrations.batches.processes import check_whole
 from wlb.integrations.document_fields import FIELDS
 from wlb.integrations.huggingface.attention import check_rotary, prepare_model, register_attention
 from wlb.integrations.huggingface.check import check_arguments, check_settings, check_trainer, set_right
@@ -29,6 +28,7 @@ from wlb.integrations.packed import FlatteningCollator, PackedBatch, PackedSteps
 from wlb.runtime.collectives import on_every_rank, warn
 from wlb.runtime.environment import set_up_gpu
 from wlb.runtime.loss import IGNORE_LABEL, NO_LABELS
+from wlb.token_count import check_whole
 from wlb.workload.model_json import shape_of_config
 
 _PLANNED = 64  # steps of an endless stream to plan before training; planning all would take minutes

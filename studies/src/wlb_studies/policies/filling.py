@@ -62,7 +62,7 @@ def lightest(
     members: list[list[int]] = [[] for _ in range(bins)]
     left_over: list[int] = []
     prices = np.asarray(cost, np.float64)[order].tolist()
-    places, _ = into_lightest(lengths[order].tolist(), prices, [0.0] * bins, [capacity] * bins)
+    places = into_lightest(lengths[order].tolist(), prices, [0.0] * bins, [capacity] * bins)
     for document, place in zip(order, places, strict=True):
         (left_over if place < 0 else members[place]).append(document)
     return members, left_over
