@@ -105,6 +105,11 @@ class Job:
             )
         if not self.packing.is_balanced:
             self.packing.check_dealt(layout.dp)
+        elif layout.dp_cp > MOST_RANKS * self.global_batch:
+            raise UserError(
+                f"dp x cp = {layout.dp_cp} ranks are over {MOST_RANKS} for each of the {self.global_batch} context "
+                "windows that a step trains; lower them, or raise packing.global_batch"
+            )
         if self.pools_decided:  # before that, the number of micro-batches is unknown
             self._check_pools()
             check_operations(layout.schedule, layout.pp, self.rank_micro_batches, layout.virtual_pp)
