@@ -99,7 +99,7 @@ def test_checkpoints_of_another_job(folder):
     config = write_config(folder, checkpoint={"dir": str(folder / "checkpoints")})
     model = model_record(configured_model(load_config(config).model, VOCABULARY))
     write_checkpoint(folder / "checkpoints", 10, model=model)
-    assert "written with token store = None, but this job has" in error_of(config)
+    assert "the state was saved with token store = None and this run has" in error_of(config)
 
 
 def test_a_trace_is_a_setting(wlb, monkeypatch):

@@ -175,7 +175,8 @@ def in_turn(
         for handle in gather_weights(model):
             handle.wait()
         if units and len(batches) > 1 and getattr(batches[-1], "segment_lengths", None) == (1,):
-            batches = batches[:-1]  # an empty one, for DDP (``own_micro_batches``)
+            # It is empty, for DDP (``own_micro_batches``), or a document of one token, which has no label either.
+            batches = batches[:-1]
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         for unit in units:

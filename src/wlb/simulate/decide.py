@@ -246,6 +246,8 @@ def _with_pools(job: Job, lengths: DocumentLengths, lock_step: bool) -> Job:
     layout, given = job.layout, job.packing.rank_micro_batches
     if layout.pool is not None and given != "auto":
         return job.with_pools(_usual_grouping(job), layout.pool, given)
+    if job.packing.grouping == "level":  # leaves no choice, and a stream has no lengths to simulate
+        return job.with_pools("level", layout.dp_cp)
     choices, may_be_whole = partial(pool_choices, lengths=lengths, lock_step=lock_step), job.packing.grouping == "auto"
     settings: dict[str, Any] = {"exceeding": True, "may_be_whole": may_be_whole}
     search = fastest_first([Choice.open(job, 0.0, 0)], choices, lengths, job.work_prices, **settings)

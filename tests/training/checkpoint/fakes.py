@@ -19,7 +19,7 @@ def write_checkpoint(
         (hidden_path(checkpoint) / name).write_bytes(content)
     manifest = {
         "step": step,
-        "loader": {"settings": {}, "first_epoch": 0, "planner": {}},
+        "loader": {"settings": {"order": {}, "packing": {}}, "first_epoch": 0, "planner": {}},
         "model": model or {"heads": 2},
     }
     publish(checkpoint, manifest | {"files": sums_of(hidden_path(checkpoint), contents)})

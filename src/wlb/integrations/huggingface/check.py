@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -252,11 +253,9 @@ def _check_scale(trainer: Any, inputs: Inputs, items: Any) -> None:
     processes, batches = trainer.args.world_size, trainer.args.gradient_accumulation_steps
     trainer.current_gradient_accumulation_steps = batches
     taken: list[Tensor] = []
-    accelerator, backward = trainer.accelerator, trainer.accelerator.backward
-    accelerator.backward = lambda loss, **_: taken.append(loss)
-    with suppress(Exception):  # it may call loss.backward itself or read gradients, which fails here
+    instead = patch.object(trainer.accelerator, "backward", lambda loss, **_: taken.append(loss))
+    with instead, suppress(Exception):  # it may call loss.backward itself or read gradients, which fails here
         trainer.training_step(trainer.model_wrapped, {**inputs}, items)
-    accelerator.backward = backward
     loss = float(taken[0] if taken else _loss(trainer, inputs, items))
     for mean in _mean_losses(trainer, inputs):
         times, close = loss / mean, partial(math.isclose, rel_tol=_TOLERANCE[torch.bfloat16])
