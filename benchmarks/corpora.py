@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.parts.measurement import command, facts, freeze_imports, make_parser, show, write
 from wlb.documents.permutation import Permutation
-from wlb.documents.store.index import IndexWriter, store_path
+from wlb.documents.store.index import IndexWriter
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
@@ -94,7 +94,7 @@ def _write_shards(folder: Path, shards: int) -> None:
 def _write(prefix: Path, documents: int) -> None:
     """An index of ``documents`` documents, and a token file of nothing but its size."""
     lengths, left, tokens = sample_lengths(min(documents, PERIOD), WINDOW, seed=0), documents, 0
-    with store_path(prefix, ".idx").open("w+b", buffering=1 << 20) as file:
+    with Path(f"{prefix}.idx").open("w+b", buffering=1 << 20) as file:
         writer = IndexWriter(file, TOKENS)
         while left:
             part = lengths[:left]
@@ -104,7 +104,7 @@ def _write(prefix: Path, documents: int) -> None:
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    with store_path(prefix, ".bin").open("wb") as file:
+    with Path(f"{prefix}.bin").open("wb") as file:
         file.truncate(tokens * TOKENS.itemsize)
 
 

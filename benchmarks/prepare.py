@@ -29,7 +29,6 @@ from wlb.documents.prepare import prepare_shards, prepare_store, train_tokenizer
 from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer
 from wlb.documents.store.files import store_prefixes
-from wlb.documents.store.index import store_path
 from wlb.errors import UserError, require
 
 _COLUMNS = {"method": "{method}", "seconds": "{seconds:.2f}", "MB/s": "{rate:.2f}", "speed": "{speed:.2f}"}
@@ -67,7 +66,7 @@ def seconds_of(make: Callable[[Path], None], directory: Path) -> tuple[float, st
         prefix, began = Path(place, "store"), time.perf_counter()
         make(prefix)
         seconds = time.perf_counter() - began
-        content = b"".join(store_path(shard, ".bin").read_bytes() for shard in store_prefixes(place))
+        content = b"".join(Path(f"{shard}.bin").read_bytes() for shard in store_prefixes(place))
     return seconds, hashlib.sha256(content).hexdigest()
 
 

@@ -17,6 +17,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -291,14 +292,12 @@ def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
             f"{path} is of an unknown kind; {kinds}{_if_text(path, first if isinstance(first, str) else None)}"
         )
     if len(prefixes) == 1 and not is_url(prefixes[0]) and path.suffix != ".idx":
-        try:
-            os.stat(f"{prefixes[0]}.idx")
-        except OSError as error:  # for other errors, reading gives the reason
-            if isinstance(error, FileNotFoundError):
+        with suppress(OSError):  # for which reading gives the reason
+            if not Path(f"{prefixes[0]}.idx").exists():
                 raise UserError(
                     f"neither {path} nor a token store {prefixes[0]}.idx exists; name a file of lengths, or make a "
                     f"store with: wlb prepare SOURCE --out {prefixes[0]}"
-                ) from None
+                )
     lengths = np.concatenate([read_index(f"{prefix}.idx").lengths() for prefix in prefixes])
     if not lengths.any():
         raise UserError(f"{path} holds no document with tokens")

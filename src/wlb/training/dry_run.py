@@ -48,7 +48,7 @@ class SyntheticStore(TokenStore):
         pointers, firsts = (ends - lengths) * _TOKEN_TYPE.itemsize, np.arange(documents + 1)
         index = TokenIndex("synthetic", _TOKEN_TYPE, lengths.astype(np.int32), pointers, firsts)
         tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(ends[-1]))
-        self._drawn = Shard(index, tokens, {"vocab_size": configured_shape(config.model).vocab_size})
+        self._drawn = Shard("synthetic", index, tokens, {"vocab_size": configured_shape(config.model).vocab_size})
         super().__init__([["synthetic"]] * len(config.data.stores))
 
     def _open_shard(self, prefix: str) -> Shard:

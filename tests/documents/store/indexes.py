@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wlb.documents.store.index import MAGIC, store_path
+from wlb.documents.store.index import MAGIC
 
 UINT16 = 8
 
@@ -20,6 +20,6 @@ def write_index(prefix: Path, documents: Sequence[Sequence[int]]) -> Path:
     firsts = np.cumsum([0, *map(len, documents)])
     header = MAGIC + struct.pack("<QBQQ", 1, UINT16, len(sequences), len(firsts))
     arrays = sequences.astype("<i4"), (2 * (ends - sequences)).astype("<i8"), firsts.astype("<i8")
-    store_path(prefix, ".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    Path(f"{prefix}.idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
     np.arange(sequences.sum(), dtype=np.uint16).tofile(prefix.with_suffix(".bin"))
     return prefix

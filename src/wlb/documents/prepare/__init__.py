@@ -27,7 +27,6 @@ from wlb.documents.prepare.raw_files import Reject
 from wlb.documents.prepare.sources import Batch, Corpus, CorpusShard
 from wlb.documents.prepare.tokenization import Encoded, HuggingFaceTokenizer, Tokenizer, train_bpe
 from wlb.documents.prepare.workers import cluster, map_in_order, map_on_ray
-from wlb.documents.store.index import store_path
 from wlb.documents.store.writer import TokenStoreWriter, store_files, token_type
 from wlb.errors import UserError
 from wlb.terminal import number_of, tell
@@ -167,7 +166,7 @@ def prepare_shards(
         count = shards or cores
         _check_number(prefix, count)
         every = [CorpusShard(number + 1, count) for number in range(count)]
-        todo = [shard for shard in every if overwrite or not store_path(shard.prefix(prefix), ".idx").exists()]
+        todo = [shard for shard in every if overwrite or not Path(f"{shard.prefix(prefix)}.idx").exists()]
         if not todo:
             raise UserError(f"all {count} shards {prefix}-*-of-{count} exist; choose another --out or pass --overwrite")
         if len(todo) < count:

@@ -168,14 +168,22 @@ def check_unchanged(prefix: str, opened: Stamps) -> None:
 
 
 def read_bytes(path: str) -> Any:
-    """The whole file: mapped into memory, or read from a URL. Raises ``OSError`` or ``UserError``."""
+    """The whole file: mapped into memory, or read from a URL.
+
+    Raises ``FileNotFoundError`` if there is none, and ``UserError`` if it cannot be read.
+    """
     if is_url(path):
         file = RemoteArray(path)
         return file.read(0, file.size)
-    with open(path, "rb") as opened:
-        if not os.path.getsize(path):  # an empty file, or a pipe, cannot be mapped
-            return opened.read()
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with open(path, "rb") as opened:
+            if not os.path.getsize(path):  # an empty file, or a pipe, cannot be mapped
+                return opened.read()
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | RemoteArray | None:

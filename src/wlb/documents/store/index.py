@@ -144,11 +144,6 @@ def _spaced(array: NDArray[Any]) -> NDArray[Any]:
     return array[:: 1 if len(array) <= _IDENTIFIED_WHOLE else len(array) // _IDENTIFIED]
 
 
-def store_path(prefix: str | Path, ending: str) -> Path:
-    """The file of a store on a disk with this ``ending``; the prefix may contain dots."""
-    return Path(f"{prefix}{ending}")
-
-
 def read_index(path: str | Path) -> TokenIndex:
     """Open an index file. Raises ``UserError`` if it is missing, foreign, truncated or holds floats."""
     try:
@@ -156,8 +151,6 @@ def read_index(path: str | Path) -> TokenIndex:
     except FileNotFoundError:
         remedy = "name one store, not a directory" if is_url(path) else "make the store with wlb prepare"
         raise UserError(f"token store index {path} does not exist; {remedy}") from None
-    except OSError as error:
-        raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
     header, size = content[: _HEADER.size], len(content)
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
         raise UserError(

@@ -42,6 +42,7 @@ _SAMPLED_AT, _SAMPLED = (0, 1 / 3, 2 / 3, 1), 1 << 10  # places in a token file,
 class Shard:
     """The files of one prefix: the ``tokens`` of all documents, and a ``mask`` of as many bytes, 1 for labels."""
 
+    prefix: str
     index: TokenIndex
     tokens: NDArray[Any] | RemoteArray
     sidecar: dict[str, Any]
@@ -59,7 +60,7 @@ class Shard:
         mask = files.open_array(f"{prefix}.mask", np.dtype(np.uint8), index.tokens)
         if mask is None and "mask_sha256" in sidecar:
             raise UserError(f"{prefix}.mask does not exist, and the store was written with one; prepare it again")
-        return cls(index, tokens, sidecar, mask)
+        return cls(prefix, index, tokens, sidecar, mask)
 
     @property
     def identity(self) -> str:
@@ -80,12 +81,8 @@ class Shard:
         """Whether any document has a label after its first token; reads up to the first such document."""
         for first in range(0, self.index.documents, _CHUNK):
             starts, tokens = self.index.runs(np.arange(first, min(first + _CHUNK, self.index.documents)))
-            if self.mask is None:
-                if (tokens > 1).any():
-                    return True
-            elif any(
-                self.mask[start + 1 : end].any() for start, end in np.stack([starts, starts + tokens], 1).tolist()
-            ):
+            runs = np.stack([starts + 1, starts + tokens], axis=1)[tokens > 1].tolist()
+            if any(self.mask is None or self.mask[start:end].any() for start, end in runs):
                 return True
         return False
 
@@ -205,11 +202,9 @@ class TokenStore:
         Raises ``UserError`` if an index has changed: beyond the end of one cut short, reading kills the process.
         """
         lengths = np.empty(len(documents), np.int64)
-        for number, chosen in self._by_shard(documents):
-            prefix = self._shards[number].prefix
+        for prefix, first, chosen in self._by_shard(documents):
             files.check_unchanged(prefix, self._stamps[prefix][:1])
-            index = self._shard(number).index
-            lengths[chosen] = index.runs(documents[chosen] - self._ends[number])[1]
+            lengths[chosen] = self._opened(prefix).index.runs(documents[chosen] - first)[1]
         return lengths
 
     def tokens_by_store(self, documents: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[int, ...]:
@@ -224,8 +219,7 @@ class TokenStore:
         mapped file was cut short, because reading beyond its end kills the process. Files at URLs check
         themselves (``RemoteArray``).
         """
-        for number, _ in self._by_shard(documents):
-            prefix = self._shards[number].prefix
+        for prefix, _, _ in self._by_shard(documents):
             files.check_unchanged(prefix, self._stamps[prefix])
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
@@ -233,14 +227,14 @@ class TokenStore:
 
         Raises ``UserError`` if the range is not inside the document or holds ids outside the vocabulary.
         """
-        shard, prefix, run = self._place(document, start, length)
+        shard, run = self._place(document, start, length)
         view = shard.tokens[run]
         limit = shard.sidecar.get("vocab_size", MAX_VOCABULARY)
         for token in (view.min(initial=0), view.max(initial=0)):
             if not 0 <= token < limit:
                 raise UserError(
-                    f"document {document} of {prefix} holds token {token}, outside the vocabulary of {limit}; prepare "
-                    "the store again"
+                    f"document {document} of {shard.prefix} holds token {token}, outside the vocabulary of {limit}; "
+                    "prepare the store again"
                 )
         return view
 
@@ -249,13 +243,14 @@ class TokenStore:
 
         Raises ``UserError`` for a byte of the mask that is neither 0 nor 1.
         """
-        shard, prefix, run = self._place(document, start, length)
+        shard, run = self._place(document, start, length)
         if shard.mask is None:
             return None
         flags = shard.mask[run]
         if flags.size and flags.max() > 1:
             raise UserError(
-                f"{prefix}.mask has the byte {flags.max()} in document {document}; write 1 for labels and 0 for others"
+                f"{shard.prefix}.mask has the byte {flags.max()} in document {document}; "
+                "write 1 for labels and 0 for others"
             )
         labels: NDArray[np.bool_] = flags.view(np.bool_)
         return labels
@@ -274,36 +269,34 @@ class TokenStore:
 
         Raises ``UserError`` if anything is damaged.
         """
-        for known in self._shards:
-            shard = self._opened(known.prefix)
+        for shard in (self._opened(known.prefix) for known in self._shards):
             shard.index.check()
             for ending, what, content in ((".bin", "content", shard.tokens), (".mask", "mask", shard.mask)):
                 expected = shard.sidecar.get(f"{what}_sha256")
                 if content is not None and expected and (found := _sha256(content, shard.index.tokens)) != expected:
                     raise UserError(
-                        f"{known.prefix}{ending} is not what was written: its sha256 is {found}, the sidecar says "
+                        f"{shard.prefix}{ending} is not what was written: its sha256 is {found}, the sidecar says "
                         f"{expected}; prepare the store again"
                     )
 
-    def _place(self, document: int, start: int, length: int | None) -> tuple[Shard, str, slice]:
-        """The shard that holds ``document``, its prefix, and the place of these tokens in its files."""
+    def _place(self, document: int, start: int, length: int | None) -> tuple[Shard, slice]:
+        """The shard that holds ``document``, and the place of these tokens in its files."""
         if not 0 <= document < len(self):
             raise UserError(f"document {document} is not in {self.prefix}, which holds {len(self)} documents")
         number = int(np.searchsorted(self._ends, document, side="right")) - 1
-        shard, prefix = self._shard(number), self._shards[number].prefix
-        (first,), (tokens,) = (found.tolist() for found in shard.index.runs(np.array([document - self._ends[number]])))
+        shard, first = self._opened(self._shards[number].prefix), self._ends[number]
+        (begin,), (tokens,) = (found.tolist() for found in shard.index.runs(np.array([document - first])))
         stop = tokens if length is None else start + length
         if not 0 <= start <= stop <= tokens:
-            raise UserError(f"tokens {start} to {stop} are not in document {document} of {prefix}, which has {tokens}")
-        return shard, prefix, slice(first + start, first + stop)
+            raise UserError(
+                f"tokens {start} to {stop} are not in document {document} of {shard.prefix}, which has {tokens}"
+            )
+        return shard, slice(begin + start, begin + stop)
 
-    def _by_shard(self, documents: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-        """The shards that hold any of ``documents``, each with a mask of those documents."""
+    def _by_shard(self, documents: NDArray[np.int64]) -> Iterator[tuple[str, int, NDArray[np.bool_]]]:
+        """The shards that hold any of ``documents``: prefix, first document, and a mask of those it holds."""
         shards = np.searchsorted(self._ends, documents, side="right") - 1
-        return ((number, shards == number) for number in np.unique(shards).tolist())
-
-    def _shard(self, number: int) -> Shard:
-        return self._opened(self._shards[number].prefix)
+        return ((self._shards[at].prefix, int(self._ends[at]), shards == at) for at in np.unique(shards).tolist())
 
     def _open_shard(self, prefix: str) -> Shard:
         """Open a shard that must not have changed since it was first opened."""
@@ -377,8 +370,6 @@ def _read_sidecar(prefix: str, index: TokenIndex) -> dict[str, Any]:
         content = files.read_bytes(path)
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise UserError(f"sidecar {path} cannot be read: {error.strerror}") from error
     try:
         sidecar = json.loads(bytes(content)) if len(content) <= _LARGEST_SIDECAR else None
     except (ValueError, RecursionError):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.documents.store.index import IndexWriter, read_index, store_path
+from wlb.documents.store.index import IndexWriter, read_index
 from wlb.errors import UserError
 from wlb.files import flush, move, open_locked, sync, write_synced
 from wlb.token_count import MOST_TOKENS
@@ -34,9 +34,9 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 
 def store_files(prefix: Path, with_tokenizer: bool = True, with_mask: bool = True) -> list[Path]:
-    """The files of a store in the order in which the writer makes them, the index last."""
+    """The files of a store in the order in which the writer makes them, the index last; ``prefix`` may have dots."""
     endings = ".bin", *[".mask"] * with_mask, ".json", *[".tokenizer.json"] * with_tokenizer, ".idx"
-    return [store_path(prefix, ending) for ending in endings]
+    return [Path(f"{prefix}{ending}") for ending in endings]
 
 
 def check_target(prefix: Path, overwrite: bool) -> None:

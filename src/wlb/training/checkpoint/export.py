@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from wlb.documents.store.files import store_prefixes
-from wlb.documents.store.index import store_path
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
 from wlb.files import sync
@@ -95,14 +94,14 @@ def _companions(config: JobConfig) -> tuple[dict[str, bytes], dict[str, Any]]:
     for source in config.data.stores:
         with suppress(UserError):  # the store may no longer be there
             prefixes += store_prefixes(source)
-    prefix = next((prefix for prefix in prefixes if store_path(prefix, ".tokenizer.json").is_file()), None)
+    prefix = next((prefix for prefix in prefixes if Path(f"{prefix}.tokenizer.json").is_file()), None)
     if prefix is None:
         return {}, {}
     store = TokenStore.open(prefix)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {"eos_token": store.tokenizer["end_token"]} if store.tokenizer else {}
     ids = {"eos_token_id": store.sidecar["end_token"]} if "end_token" in store.sidecar else {}
-    tokenizer = store_path(prefix, ".tokenizer.json").read_bytes()
+    tokenizer = Path(f"{prefix}.tokenizer.json").read_bytes()
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": json.dumps(settings).encode()}, ids
 
 
