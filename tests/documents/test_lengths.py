@@ -175,6 +175,7 @@ def test_lengths_out_of_range_are_named(tmp_path, name, where, bad):
             r"column 'length' \(--length-column names another\), but id; if it is text, save it as Par",
         ),
         ("l.csv", b"id,length\n1,5\n2,x\n", "line 3 is 'x'"),
+        ("l.csv", b"id,length\n1,5\n2,0\n", "line 3 is 0; a document has 1 to"),
         ("l.csv", b"", "holds no document lengths"),
         ("l.csv", b"\nlength\n5\n", "has no column 'length' .*, but none"),
         ("l.csv", b'length\n"5\n', "not a CSV file: line 2: unexpected end of data"),

@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from wlb.token_count import MOST_TOKENS, parse_count, parse_tokens
 _STDIN = Path("standard input")
 _LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # of an assumed window
 
-Integers = NDArray[np.integer[Any]]
+Lengths = NDArray[np.int64]
 _NAMES = ("length", "lengths", "tokens", "num_tokens", "input_ids")  # that a column of lengths may have
 _COUNTS = ("length", "lengths", "num_tokens")  # which hold no lists of tokens
 _TABLE_OF_TEXT = "; if it is text, save it as Parquet or JSON Lines, which wlb check and wlb prepare read"
@@ -45,7 +45,7 @@ _LONGEST_LINE = 2**20  # bytes
 _LONGEST_CELL = 2**31 - 1  # characters; a text column may exceed csv's own limit of 131,072
 
 
-def what_was_read(source: str, lengths: NDArray[np.int64], context_window: int | None = None) -> str:
+def what_was_read(source: str, lengths: Lengths, context_window: int | None = None) -> str:
     """One line about ``source``: documents, tokens, typical lengths, and how many documents exceed the window."""
     trained = np.sort(lengths[lengths > 0])
     empty = f" and {len(lengths) - len(trained):,} empty" if len(trained) < len(lengths) else ""
@@ -60,26 +60,26 @@ def what_was_read(source: str, lengths: NDArray[np.int64], context_window: int |
     return said
 
 
-def assumed_window(lengths: NDArray[np.int64]) -> int:
+def assumed_window(lengths: Lengths) -> int:
     """The smallest power of two, from 4K to 128K, that covers 95% of tokens, else 128K."""
     return min(max(_LEAST_WINDOW, 1 << (_covering_95_percent(lengths) - 1).bit_length()), _MOST_WINDOW)
 
 
-def described_window(window: int, lengths: NDArray[np.int64]) -> str:
+def described_window(window: int, lengths: Lengths) -> str:
     """The message that ``window`` was assumed by ``assumed_window``."""
     share = 100 * int(lengths[lengths <= window].sum()) // max(1, int(lengths.sum()))
     longest = "the longest default; " if share < 95 else ""
     return f"--context-window {window} ({longest}covers {share}% of tokens)"
 
 
-def _covering_95_percent(lengths: NDArray[np.int64]) -> int:
+def _covering_95_percent(lengths: Lengths) -> int:
     """The least length such that documents up to it have 95% of all tokens."""
     ascending = np.sort(lengths)
     tokens = np.cumsum(ascending)
     return int(ascending[np.searchsorted(100 * tokens, 95 * tokens[-1])])
 
 
-def read_lengths(source: StoreSource, *, column: str | None = None, keep_empty: bool = False) -> NDArray[np.int64]:
+def read_lengths(source: StoreSource, *, column: str | None = None, keep_empty: bool = False) -> Lengths:
     """Tokens of every document of ``source``, in order; shape (documents,).
 
     ``column`` names the column of a table, or the field of JSON objects, with the lengths. Only a store may have empty
@@ -88,7 +88,7 @@ def read_lengths(source: StoreSource, *, column: str | None = None, keep_empty: 
     Raises ``UserError`` if there are no lengths, or if one is not a whole number from 1 to 2**31 - 1.
     """
     path = _STDIN if source == "-" else Path(source_name(source))
-    read, where = (_from_txt, "line") if path == _STDIN else _READERS.get(format_of(path), (None, ""))
+    read = _from_txt if path == _STDIN else _READERS.get(format_of(path))
     if column is not None and read not in (_from_csv, _from_json, _from_parquet):
         raise UserError(f"--length-column {column} is for tables, and {path} has no columns; leave it out")
     if str(source).startswith("synthetic:"):
@@ -101,14 +101,7 @@ def read_lengths(source: StoreSource, *, column: str | None = None, keep_empty: 
     lengths = read(path, column)
     if not len(lengths):
         raise UserError(f"{path} holds no document lengths")
-    bad = np.flatnonzero((lengths < 1) | (lengths > MOST_TOKENS))
-    if bad.size:
-        # Lines are counted from 1, entries of arrays and rows from 0.
-        raise UserError(
-            f"{path}: {where} {int(bad[0]) + (where == 'line')} is {lengths[bad[0]]}; a document has 1 to "
-            f"{MOST_TOKENS} tokens"
-        )
-    return lengths.astype(np.int64)
+    return lengths
 
 
 def _if_text(path: Path, entry: Any) -> str:
@@ -145,7 +138,7 @@ def _column(path: Path, place: str, names: Collection[str], wanted: str | None, 
     raise UserError(f"{path}{place} has no column 'length' (--length-column names another), but {there}{advice()}")
 
 
-def _from_json(path: Path, column: str | None) -> Integers:
+def _from_json(path: Path, column: str | None) -> Lengths:
     """Lengths from JSON values: a number is a length, a list of token ids has one."""
     where, rows = "entry" if format_of(path) == ".json" else "line", _json_rows(path)
     advice = _if_text(path, rows[0] if rows else None)
@@ -194,7 +187,7 @@ def _first_entry(content: bytes) -> Any:
         return line if line.isprintable() and "\ufffd" not in line else None
 
 
-def _from_txt(path: Path, _: str | None) -> Integers:
+def _from_txt(path: Path, _: str | None) -> Lengths:
     try:
         if path == _STDIN:
             text = sys.stdin.read()
@@ -207,7 +200,7 @@ def _from_txt(path: Path, _: str | None) -> Integers:
     return _integers(path, "line", ((number, _parsed(line)) for number, line in lines), _if_text(path, text))
 
 
-def _from_csv(path: Path, column: str | None) -> Integers:
+def _from_csv(path: Path, column: str | None) -> Lengths:
     csv.field_size_limit(_LONGEST_CELL)
     with opened(path) as raw:
         file = io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="")
@@ -228,19 +221,28 @@ def _parsed(text: str) -> int | str:
     return text.strip() if count is None else count
 
 
-def _integers(path: Path, where: str, numbered: Iterable[tuple[int, Any]], if_text: str = "") -> Integers:
-    """Check that all values are whole numbers; each comes with its place in the file."""
-    values = []
+def _integers(path: Path, where: str, numbered: Iterable[tuple[int, Any]], if_text: str = "") -> Lengths:
+    """Check that all values are lengths; each comes with its place in the file."""
+    places, values = [], []
     for place, value in numbered:
         # bool is a subclass of int, but not a length.
         if type(value) is not int or abs(value) > np.iinfo(np.int64).max:
             advice = if_text if isinstance(value, str) and any(map(str.isalpha, value)) else ""
             raise UserError(f"{path}: {where} {place} is {str(value)[:40]!r}; a whole number is needed{advice}")
+        places.append(place)
         values.append(value)
-    return np.array(values, np.int64)
+    return _in_range(path, where, np.array(values, np.int64), places)
 
 
-def _from_npy(path: Path, _: str | None) -> Integers:
+def _in_range(path: Path, where: str, lengths: NDArray[np.integer[Any]], places: Sequence[int]) -> Lengths:
+    bad = np.flatnonzero((lengths < 1) | (lengths > MOST_TOKENS))
+    if bad.size:
+        at = int(bad[0])
+        raise UserError(f"{path}: {where} {places[at]} is {lengths[at]}; a document has 1 to {MOST_TOKENS} tokens")
+    return lengths.astype(np.int64)
+
+
+def _from_npy(path: Path, _: str | None) -> Lengths:
     with opened(path) as file:
         try:
             array = np.load(file, allow_pickle=False)
@@ -250,10 +252,10 @@ def _from_npy(path: Path, _: str | None) -> Integers:
         is_array = isinstance(array, np.ndarray)
         found = f"{array.dtype} values in shape {array.shape}" if is_array else "no NumPy array of numbers"
         raise UserError(f"{path} holds {found}; write whole numbers in one dimension with numpy.save")
-    return array
+    return _in_range(path, "entry", array, range(len(array)))
 
 
-def _from_parquet(path: Path, column: str | None) -> Integers:
+def _from_parquet(path: Path, column: str | None) -> Lengths:
     """Whole numbers, or the lengths of lists of token ids."""
     arrow, parquet = require("pyarrow", "data"), require("pyarrow.parquet", "data")
     lengths, compute = [], require("pyarrow.compute", "data")
@@ -274,10 +276,11 @@ def _from_parquet(path: Path, column: str | None) -> Integers:
                 lengths.append(cells.to_numpy())
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
-    return np.concatenate(lengths or [np.empty(0, np.int64)])
+    whole = np.concatenate(lengths or [np.empty(0, np.int64)])
+    return _in_range(path, "row", whole, range(len(whole)))
 
 
-def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
+def _from_store(source: StoreSource, keep_empty: bool) -> Lengths:
     """The document lengths of a store, whose token files may be missing."""
     path = Path(source_name(source))
     try:
@@ -307,7 +310,7 @@ def _from_store(source: StoreSource, keep_empty: bool) -> NDArray[np.int64]:
     return lengths[lengths > 0]
 
 
-def _synthetic(source: str) -> NDArray[np.int64]:
+def _synthetic(source: str) -> Lengths:
     parts = re.fullmatch(r"synthetic:([0-9]{1,20}):([^:]*)(?::([0-9]{1,20}))?", source)
     if parts is None:
         raise UserError(
@@ -317,14 +320,13 @@ def _synthetic(source: str) -> NDArray[np.int64]:
     return sample_lengths(int(parts[1]), parse_tokens(parts[2]), int(parts[3] or 0))
 
 
-# The reader for each kind of file, and what messages call the place of a length in it.
-_READERS: dict[str, tuple[Callable[[Path, str | None], Integers], str]] = {
-    ".json": (_from_json, "entry"),
-    ".txt": (_from_txt, "line"),
-    ".npy": (_from_npy, "entry"),
-    ".csv": (_from_csv, "line"),
-    ".tsv": (_from_csv, "line"),
-    ".jsonl": (_from_json, "line"),
-    ".ndjson": (_from_json, "line"),
-    ".parquet": (_from_parquet, "row"),
+_READERS: dict[str, Callable[[Path, str | None], Lengths]] = {
+    ".json": _from_json,
+    ".txt": _from_txt,
+    ".npy": _from_npy,
+    ".csv": _from_csv,
+    ".tsv": _from_csv,
+    ".jsonl": _from_json,
+    ".ndjson": _from_json,
+    ".parquet": _from_parquet,
 }

@@ -47,8 +47,8 @@ def critical_path_lists(load: PipelineLoad, documents: Sequence[int], pp: int, l
     single document needs more.
     """
     ranks = _Ranks(load, documents, pp, limits)
-    while (rank := ranks.next_rank()) is not None:
-        ranks.run_one(rank)
+    while (first := min(ranks.begins)) < _NEVER:
+        ranks.run_one(ranks.begins.index(first))
     assert sum(map(len, ranks.lists)) == (3 if load.weight is not None else 2) * load.forward.size, "ranks are stuck"
     return tuple(map(tuple, ranks.lists))
 
@@ -85,19 +85,14 @@ class _Ranks:
         self._backwards_at: list[dict[int, int]] = [{} for _ in range(self._stages)]
         self._done = {FORWARD: [0] * self._stages, first_part: [0] * self._stages, WEIGHT: [0] * self._stages}
         self._choices: list[list[tuple[int, int, int, str, int]]] = [[] for _ in range(pp)]
-        self._begins = [_NEVER] * pp
+        self.begins = [_NEVER] * pp  # when each rank can run its next operation
         self.lists: list[list[Operation]] = [[] for _ in range(pp)]
         for rank in range(pp):
             self._look(rank)
 
-    def next_rank(self) -> int | None:
-        """The rank that can begin an operation first; None when everything has run."""
-        first = min(self._begins)
-        return None if first == _NEVER else self._begins.index(first)
-
     def run_one(self, rank: int) -> None:
         """Let ``rank`` run, of the operations that are ready, the one with the longest remaining path."""
-        now = self._begins[rank]
+        now = self.begins[rank]
         _, stage, kind, micro_batch = min([choice[1:] for choice in self._choices[rank] if choice[0] <= now])
         self._free[rank] = end = now + self._seconds[kind][stage][micro_batch]
         self.lists[rank].append(Operation(stage, micro_batch, kind))
@@ -153,7 +148,7 @@ class _Ranks:
             stage, micro_batch = self._late[rank][0]
             choices.append((0, 1, stage, WEIGHT, micro_batch))
         self._choices[rank] = choices
-        self._begins[rank] = max(self._free[rank], min(choices)[0]) if choices else _NEVER
+        self.begins[rank] = max(self._free[rank], min(choices)[0]) if choices else _NEVER
 
     def _has_room(self, rank: int, stage: int, micro_batch: int) -> bool:
         """Whether every document that has begun can still finish once those before it have gone backward."""

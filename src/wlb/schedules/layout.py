@@ -14,7 +14,6 @@ from wlb.settings import MOST_RANKS
 from wlb.workload.shapes import ModelShape
 from wlb.workload.weights import mean_block_weights
 
-DIMENSIONS = ("tp", "cp", "pp", "dp", "virtual_pp")
 Weights = Literal["auto", "kept", "gathered"]
 
 
@@ -57,7 +56,7 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """The sizes that were set; a pool where it is not cp."""
         pool = {} if self.pool_size == self.cp else {"pool": self.pool_size}
-        return {name: getattr(self, name) for name in DIMENSIONS} | pool
+        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "virtual_pp")} | pool
 
     @property
     def pool_size(self) -> int:

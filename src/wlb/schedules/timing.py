@@ -12,9 +12,9 @@ are priced together.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -177,28 +177,25 @@ class _Waves(NamedTuple):
 @lru_cache(maxsize=512)
 def _waves(operations: RankOperations) -> _Waves:
     pending = [list(reversed(of_rank)) for of_rank in operations]
-    next_input: list[tuple[Any, ...] | None] = [()] * len(operations)  # () if the rank has run everything
-    in_two = {operation[:2] for of_rank in operations for operation in of_rank if operation.kind == INPUT}
     home = {operation.stage: rank for rank, of_rank in enumerate(operations) for operation in of_rank}
-    row: dict[tuple[Any, ...] | None, int] = {None: 0}
+    row: dict[tuple[int, int, bool] | None, int] = {None: 0}
     last_of_rank = [0] * len(operations)
     in_order: list[Operation] = []
     waiting: list[tuple[int, int, int]] = []
     bounds: list[tuple[int, int]] = []
-    ready = [*range(len(operations))]
     while any(pending):
-        for rank in ready:
-            next_input[rank] = _input_of(pending[rank][-1], len(home), in_two) if pending[rank] else ()
-        ready = [rank for rank, waits_for in enumerate(next_input) if waits_for in row]
+        inputs = {rank: _input_of(of_rank[-1], len(home)) for rank, of_rank in enumerate(pending) if of_rank}
+        ready = [rank for rank, waits_for in inputs.items() if waits_for in row]
         assert ready, "the schedule deadlocks"
         bounds.append((len(in_order), len(in_order) + len(ready)))
         for rank in ready:
-            operation, waits_for = pending[rank].pop(), next_input[rank]
+            operation, waits_for = pending[rank].pop(), inputs[rank]
             from_afar = waits_for is not None and home[waits_for[0]] != rank
-            travelling = 1 + operation.micro_batch if from_afar else 0
-            waiting.append((last_of_rank[rank], row[waits_for], travelling))
+            waiting.append((last_of_rank[rank], row[waits_for], 1 + operation.micro_batch if from_afar else 0))
             in_order.append(operation)
-            last_of_rank[rank] = row[operation] = len(in_order)
+            last_of_rank[rank] = len(in_order)
+            if operation.kind != WEIGHT:
+                row[operation.stage, operation.micro_batch, operation.kind == FORWARD] = len(in_order)
     return _Waves(
         tuple(in_order),
         np.array([(stage, micro_batch, _KINDS.index(kind)) for stage, micro_batch, kind in in_order]).T,
@@ -209,16 +206,11 @@ def _waves(operations: RankOperations) -> _Waves:
     )
 
 
-def _input_of(operation: Operation, stages: int, in_two: Container[tuple[int, int]]) -> tuple[int, int, str] | None:
-    """The operation, as a plain tuple, whose result ``operation`` needs; None if it needs none.
-
-    ``in_two`` are (stage, micro-batch) of two-part backwards.
-    """
+def _input_of(operation: Operation, stages: int) -> tuple[int, int, bool] | None:
+    """Stage, micro-batch and whether it is a forward, of the pass that ``operation`` needs; None if it needs none."""
     stage, micro_batch, kind = operation
     if kind == FORWARD:
-        return (stage - 1, micro_batch, FORWARD) if stage else None
+        return (stage - 1, micro_batch, True) if stage else None
     if kind == WEIGHT:
-        return stage, micro_batch, INPUT
-    if stage == stages - 1:
-        return stage, micro_batch, FORWARD
-    return stage + 1, micro_batch, INPUT if (stage + 1, micro_batch) in in_two else BACKWARD
+        return stage, micro_batch, False
+    return (stage, micro_batch, True) if stage == stages - 1 else (stage + 1, micro_batch, False)
