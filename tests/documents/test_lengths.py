@@ -113,16 +113,15 @@ def test_a_column_that_has_lengths_under_another_name(tmp_path, monkeypatch, nam
         read_lengths(name, column="m")
 
 
-def test_stores_are_read_by_prefix_and_index_without_empty_documents(tmp_path, capsys):
+def test_stores_are_read_by_prefix_and_index_with_empty_documents(tmp_path):
     prefix = tmp_path / "corpus.v1"
     with TokenStoreWriter(prefix, vocab_size=10) as writer:
         for length in (0, 3, 1, 0, 9):
             writer.add([1] * length)
-    assert read_lengths(prefix).tolist() == [3, 1, 9]
-    assert capsys.readouterr().err == f"wlb: note: {prefix}: 2 empty documents left out\n"
-    assert read_lengths(str(tmp_path / "corpus.v1.idx")).tolist() == [3, 1, 9]
+    assert read_lengths(prefix).tolist() == [0, 3, 1, 0, 9]
+    assert read_lengths(str(tmp_path / "corpus.v1.idx")).tolist() == [0, 3, 1, 0, 9]
     (tmp_path / "corpus.v1.bin").unlink()
-    assert read_lengths(prefix).tolist() == [3, 1, 9]
+    assert read_lengths(prefix).tolist() == [0, 3, 1, 0, 9]
     with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
         writer.add([])
     with pytest.raises(UserError, match="holds no document with tokens"):

@@ -47,7 +47,7 @@ class CheckOptions(options.TextOptions, options.JobOptions):
 
             if unread := given_again(context, _TEXT):
                 raise UserError(f"{unread[0]} needs --tokenizer")
-            return source, read_lengths(source, column=self.length_column, keep_empty=True)
+            return source, read_lengths(source, column=self.length_column)
         refuse_unused(context, ["length_column"], "has no effect with --tokenizer")
         from wlb.documents.prepare import text_lengths
         from wlb.documents.prepare.chat import ChatFormat

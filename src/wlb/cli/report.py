@@ -115,7 +115,7 @@ def _predicted(context: typer.Context, source: str, asked: options.JobOptions) -
     from wlb.report.predicted import predicted_report
     from wlb.simulate.estimate import CHECKED
 
-    lengths = read_lengths(source, column=asked.length_column, keep_empty=True)
+    lengths = read_lengths(source, column=asked.length_column)
     question = asked.question(context, source, lengths)
     found = estimated(question, lengths, CHECKED, asked.steps, source)
     said = f"{what_was_read(source, lengths, question.space.context_window)}\n\n"

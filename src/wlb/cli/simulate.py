@@ -202,7 +202,7 @@ def _synthetic(context_window: int) -> str:
 def _lengths(sources: Sequence[StoreSource], column: str | None = None) -> Any:
     from wlb.documents.lengths import read_lengths
 
-    read = [read_lengths(source, column=column, keep_empty=True) for source in sources]
+    read = [read_lengths(source, column=column) for source in sources]
     return read[0] if len(read) == 1 else read
 
 

@@ -31,7 +31,7 @@ from wlb.documents.store.files import StoreSource, is_url, names_store, source_n
 from wlb.documents.store.index import read_index
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
-from wlb.terminal import beginning_of, number_of, tell
+from wlb.terminal import beginning_of, number_of
 from wlb.token_count import MOST_TOKENS, parse_count, parse_tokens
 
 _STDIN = Path("standard input")
@@ -79,11 +79,11 @@ def _covering_95_percent(lengths: Lengths) -> int:
     return int(ascending[np.searchsorted(100 * tokens, 95 * tokens[-1])])
 
 
-def read_lengths(source: StoreSource, *, column: str | None = None, keep_empty: bool = False) -> Lengths:
+def read_lengths(source: StoreSource, *, column: str | None = None) -> Lengths:
     """Tokens of every document of ``source``, in order; shape (documents,).
 
     ``column`` names the column of a table, or the field of JSON objects, with the lengths. Only a store may have empty
-    documents. They are left out, with a note, unless ``keep_empty`` is set: a job's document order counts them.
+    documents, which the order of a job counts.
 
     Raises ``UserError`` if there are no lengths, or if one is not a whole number from 1 to 2**31 - 1.
     """
@@ -95,7 +95,7 @@ def read_lengths(source: StoreSource, *, column: str | None = None, keep_empty: 
         return _synthetic(str(source))
     is_missing = path != _STDIN and not os.path.exists(path)
     if read is None or is_url(source_name(source)) or (is_missing and names_store(source)):
-        return _from_store(source, keep_empty)
+        return _from_store(source)
     if is_missing:
         raise UserError(f"lengths {path} does not exist; name a file of lengths or a token store")
     lengths = read(path, column)
@@ -280,7 +280,7 @@ def _from_parquet(path: Path, column: str | None) -> Lengths:
     return _in_range(path, "row", whole, range(len(whole)))
 
 
-def _from_store(source: StoreSource, keep_empty: bool) -> Lengths:
+def _from_store(source: StoreSource) -> Lengths:
     """The document lengths of a store, whose token files may be missing."""
     path = Path(source_name(source))
     try:
@@ -304,10 +304,7 @@ def _from_store(source: StoreSource, keep_empty: bool) -> Lengths:
     lengths = np.concatenate([read_index(f"{prefix}.idx").lengths() for prefix in prefixes])
     if not lengths.any():
         raise UserError(f"{path} holds no document with tokens")
-    if keep_empty or lengths.all():
-        return lengths
-    tell(f"wlb: note: {path}: {number_of(int((lengths == 0).sum()), 'empty document')} left out")
-    return lengths[lengths > 0]
+    return lengths
 
 
 def _synthetic(source: str) -> Lengths:

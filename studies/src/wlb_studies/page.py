@@ -85,7 +85,7 @@ def answered(asked: Asked, at: float) -> Answer:
     with redirect_stderr(StringIO()) as notes, TemporaryDirectory() as folder:
         if asked.content is not None:
             Path(folder, source).write_bytes(asked.content)
-        lengths = read_lengths(source if asked.content is None else f"{folder}/{source}", keep_empty=True)
+        lengths = read_lengths(source if asked.content is None else f"{folder}/{source}")
         job = options["--model"], options["--hardware"], int(options["--gpus"])
         fixed = {option[2:]: int(options[option]) for option in _SIZES if option in options}
         question = question_of(*job, lengths, context_window=window, batch_tokens=batch, source=source, fixed=fixed)

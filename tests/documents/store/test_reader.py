@@ -57,7 +57,7 @@ def test_a_directory_a_glob_and_a_list_are_one_store(corpus):
         assert every_document(store) == tokens
         assert store.lengths.tolist() == expected
         assert (len(store), store.tokens, store.vocab_size, store.tokenizer) == (5, 10, None, None)
-        assert read_lengths(source, keep_empty=True).tolist() == expected
+        assert read_lengths(source).tolist() == expected
     assert len(identities) == 1
     store.check_content()
 

@@ -68,7 +68,7 @@ def packing(
     from wlb.documents.lengths import read_lengths
 
     check_picture(asked.plot)
-    tokens = read_lengths(lengths, column=asked.length_column, keep_empty=True)
+    tokens = read_lengths(lengths, column=asked.length_column)
     found = asked.job(context, lengths, tokens)
     compared, show = _compared_methods(context, tokens[tokens > 0], asked, found)
     if json:

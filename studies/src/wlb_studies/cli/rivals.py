@@ -60,7 +60,7 @@ def rivals(
 
     check_picture(plot)
     names = chosen(policies)
-    documents = read_lengths(lengths, keep_empty=True)
+    documents = read_lengths(lengths)
     question = question_of(
         given.model,
         given.hardware,

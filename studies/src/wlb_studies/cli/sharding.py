@@ -50,7 +50,8 @@ def sharding(
     # Shards are priced one by one, so the workload describes a GPU without context parallelism.
     priced = gpu.priced(context, context_window, 1, reads=["cp"])
     priced_by = {name: value for name, value in priced.described.items() if name != "cp"}
-    micro_batches = sample_micro_batches(read_lengths(lengths), context_window, samples, seed)
+    documents = read_lengths(lengths)
+    micro_batches = sample_micro_batches(documents[documents > 0], context_window, samples, seed)
     names = options.names_in("--strategies", strategies, STRATEGIES)
     results = [
         compare_strategy(name, micro_batches, cp, priced.workload, on_progress=advance)

@@ -54,7 +54,8 @@ class Documents(NamedTuple):
 def corpus(settings: Settings, longest: int = _128K) -> Documents:
     """The lengths in the user's file, or synthetic ones of up to ``longest`` tokens."""
     if settings.lengths is not None:
-        return Documents(read_lengths(settings.lengths), settings.lengths)
+        lengths = read_lengths(settings.lengths)
+        return Documents(lengths[lengths > 0], settings.lengths)
     fractions = {"median_fraction": _MEDIAN_TOKENS / longest, "tail_start_fraction": _TAIL_START_TOKENS / longest}
     lengths = sample_lengths(_DOCUMENTS, longest, settings.seed, **fractions)
     return Documents(lengths, f"synthetic, {_DOCUMENTS:,} documents of up to {longest:,} tokens, seed {settings.seed}")

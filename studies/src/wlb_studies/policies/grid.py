@@ -207,7 +207,8 @@ def documents_of(job: RivalJob, settings: Settings) -> Integers:
     if job.source:
         return _SOURCES[job.source]()
     if settings.lengths is not None:
-        return read_lengths(settings.lengths)
+        lengths = read_lengths(settings.lengths)
+        return lengths[lengths > 0]
     return sample_lengths(DOCUMENTS, job.context_window, settings.seed)
 
 
