@@ -28,9 +28,7 @@ def control_group_limits(membership: Path, root: Path) -> list[int]:
             top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
             path = top / group.lstrip("/")
             files = [folder / name for folder in (path, *path.parents) if folder.is_relative_to(top)]
-            texts = [
-                file.read_text(encoding="utf-8").strip() for file in files if file.is_file()
-            ]  # the topmost has none
+            texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]  # not at the top
             limits += [int(text) for text in texts if text.isdecimal()]  # "max" is none
     except (OSError, ValueError):
         return []

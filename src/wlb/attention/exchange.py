@@ -104,28 +104,27 @@ class KVReexchanges:
     """The exchanges that a stage repeats in the backward of a micro-batch, each during the layer above its own."""
 
     def __init__(self) -> None:
-        self.last: KVReexchange | None = None
+        self._layers: list[KVReexchange] = []  # from the bottom up
 
     def add(self, reexchange: KVReexchange) -> KVReexchange:
         """Add the exchange of the next layer up."""
-        reexchange.below, self.last = self.last, reexchange
+        self._layers.append(reexchange)
         return reexchange
 
     def start_below(self, reexchange: KVReexchange) -> None:
         """Start the exchange of the layer below, and release ``reexchange``."""
-        if reexchange.below is not None:
-            reexchange.below.start()
-        self.last, reexchange.below = reexchange.below, None
+        del self._layers[self._layers.index(reexchange) :]
+        if self._layers:
+            self._layers[-1].start()
 
 
 class KVReexchange:
-    """Exchanges the keys and values of one layer again; ``below`` does so for the layer before it."""
+    """Exchanges the keys and values of one layer again."""
 
     def __init__(self, k_TGE: Tensor, v_TGE: Tensor, layout: ShardLayout, ranks: PlanRanks) -> None:
         self._unsent: tuple[Tensor, Tensor] | None = (k_TGE.detach(), v_TGE.detach())
         self._layout, self._ranks = layout, ranks
         self._pending: list[PendingExchange] = []
-        self.below: KVReexchange | None = None
 
     def start(self) -> None:
         """Start sending, unless it has started already."""

@@ -34,6 +34,7 @@ from wlb.errors import UserError
 from wlb.runtime.clock import Clock, clock_of
 from wlb.shadow_mode.fields import fields_of, lengths_of
 from wlb.shadow_mode.gain import Measured, ShadowGain, Step, gain_of
+from wlb.token_count import check_whole
 from wlb.workload import ModelShape, model_shape
 from wlb.workload.model_json import shape_of_config
 from wlb.workload.profile import write_profile
@@ -95,8 +96,7 @@ class Shadow:
         if not (self._is_model or hasattr(self._loader, "__iter__") or hasattr(self._loader, "__getitem__")):
             kind = type(self._loader).__name__
             raise UserError(f"wlb.shadow got a {kind}; give the loader of your loop, or the model")
-        if not isinstance(self._every, int) or self._every < 1:
-            raise UserError(f"every = {self._every!r} is not a whole number of steps >= 1; give one, such as 100")
+        check_whole("every", self._every)
         if self._lengths is not None and not callable(self._lengths):
             raise UserError(f"lengths is a {type(self._lengths).__name__}; give a function of the batch")
         if self._tensorboard is not None and not hasattr(self._tensorboard, "add_scalar"):
