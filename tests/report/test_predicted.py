@@ -60,14 +60,14 @@ def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
 
 
 def test_the_headline_is_in_tokens_per_second_and_what_cutting_drops_comes_on_top(evidence: Evidence):
-    best = evidence.verdict.draws[0][BALANCED]
+    best = evidence.verdict.of_draws[BALANCED][0]
     slow = replace(
         best,
         step_seconds=[2 * seconds for seconds in best.step_seconds],
         work_seconds=0.5 * best.work_seconds,
         attention_kept=0.75,
     )
-    verdict = Verdict([{BASELINE: slow, BALANCED: best}] * 3)
+    verdict = Verdict({BASELINE: [slow] * 3, BALANCED: [best] * 3})
     shown = replace(evidence, found=replace(evidence.found, verdict=verdict))
     text = read(predicted_report(shown, source="lengths.json")).text
     assert "2.00xtokens/s of balanced over plain-4d" in text
@@ -76,7 +76,7 @@ def test_the_headline_is_in_tokens_per_second_and_what_cutting_drops_comes_on_to
 
 def test_where_little_is_gained_there_is_no_job_to_copy(evidence: Evidence):
     best = evidence.systems[BALANCED]
-    verdict = Verdict([dict.fromkeys((BASELINE, BALANCED), best)] * 3)
+    verdict = Verdict(dict.fromkeys((BASELINE, BALANCED), [best] * 3))
     kept = replace(evidence, found=replace(evidence.found, verdict=verdict, config=""))
     page = predicted_report(kept, source="lengths.json")
     assert "Keep what you have: no preset gains 5% in every shuffle." in page

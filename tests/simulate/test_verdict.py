@@ -28,22 +28,21 @@ def found() -> Estimate:
 
 def with_speeds(results: Mapping[str, SimulationResult], speeds: Mapping[str, Sequence[float]]) -> Verdict:
     """Draws in which each system has these speeds over the baseline."""
-
-    def draw(number: int) -> dict[str, SimulationResult]:
-        return {
-            name: replace(
-                results[name], step_tokens=[1000], step_work_seconds=[1.0], step_seconds=[1 / of_draws[number]]
-            )
+    return Verdict(
+        {
+            name: [
+                replace(results[name], step_tokens=[1000], step_work_seconds=[1.0], step_seconds=[1 / speed])
+                for speed in of_draws
+            ]
             for name, of_draws in ({BASELINE: [1.0] * 3} | dict(speeds)).items()
         }
-
-    return Verdict([draw(number) for number in range(3)])
+    )
 
 
 def test_parts_are_the_whole_step(found: Estimate):
     assert sorted(cause for causes in PARTS.values() for cause in causes) == sorted(CAUSES)
     verdict = found.verdict
-    assert len(verdict.draws) == 3
+    assert verdict.draws == 3
     assert {len(result.step_seconds) for result in verdict.systems.values()} == {12}
     for name in verdict.systems:
         assert sum(verdict.parts(name).values()) == pytest.approx(1 / verdict.speed(name))

@@ -74,7 +74,7 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
     rows["total"] = [_percent(sum(parts[name].values())) for name in systems]
     rows["speedup, tokens/s"] = [f"{verdict.speed(name):.2f}x" for name in systems]
     spreads = {name: verdict.spread(name) for name in systems}
-    rows[f"range in {len(verdict.draws)} shuffles"] = [f"{low:.2f} to {high:.2f}" for low, high in spreads.values()]
+    rows[f"range in {verdict.draws} shuffles"] = [f"{low:.2f} to {high:.2f}" for low, high in spreads.values()]
     rows["speed at equal work"] = [f"{verdict.speed_at_equal_work(name):.2f}x" for name in systems]
     delays = [verdict.token_delay(name) for name in systems]
     if max(delays) >= 0.005:

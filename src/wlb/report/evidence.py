@@ -83,6 +83,6 @@ class Evidence:
 
 def usual_step(verdict: Verdict, system: str, lengths: NDArray[np.int64]) -> Timeline:
     """The step of ``system`` whose speed is closest to the mean, planned again on documents of ``lengths``."""
-    result = verdict.draws[0][system]
+    result = verdict.of_draws[system][0]
     usual = int(np.abs(np.divide(result.step_seconds, result.step_work_seconds) - 1 / result.work_rate).argmin())
     return timeline(next(StepPlanner(result.job, lengths).plans(verdict.warm_up + usual)), result.job)

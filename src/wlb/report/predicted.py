@@ -78,7 +78,7 @@ def _gain(evidence: Evidence) -> list[Markup]:
     caption = Caption(
         "gain-chart",
         f"Tokens per second over {BASELINE}",
-        f"Simulated. Dots: {len(judged.draws)} shuffles of the documents together. Lines: the lowest and highest.",
+        f"Simulated. Dots: {judged.draws} shuffles of the documents together. Lines: the lowest and highest.",
     )
     others = [
         (name, Gain(judged.speed(name), *judged.spread(name), judged.steps)) for name in systems if name != BASELINE

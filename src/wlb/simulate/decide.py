@@ -121,7 +121,7 @@ def with_stages(job: Job, lengths: DocumentLengths) -> Job:
     if job.layout.pp == 1 or job.layout.stage_blocks is not None or not len(lengths):
         return job
     windows = min(job.global_batch, _WINDOWS)
-    documents = next(global_batches(lengths, job.data, windows * job.context_window))
+    documents = _first_documents(ByIdentity(lengths), job.data, windows * job.context_window, 1)
     (blocks,), (head,) = Packed(documents, np.zeros(len(documents), np.int64), 1).blocks_and_heads(job)
     in_blocks = round(float(head) * job.shape.layers / float(blocks), 2)  # so that machines agree
     return replace(job, layout=replace(job.layout, stage_blocks=dealt_blocks(job.shape.layers, job.layout, in_blocks)))
@@ -372,7 +372,7 @@ class _LeastSeconds:
         return (1 - _FEWER_BUBBLES * filling / (1 + filling)) * seconds * self._steps / self._work
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _first_documents(lengths: ByIdentity, data: DataConfig, tokens: int, steps: int) -> NDArray[np.int64]:
     """Lengths of the documents of the first ``steps`` steps of ``tokens``."""
     return np.concatenate([*islice(global_batches(lengths.lengths, data, tokens), steps)])

@@ -33,6 +33,7 @@ from wlb.job.config_file import to_toml
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.os_limits import usable_cores
+from wlb.schedules.layout import Layout
 from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
@@ -51,7 +52,6 @@ from wlb.simulate.verdict import (
     Verdict,
     simulate_draws,
     usual_steps,
-    verdict_of,
 )
 from wlb.workload import MODEL_SHAPES, model_shape
 from wlb.workload.base import Checkpointing
@@ -256,22 +256,16 @@ def estimate(
     failures = {name: one for name, one in found.items() if isinstance(one, UserError)}
     if BASELINE in failures or not searched:
         raise failures.get(BASELINE) or next(iter(failures.values()))
-    base = BASELINE if BASELINE in searched else next(iter(searched))
-    simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=searched[base].job.work_prices)
 
-    def drawn_steps(name: str) -> list[SimulationResult]:
-        return simulated(searched[name].job, on_progress=partial(watched.simulated, name, DRAWS * steps))
+    def moved(winner: str, layout: Layout) -> Job:
+        there = space.fixed_to(replace(layout, weights="auto"), space.checkpointing)
+        return replace(question, space=there).fastest(winner, lengths).job
 
-    of_base = searched[base].job
-
-    def moved(winner: str) -> Job:
-        layout = replace(of_base.layout, weights="auto")
-        return replace(question, space=space.fixed_to(layout, space.checkpointing)).fastest(winner, lengths).job
-
-    verdict = _explained(_each(drawn_steps, [*searched], watched), simulated, moved, space.given)
+    jobs = {name: one.job for name, one in searched.items()}
+    verdict = _verdict(jobs, lengths, steps, watched, moved, space.given)
     winner, config = verdict.winner, ""
-    if winner != base:
-        config = config_of(VARIANTS.get(winner, winner), searched[winner].job, of_base, question.model, source)
+    if winner != verdict.base:
+        config = config_of(VARIANTS.get(winner, winner), jobs[winner], jobs[verdict.base], question.model, source)
     return Estimate(question, verdict, searched, {name: str(why) for name, why in failures.items()}, config)
 
 
@@ -302,22 +296,14 @@ def judge_config(
     def fastest(preset: str, within: SearchSpace) -> Job:
         return fastest_layout(within, lengths, preset, adapt=partial(_alike, job)).job
 
-    jobs = {CONFIGURED: job} | {preset: fastest(preset, within) for preset, within in spaces.items()}
-    prices = jobs.get(BASELINE, job).work_prices
-    steps = steps or usual_steps(job.global_batch)
-    simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=prices)
-    watched = _Watched([*jobs], on_progress, searches=False)
-    of_draws = {
-        name: simulated(one, on_progress=partial(watched.simulated, name, DRAWS * steps)) for name, one in jobs.items()
-    }
-    if baseline is None:
-        return verdict_of(of_draws)
-
-    def moved(winner: str) -> Job:
-        there = space.fixed_to(replace(baseline.layout, weights="auto"))
+    def moved(winner: str, layout: Layout) -> Job:
+        there = space.fixed_to(replace(layout, weights="auto"))
         return fastest(config.preset if winner == CONFIGURED else winner, there)
 
-    return _explained(of_draws, simulated, moved)
+    jobs = {CONFIGURED: job} | {preset: fastest(preset, within) for preset, within in spaces.items()}
+    watched = _Watched([*jobs], on_progress, searches=False)
+    steps = steps or usual_steps(job.global_batch)
+    return _verdict(jobs, lengths, steps, watched, moved if baseline else None)
 
 
 def _alike(job: Job, other: Job) -> Job:
@@ -327,23 +313,34 @@ def _alike(job: Job, other: Job) -> Job:
     return replace(other, **{name: getattr(job, name) for name in same})
 
 
-def _explained(
-    of_draws: Mapping[str, Sequence[SimulationResult]],
-    simulated: Callable[[Job], Sequence[SimulationResult]],
-    moved: Callable[[str], Job],
+def _verdict(
+    jobs: Mapping[str, Job],
+    lengths: Lengths,
+    steps: int,
+    watched: _Watched,
+    moved: Callable[[str, Layout], Job] | None,
     given: frozenset[str] = frozenset(),
 ) -> Verdict:
-    """The verdict; a winner in another layout is simulated in the layout of the base too (the job ``moved``)."""
-    verdict = verdict_of(of_draws, given=given)
-    base, winner = (of_draws[name][0].job for name in (verdict.base, verdict.winner))
+    """The verdict on ``jobs``, all simulated on the same documents.
+
+    A winner in another layout than the base is simulated in the layout of the base too (the job ``moved``).
+    """
+    prices = jobs[BASELINE if BASELINE in jobs else next(iter(jobs))].work_prices
+    simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=prices)
+
+    def of_draws(name: str) -> list[SimulationResult]:
+        return simulated(jobs[name], on_progress=partial(watched.simulated, name, DRAWS * steps))
+
+    verdict = Verdict(_each(of_draws, [*jobs], watched), given=given)
+    base, winner = (verdict.of_draws[name][0].job for name in (verdict.base, verdict.winner))
     # Level steps run on all ranks of a stage, however these are divided into dp and cp.
     together = winner.levels_steps and (base.layout.tp, base.layout.pp) == (winner.layout.tp, 1)
-    if verdict.winner == BALANCED_TUNED and fits(of_draws[BALANCED][0].job):
-        return verdict_of(of_draws, of_draws[BALANCED], given)
-    if verdict.winner in VARIANTS or together or layout_of(base) == layout_of(winner):
+    if verdict.winner == BALANCED_TUNED and fits(verdict.of_draws[BALANCED][0].job):
+        return replace(verdict, moved=verdict.of_draws[BALANCED])
+    if moved is None or verdict.winner in VARIANTS or together or layout_of(base) == layout_of(winner):
         return verdict
-    job = moved(verdict.winner)
-    return verdict_of(of_draws, simulated(job), given) if fits(job) else verdict
+    job = moved(verdict.winner, base.layout)
+    return replace(verdict, moved=simulated(job)) if fits(job) else verdict
 
 
 class _Watched:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.order import ByIdentity, DataConfig, DocumentStream
+from wlb.documents.order import DataConfig, DocumentStream
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 
 _AT_ONCE = 64  # documents taken together
-_HELD = 4  # batches
 _MOST_STEPS_OF_ONE = 64  # that a single document may fill if fewer steps are asked for
 
 
@@ -42,25 +39,7 @@ def check_filling(
 
 
 def global_batches(lengths: DocumentLengths, config: DataConfig, tokens: int) -> Iterator[NDArray[np.int64]]:
-    """The lengths of the documents that begin in each ``tokens`` tokens of their stream, epoch after epoch.
-
-    The first batches are held, because a search asks for them in every layout.
-    """
-    held = _held(ByIdentity(lengths), config, tokens)
-    for place in range(_HELD):
-        if place not in held:
-            held[place] = next(islice(_batches(lengths, config, tokens), place, None))
-        yield held[place]
-    yield from islice(_batches(lengths, config, tokens), _HELD, None)
-
-
-@lru_cache(maxsize=8)
-def _held(lengths: ByIdentity, config: DataConfig, tokens: int) -> dict[int, NDArray[np.int64]]:
-    """The first batches that were asked for, by place."""
-    return {}
-
-
-def _batches(lengths: DocumentLengths, config: DataConfig, tokens: int) -> Iterator[NDArray[np.int64]]:
+    """The lengths of the documents that begin in each ``tokens`` tokens of their stream, epoch after epoch."""
     stream, left = DocumentStream(lengths, config), tokens
     batch: list[int] = []
     while True:

@@ -45,14 +45,6 @@ CAUSES = {
 }
 EVERYTHING = frozenset(CAUSES)
 
-IMBALANCES = {
-    "gpus": "of all GPUs",
-    "cp": "of the ranks of a context-parallel group in a micro-batch",
-    "micro_batches": "of the micro-batches of a step",
-    "dp": "of data-parallel ranks, summed over a step",
-    "pp": "of pipeline ranks, summed over a step",
-}
-
 
 @dataclass(frozen=True)
 class StepSeconds(ABC):
@@ -200,7 +192,10 @@ class Steps(StepSeconds):
 
     @property
     def imbalance(self) -> dict[str, Array]:
-        """Largest over mean computing, shape (steps,), for each of ``IMBALANCES``."""
+        """Largest over mean computing of all GPUs, and of each kind of them; shape (steps,).
+
+        Context-parallel ranks are compared in each micro-batch, data-parallel and pipeline ranks over a step.
+        """
         groups, taken = self.micro_batch_seconds, self.stages.both.sum(axis=2)
         return {
             "gpus": slowest_over_mean(self.gpu_seconds, (1, 2, 3)),

@@ -67,20 +67,24 @@ FACTORS = ("balance", "recomputation", "attention", "layout")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The results of every system on the same documents, in several draws.
+    """The results of every system on the same documents, one per draw (``simulate_draws``).
 
     ``moved`` has the winner in the layout of the base, per draw: it separates the gain from balance from the gain from
     another layout. It is empty if both have the same layout, or if the winner does not fit there. ``given`` are the
     settings of the base that were not searched for.
     """
 
-    draws: Sequence[Mapping[str, SimulationResult]]
+    of_draws: Mapping[str, Sequence[SimulationResult]]
     moved: Sequence[SimulationResult] = ()
     given: frozenset[str] = frozenset()
 
     @property
     def names(self) -> list[str]:
-        return [*self.draws[0]]
+        return [*self.of_draws]
+
+    @property
+    def draws(self) -> int:
+        return len(self.of_draws[self.base])
 
     @property
     def base(self) -> str:
@@ -90,17 +94,17 @@ class Verdict:
     @property
     def steps(self) -> int:
         """The counted steps of each draw."""
-        return self.draws[0][self.base].steps
+        return self.of_draws[self.base][0].steps
 
     @property
     def warm_up(self) -> int:
         """The warm-up steps of each draw."""
-        return usual_steps(self.draws[0][self.base].job.global_batch)
+        return usual_steps(self._job(self.base).global_batch)
 
     @cached_property
     def systems(self) -> dict[str, SimulationResult]:
         """Each system in all draws together."""
-        return {name: pooled([draw[name] for draw in self.draws]) for name in self.names}
+        return {name: pooled(results) for name, results in self.of_draws.items()}
 
     def speed(self, system: str) -> float:
         """Tokens per second over those of the base."""
@@ -108,7 +112,8 @@ class Verdict:
 
     def speeds(self, system: str) -> list[float]:
         """``speed`` in each draw."""
-        return [draw[system].speedup(draw[self.base]) for draw in self.draws]
+        draws = zip(self.of_draws[system], self.of_draws[self.base], strict=True)
+        return [result.speedup(base) for result, base in draws]
 
     def spread(self, system: str) -> tuple[float, float]:
         """The lowest and the highest of ``speeds``."""
@@ -122,7 +127,7 @@ class Verdict:
     @cached_property
     def fastest(self) -> str:
         """The fastest system that fits the memory; ``balanced`` if it is equally fast, because it delays nothing."""
-        others = [name for name in self.names if name != self.base and fits(self.draws[0][name].job)]
+        others = [name for name in self.names if name != self.base and fits(self._job(name))]
         fastest = max([self.base, *others], key=self.speed)
         as_fast = BALANCED in others and self.speed(BALANCED) >= (1 - AS_FAST) * self.speed(fastest)
         return BALANCED if as_fast else fastest
@@ -135,7 +140,7 @@ class Verdict:
         """
         nearly = (1 - _NEARLY) * self.speed(self.fastest)
         for name in (*_SMALLER_STEPS, self.fastest):
-            near = name in self.names and self.speed(name) >= nearly and fits(self.draws[0][name].job)
+            near = name in self.names and self.speed(name) >= nearly and fits(self._job(name))
             if near and round(self.speed(name), 2) >= 1 + LEAST_GAIN and self.spread(name)[0] > 1:  # as shown
                 return name
         return self.base
@@ -187,11 +192,11 @@ class Verdict:
     def headline(self) -> str:
         """The answer in one line."""
         if self.winner != self.base:
-            usual = f"Switch to {self.winner}" if self.winner in PRESETS else _job(self.winner)
+            usual = f"Switch to {self.winner}" if self.winner in PRESETS else _named(self.winner)
             advice = _ADVICE.get(self.winner, usual)
             return f"{advice}: {self.speed(self.winner):.2f}x the tokens per second of {self.base}."
         if len(self.names) == 1:
-            return f"{_job(self.base)} is compared with nothing."
+            return f"{_named(self.base)} is compared with nothing."
         system = "preset" if PRESETS.keys() >= {*self.names} - VARIANTS.keys() else "system"
         none = f"Keep what you have: no {system} gains {LEAST_GAIN:.0%} in every shuffle"
         if self.speed(self.fastest) < 1.005:  # shown as 1.00x
@@ -206,12 +211,12 @@ class Verdict:
         if round(self.speed(shown), 2) != 1:
             (low, high), worst = self.spread(shown), 1 / (1 / self.speed(shown) + MOST_OPTIMISTIC)
             lines.append(
-                f"Range: {low:.2f}x to {high:.2f}x in {len(self.draws)} shuffles of the documents; {worst:.2f}x if "
+                f"Range: {low:.2f}x to {high:.2f}x in {self.draws} shuffles of the documents; {worst:.2f}x if "
                 f"it is as far off as the worst of {PAIRS} published comparisons."
             )
         if self.dropped >= 0.005 and abs(self.speed_at_equal_work(shown) / self.speed(shown) - 1) >= 0.005:
             lines.append(
-                f"{_job(shown)} also computes the {self.dropped:.0%} of attention that cutting documents drops: "
+                f"{_named(shown)} also computes the {self.dropped:.0%} of attention that cutting documents drops: "
                 f"{self.speed_at_equal_work(shown):.2f}x at equal work."
             )
         lines.append(f"{self.loses}.")
@@ -273,7 +278,7 @@ class Verdict:
             "speed_at_equal_work": self.speed_at_equal_work(self.winner),
             "spread": self.spread(self.winner),
             "factors": self.factors,
-            "draws": len(self.draws),
+            "draws": self.draws,
             "systems": [
                 {"system": name}
                 | result.to_json()
@@ -292,11 +297,14 @@ class Verdict:
 
     @property
     def _one_layout(self) -> bool:
-        base, winner = (self.draws[0][name].job.layout for name in (self.base, self.winner))
+        base, winner = (self._job(name).layout for name in (self.base, self.winner))
         return all(getattr(base, size) == getattr(winner, size) for size in ("tp", "pp", "virtual_pp", "dp_cp"))
 
+    def _job(self, system: str) -> Job:
+        return self.of_draws[system][0].job
 
-def _job(system: str) -> str:
+
+def _named(system: str) -> str:
     return system if system in (*PRESETS, *VARIANTS) else f"The job {system}"
 
 
@@ -307,16 +315,6 @@ def rounded(shares: Sequence[float]) -> list[int]:
     missing = round(percents.sum()) - int(whole.sum())
     whole[np.argsort(whole - percents, kind="stable")[:missing]] += 1
     return [int(percent) for percent in whole]
-
-
-def verdict_of(
-    of_draws: Mapping[str, Sequence[SimulationResult]],
-    moved: Sequence[SimulationResult] = (),
-    given: frozenset[str] = frozenset(),
-) -> Verdict:
-    """The verdict on systems, each with one result per draw (``simulate_draws``)."""
-    draws = [dict(zip(of_draws, results, strict=True)) for results in zip(*of_draws.values(), strict=True)]
-    return Verdict(draws, moved, given)
 
 
 def simulate_draws(
